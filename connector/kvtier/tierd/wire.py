@@ -1,0 +1,233 @@
+"""Messages between tierd and the engine processes.
+
+One ZeroMQ ROUTER in tierd, one DEALER in each engine process, over ``ipc://<run directory>/tierd.sock``. Each message is
+one frame: a msgpack array tagged with the class name. Both ends are of one version; ``Hello`` and ``Welcome`` carry it and
+a difference ends the conversation with ``Refused``. Messages of one sender arrive in order; between two senders (scheduler
+and worker of one engine, say) there is no order.
+
+Vocabulary. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its workers; sessions with the
+same ``engine`` belong together. Slots are named by their byte offset in the host pool. ``bits``: bit 0 is the memory tier,
+bit i the i-th tier of the structural document.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtier import __version__
+
+PROTOCOL = f"{__version__}/1"
+SOCKET_NAME = "tierd.sock"
+POOL_NAME = "pool"
+MEMORY_BIT = 1
+
+BEAT_SECONDS = 0.5
+"""Interval of heartbeats in both directions."""
+LOST_SECONDS = 3.0
+"""The other end counts as gone after this long without a word; six beats, so that one slow scheduling slice is no death."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Base of all messages."""
+
+
+# From engine processes to tierd.
+
+
+class Hello(Message, kw_only=True):
+    """First message of a session, and again after tierd was lost.
+
+    ``drained_epoch``: every epoch up to this one is behind the sender: no copy of it runs, its grants are forgotten
+    (0: never attached). The scheduler's carries ``identity`` (DATAPATH 8 without the codec's layout, canonical JSON),
+    ``volatile_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
+    worker's carries ``rank``, ``codec`` (canonical text of the byte layout) and ``shard_bytes`` per group.
+    """
+
+    protocol: str
+    role: str  # "scheduler" | "worker"
+    engine: str
+    rank: int = 0
+    pid: int
+    pid_namespace: str
+    process_start: int
+    drained_epoch: int = 0
+    identity: str = ""
+    volatile_reason: str = ""
+    writer_ranks: tuple[int, ...] = (0,)
+    codec: str = ""
+    shard_bytes: tuple[int, ...] = ()
+
+
+class Bye(Message, kw_only=True):
+    """The session ends in order: all its copies are drained, its grants may be reused."""
+
+
+class Beat(Message, kw_only=True):
+    """Both directions: still here."""
+
+
+class Reserve(Message, kw_only=True):
+    """Scheduler: these chunks will be delivered into these slots, all taken from the session's credits.
+
+    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd drops what is
+    already there or pending, and takes the slot back once every writer has delivered or aborted.
+    """
+
+    items: tuple[tuple[int, int, bytes, int], ...]
+
+
+class Deliver(Message, kw_only=True):
+    """Worker: its shards of these reservations are in their slots."""
+
+    reservations: tuple[int, ...]
+
+
+class Abort(Message, kw_only=True):
+    """Worker: these reservations were not (wholly) written, and will not be touched any more."""
+
+    reservations: tuple[int, ...]
+
+
+class Promote(Message, kw_only=True):
+    """Scheduler: read the longest usable prefix of ``keys`` into RAM, within ``budget_seconds`` from now.
+
+    ``keys``: (group, key) in prefix order. Answered by exactly one ``Promoted``. The slots stay pinned until a ``Load``
+    or ``Cancel`` names the promotion.
+    """
+
+    promotion: int
+    keys: tuple[tuple[int, bytes], ...]
+    budget_seconds: float
+
+
+class Cancel(Message, kw_only=True):
+    """Scheduler: nobody waits for this promotion any more."""
+
+    promotion: int
+
+
+class Load(Message, kw_only=True):
+    """Scheduler: tell the workers where ``keys`` lie. Slots are pinned until every rank has sent ``Loaded``.
+
+    ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``Slots``.
+    """
+
+    load: int
+    promotion: int
+    keys: tuple[tuple[int, bytes], ...]
+    ranks: tuple[int, ...] = (0,)
+
+
+class Loaded(Message, kw_only=True):
+    """Worker: no copy of this load runs any more; its slots may go."""
+
+    load: int
+
+
+class LeftAck(Message, kw_only=True):
+    """Scheduler: the keys of this ``Leaving`` will not be offered any more."""
+
+    token: int
+
+
+class Drained(Message, kw_only=True):
+    """Worker: answer to ``Drain``."""
+
+    epoch: int
+
+
+class ResetCache(Message, kw_only=True):
+    """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
+
+
+# From tierd to engine processes.
+
+
+class Welcome(Message, kw_only=True):
+    """Answer to ``Hello``. ``settings``: the live document as JSON; ``tiers``: names in order, the memory tier first."""
+
+    protocol: str
+    epoch: int
+    session: int
+    pool_path: str
+    pool_bytes: int
+    tiers: tuple[str, ...]
+    settings: str
+
+
+class Refused(Message, kw_only=True):
+    """Answer to ``Hello``: no session, and why. The sender serves without tiers."""
+
+    reason: str
+
+
+class Ready(Message, kw_only=True):
+    """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes`` per group."""
+
+    namespace: str
+    slot_bytes: tuple[int, ...]
+    persistent: bool
+
+
+class Settings(Message, kw_only=True):
+    """The live document changed; JSON."""
+
+    settings: str
+
+
+class Credits(Message, kw_only=True):
+    """To a scheduler: these free slots are the session's."""
+
+    group: int
+    slots: tuple[int, ...]
+
+
+class Delta(Message, kw_only=True):
+    """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``: (group+key bytes as stored,
+    bits). ``sequence`` counts from 1 per session; ``snapshot`` on the first of a series that replaces everything."""
+
+    sequence: int
+    added: tuple[tuple[bytes, int], ...] = ()
+    removed: tuple[tuple[bytes, int], ...] = ()
+    snapshot: bool = False
+
+
+class Leaving(Message, kw_only=True):
+    """To a scheduler: these keys are about to leave RAM; answer with ``LeftAck``. tierd waits 100 ms at most."""
+
+    token: int
+    keys: tuple[bytes, ...]
+
+
+class Promoted(Message, kw_only=True):
+    """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``: "whole", "partial",
+    "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came from (0: was in RAM)."""
+
+    promotion: int
+    usable: int
+    outcome: str
+    tiers: tuple[int, ...] = ()
+
+
+class Slots(Message, kw_only=True):
+    """To a worker: where the keys of a load lie, in order. Shorter than asked: the rest is gone."""
+
+    load: int
+    slots: tuple[int, ...]
+    tiers: tuple[int, ...] = ()
+
+
+class Drain(Message, kw_only=True):
+    """To a worker: forget all grants and loads before ``epoch``, synchronise the streams, answer ``Drained``."""
+
+    epoch: int
+
+
+FromEngine = (
+    Hello | Bye | Beat | Reserve | Deliver | Abort | Promote | Cancel | Load | Loaded | LeftAck | Drained | ResetCache
+)
+FromDaemon = Welcome | Refused | Ready | Settings | Credits | Delta | Leaving | Promoted | Slots | Drain | Beat | Bye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_from_daemon = msgspec.msgpack.Decoder(FromDaemon).decode
