@@ -1,0 +1,360 @@
+"""The byte layout of objects: which bytes of the engine's KV tensors make up a block, and in what order they lie in a slot.
+
+KV is raw bytes here; nothing is converted. One *object shard* (one chunk of one group on one rank) is laid out as
+
+    block 0 of the chunk | block 1 | ... | block N-1
+    each block:  page of layer 0 | page of layer 1 | ...      (layers in natural order of their names)
+    each page:   its bytes in the order of the engine's memory, without padding
+
+Block-major, because then any run of blocks is one contiguous range of the slot: a load that begins inside a chunk costs one
+transfer, like a whole one. A layout in which all layers of a block already lie together is copied as it is.
+
+The page of a layer is found from shape and strides of its tensor alone. The block dimension is the first one (blocks x ...), or
+the second behind a dimension of two (keys, values); a tensor that holds several kernel blocks for each block of the KV cache
+manager has the block dimension split. What does not fit the page size of the group's specification is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvtier.errors import KVTierError
+
+CODEC_VERSION = 1
+
+
+class CodecError(KVTierError):
+    """The KV cache has a layout that cannot be copied safely; the engine serves without tiers. The message says why."""
+
+
+class GroupSpec(Protocol):
+    """The part of vLLM's ``KVCacheGroupSpec`` that is used: the layers of one block table, and a specification with ``block_size`` (tokens) and
+    ``page_size_bytes``, or with ``kv_cache_specs`` by layer."""
+
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+
+    @property
+    def kv_cache_spec(self) -> object: ...
+
+
+class CacheConfig(Protocol):
+    """The part of vLLM's ``KVCacheConfig`` that is used."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_cache_groups(self) -> Sequence[GroupSpec]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Where the pages of one layer lie.
+
+    Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first), ``run_bytes`` at
+    ``offset + b * block_stride + sum(index * stride)``; all in bytes from the start of the tensor's storage.
+    ``axes``: the page's dimensions outermost first, as (dimension of the tensor, size); dimension -1 is the kernel block inside a block.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    block_dim: int
+    kernel_blocks: int
+    offset: int
+    block_stride: int
+    outer: tuple[tuple[int, int], ...]
+    run_bytes: int
+    axes: tuple[tuple[int, int], ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, padding left out."""
+        return self.run_bytes * math.prod(size for size, _ in self.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Consecutive layers that one strided view reaches: layer l of the band lies ``layer_stride`` bytes after layer l-1.
+
+    ``start``: byte of the block (in the object) at which the band begins. ``layer``: name of the first one, whose storage holds all.
+    """
+
+    layer: str
+    layers: int
+    layer_stride: int
+    offset: int
+    block_stride: int
+    outer: tuple[tuple[int, int], ...]
+    run_bytes: int
+    start: int
+
+    @property
+    def band_bytes(self) -> int:
+        """Bytes per block of all layers of the band."""
+        return self.layers * self.run_bytes * math.prod(size for size, _ in self.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group. ``block_size`` in tokens; ``block_bytes``: all layers of one block, one after another."""
+
+    layers: tuple[LayerLayout, ...]
+    bands: tuple[Band, ...]
+    block_size: int
+    blocks_per_chunk: int
+    block_bytes: int
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one chunk on this rank."""
+        return self.block_bytes * self.blocks_per_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The layout of all groups of one rank. ``word_bytes``: largest power of two up to 8 that divides every offset, stride and length."""
+
+    groups: tuple[GroupLayout, ...]
+    num_blocks: int
+    word_bytes: int
+    text: str
+
+    @property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """Bytes of one chunk on this rank, by group."""
+        return tuple(group.shard_bytes for group in self.groups)
+
+
+def build_codec(
+    kv_caches: Mapping[str, object],
+    cache_config: CacheConfig,
+    chunk_tokens: int,
+    backends: Mapping[str, str] | None = None,
+) -> Codec:
+    """Derives the layout of every group.
+
+    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the effective chunk, a multiple of every
+    group's block size. ``backends``: layer name to whatever else decides how a page is filled (attention backend, instruction
+    set); it goes into the text. Raises ``CodecError``.
+    """
+    num_blocks = int(cache_config.num_blocks)
+    if num_blocks < 4:
+        raise CodecError(f"the KV cache has {num_blocks} blocks; at least 4 are needed to tell its layout")
+    groups = tuple(
+        _group(kv_caches, group, num_blocks, chunk_tokens, index)
+        for index, group in enumerate(cache_config.kv_cache_groups)
+    )
+    if not groups:
+        raise CodecError("the engine has no KV cache group")
+    return Codec(groups, num_blocks, _word_bytes(groups), _text(groups, chunk_tokens, backends or {}))
+
+
+def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, torch.Tensor]:
+    """The tensors that the codec's layers name. Raises ``CodecError`` if one is no tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for group in codec.groups:
+        for layer in group.layers:
+            tensor = kv_caches.get(layer.name)
+            if not isinstance(tensor, torch.Tensor):
+                raise CodecError(f"{layer.name}: no tensor is registered")
+            found[layer.name] = tensor
+    return found
+
+
+def layer_layout(name: str, tensor: torch.Tensor, num_blocks: int, page_size_bytes: int, padded: bool = False) -> LayerLayout:
+    """Derives the layout of one layer's pages. ``padded``: the page may be larger than what the tensor shows of it. Raises ``CodecError``."""
+    shape, item = tuple(int(size) for size in tensor.shape), tensor.element_size()
+    block_dim = _block_dim(name, shape, num_blocks)
+    kernel_blocks = shape[block_dim] // num_blocks
+    strides = [int(stride) * item for stride in tensor.stride()]
+    page = [(dim, size, strides[dim]) for dim, size in enumerate(shape) if dim != block_dim and size > 1]
+    if kernel_blocks > 1:
+        page.append((-1, kernel_blocks, strides[block_dim]))
+    block_stride = strides[block_dim] * kernel_blocks
+    payload = math.prod(size for _, size, _ in page) * item
+    if payload > page_size_bytes or (payload < page_size_bytes and not padded):
+        raise CodecError(
+            f"{name}: shape {shape} holds {payload} bytes a block, its specification says {page_size_bytes}"
+        )
+    _check_disjoint(name, [(size, stride) for _, size, stride in page] + [(num_blocks, block_stride)], item)
+    page.sort(key=lambda entry: -entry[2])
+    run_bytes, outer = item, [(size, stride) for _, size, stride in page]
+    while outer and outer[-1][1] == run_bytes:
+        run_bytes *= outer.pop()[0]
+    return LayerLayout(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=shape,
+        block_dim=block_dim,
+        kernel_blocks=kernel_blocks,
+        offset=int(tensor.storage_offset()) * item,
+        block_stride=block_stride,
+        outer=tuple(_merge(outer)),
+        run_bytes=run_bytes,
+        axes=tuple((dim, size) for dim, size, _ in page),
+    )
+
+
+def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
+    if len(shape) < 2:
+        raise CodecError(f"{name}: shape {shape} has no room for blocks and their content")
+    if shape[0] >= num_blocks and shape[0] % num_blocks == 0:
+        return 0
+    if shape[0] == 2 and shape[1] >= num_blocks and shape[1] % num_blocks == 0:
+        return 1
+    raise CodecError(f"{name}: no dimension of shape {shape} counts {num_blocks} blocks")
+
+
+def _check_disjoint(name: str, dims: Iterable[tuple[int, int]], item: int) -> None:
+    extent = item
+    for size, stride in sorted(dims, key=lambda entry: entry[1]):
+        if stride < extent:
+            raise CodecError(f"{name}: its elements overlap (stride {stride} bytes where {extent} are taken)")
+        extent = stride * (size - 1) + extent
+
+
+def _merge(outer: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for size, stride in outer:
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sort key that puts ``layers.2`` before ``layers.10``."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def _group(
+    kv_caches: Mapping[str, object], group: GroupSpec, num_blocks: int, chunk_tokens: int, index: int
+) -> GroupLayout:
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise CodecError(f"group {index} is not part of the state that can be transferred")
+    block_size = int(getattr(group.kv_cache_spec, "block_size", 0))
+    if block_size <= 0 or chunk_tokens % block_size:
+        raise CodecError(f"group {index}: a chunk of {chunk_tokens} tokens is no multiple of its block of {block_size}")
+    layers: list[LayerLayout] = []
+    tensors: list[torch.Tensor] = []
+    seen: set[tuple[int, int, int]] = set()
+    for name in sorted(group.layer_names, key=natural):
+        tensor = kv_caches.get(name)
+        if isinstance(tensor, (list, tuple)):
+            raise CodecError(f"{name}: recurrent state ({len(tensor)} tensors) is not supported")
+        if not isinstance(tensor, torch.Tensor):
+            raise CodecError(f"{name}: no tensor is registered")
+        spec = _layer_spec(group.kv_cache_spec, name)
+        padded = getattr(spec, "page_size_padded", None) is not None
+        layout = layer_layout(name, tensor, num_blocks, int(getattr(spec, "page_size_bytes", 0)), padded)
+        place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
+        if place in seen:  # a layer that shares the KV of another one
+            continue
+        seen.add(place)
+        layers.append(layout)
+        tensors.append(tensor)
+    if not layers:
+        raise CodecError(f"group {index} has no layers")
+    bands = _bands(layers, tensors)
+    return GroupLayout(
+        layers=tuple(layers),
+        bands=bands,
+        block_size=block_size,
+        blocks_per_chunk=chunk_tokens // block_size,
+        block_bytes=sum(layer.page_bytes for layer in layers),
+    )
+
+
+def _layer_spec(spec: object, name: str) -> object:
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    if isinstance(by_layer, Mapping):
+        if name not in by_layer:
+            raise CodecError(f"{name}: the group's specification does not name it")
+        return by_layer[name]
+    return spec
+
+
+def _bands(layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor]) -> tuple[Band, ...]:
+    bands: list[Band] = []
+    start, first = 0, 0
+    while first < len(layers):
+        count, stride = _uniform(layers, tensors, first)
+        layer = layers[first]
+        band = Band(
+            layer.name, count, stride, layer.offset, layer.block_stride, layer.outer, layer.run_bytes, start
+        )
+        bands.append(band)
+        start += band.band_bytes
+        first += count
+    return tuple(bands)
+
+
+def _uniform(layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor], first: int) -> tuple[int, int]:
+    """How many layers from ``first`` on lie at equal distances in one storage, and that distance (bytes)."""
+    head, storage = layers[first], tensors[first].untyped_storage().data_ptr()
+    count, stride = 1, 0
+    while first + count < len(layers):
+        layer = layers[first + count]
+        distance = layer.offset - layers[first + count - 1].offset
+        same = (layer.block_stride, layer.outer, layer.run_bytes) == (head.block_stride, head.outer, head.run_bytes)
+        if not same or tensors[first + count].untyped_storage().data_ptr() != storage or distance <= 0:
+            break
+        if count > 1 and distance != stride:
+            break
+        stride = distance
+        count += 1
+    return count, stride if count > 1 else 0
+
+
+def _word_bytes(groups: Sequence[GroupLayout]) -> int:
+    word = 8
+    for group in groups:
+        for layer in group.layers:
+            word = math.gcd(word, layer.offset, layer.block_stride, layer.run_bytes, *(s for _, s in layer.outer))
+    return word
+
+
+def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[str, str]) -> str:
+    """Everything that decides what a byte of an object means, as canonical JSON. Where pages lie in this process does not count."""
+    described = []
+    for group in groups:
+        runs: list[dict[str, object]] = []
+        for layer in group.layers:
+            form: dict[str, object] = {
+                "dtype": layer.dtype,
+                "page_bytes": layer.page_bytes,
+                "shape": ["B" if dim == layer.block_dim else size for dim, size in enumerate(layer.shape)],
+                "kernel_blocks": layer.kernel_blocks,
+                "axes": [list(axis) for axis in layer.axes],
+                "backend": backends.get(layer.name, ""),
+            }
+            if runs and all(runs[-1][key] == value for key, value in form.items()):
+                names = runs[-1]["layers"]
+                if isinstance(names, list):
+                    names.append(layer.name)
+            else:
+                runs.append({**form, "layers": [layer.name]})
+        described.append(
+            {
+                "block_tokens": group.block_size,
+                "blocks_per_chunk": group.blocks_per_chunk,
+                "block_bytes": group.block_bytes,
+                "layer_count": len(group.layers),
+                "layers": runs,
+            }
+        )
+    return json.dumps(
+        {"codec": CODEC_VERSION, "order": "block,layer,page", "chunk_tokens": chunk_tokens, "groups": described},
+        sort_keys=True,
+        separators=(",", ":"),
+    )

@@ -1,0 +1,174 @@
+"""``python -m kvtier.transfer.selftest [--device cuda]``: bit-exact round trips through a shared pool, for every known layout.
+
+Prints one JSON object; exit status 1 if anything came back wrong. ``--bytes`` also measures both directions with caches of that size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtier.transfer.base import Copy, CopyEngine, CopyError, CopyHandle, Direction
+from kvtier.transfer.codec import Codec, CodecError, build_codec
+from kvtier.transfer.copies import make_engine, pin, unpin
+from kvtier.transfer.layouts import Geometry, Layout, every_layout
+from kvtier.transfer.pool import HostPool, open_pool
+from kvtier.transfer.proof import pinned_scratch, plain_scratch, prove
+
+_CHUNK_BLOCKS = 4
+_WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    layout: Layout
+    codec: Codec
+    engine: CopyEngine
+    pool: HostPool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pool-dir", default="/dev/shm")
+    parser.add_argument("--bytes", type=int, default=0, help="measure with a cache of about this many bytes")
+    options = parser.parse_args(arguments)
+    results: list[dict[str, object]] = []
+    for geometry in (Geometry(), Geometry(layers=2, block=32, heads=1, head_dim=3, dtype=torch.uint8)):
+        for layout in every_layout(geometry, options.device):
+            results.append(_check(layout, options.device, Path(options.pool_dir)))
+    report: dict[str, object] = {
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
+        "torch": torch.__version__,
+        "layouts": results,
+        "ok": all(result["ok"] for result in results),
+    }
+    if options.bytes:
+        report["rates"] = [
+            _measure(layout, options.device, Path(options.pool_dir)) for layout in _large(options.bytes, options.device)
+        ]
+    print(json.dumps(report, indent=1))
+    return 0 if report["ok"] else 1
+
+
+def _check(layout: Layout, device: str, directory: Path) -> dict[str, object]:
+    result: dict[str, object] = {"layout": layout.name, "ok": False}
+    try:
+        bench, release = _bench(layout, device, directory, slots=3)
+        try:
+            prove(layout.caches, bench.codec, bench.engine, pinned_scratch if device != "cpu" else plain_scratch)
+            bench.engine.attach(bench.pool)
+            result["wrong"] = _whole_and_parts(bench)
+            result["ok"] = not result["wrong"]
+            result["bands"] = len(bench.codec.groups[0].bands)
+        finally:
+            release()
+    except (CodecError, CopyError) as error:
+        result["error"] = str(error)
+    return result
+
+
+def _whole_and_parts(bench: _Bench) -> list[str]:
+    """Stores a chunk, then loads the whole and every sub-range of it elsewhere; returns what differed."""
+    wrong: list[str] = []
+    source, target = (1, 9, 3, 7), (2, 8, 10, 5)
+    shard = bench.codec.groups[0].shard_bytes
+    offset = -(-shard // 4096) * 4096
+    original = _snapshot(bench.layout)
+    _run(bench.engine, [Copy(0, offset, 0, source)], Direction.TO_HOST)
+    for first in range(_CHUNK_BLOCKS):
+        for end in range(first + 1, _CHUNK_BLOCKS + 1):
+            _run(bench.engine, [Copy(0, offset, first, target[first:end])], Direction.TO_DEVICE)
+            moved = dict(zip(target[first:end], source[first:end], strict=True))
+            wrong += [f"blocks {first}..{end}: {name}" for name in _differences(bench.layout, original, moved)]
+            _restore(bench.layout, original)
+    return wrong
+
+
+def _snapshot(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in layout.caches.items()}
+
+
+def _restore(layout: Layout, original: dict[str, torch.Tensor]) -> None:
+    for name, tensor in layout.caches.items():
+        tensor.copy_(original[name])
+
+
+def _differences(layout: Layout, original: dict[str, torch.Tensor], moved: dict[int, int]) -> list[str]:
+    wrong = []
+    for name, tensor in layout.caches.items():
+        expected = original[name].clone()
+        dim = 0 if tensor.shape[0] >= layout.num_blocks else 1
+        ratio = tensor.shape[dim] // layout.num_blocks
+        for target, source in moved.items():
+            expected.narrow(dim, target * ratio, ratio).copy_(original[name].narrow(dim, source * ratio, ratio))
+        bits = torch.uint8 if tensor.element_size() == 1 else torch.int16
+        if not torch.equal(expected.view(bits), tensor.view(bits)):
+            wrong.append(name)
+    return wrong
+
+
+def _run(engine: CopyEngine, copies: list[Copy], direction: Direction) -> float:
+    begin = time.perf_counter()
+    _wait(engine, engine.submit(copies, direction, engine.fence()))
+    return time.perf_counter() - begin
+
+
+def _wait(engine: CopyEngine, handle: CopyHandle) -> None:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not engine.done(handle):
+        if time.monotonic() > deadline:
+            raise CopyError(f"a copy of {handle.total_bytes} bytes did not end within {_WAIT_SECONDS:.0f} s")
+        time.sleep(0.0001)
+
+
+def _large(nbytes: int, device: str) -> list[Layout]:
+    block, heads, head_dim, layers = 16, 8, 128, 32
+    blocks = max(64, nbytes // (layers * 2 * block * heads * head_dim * 2))
+    layouts = every_layout(Geometry(layers, blocks, block, heads, head_dim), device)
+    return [layout for layout in layouts if layout.name.startswith(("cpu:", "blocks first, tokens", "keys and values first, heads"))]
+
+
+def _measure(layout: Layout, device: str, directory: Path) -> dict[str, object]:
+    """GB/s of 16-block chunks, 8 to a submission, best of 5."""
+    bench, release = _bench(layout, device, directory, slots=8, chunk_blocks=16)
+    try:
+        bench.engine.attach(bench.pool)
+        shard = -(-bench.codec.groups[0].shard_bytes // 4096) * 4096
+        per = min(8, (layout.num_blocks - 1) // 16)
+        copies = [Copy(0, i * shard, 0, tuple(range(1 + 16 * i, 17 + 16 * i))) for i in range(per)]
+        total = sum(bench.engine.copy_bytes(copy) for copy in copies)
+        rates = {d.value: total / min(_run(bench.engine, copies, d) for _ in range(5)) / 1e9 for d in Direction}
+        return {"layout": layout.name, "bytes": total, **{name: round(rate, 1) for name, rate in rates.items()}}
+    finally:
+        release()
+
+
+def _bench(layout: Layout, device: str, directory: Path, slots: int, chunk_blocks: int = _CHUNK_BLOCKS):  # type: ignore[no-untyped-def]
+    block = layout.kv_cache_groups[0].kv_cache_spec.block_size
+    codec = build_codec(layout.caches, layout, block * chunk_blocks)
+    engine = make_engine(layout.caches, codec)
+    shard = -(-codec.groups[0].shard_bytes // 4096) * 4096
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="kvtier-selftest-") as file:
+        file.truncate(shard * slots)
+        pool = open_pool(Path(file.name), shard * slots)
+    pool, begins = pin(pool, torch.device(device))
+
+    def release() -> None:
+        engine.close()
+        unpin(pool, begins)
+
+    return _Bench(layout, codec, engine, pool), release
+
+
+if __name__ == "__main__":
+    sys.exit(main())
