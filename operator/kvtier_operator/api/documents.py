@@ -1,0 +1,190 @@
+"""Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl get -o yaml` prints them.
+
+Read as `kubectl` reads: YAML 1.1, but text that looks like a date stays text. Refused beyond that: duplicate keys, keys
+that are no text, anchors that expand a small file into a large one, and documents of other kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
+from kvtier_operator.api.refusals import Refusal, RefusedError, shown, validated
+
+MAX_FILE_BYTES = 4 << 20
+"""No object in Kubernetes is above 1.5 MiB; a file may hold several."""
+MAX_DEPTH = 64
+"""Deepest nesting; the deepest policy has 10 levels. Parsers recurse, so there has to be a bound."""
+MAX_NODES = 200_000
+"""Nodes of a file with aliases expanded."""
+
+LIST_KINDS = {("v1", "List"), (API_VERSION, f"{KIND}List")}
+ACCEPTED_KINDS = f"apiVersion {API_VERSION} with kind {KIND} (or a List of them)"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One policy of a file, or why it is none. ``where``: index of the document, and of the item in a list."""
+
+    where: str
+    policy: KVTierPolicy | None
+    refusals: tuple[Refusal, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what a policy must not hold; keeps dates as text."""
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict[str, Any]]:
+    mapping: dict[str, Any] = {}
+    yield mapping
+    written: set[Hashable] = set()
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is not text; put it in quotes", key_node.start_mark
+            )
+        if key in written:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", key_node.start_mark)
+        written.add(key)
+    loader.flatten_mapping(node)
+    mapping.update(loader.construct_mapping(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse(text: str | bytes) -> list[Checked]:
+    """Every policy in a file, each accepted or refused. A file that cannot be read at all is one refusal."""
+    try:
+        documents = _documents(text)
+    except RefusedError as error:
+        return [Checked("", None, tuple(error.refusals))]
+    if not documents:
+        return [Checked("", None, (Refusal("", "an empty file", ACCEPTED_KINDS),))]
+    several = len(documents) > 1
+    checked: list[Checked] = []
+    for index, document in enumerate(documents):
+        where = f"document {index}" if several else ""
+        checked.extend(_expand(document, where))
+    return checked
+
+
+def load_policy(text: str | bytes) -> KVTierPolicy:
+    """The one policy of a file. Raises ``RefusedError`` if it is refused or not the only one."""
+    checked = parse(text)
+    refusals = [refusal for entry in checked for refusal in entry.refusals]
+    if refusals:
+        raise RefusedError(refusals)
+    policies = [entry.policy for entry in checked if entry.policy is not None]
+    if len(policies) != 1:
+        raise RefusedError([Refusal("", f"{len(policies)} policies", "one policy here")])
+    return policies[0]
+
+
+def _documents(text: str | bytes) -> list[Any]:
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise RefusedError([Refusal("", f"byte {error.start} of the file", "YAML or JSON in UTF-8")]) from None
+    if len(text) > MAX_FILE_BYTES:
+        raise RefusedError([Refusal("", f"a file of {len(text)} characters", f"at most {MAX_FILE_BYTES}")])
+    try:
+        _bound(text)
+        documents = list(yaml.load_all(text, Loader=_Loader))  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RefusedError([Refusal(_position(error), _problem(error), "YAML or JSON")]) from None
+    except RecursionError:
+        raise RefusedError([Refusal("", "nesting", f"at most {MAX_DEPTH} levels")]) from None
+    except ValueError as error:
+        raise RefusedError([Refusal("", str(error), "YAML or JSON")]) from None
+    # `---` at the start or the end makes an empty document, which kubectl skips as well.
+    documents = [document for document in documents if document is not None]
+    for document in documents:
+        _check_numbers(document, 0, [MAX_NODES])
+    return documents
+
+
+def _bound(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise RefusedError([Refusal(_mark(event.start_mark), "nesting", f"at most {MAX_DEPTH} levels")])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:
+    budget[0] -= 1
+    if budget[0] < 0 or depth > MAX_DEPTH:
+        raise RefusedError([Refusal("", "aliases that expand", f"at most {MAX_NODES} values and {MAX_DEPTH} levels")])
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_numbers(item, depth + 1, budget)
+    elif isinstance(value, list):
+        for item in value:
+            _check_numbers(item, depth + 1, budget)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RefusedError([Refusal("", str(value), "finite numbers")])
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    return str(problem)
+
+
+def _position(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return _mark(mark) if mark is not None else ""
+
+
+def _mark(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _expand(document: Any, where: str) -> Iterator[Checked]:
+    if isinstance(document, dict) and _kind(document) in LIST_KINDS:
+        items = document.get("items")
+        if not isinstance(items, list) or not items:
+            yield Checked(where, None, (Refusal("items", shown(items), "a list of at least one policy"),))
+            return
+        for index, item in enumerate(items):
+            yield _check(item, f"{where}, item {index}" if where else f"item {index}")
+        return
+    yield _check(document, where)
+
+
+def _kind(document: dict[str, Any]) -> tuple[str, str]:
+    return str(document.get("apiVersion")), str(document.get("kind"))
+
+
+def _check(document: Any, where: str) -> Checked:
+    if not isinstance(document, dict):
+        return Checked(where, None, (Refusal("", shown(document), f"a mapping: {ACCEPTED_KINDS}"),))
+    wrong = [
+        Refusal(field, shown(document[field]) if field in document else "nothing", expected)
+        for field, expected in (("apiVersion", API_VERSION), ("kind", KIND))
+        if document.get(field) != expected
+    ]
+    if wrong:
+        # The rest of a foreign object says nothing about a policy.
+        return Checked(where, None, tuple(wrong))
+    try:
+        return Checked(where, validated(KVTierPolicy, document), ())
+    except RefusedError as error:
+        return Checked(where, None, tuple(error.refusals))

@@ -1,0 +1,74 @@
+"""Kubernetes quantities: `64Gi`, `500M`, `1.5Ti`, `2e9`, `4096`.
+
+The grammar is that of `k8s.io/apimachinery/pkg/api/resource`: a signed decimal number and either a binary suffix (Ki, Mi,
+Gi, Ti, Pi, Ei), a decimal one (n, u, m, none, k, M, G, T, P, E) or an exponent (e or E and an integer). `1E` is an exa,
+`1E3` a thousand.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+MAX_TEXT = 64
+"""Longest text that is looked at. The longest useful one has 19 digits and a suffix; CEL needs a bound."""
+MAX_VALUE = (1 << 63) - 1
+"""Kubernetes keeps the value of a size in a signed 64-bit integer."""
+PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
+
+_PARTS = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?", re.ASCII)
+_BINARY = {f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", start=1)}
+_DECIMAL = {letter: Fraction(1000) ** power for power, letter in enumerate("kMGTPE", start=1)}
+_SMALL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000)}
+_SUFFIXES = {**_BINARY, **_DECIMAL, **_SMALL}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A quantity as written (``text``) and its exact value. Two are equal when both agree."""
+
+    text: str
+    value: Fraction
+
+    @classmethod
+    def parse(cls, written: int | str) -> Quantity:
+        """Reads what a document says. Raises ``ValueError`` when it is no quantity or does not fit 64 bits."""
+        if isinstance(written, bool) or not isinstance(written, int | str):
+            raise ValueError("not an integer or a string")
+        text = str(written)
+        match = _PARTS.fullmatch(text) if len(text) <= MAX_TEXT else None
+        if match is None:
+            raise ValueError("not a quantity")
+        number, suffix, exponent = match.groups()
+        scale = Fraction(10) ** int(exponent) if exponent else _SUFFIXES.get(suffix, Fraction(1))
+        value = Fraction(number) * scale
+        if abs(value) > MAX_VALUE:
+            raise ValueError("does not fit 64 bits")
+        return cls(text=text, value=value)
+
+    @property
+    def size_bytes(self) -> int:
+        """The value as whole bytes, rounded up as Kubernetes does."""
+        return -(-self.value.numerator // self.value.denominator)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def validate(given: Any) -> Quantity:
+            if isinstance(given, Quantity):
+                return given
+            try:
+                return cls.parse(given)
+            except ValueError as error:
+                raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
+
+        return core_schema.no_info_plain_validator_function(
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(lambda quantity: quantity.text)
+        )

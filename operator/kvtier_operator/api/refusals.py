@@ -1,0 +1,103 @@
+"""From what pydantic found to what a person needs: field, value, what is accepted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvtier.errors import ConfigurationError
+from kvtier_operator.api.base import Path, Violation
+from kvtier_operator.api.fields import dotted, fields_of, nearest, walk
+
+MAX_VALUE_TEXT = 80
+"""Longer values are cut in messages."""
+
+Root = TypeVar("Root", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One thing that is wrong: the dotted field, the value found (as text), what is accepted."""
+
+    field: str
+    value: str
+    accepted: str
+
+    @property
+    def message(self) -> str:
+        """The three in one line."""
+        where = self.field or "document"
+        return f"{where}: {self.value} is not accepted; accepted is {self.accepted}"
+
+
+class RefusedError(ConfigurationError):
+    """A document with at least one refusal. ``refusals`` has all that were found."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        first = refusals[0]
+        super().__init__(first.field, first.value, first.accepted)
+        self.refusals = refusals
+        self.args = ("\n".join(refusal.message for refusal in refusals),)
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: JSON, cut to ``MAX_VALUE_TEXT``."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= MAX_VALUE_TEXT else text[: MAX_VALUE_TEXT - 1] + "…"
+
+
+def refusals_of(error: ValidationError, root: type[BaseModel]) -> list[Refusal]:
+    """Every refusal in a validation error of ``root``, in the order of the document's fields."""
+    found: list[Refusal] = []
+    for entry in error.errors(include_url=False):
+        path = _clean(entry["loc"])
+        if entry["type"] == "rules":
+            violations: list[Violation] = entry.get("ctx", {}).get("violations", [])
+            found.extend(
+                Refusal(dotted((*path, *violation.path)), shown(violation.value), violation.accepted)
+                for violation in violations
+            )
+        elif entry["type"] == "missing":
+            found.append(Refusal(dotted(path), "nothing", _accepted(root, path)))
+        elif entry["type"] == "extra_forbidden":
+            found.append(_unknown(root, path))
+        else:
+            found.append(Refusal(dotted(path), shown(entry["input"]), _accepted(root, path)))
+    return list(dict.fromkeys(found))
+
+
+def validated(root: type[Root], document: Any) -> Root:
+    """``document`` (parsed YAML or JSON) as a model. Raises ``RefusedError`` with everything that is wrong."""
+    try:
+        return root.model_validate(document)
+    except ValidationError as error:
+        raise RefusedError(refusals_of(error, root)) from None
+
+
+def _clean(location: tuple[str | int, ...]) -> Path:
+    # pydantic adds the names of union members and a mark for keys; neither is part of the document's path.
+    return tuple(part for part in location if isinstance(part, int) or not _is_pydantics(part))
+
+
+def _is_pydantics(part: str) -> bool:
+    return part == "[key]" or part.startswith(("literal[", "constrained-str", "function-"))
+
+
+def _accepted(root: type[BaseModel], path: Path) -> str:
+    shape, _ = walk(root, path)
+    return shape.accepted if shape is not None else "another value"
+
+
+def _unknown(root: type[BaseModel], path: Path) -> Refusal:
+    shape, _ = walk(root, path[:-1])
+    name = str(path[-1])
+    known = [document.alias for document in fields_of(shape.model)] if shape is not None and shape.model is not None else []
+    meant = nearest(name, known)
+    hint = f"{meant} (the nearest known field)" if meant else ", ".join(known) or "no field"
+    return Refusal(dotted(path), "unknown field", hint)

@@ -1,0 +1,73 @@
+"""Kubernetes' label selector, as far as it can be checked without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kvtier_operator.api.base import STRUCTURAL, Accepts, Model, Rule, Violation
+
+LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+
+LabelKey = Annotated[
+    str, Field(min_length=1, max_length=317, pattern=LABEL_KEY), Accepts("a label key: [prefix/]name, name of at most 63 characters")
+]
+LabelValue = Annotated[
+    str, Field(max_length=63, pattern=LABEL_VALUE), Accepts("a label value: at most 63 letters, digits, -, _ and ., as text")
+]
+
+
+class Operator(StrEnum):
+    """How a label is compared."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+def _values_where_needed(requirement: LabelRequirement) -> Iterator[Violation]:
+    takes_values = requirement.operator in (Operator.IN, Operator.NOT_IN)
+    if takes_values != bool(requirement.values):
+        yield Violation(
+            ("values",),
+            requirement.values or [],
+            f"{'at least one value' if takes_values else 'no values'} with operator {requirement.operator.value}",
+        )
+
+
+class LabelRequirement(Model):
+    """One condition on a label."""
+
+    key: Annotated[LabelKey, STRUCTURAL, Field(description="The label.")]
+    operator: Annotated[Operator, STRUCTURAL, Field(description="How it is compared.")]
+    values: Annotated[
+        list[LabelValue] | None, STRUCTURAL, Field(max_length=64, description="Values for In and NotIn.")
+    ] = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="values-where-needed",
+            check=_values_where_needed,
+            cel="(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
+            message="In and NotIn take at least one value, Exists and DoesNotExist none",
+            expression="'operator ' + self.operator + ' is not accepted with these values; In and NotIn take at least one "
+            "value, Exists and DoesNotExist none'",
+            field_path=".operator",
+        ),
+    )
+
+
+class LabelSelector(Model):
+    """Pods that carry these labels; all conditions hold at once."""
+
+    match_labels: Annotated[
+        dict[LabelKey, LabelValue] | None, STRUCTURAL, Field(max_length=64, description="Labels and their values.")
+    ] = None
+    match_expressions: Annotated[
+        list[LabelRequirement] | None, STRUCTURAL, Field(max_length=64, description="Conditions on labels.")
+    ] = None

@@ -1,0 +1,302 @@
+"""Tiers: a name, live settings that all kinds share, and exactly one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kvtier.topology.models import StorePolicy
+from kvtier_operator.api.base import (
+    LIVE,
+    STRUCTURAL,
+    Accepts,
+    Integer,
+    Model,
+    Name,
+    NonNegativeQuantity,
+    ObjectName,
+    PositiveQuantity,
+    Rule,
+    Violation,
+)
+from kvtier_operator.api.quantity import Quantity
+from kvtier_operator.api.volumes import ONE_NODE_MODES, Volume
+
+
+class EvictionPolicy(StrEnum):
+    """Which object leaves RAM first."""
+
+    LRU = "LRU"
+    ARC = "ARC"
+
+
+class Persistence(StrEnum):
+    """What outlives an engine restart inside the pod: nothing, or the host pool."""
+
+    PROCESS = "Process"
+    POD = "Pod"
+
+
+class Sharing(StrEnum):
+    """Who else writes into the directory of a file tier."""
+
+    POD = "Pod"
+    NODE = "Node"
+    CLUSTER = "Cluster"
+
+
+class DirectIO(StrEnum):
+    """Whether files bypass the page cache."""
+
+    AUTO = "Auto"
+    ALWAYS = "Always"
+    NEVER = "Never"
+
+
+class Sync(StrEnum):
+    """Whether a file is fsynced before it is published."""
+
+    NONE = "None"
+    DATA = "Data"
+
+
+class MemoryTier(Model):
+    """The host pool: pinned memory that engine and tierd share."""
+
+    capacity: Annotated[
+        PositiveQuantity,
+        STRUCTURAL,
+        Field(description="What the tier gets, for the whole pod and not per rank; volume and limits add what is needed beside it."),
+    ]
+    eviction_policy: Annotated[
+        EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")
+    ] = EvictionPolicy.LRU
+    persistence: Annotated[
+        Persistence,
+        STRUCTURAL,
+        Field(description="What outlives an engine restart inside the pod: Pod keeps every sealed object, Process none."),
+    ] = Persistence.POD
+
+
+def _watermarks(tier: FileSystemTier) -> Iterator[Violation]:
+    if tier.low_watermark_percent >= tier.high_watermark_percent:
+        yield Violation(
+            ("lowWatermarkPercent",),
+            tier.low_watermark_percent,
+            f"a percentage below highWatermarkPercent ({tier.high_watermark_percent})",
+        )
+
+
+def _reaches_the_cluster(tier: FileSystemTier) -> Iterator[Violation]:
+    if tier.sharing is not Sharing.CLUSTER:
+        return
+    volume = tier.volume
+    for source in ("emptyDir", "ephemeral"):
+        if source in volume.sources:
+            yield Violation(
+                ("volume", source), "sharing: Cluster", "a volume that all nodes can mount, or sharing: Pod"
+            )
+    if volume.claim_template is not None:
+        for index, mode in enumerate(volume.claim_template.access_modes or ()):
+            if mode in ONE_NODE_MODES:
+                yield Violation(
+                    ("volume", "claimTemplate", "accessModes", index),
+                    mode.value,
+                    "ReadWriteMany, since sharing is Cluster",
+                )
+
+
+def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
+    empty_dir = tier.volume.empty_dir
+    if empty_dir is not None and empty_dir.size_limit is not None and empty_dir.size_limit.value < tier.capacity.value:
+        yield Violation(
+            ("volume", "emptyDir", "sizeLimit"),
+            empty_dir.size_limit.text,
+            f"at least the capacity ({tier.capacity}): the kubelet evicts a pod that exceeds sizeLimit",
+        )
+
+
+_CLUSTER_WORDS = "accepted with sharing: Cluster is a volume that all nodes can mount"
+
+
+class FileSystemTier(Model):
+    """A directory with one file per object."""
+
+    capacity: Annotated[
+        PositiveQuantity,
+        LIVE,
+        Field(description="Bytes that the directory may hold, of all pods that share it."),
+    ]
+    high_watermark_percent: Annotated[
+        Integer, LIVE, Field(ge=2, le=100, description="Eviction starts when this share of capacity is used.")
+    ] = 90
+    low_watermark_percent: Annotated[
+        Integer, LIVE, Field(ge=1, le=99, description="Eviction ends at this share of capacity; below highWatermarkPercent.")
+    ] = 75
+    retention_seconds: Annotated[
+        Integer,
+        LIVE,
+        Field(ge=0, le=315_360_000, description="Age at which data of namespaces that no engine uses any more are removed."),
+    ] = 604_800
+    sharing: Annotated[
+        Sharing,
+        STRUCTURAL,
+        Field(description="Who else writes there: this pod alone, pods of the same node, or of the whole cluster."),
+    ]
+    direct_io: Annotated[
+        DirectIO,
+        STRUCTURAL,
+        Field(alias="directIO", description="Whether files bypass the page cache. Auto: where the mount can."),
+    ] = DirectIO.AUTO
+    sync: Annotated[
+        Sync,
+        LIVE,
+        Field(description="Data: fsync before a file is published. None: a power cut may cost files, which verification finds."),
+    ] = Sync.NONE
+    read_threads: Annotated[
+        Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")
+    ] = 8
+    write_threads: Annotated[
+        Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")
+    ] = 4
+    volume: Annotated[Volume, STRUCTURAL, Field(description="Where the directory is; exactly one source.")]
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="watermarks",
+            check=_watermarks,
+            cel="self.lowWatermarkPercent < self.highWatermarkPercent",
+            message="lowWatermarkPercent must be below highWatermarkPercent",
+            expression="string(self.lowWatermarkPercent) + ' is not accepted; accepted is a percentage below "
+            "highWatermarkPercent (' + string(self.highWatermarkPercent) + ')'",
+            field_path=".lowWatermarkPercent",
+        ),
+        Rule(
+            name="cluster-empty-dir",
+            check=_reaches_the_cluster,
+            cel="self.sharing != 'Cluster' || !has(self.volume.emptyDir)",
+            message=f"emptyDir is not accepted; {_CLUSTER_WORDS}",
+            field_path=".volume",
+        ),
+        Rule(
+            name="cluster-ephemeral",
+            check=lambda tier: (),
+            cel="self.sharing != 'Cluster' || !has(self.volume.ephemeral)",
+            message=f"ephemeral is not accepted; {_CLUSTER_WORDS}",
+            field_path=".volume",
+        ),
+        Rule(
+            name="cluster-access-modes",
+            check=lambda tier: (),
+            cel="self.sharing != 'Cluster' || !has(self.volume.claimTemplate) || "
+            "!has(self.volume.claimTemplate.accessModes) || "
+            "self.volume.claimTemplate.accessModes.all(mode, mode == 'ReadWriteMany')",
+            message="claimTemplate.accessModes: accepted with sharing: Cluster is ReadWriteMany",
+            expression="self.volume.claimTemplate.accessModes.join(', ') + "
+            "' is not accepted; accepted with sharing: Cluster is ReadWriteMany'",
+            field_path=".volume.claimTemplate.accessModes",
+        ),
+        Rule(
+            name="size-limit",
+            check=_limit_holds_capacity,
+            cel="!has(self.volume.emptyDir) || !has(self.volume.emptyDir.sizeLimit) || "
+            "!isQuantity(string(self.volume.emptyDir.sizeLimit)) || !isQuantity(string(self.capacity)) || "
+            "quantity(string(self.volume.emptyDir.sizeLimit)).compareTo(quantity(string(self.capacity))) >= 0",
+            message="emptyDir.sizeLimit must be at least the capacity: the kubelet evicts a pod that exceeds it",
+            expression="string(self.volume.emptyDir.sizeLimit) + ' is not accepted; accepted is at least the capacity (' + "
+            "string(self.capacity) + '): the kubelet evicts a pod that exceeds sizeLimit'",
+            field_path=".volume.emptyDir.sizeLimit",
+        ),
+    )
+
+
+class SecretReference(Model):
+    """A Secret of the policy's namespace."""
+
+    name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the Secret.")]
+
+
+class LMCacheTier(Model):
+    """A storage backend of LMCache."""
+
+    url: Annotated[
+        str,
+        STRUCTURAL,
+        Field(min_length=4, max_length=2048, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$"),
+        Field(description="Storage URL as LMCache's backends take it. Passwords belong into credentialsSecretRef."),
+        Accepts("a storage URL such as redis://host:6379"),
+    ]
+    capacity: Annotated[
+        PositiveQuantity | None, LIVE, Field(description="Bytes that the backend may hold, where it needs to be told.")
+    ] = None
+    credentials_secret_ref: Annotated[
+        SecretReference | None,
+        STRUCTURAL,
+        Field(description="Secret with the backend's credentials; mounted, never copied into a ConfigMap."),
+    ] = None
+
+
+TIER_KINDS = ("memory", "fileSystem", "lmcache")
+
+
+def _one_kind(tier: Tier) -> Iterator[Violation]:
+    given = tier.kinds
+    if len(given) != 1:
+        yield Violation((), ", ".join(given) or "no kind", f"exactly one of {', '.join(TIER_KINDS)}")
+
+
+class Tier(Model):
+    """One place where KV may live besides GPU memory."""
+
+    name: Annotated[
+        Name, STRUCTURAL, Field(description="Unique among the tiers; names directories and metrics, so it outlives reordering.")
+    ]
+    load_weight: Annotated[
+        Integer,
+        LIVE,
+        Field(ge=1, le=10_000, description="How much loads from here are favoured; with selection Cost, 100 takes the tier as measured."),
+    ] = 100
+    lookup_timeout_milliseconds: Annotated[
+        Integer,
+        LIVE,
+        Field(ge=1, le=10_000, description="How long a key may be looked for in a tier that has to be asked. No effect on memory."),
+    ] = 50
+    load_timeout_seconds: Annotated[
+        Integer,
+        LIVE,
+        Field(ge=1, le=600, description="How long a request may wait for this tier, lookup included. No effect on memory."),
+    ] = 5
+    store_policy: Annotated[
+        StorePolicy,
+        LIVE,
+        Field(description="What is stored here: All, Reused (what was seen a second time, to spare flash) or None. No effect on memory."),
+    ] = StorePolicy.ALL
+    max_pending_store_bytes: Annotated[
+        NonNegativeQuantity,
+        LIVE,
+        Field(description="Bytes that may wait to be stored here; what comes on top is dropped and counted."),
+    ] = Quantity.parse("1Gi")
+    memory: Annotated[MemoryTier | None, STRUCTURAL, Field(description="Host memory; the first tier, and only it.")] = None
+    file_system: Annotated[FileSystemTier | None, STRUCTURAL, Field(description="A directory.")] = None
+    lmcache: Annotated[LMCacheTier | None, STRUCTURAL, Field(description="A storage backend of LMCache.")] = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="one-kind",
+            check=_one_kind,
+            cel="[" + ", ".join(f"has(self.{kind})" for kind in TIER_KINDS) + "].filter(given, given).size() == 1",
+            message=f"a tier has exactly one of {', '.join(TIER_KINDS)}",
+            expression="'tier ' + self.name + ' has ' + ("
+            + " + ".join(f"(has(self.{kind}) ? '{kind} ' : '')" for kind in TIER_KINDS)
+            + f") + '; accepted is exactly one of {', '.join(TIER_KINDS)}'",
+        ),
+    )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that are given, as the policy spells them; one in a tier that was accepted."""
+        values = (self.memory, self.file_system, self.lmcache)
+        return tuple(kind for kind, value in zip(TIER_KINDS, values, strict=True) if value is not None)
