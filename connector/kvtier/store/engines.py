@@ -1,0 +1,151 @@
+"""Open engines, and what remains of those that went.
+
+An engine that went without proof may still be writing into slots it was given and reading those it was told about
+(the socket closes before the GPU has stopped), so they are quarantined: kept out of every other use until the process
+is proven gone, or for ``QUARANTINE_SECONDS`` (DATAPATH 4).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ProtocolError
+from kvtier.store.contract import EngineInfo
+from kvtier.store.memory import Entry, MemoryTable
+from kvtier.store.shared import Shared
+from kvtier.store.slots import Slot, SlotClass, SlotPool, SlotState
+from kvtier.store.timers import Timer
+from kvtier.tiers.base import aligned
+
+if TYPE_CHECKING:
+    from kvtier.store.loads import Load
+    from kvtier.store.promotion import Promotion
+    from kvtier.store.stores import Reservation
+
+QUARANTINE_SECONDS = 60.0
+MAX_GROUPS = 255
+"""A key begins with its group as one byte."""
+
+
+class EngineState:
+    """One open engine. ``granted[g]``: its free slots of group g by offset, in the order they were granted."""
+
+    __slots__ = (
+        "granted",
+        "info",
+        "kinds",
+        "loads",
+        "name",
+        "namespace",
+        "persistent",
+        "prefixes",
+        "promotions",
+        "reservations",
+    )
+
+    def __init__(self, info: EngineInfo, kinds: tuple[SlotClass, ...]) -> None:
+        self.info = info
+        self.name = info.engine
+        self.namespace = info.namespace
+        self.persistent = info.persistent
+        self.kinds = kinds
+        self.prefixes = tuple(bytes((g,)) for g in range(len(kinds)))
+        self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in kinds)
+        self.reservations: dict[int, Reservation] = {}
+        self.promotions: dict[int, Promotion] = {}
+        self.loads: dict[int, Load] = {}
+
+    def key(self, group: int, block_hash: bytes) -> bytes | None:
+        """The key as tiers have it; None where the engine has no such group."""
+        return self.prefixes[group] + block_hash if 0 <= group < len(self.prefixes) else None
+
+
+class Quarantine:
+    """What one engine that went may still touch."""
+
+    __slots__ = ("entries", "slots", "timer")
+
+    def __init__(self, slots: list[Slot], entries: list[Entry]) -> None:
+        self.slots = slots
+        self.entries = entries
+        self.timer: Timer | None = None
+
+
+def check_info(info: EngineInfo) -> None:
+    """Raises ``ProtocolError`` if an engine's description contradicts itself."""
+    if not info.slot_bytes or len(info.slot_bytes) > MAX_GROUPS or len(info.slot_bytes) != len(info.shard_bytes):
+        raise ProtocolError(
+            f"engine {info.engine}: {len(info.slot_bytes)} slot sizes and {len(info.shard_bytes)} lists of shard sizes; "
+            f"there must be as many of both, 1 to {MAX_GROUPS}"
+        )
+    for group, (slot_bytes, shards) in enumerate(zip(info.slot_bytes, info.shard_bytes, strict=True)):
+        payload = sum(map(aligned, shards))
+        if min(shards, default=0) <= 0 or payload != slot_bytes:
+            raise ProtocolError(
+                f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of {list(shards)} "
+                f"bytes; shards must be positive and a slot the sum of their aligned sizes ({payload})"
+            )
+    if not info.writer_ranks or min(info.writer_ranks) < 0 or len(set(info.writer_ranks)) != len(info.writer_ranks):
+        raise ProtocolError(
+            f"engine {info.engine}: writer ranks {list(info.writer_ranks)}; there must be one or more, distinct"
+        )
+
+
+class Engines:
+    """Open engines by name, and the quarantine. Owner's thread only."""
+
+    def __init__(self, shared: Shared, pool: SlotPool, table: MemoryTable) -> None:
+        self.open: dict[str, EngineState] = {}
+        self._shared = shared
+        self._pool = pool
+        self._table = table
+        self._quarantined: dict[str, list[Quarantine]] = {}
+
+    def add(self, info: EngineInfo) -> EngineState:
+        """Opens an engine. Raises ``ProtocolError`` (``check_info``)."""
+        check_info(info)
+        kinds = tuple(self._pool.slot_class(size) for size in info.slot_bytes)
+        engine = self.open[info.engine] = EngineState(info, kinds)
+        for group, kind in enumerate(kinds):
+            if kind.slot_bytes > self._pool.pool_bytes:
+                self._shared.count("pool_too_small", "", f"group_{group}")
+        return engine
+
+    def let_go(self, engine: EngineState, slots: list[Slot], entries: list[Entry], proven: bool) -> None:
+        """Frees what an engine held, or quarantines it until it is proven gone. ``entries`` are pinned, once per
+        mention."""
+        del self.open[engine.name]
+        slots = slots + [slot for group in engine.granted for slot in group.values()]
+        quarantine = Quarantine(slots, entries)
+        if proven or not (slots or entries):
+            self._free(quarantine)
+            return
+        for slot in slots:
+            self._pool.move(slot, SlotState.QUARANTINED, engine.name)
+        self._quarantined.setdefault(engine.name, []).append(quarantine)
+        self._shared.count("slots_quarantined", "", "", len(slots) + len(entries))
+        expire = partial(self._expire, engine.name, quarantine)
+        quarantine.timer = self._shared.timers.at(self._shared.clock() + QUARANTINE_SECONDS, expire)
+
+    def proven_gone(self, name: str) -> None:
+        """The processes of every engine of this name that went are gone: nothing of theirs is touched any more."""
+        for quarantine in self._quarantined.pop(name, []):
+            if quarantine.timer is not None:
+                quarantine.timer.cancel()
+            self._shared.count("quarantine_ended", "", "proven")
+            self._free(quarantine)
+
+    def _expire(self, name: str, quarantine: Quarantine) -> None:
+        rest = self._quarantined[name]
+        rest.remove(quarantine)
+        if not rest:
+            del self._quarantined[name]
+        self._shared.count("quarantine_ended", "", "expired")
+        self._free(quarantine)
+
+    def _free(self, quarantine: Quarantine) -> None:
+        for slot in quarantine.slots:
+            self._pool.release(slot)
+        for entry in reversed(quarantine.entries):
+            self._table.unpin(entry)

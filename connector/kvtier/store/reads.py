@@ -1,0 +1,277 @@
+"""Reads from lower tiers: one per key, however many wait for it.
+
+A read belongs to its key. Whoever waits leaves at its own time; the read goes on, keeps its slot until the call has
+returned, however late, and what it brings is kept. Only a call that no thread has begun is taken back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from kvtier.errors import TierCorruptError
+from kvtier.store.jobs import Job
+from kvtier.store.lower import LowerTier, LowerTiers, reason_of
+from kvtier.store.memory import Entry, MemoryTable
+from kvtier.store.presence import MEMORY_BIT, PresenceIndex
+from kvtier.store.shared import Shared
+from kvtier.store.slots import Slot, SlotClass, SlotPool, SlotState
+from kvtier.store.timers import Timer
+from kvtier.tiers.base import ObjectMeta, ObjectRef
+
+if TYPE_CHECKING:
+    from kvtier.store.supply import Supply
+
+
+class Waiter(Protocol):
+    """Who wants a key."""
+
+    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
+        """The key at this position is in RAM; it came from the tier with this index."""
+        ...
+
+    def lost(self, position: int, reason: str) -> None:
+        """The key at this position cannot come."""
+        ...
+
+
+class Read:
+    """One key on its way. ``slot`` and ``job`` are None while it waits for a slot; ``tried``: bits of the tiers that
+    failed."""
+
+    __slots__ = (
+        "created_at", "job", "key", "kind", "late", "lower", "namespace", "payload_bytes", "shard_bytes",
+        "slot", "timer", "tried", "waiters",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        namespace: str,
+        key: bytes,
+        kind: SlotClass,
+        shard_bytes: tuple[int, ...],
+        payload_bytes: int,
+        lower: LowerTier,
+        now: float,
+    ) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.kind = kind
+        self.shard_bytes = shard_bytes
+        self.payload_bytes = payload_bytes
+        self.lower = lower
+        self.created_at = now
+        self.slot: Slot | None = None
+        self.job: Job | None = None
+        self.timer: Timer | None = None
+        self.late = False
+        self.tried = 0
+        self.waiters: dict[tuple[Waiter, int], None] = {}
+
+
+class Reads:
+    """Reads under way. Owner's thread only."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        pool: SlotPool,
+        table: MemoryTable,
+        index: PresenceIndex,
+        lowers: LowerTiers,
+        supply: Supply,
+    ) -> None:
+        self._shared = shared
+        self._pool = pool
+        self._table = table
+        self._index = index
+        self._lowers = lowers
+        self._supply = supply
+        self._reads: dict[tuple[str, bytes], Read] = {}
+
+    def get(self, namespace: str, key: bytes) -> Read | None:
+        """The read of this key, if one is under way."""
+        return self._reads.get((namespace, key))
+
+    def joinable(self, read: Read, now: float) -> bool:
+        """Whether somebody may still start to wait for it: not past its estimate (DATAPATH 2)."""
+        return not read.late and now - read.created_at <= read.lower.late_seconds
+
+    def add(
+        self,
+        namespace: str,
+        key: bytes,
+        kind: SlotClass,
+        shard_bytes: tuple[int, ...],
+        payload_bytes: int,
+        lower: LowerTier,
+    ) -> Read:
+        """Starts a read of a key that is neither in RAM nor being read."""
+        read = Read(namespace, key, kind, shard_bytes, payload_bytes, lower, self._shared.clock())
+        self._reads[namespace, key] = read
+        slot = self._pool.take(kind, SlotState.READING)
+        if slot is None:
+            self._supply.wait(read)
+        else:
+            self.begin(read, slot)
+        return read
+
+    def begin(self, read: Read, slot: Slot) -> None:
+        """The read has its slot."""
+        read.slot = slot
+        self._submit(read)
+
+    def _submit(self, read: Read) -> None:
+        shared, lower, slot = self._shared, read.lower, read.slot
+        if slot is None:
+            return
+        into = shared.view(slot.offset, read.payload_bytes)
+        work = partial(lower.tier.read, ObjectRef(read.namespace, read.key), into)
+        read.job = Job(shared.clock, work, partial(self._returned, read)).submit(shared.io, f"read:{lower.name}")
+        limit = shared.clock() + lower.settings.load_timeout_seconds
+        read.timer = shared.timers.at(limit, partial(self._out_of_time, read))
+
+    def wait(self, read: Read, waiter: Waiter, position: int) -> None:
+        """``waiter`` is told when the key arrives or cannot come."""
+        read.waiters[waiter, position] = None
+
+    def leave(self, read: Read, waiter: Waiter, position: int) -> None:
+        """``waiter`` does not wait any more. A read for nobody that has not begun is taken back."""
+        read.waiters.pop((waiter, position), None)
+        self._drop_if_idle(read)
+
+    def _drop_if_idle(self, read: Read) -> None:
+        if read.waiters or self._reads.get((read.namespace, read.key)) is not read:
+            return
+        if read.slot is None:
+            self._supply.stop_waiting(read)
+            self._forget(read)
+        elif read.job is not None and read.job.revoke():
+            self._release(read)
+
+    def blame(self, read: Read) -> None:
+        """Somebody's time ran out on this read: the tier's failure if the read itself has taken too long."""
+        if read.late or read.job is None or read.job.seconds(self._shared.clock()) <= read.lower.late_seconds:
+            return
+        read.late = True
+        self._lowers.note_late(read.lower)
+
+    def committed(self, entry: Entry) -> None:
+        """The key came from an engine meanwhile: nobody needs to wait for its read."""
+        read = self._reads.get((entry.namespace, entry.key))
+        if read is not None:
+            self._hand_over(read, entry, 0)
+            self._drop_if_idle(read)
+
+    def tier_closed(self, lower: LowerTier) -> None:
+        """The tier's breaker opened: nothing that has not begun there begins."""
+        for read in list(self._reads.values()):
+            if read.lower is not lower or self._reads.get((read.namespace, read.key)) is not read:
+                continue
+            if read.slot is None or (read.job is not None and read.job.revoke()):
+                self._next_tier(read, "breaker")
+
+    def _out_of_time(self, read: Read) -> None:
+        """The tier's own limit for this read has passed."""
+        read.timer = None
+        self._shared.count("tier_reads_timed_out", read.lower.name)
+        self.blame(read)
+        if self._reads.get((read.namespace, read.key)) is not read:
+            return
+        if read.job is not None and read.job.revoke():
+            self._next_tier(read, "tier_timeout")
+        else:
+            self._lose(read, "tier_timeout")
+
+    def _returned(self, read: Read, result: object, error: BaseException | None) -> None:
+        lower, job = read.lower, read.job
+        if read.timer is not None:
+            read.timer.cancel()
+            read.timer = None
+        if read.late:
+            read.late = False
+            lower.late_reads -= 1
+        if error is None and (not isinstance(result, ObjectMeta) or result.shard_bytes != read.shard_bytes):
+            error = TierCorruptError(
+                f"shards of {getattr(result, 'shard_bytes', None)} bytes instead of {read.shard_bytes}"
+            )
+        if error is not None:
+            reason = reason_of(error)
+            self._shared.count("tier_reads_failed", lower.name, reason)
+            self._lowers.note_error(lower, read.namespace, read.key, error)
+            if self._table.get(read.namespace, read.key) is not None:
+                self._release(read)
+            else:
+                self._next_tier(read, reason)
+            return
+        seconds = 0.0 if job is None else job.seconds(self._shared.clock())
+        lower.observe_read(seconds)
+        lower.breaker.success()
+        self._shared.count("tier_reads", lower.name)
+        self._shared.count("tier_read_bytes", lower.name, "", read.payload_bytes)
+        if isinstance(result, ObjectMeta):
+            self._keep(read, result)
+
+    def _keep(self, read: Read, meta: ObjectMeta) -> None:
+        slot = read.slot
+        if slot is None:
+            return
+        if self._table.get(read.namespace, read.key) is not None:
+            self._release(read)
+            return
+        entry = Entry(read.namespace, read.key, slot, read.shard_bytes, True)
+        entry.meta = meta
+        read.slot = None
+        self._forget(read)
+        self._pool.move(slot, SlotState.COMMITTED)
+        self._table.add(entry)
+        self._index.change(read.namespace, read.key, MEMORY_BIT, True)
+        self._hand_over(read, entry, read.lower.index)
+
+    def _hand_over(self, read: Read, entry: Entry, tier_index: int) -> None:
+        waiters = list(read.waiters)
+        read.waiters.clear()
+        # Pinned for the while: the first waiter may end its promotion and let go of what the second is about to hold.
+        self._table.pin(entry)
+        for waiter, position in waiters:
+            waiter.arrived(position, entry, tier_index)
+        self._table.unpin(entry)
+
+    def _next_tier(self, read: Read, reason: str) -> None:
+        """The tier did not bring it: another one may, while somebody waits; the slot is this read's alone at this
+        point."""
+        if read.timer is not None:
+            read.timer.cancel()
+            read.timer = None
+        read.tried |= read.lower.bit
+        read.job = None
+        other = self._lowers.best_for(read.namespace, read.key, read.tried) if read.waiters else None
+        if other is not None:
+            read.lower = other
+            if read.slot is not None:
+                self._submit(read)
+            return
+        if read.slot is None:
+            self._supply.stop_waiting(read)
+            self._forget(read)
+        else:
+            self._release(read)
+        self._lose(read, reason)
+
+    def _lose(self, read: Read, reason: str) -> None:
+        waiters = list(read.waiters)
+        read.waiters.clear()
+        for waiter, position in waiters:
+            waiter.lost(position, reason)
+
+    def _release(self, read: Read) -> None:
+        if read.slot is not None:
+            self._pool.release(read.slot)
+            read.slot = None
+        self._forget(read)
+
+    def _forget(self, read: Read) -> None:
+        if read.timer is not None:
+            read.timer.cancel()
+            read.timer = None
+        del self._reads[read.namespace, read.key]

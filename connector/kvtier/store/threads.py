@@ -1,0 +1,150 @@
+"""The executor of real life: daemon threads, a pool per lane.
+
+A call that hangs keeps its thread, and nothing else: other lanes have their own, the owner never waits, and a process
+exits without joining. Threads start when there is something to do, up to the lane's number, and end with the executor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+
+from kvtier.errors import TierUnavailableError
+
+MAX_QUEUED = 65_536
+"""Calls that wait per lane. The store keeps far below: each call has a slot, and each lane its own bound."""
+
+Call = Callable[[], object]
+Done = Callable[[object, BaseException | None], None]
+
+
+class _Lane:
+    """One pool. ``ready`` guards everything here."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
+        self.max_threads = threads
+        self.ready = threading.Condition()
+        self.queue: deque[tuple[Call, Done]] = deque()
+        self.threads = 0
+        self.idle = 0
+        self.running = 0
+        self.closed = False
+
+
+class ThreadExecutor:
+    """Runs calls on threads and hands their results to the owner.
+
+    ``lanes``: how many threads each may have; a lane that is not named has one. ``wake``: called on an I/O thread when
+    something has finished since the last ``collect``; without it, ``fileno`` can be polled instead.
+    """
+
+    def __init__(self, lanes: Mapping[str, int], wake: Callable[[], None] | None = None) -> None:
+        self._sizes = dict(lanes)
+        self._lanes: dict[str, _Lane] = {}
+        self._finished: SimpleQueue[tuple[Done, object, BaseException | None]] = SimpleQueue()
+        self._woken = threading.Event()
+        self._wake = wake
+        self._closed = False
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable while something waits for ``collect``."""
+        return self._event_fd
+
+    def submit(self, lane: str, call: Call, done: Done) -> None:
+        """Runs ``call`` on a thread of ``lane``. Owner's thread."""
+        pool = self._lane(lane)
+        with pool.ready:
+            if self._closed or len(pool.queue) >= MAX_QUEUED:
+                reason = "the executor is closed" if self._closed else f"{MAX_QUEUED} calls are waiting"
+                self._complete(done, None, TierUnavailableError(f"{lane}: {reason}"))
+                return
+            pool.queue.append((call, done))
+            if pool.idle:
+                pool.ready.notify()
+            elif pool.threads < pool.max_threads:
+                pool.threads += 1
+                name = f"kvtier-{lane}-{pool.threads}"
+                threading.Thread(target=self._serve, args=(pool,), name=name, daemon=True).start()
+
+    def _lane(self, name: str) -> _Lane:
+        pool = self._lanes.get(name)
+        if pool is None:
+            pool = self._lanes[name] = _Lane(name, max(1, self._sizes.get(name, 1)))
+        return pool
+
+    def _serve(self, pool: _Lane) -> None:
+        while True:
+            with pool.ready:
+                pool.idle += 1
+                while not pool.queue and not pool.closed:
+                    pool.ready.wait()
+                pool.idle -= 1
+                if pool.closed:
+                    pool.threads -= 1
+                    return
+                call, done = pool.queue.popleft()
+                pool.running += 1
+            result: object = None
+            failure: BaseException | None = None
+            try:
+                result = call()
+            except (
+                BaseException
+            ) as error:  # a thread of the pool outlives whatever its call raises; the owner judges it
+                failure = error
+            with pool.ready:
+                pool.running -= 1
+            self._complete(done, result, failure)
+            # A thread that waits for its next call must not keep the last one's memory alive.
+            del call, done, result, failure
+
+    def _complete(self, done: Done, result: object, error: BaseException | None) -> None:
+        self._finished.put((done, result, error))
+        if not self._woken.is_set():
+            self._woken.set()
+            if self._wake is not None:
+                self._wake()
+            os.eventfd_write(self._event_fd, 1)
+
+    def collect(self) -> int:
+        """Calls ``done`` of everything that has finished; returns how many. Owner's thread only."""
+        if self._woken.is_set():
+            # Cleared before the queue is emptied: what comes in meanwhile wakes the owner once more.
+            self._woken.clear()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event_fd)
+        count = 0
+        for _ in range(self._finished.qsize()):
+            try:
+                done, result, error = self._finished.get_nowait()
+            except Empty:
+                break
+            done(result, error)
+            count += 1
+        return count
+
+    def running(self, lane: str) -> int:
+        """Calls of a lane that have begun and not returned, hung ones included."""
+        pool = self._lanes.get(lane)
+        return 0 if pool is None else pool.running
+
+    def queued(self, lane: str) -> int:
+        """Calls of a lane that wait for a thread."""
+        pool = self._lanes.get(lane)
+        return 0 if pool is None else len(pool.queue)
+
+    def close(self) -> None:
+        """Begins no further call and lets idle threads end. Does not wait for those that run; their results are
+        dropped."""
+        self._closed = True
+        for pool in self._lanes.values():
+            with pool.ready:
+                pool.closed = True
+                pool.queue.clear()
+                pool.ready.notify_all()
