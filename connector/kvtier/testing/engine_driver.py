@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.testing.engine_process import cpu_environment, quiet_environment
+from kvtier.testing.engine_process import quiet_environment
 
 PAUSE_SECONDS = 0.002
 """Between steps in which no token came: a request waits for someone else, who shall get the processor."""
@@ -176,9 +176,6 @@ def main() -> None:
     os.dup2(2, 1)
     os.environ.update(quiet_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "") == "":
-        for name, value in cpu_environment().items():
-            os.environ.setdefault(name, value)
 
     def answer(content: dict[str, Any]) -> None:
         answers.write(json.dumps(content) + "\n")

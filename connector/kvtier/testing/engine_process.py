@@ -149,11 +149,13 @@ def remove_run_directory(topology: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the server answered: generated token ids, and seconds from sending the request to the first one."""
+    """What the server answered: generated token ids, seconds from sending the request to the first one, and how many
+    prompt tokens the engine took from caches (``-1`` unless the server has ``--enable-prompt-tokens-details``)."""
 
     tokens: tuple[int, ...]
     first_token_seconds: float
     seconds: float
+    cached_tokens: int = -1
 
 
 class EngineServer(ManagedProcess):
@@ -220,12 +222,14 @@ class EngineServer(ManagedProcess):
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
             **extra,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
         tokens: list[int] = []
         first: float | None = None
+        cached = -1
         begun = time.monotonic()
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -243,13 +247,15 @@ class EngineServer(ManagedProcess):
                     if piece and first is None:
                         first = time.monotonic() - begun
                     tokens.extend(piece)
+                details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+                cached = details.get("cached_tokens", cached)
         except (OSError, http.client.HTTPException) as error:
             raise EngineFailure(f"the engine did not answer: {error}") from error
         finally:
             connection.close()
         if first is None:
             raise EngineFailure("the engine sent no token")
-        return Completion(tuple(tokens), first, time.monotonic() - begun)
+        return Completion(tuple(tokens), first, time.monotonic() - begun, cached)
 
 
 def http_request(

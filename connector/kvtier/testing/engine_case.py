@@ -1,0 +1,365 @@
+"""One directory with everything a real-engine test needs: topology, file tier, tier daemon, engine, and ways to look inside.
+
+The topology is written directly from its models, so that a test sets exactly what it is about. Engines are attached by
+environment alone, as in production: a payload directory on PYTHONPATH and ``KVTIER_TOPOLOGY``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvtier.testing.engine_process import (
+    DrivenEngine,
+    EngineFailure,
+    ManagedProcess,
+    cpu_environment,
+    http_request,
+    kill_tierd,
+    parse_metrics,
+    quiet_environment,
+    tierd_processes,
+)
+from kvtier.testing.engine_requests import Requests
+from kvtier.topology.models import (
+    Breaker,
+    Daemon,
+    FileSystemTierDocument,
+    HttpEndpoint,
+    Live,
+    LiveTier,
+    MemoryTierDocument,
+    PolicyIdentity,
+    Selection,
+    StorePolicy,
+    Structural,
+    TierDocument,
+)
+
+BLOCK_TOKENS = 32
+CHUNK_TOKENS = 64
+WAIT_SECONDS = 60.0
+
+LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
+LOAD_FAILURES = "vllm:kvtier_load_failures_total"
+TIER_FAILURES = "kvtier_tier_failures_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What tests vary in a topology. Sizes in bytes."""
+
+    chunk_tokens: int = CHUNK_TOKENS
+    memory_bytes: int = 64 << 20
+    file_bytes: int | None = 1 << 30
+    daemon: Daemon = Daemon.ENGINE
+    persistence: str = "Pod"
+    load_timeout_seconds: int = 5
+    min_load_tokens: int = CHUNK_TOKENS
+    store_policy: StorePolicy = StorePolicy.ALL
+    failure_threshold: int = 50
+    hash_seed: str = "0"
+
+
+ENGINE_OPTIONS: dict[str, object] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "block_size": BLOCK_TOKENS,
+    "kv_cache_memory_bytes": 24 << 20,
+    "max_num_seqs": 8,
+    "seed": 0,
+    "disable_log_stats": False,
+}
+"""Options of ``vllm.LLM`` for a tiny CPU engine; every test starts from these."""
+
+
+def start_plain(
+    model: Path, payload: Path, log: Path, python: str = sys.executable, **options: object
+) -> DrivenEngine:
+    """Starts an engine without KVTier; does not wait for it."""
+    environment = {**os.environ, **quiet_environment(), **cpu_environment(), "PYTHONPATH": str(payload)}
+    environment.pop("KVTIER_TOPOLOGY", None)
+    return DrivenEngine(python, {"model": str(model), **ENGINE_OPTIONS, **options}, environment, log)
+
+
+@dataclass(slots=True)
+class Loads:
+    """Tokens that were loaded while somebody looked."""
+
+    tokens: int = 0
+
+
+def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterator[float]:
+    """Values of the labelled samples of one metric that carry ``label``."""
+    return (value for key, value in metrics.items() if key.startswith(name + "{") and label in key)
+
+
+class EngineCase:
+    """A topology directory, its daemon and its engine. ``close`` stops and removes everything but the directory."""
+
+    def __init__(self, directory: Path, model: Path, payload: Path, tuning: Tuning = Tuning()) -> None:
+        self.directory = directory
+        self.model = model
+        self.payload = payload
+        self.tuning = tuning
+        self.topology = directory / "topology"
+        self.files_root = directory / "tier"
+        self.faults = directory / "faults.json"
+        self.run_directory = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
+        self.engine: DrivenEngine | None = None
+        self.daemon: ManagedProcess | None = None
+        self.topology.mkdir(parents=True, exist_ok=True)
+        self.files_root.mkdir(parents=True, exist_ok=True)
+        self.write_topology()
+
+    # Topology.
+
+    def write_topology(self) -> None:
+        """Writes structural.json and live.json from ``tuning``."""
+        tuning = self.tuning
+        tiers: list[TierDocument] = [
+            MemoryTierDocument(
+                name="ram",
+                capacity_bytes=tuning.memory_bytes,
+                persistence="Pod" if tuning.persistence == "Pod" else "Process",
+            )
+        ]
+        if tuning.file_bytes is not None:
+            tiers.append(
+                FileSystemTierDocument(name="disk", path=str(self.files_root), sharing="Node", read_threads=4, write_threads=2)
+            )
+        structural = Structural(
+            policy=PolicyIdentity(namespace="test", name=self.directory.name),
+            content_hash="test",
+            daemon=tuning.daemon,
+            run_directory=str(self.run_directory),
+            chunk_tokens=tuning.chunk_tokens,
+            hash_seed=tuning.hash_seed,
+            local_ranks=1,
+            tiers=tiers,
+            http=HttpEndpoint(port=0),
+            live=self.live(),
+        )
+        (self.topology / "structural.json").write_text(structural.model_dump_json(by_alias=True, indent=2))
+        self.write_live()
+
+    def live(self, generation: int = 1) -> Live:
+        """The live document for ``tuning``."""
+        tuning = self.tuning
+        tiers = {"ram": LiveTier()}
+        if tuning.file_bytes is not None:
+            tiers["disk"] = LiveTier(
+                capacity_bytes=tuning.file_bytes,
+                load_timeout_seconds=tuning.load_timeout_seconds,
+                store_policy=tuning.store_policy,
+            )
+        return Live(
+            generation=generation,
+            selection=Selection.WEIGHTED,
+            min_load_tokens=tuning.min_load_tokens,
+            breaker=Breaker(failure_threshold=tuning.failure_threshold, period_seconds=1),
+            tiers=tiers,
+        )
+
+    def write_live(self, generation: int = 1) -> None:
+        """Replaces live.json in one step."""
+        fresh = self.topology / f".live.{generation}"
+        fresh.write_text(self.live(generation).model_dump_json(by_alias=True, indent=2))
+        fresh.replace(self.topology / "live.json")
+
+    def retune(self, generation: int, **changes: Any) -> None:
+        """Changes live values under whatever runs."""
+        self.tuning = replace(self.tuning, **changes)
+        self.write_live(generation)
+
+    def environment(self) -> dict[str, str]:
+        """What attaches an engine to this case."""
+        return {
+            **os.environ,
+            **quiet_environment(),
+            **cpu_environment(),
+            "PYTHONPATH": str(self.payload),
+            "PYTHONHASHSEED": self.tuning.hash_seed,
+            "KVTIER_TOPOLOGY": str(self.topology),
+        }
+
+    # Processes.
+
+    def start(self, python: str = sys.executable, **options: object) -> DrivenEngine:
+        """Starts an engine attached to this case and waits until it is ready; ``options`` change ``ENGINE_OPTIONS``."""
+        merged = {"model": str(self.model), **ENGINE_OPTIONS, **options}
+        self.engine = DrivenEngine(python, merged, self.environment(), self.directory / "engine.log")
+        self._requests = Requests(self.engine)
+        return self.engine.wait_ready()
+
+    def start_daemon(self, python: str = sys.executable) -> None:
+        """Starts a daemon with fault hooks (for ``Daemon.SIDECAR``) and waits until it serves."""
+        known = self._http_address()
+        argv = [python, "-m", "kvtier.testing.faulty_tierd", "--topology", str(self.topology), "--faults", str(self.faults)]
+        self.daemon = ManagedProcess(argv, self.environment(), self.directory / "tierd.log")
+        self.wait_for(
+            lambda: self._http_address() not in (None, known) and self.status() is not None,
+            "the daemon does not serve",
+        )
+
+    def restart_daemon(self, number: int) -> None:
+        """Sends the daemon ``number`` (a signal), waits until it is gone, and starts another."""
+        if self.daemon is None:
+            raise EngineFailure("no daemon was started")
+        self.daemon.signal_group(number)
+        self.daemon.process.wait(WAIT_SECONDS)
+        self.start_daemon()
+
+    def set_faults(self, **faults: object) -> None:
+        """What the daemon's lower tiers do from the next call on (see ``kvtier.testing.faulty_tierd``)."""
+        fresh = self.faults.with_suffix(".new")
+        fresh.write_text(json.dumps(faults))
+        fresh.replace(self.faults)
+
+    def daemon_pids(self) -> list[int]:
+        """Process ids of the daemons that serve this topology."""
+        return [process.pid for process in tierd_processes(self.topology)]
+
+    def close(self) -> None:
+        """Stops engine and daemon and removes the run directory."""
+        if self.engine is not None:
+            self.engine.kill()
+        if self.daemon is not None:
+            self.daemon.kill()
+        kill_tierd(self.topology)
+        shutil.rmtree(self.run_directory, ignore_errors=True)
+
+    # Looking inside.
+
+    def _http_address(self) -> tuple[str, int] | None:
+        try:
+            document = json.loads((self.run_directory / "http.json").read_text())
+            return str(document["host"]), int(document["port"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def status(self) -> dict[str, Any] | None:
+        """The daemon's /status, or None while it does not answer."""
+        address = self._http_address()
+        if address is None:
+            return None
+        try:
+            code, text = http_request(address[1], "GET", "/status", timeout_seconds=10, host=address[0])
+        except OSError:
+            return None
+        if code != 200:
+            return None
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def daemon_metrics(self) -> dict[str, float]:
+        """The daemon's /metrics; empty while it does not answer."""
+        address = self._http_address()
+        if address is None:
+            return {}
+        try:
+            return parse_metrics(http_request(address[1], "GET", "/metrics", timeout_seconds=10, host=address[0])[1])
+        except OSError:
+            return {}
+
+    def engine_metrics(self) -> dict[str, float]:
+        """The engine's ``vllm:`` metrics."""
+        if self.engine is None:
+            raise EngineFailure("no engine was started")
+        return parse_metrics(self.engine.call("metrics"))
+
+    def files(self) -> list[Path]:
+        """The objects in the file tier, oldest first."""
+        found = [path for path in self.files_root.rglob("*.kv") if path.is_file()]
+        return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+    def wait_for(self, condition: Callable[[], bool], failure: str, seconds: float = WAIT_SECONDS) -> None:
+        """Waits until ``condition`` holds. Raises ``EngineFailure`` with what is known otherwise."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"{failure} after {seconds:.0f} s; status: {self.status()}\n{self._logs()}")
+            time.sleep(0.05)
+
+    def wait_files(self, count: int, seconds: float = WAIT_SECONDS) -> list[Path]:
+        """Waits until the file tier holds at least ``count`` objects, moving the engine along; returns them."""
+
+        def enough() -> bool:
+            if self.engine is not None and self.engine.alive():
+                self.engine.call("settle")
+            return len(self.files()) >= count
+
+        self.wait_for(enough, f"{len(self.files())} of {count} objects reached the file tier", seconds)
+        return self.files()
+
+    def requests(self) -> Requests:
+        """A way to run requests on the engine."""
+        return self._requests
+
+    def loaded(self, tier: str = "") -> int:
+        """Tokens that were loaded so far, from one tier or from all, as the engine counts them."""
+        return int(sum(_samples(self.engine_metrics(), LOADED_TOKENS, f'tier="{tier}"' if tier else "")))
+
+    @contextmanager
+    def loads(self, tier: str = "") -> Iterator[Loads]:
+        """Counts the tokens loaded within the block."""
+        result = Loads()
+        before = self.loaded(tier)
+        yield result
+        self.drive("settle")
+        result.tokens = self.loaded(tier) - before
+
+    def load_failures(self) -> int:
+        """Loads into the GPU that failed so far, as the engine counts them."""
+        return int(sum(_samples(self.engine_metrics(), LOAD_FAILURES)))
+
+    def tier_failures(self) -> int:
+        """Reads of the file tier that failed so far, as the daemon counts them."""
+        return int(sum(_samples(self.daemon_metrics(), TIER_FAILURES, 'tier="disk"')))
+
+    def drive(self, do: str, **arguments: object) -> Any:
+        """One command to the engine."""
+        if self.engine is None:
+            raise EngineFailure("no engine was started")
+        return self.engine.call(do, **arguments)
+
+    def empty_gpu_cache(self) -> None:
+        """Empties the engine's own prefix cache."""
+        if not self.drive("reset_prefix_cache"):
+            raise EngineFailure(f"the engine kept its prefix cache: {self.drive('state')}")
+
+    def step_until(self, name: str, *states: str) -> None:
+        """Steps until the request is in one of ``states`` (names of vLLM's request status)."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            state = self.drive("state")["requests"].get(name, "")
+            if state.endswith(states):
+                return
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"{name} is {state or 'gone'}, never {states}")
+            self.drive("step")
+
+    def shared_memory_bytes(self) -> int:
+        """What the run directory takes of shared memory."""
+        return sum(path.stat().st_blocks * 512 for path in self.run_directory.rglob("*") if path.is_file())
+
+    def _logs(self) -> str:
+        parts = []
+        for name in ("engine.log", "tierd.log"):
+            path = self.directory / name
+            if path.exists():
+                parts.append(f"--- {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-30:]))
+        for path in self.run_directory.glob("*.log"):
+            parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-30:]))
+        return "\n".join(parts)

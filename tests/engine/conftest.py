@@ -1,0 +1,73 @@
+"""Real vLLM on CPU. Every engine runs in a process of its own; the answers are compared with those of an engine without
+KVTier, made once per session on the same machine (golden values would differ between processors)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import payload as payload_writer
+from kvtier.testing.engine_case import EngineCase, Tuning, start_plain
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import write_llama
+from kvtier.topology.models import Daemon
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    installed = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            if not installed:
+                item.add_marker(pytest.mark.skip(reason="vllm is not installed: install the extra `engine`"))
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def model(scratch: Path) -> Path:
+    return write_llama(scratch / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def payload(scratch: Path) -> Path:
+    return payload_writer.write(scratch / "payload")
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, payload: Path, scratch: Path) -> Iterator[Plain]:
+    engine = start_plain(model, payload, scratch / "plain.log")
+    try:
+        yield Plain(engine.wait_ready())
+    finally:
+        engine.kill()
+
+
+@pytest.fixture(scope="session")
+def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
+    """One engine for all tests in which the daemon or its storage misbehaves. RAM does not outlive the daemon, so a new
+    daemon means that everything comes from files."""
+    tuning = Tuning(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
+    case = EngineCase(scratch / "sidecar", model, payload, tuning)
+    try:
+        case.start_daemon()
+        case.start()
+        yield case
+    finally:
+        case.close()
+
+
+@pytest.fixture
+def faultless(sidecar: EngineCase) -> Iterator[EngineCase]:
+    """``sidecar`` with a living daemon, no faults and an empty GPU prefix cache."""
+    sidecar.set_faults()
+    sidecar.wait_attached()
+    yield sidecar
+    sidecar.set_faults()

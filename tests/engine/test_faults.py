@@ -1,0 +1,168 @@
+"""A tier that fails, stalls or hangs, and a daemon that stops or dies: the engine serves on with the right tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import prompt
+
+CHUNKS = 8
+ASKS_WITHOUT_WAITING = 12
+"""More than a request needs that is looked up, fails, and is looked up again; far less than an endless re-offering brings."""
+
+
+def _stored(case: EngineCase, plain: Plain, seed: int) -> list[int]:
+    """A prompt whose chunks are in files and in no RAM, and whose blocks the GPU cache does not hold."""
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, seed)
+    assert case.requests().run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    case.restart_daemon(signal.SIGKILL)
+    case.wait_attached()
+    case.empty_gpu_cache()
+    return tokens
+
+
+def test_a_tier_that_fails_every_read_costs_a_miss(faultless: EngineCase, plain: Plain) -> None:
+    tokens = _stored(faultless, plain, 300)
+    faultless.set_faults(read={"fail": True})
+    failures = faultless.tier_failures()
+    requests = faultless.requests()
+    with faultless.loads() as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == 0
+    assert faultless.tier_failures() > failures
+
+
+def test_a_tier_that_fails_after_some_reads_gives_the_prefix(faultless: EngineCase, plain: Plain) -> None:
+    tokens = _stored(faultless, plain, 301)
+    faultless.set_faults(read={"fail_after": 3})
+    with faultless.loads("disk") as loads:
+        assert faultless.requests().run(tokens) == plain.tokens(tokens)
+    assert 0 < loads.tokens <= 3 * CHUNK_TOKENS
+
+
+def test_a_read_that_never_ends_is_given_up(faultless: EngineCase, plain: Plain) -> None:
+    tokens = _stored(faultless, plain, 302)
+    faultless.set_faults(read={"hang": True})
+    with faultless.loads() as loads:
+        assert faultless.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == 0
+
+
+def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(faultless: EngineCase, plain: Plain) -> None:
+    tokens = _stored(faultless, plain, 303)
+    other = prompt(200, 304)
+    faultless.set_faults(read={"hang": True})
+    requests = faultless.requests()
+    slow = requests.add(tokens)
+    requests.engine.call("step", count=2)
+    quick = requests.add(other)
+    answer = requests.finish([quick])
+    assert answer[quick]["tokens"] == plain.tokens(other)
+    assert slow in requests.engine.call("state")["requests"]
+    assert requests.finish([slow])[slow]["tokens"] == plain.tokens(tokens)
+
+
+def test_a_request_aborted_while_it_waits_leaves_nothing_behind(faultless: EngineCase, plain: Plain) -> None:
+    tokens = _stored(faultless, plain, 305)
+    faultless.set_faults(read={"delay_seconds": 1.0})
+    requests = faultless.requests()
+    name = requests.add(tokens)
+    requests.engine.call("step", count=3)
+    assert "WAITING" in requests.engine.call("state")["requests"][name]
+    requests.abort(name)
+    assert requests.engine.call("settle")
+    assert requests.engine.call("state")["requests"] == {}
+    faultless.set_faults()
+    faultless.empty_gpu_cache()
+    assert requests.run(tokens) == plain.tokens(tokens)
+
+
+def test_a_load_that_fails_is_not_offered_again(faultless: EngineCase, plain: Plain) -> None:
+    """The daemon stops after the hit was promised: the slots are never announced."""
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 310)
+    requests = faultless.requests()
+    assert requests.run(tokens) == plain.tokens(tokens)
+    faultless.settle_stores()
+    faultless.empty_gpu_cache()
+    failures = faultless.load_failures()
+    os.kill(faultless.daemon_pid(), signal.SIGSTOP)
+    try:
+        name = requests.add(tokens)
+        with faultless.loads() as loads:
+            answer = requests.finish([name])
+    finally:
+        os.kill(faultless.daemon_pid(), signal.SIGCONT)
+    assert answer[name]["tokens"] == plain.tokens(tokens)
+    assert loads.tokens == 0
+    assert faultless.load_failures() > failures
+    assert requests.engine.call("asks")[name] <= ASKS_WITHOUT_WAITING
+
+
+@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def blow(request: pytest.FixtureRequest, faultless: EngineCase) -> Iterator[signal.Signals]:
+    """A signal for the daemon; afterwards it is replaced."""
+    yield request.param
+    faultless.restart_daemon(signal.SIGKILL)
+    faultless.wait_attached()
+
+
+def test_the_daemon_is_lost_while_a_request_loads(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
+    requests = faultless.requests()
+    assert requests.run(tokens) == plain.tokens(tokens)
+    faultless.settle_stores()
+    faultless.empty_gpu_cache()
+    name = requests.add(tokens)
+    faultless.step_until(name, "WAITING_FOR_REMOTE_KVS", "RUNNING")
+    os.kill(faultless.daemon_pid(), blow)
+    assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
+
+
+def test_the_daemon_is_lost_while_a_request_waits(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+    tokens = _stored(faultless, plain, 340 + blow)
+    faultless.set_faults(read={"delay_seconds": 2.0})
+    requests = faultless.requests()
+    name = requests.add(tokens)
+    requests.engine.call("step", count=3)
+    os.kill(faultless.daemon_pid(), blow)
+    assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
+
+
+def test_the_daemon_is_lost_while_a_request_stores(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+    prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
+    faultless.set_faults(write={"delay_seconds": 0.2})
+    requests = faultless.requests()
+    names = [requests.add(tokens, 30) for tokens in prompts]
+    requests.engine.call("step", count=3)
+    os.kill(faultless.daemon_pid(), blow)
+    answers = requests.finish(names)
+    assert [answers[name]["tokens"] for name in names] == plain.together(prompts, 30)
+    faultless.set_faults()
+    faultless.restart_daemon(signal.SIGKILL)
+    faultless.wait_attached()
+    faultless.empty_gpu_cache()
+    assert requests.run_together(prompts, 30) == plain.together(prompts, 30)
+
+
+def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(faultless: EngineCase, plain: Plain) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 390)
+    requests = faultless.requests()
+    for _ in range(10):
+        faultless.empty_gpu_cache()
+        assert requests.run(tokens) == plain.tokens(tokens)
+        faultless.settle_stores()
+        faultless.restart_daemon(signal.SIGKILL)
+        faultless.wait_attached()
+    faultless.empty_gpu_cache()
+    with faultless.loads("disk") as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert faultless.shared_memory_bytes() <= faultless.tuning.memory_bytes + (4 << 20)
+    assert len(faultless.daemon_pids()) == 1

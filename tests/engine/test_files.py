@@ -1,0 +1,169 @@
+"""Files that are not what was stored: every one is a miss, and the answer stays that of an engine without KVTier."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, start_plain
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import prompt, write_llama
+from kvtier.topology.models import Daemon
+
+HEADER_BYTES = 4096
+
+
+def _flip(at: Callable[[int], int]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at(len(content))] ^= 0x10
+        path.write_bytes(content)
+
+    return damage
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0" * HEADER_BYTES)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _make_unreadable(path: Path) -> None:
+    # Permissions do not stop root; a directory under the name does.
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "the first byte flipped": _flip(lambda size: 0),
+    "a byte of the header flipped": _flip(lambda size: 100),
+    "the first byte of the payload flipped": _flip(lambda size: HEADER_BYTES),
+    "a byte in the middle flipped": _flip(lambda size: size // 2),
+    "the last byte flipped": _flip(lambda size: size - 1),
+    "truncated": _truncate,
+    "over-long": _lengthen,
+    "empty": _empty,
+    "unreadable": _make_unreadable,
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(sidecar: EngineCase, plain: Plain) -> dict[str, list[int]]:
+    """One stored prompt for each kind of damage, all of its files damaged, and RAM emptied by a new daemon."""
+    sidecar.set_faults()
+    requests = sidecar.requests()
+    prompts = {}
+    for number, (kind, damage) in enumerate(DAMAGES.items()):
+        tokens = prompts[kind] = prompt(4 * CHUNK_TOKENS + 5, 200 + number)
+        before = set(sidecar.files())
+        assert requests.run(tokens) == plain.tokens(tokens)
+        sidecar.settle_stores()
+        fresh = set(sidecar.files()) - before
+        assert len(fresh) == 4
+        for path in fresh:
+            damage(path)
+    sidecar.restart_daemon(signal.SIGKILL)
+    sidecar.wait_attached()
+    return prompts
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_a_miss(sidecar: EngineCase, plain: Plain, damaged: dict[str, list[int]], kind: str) -> None:
+    sidecar.empty_gpu_cache()
+    failures = sidecar.tier_failures()
+    with sidecar.loads() as loads:
+        assert sidecar.requests().run(damaged[kind]) == plain.tokens(damaged[kind])
+    assert loads.tokens == 0
+    assert sidecar.tier_failures() > failures
+
+
+def test_the_chunks_before_a_damaged_one_are_loaded(faultless: EngineCase, plain: Plain) -> None:
+    requests = faultless.requests()
+    tokens = prompt(8 * CHUNK_TOKENS + 5, 230)
+    head = tokens[: 3 * CHUNK_TOKENS + 5]
+    assert requests.run(head) == plain.tokens(head)
+    faultless.settle_stores()
+    before = set(faultless.files())
+    assert requests.run(tokens) == plain.tokens(tokens)
+    faultless.settle_stores()
+    later = set(faultless.files()) - before
+    assert len(later) == 5
+    for path in later:
+        _flip(lambda size: size - 1)(path)
+    faultless.restart_daemon(signal.SIGKILL)
+    faultless.wait_attached()
+    faultless.empty_gpu_cache()
+    with faultless.loads("disk") as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == 3 * CHUNK_TOKENS
+
+
+def test_a_damaged_file_is_stored_again(faultless: EngineCase, plain: Plain, damaged: dict[str, list[int]]) -> None:
+    requests = faultless.requests()
+    tokens = damaged["truncated"]
+    faultless.empty_gpu_cache()
+    assert requests.run(tokens) == plain.tokens(tokens)
+    faultless.settle_stores()
+    faultless.restart_daemon(signal.SIGKILL)
+    faultless.wait_attached()
+    faultless.empty_gpu_cache()
+    with faultless.loads("disk") as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == 4 * CHUNK_TOKENS
+
+
+def test_another_models_objects_in_the_same_directory_are_not_used(
+    faultless: EngineCase, plain: Plain, payload: Path, scratch: Path
+) -> None:
+    tokens = prompt(6 * CHUNK_TOKENS + 5, 240)
+    faultless.empty_gpu_cache()
+    assert faultless.requests().run(tokens) == plain.tokens(tokens)
+    faultless.settle_stores()
+    [first_namespace] = [path for path in faultless.files_root.iterdir() if path.is_dir() and len(path.name) == 32]
+
+    other_model = write_llama(scratch / "other-model", seed=7)
+    reference = start_plain(other_model, payload, scratch / "other-plain.log")
+    case = EngineCase(scratch / "other", other_model, payload, replace(faultless.tuning, daemon=Daemon.ENGINE))
+    case.files_root = faultless.files_root
+    case.write_topology()
+    try:
+        expected = Plain(reference.wait_ready()).tokens(tokens)
+        reference.stop()
+        assert expected != plain.tokens(tokens)
+        case.start()
+        case.wait_attached()
+        with case.loads() as loads:
+            assert case.requests().run(tokens) == expected
+        assert loads.tokens == 0
+        case.settle_stores()
+        [other_namespace] = [
+            path
+            for path in faultless.files_root.iterdir()
+            if path.is_dir() and len(path.name) == 32 and path != first_namespace
+        ]
+        # Even under the other's name, an object is refused: its header says whose it is.
+        for path in first_namespace.rglob("*.kv"):
+            shutil.copyfile(path, other_namespace / path.relative_to(first_namespace))
+        case.kill_daemon()
+        case.wait_attached()
+        case.empty_gpu_cache()
+        failures = case.tier_failures()
+        with case.loads("disk") as loads:
+            assert case.requests().run(tokens) == expected
+        assert loads.tokens == 0
+        assert case.tier_failures() > failures
+    finally:
+        reference.kill()
+        case.close()

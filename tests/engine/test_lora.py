@@ -1,0 +1,98 @@
+"""Requests with LoRA adapters share with nobody who would have computed something else.
+
+One request at a time: the CPU engine itself mixes up adapters within one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, start_plain
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import prompt, write_lora
+
+OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+
+
+@pytest.fixture(scope="module")
+def adapters(scratch: Path) -> dict[str, object]:
+    return {name: str(write_lora(scratch / name, seed=seed)) for seed, name in enumerate(("first", "second"))}
+
+
+@pytest.fixture(scope="module")
+def plain_lora(model: Path, payload: Path, scratch: Path) -> Iterator[Plain]:
+    engine = start_plain(model, payload, scratch / "plain-lora.log", **OPTIONS)
+    try:
+        yield Plain(engine.wait_ready())
+    finally:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
+    case = EngineCase(scratch / "lora", model, payload)
+    try:
+        case.start(**OPTIONS)
+        case.wait_attached()
+        yield case
+    finally:
+        case.close()
+
+
+def test_adapters_share_neither_with_the_base_model_nor_with_each_other(
+    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+) -> None:
+    tokens = prompt(5 * CHUNK_TOKENS + 5, 500)
+    requests = case.requests()
+    kinds: list[dict[str, object]] = [{}]
+    kinds += [{"lora": {"name": name, "number": number, "path": path}} for number, (name, path) in enumerate(adapters.items(), 1)]
+    expected = [plain_lora.tokens(tokens, **kind) for kind in kinds]
+    assert len({tuple(answer) for answer in expected}) == 3
+    with case.loads() as loads:
+        for kind, answer in zip(kinds, expected, strict=True):
+            case.empty_gpu_cache()
+            assert requests.run(tokens, **kind) == answer
+            case.settle_stores()
+    assert loads.tokens == 0
+    for kind, answer in zip(kinds, expected, strict=True):
+        case.empty_gpu_cache()
+        with case.loads("ram") as loads:
+            assert requests.run(tokens, **kind) == answer
+        assert loads.tokens == 5 * CHUNK_TOKENS
+
+
+def test_an_adapter_replaced_in_place_neither_loads_nor_stores(
+    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+) -> None:
+    tokens = prompt(5 * CHUNK_TOKENS + 5, 501)
+    requests = case.requests()
+    before = {"lora": {"name": "moving", "number": 3, "path": adapters["first"]}}
+    after = {"lora": {"name": "moving", "number": 3, "path": adapters["second"], "inplace": True}}
+    expected = plain_lora.tokens(tokens, lora={"name": "second", "number": 2, "path": adapters["second"]})
+    case.empty_gpu_cache()
+    requests.run(tokens, **before)
+    case.settle_stores()
+    with case.loads() as loads:
+        for _ in range(2):
+            case.empty_gpu_cache()
+            assert requests.run(tokens, **after) == expected
+            case.settle_stores()
+    assert loads.tokens == 0
+
+
+def test_an_adapter_of_the_same_name_with_other_weights_does_not_share(
+    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+) -> None:
+    """vLLM's block hashes know an adapter by its name alone."""
+    tokens = prompt(5 * CHUNK_TOKENS + 5, 502)
+    requests = case.requests()
+    with case.loads() as loads:
+        for number, name in enumerate(("first", "second"), 4):
+            expected = plain_lora.tokens(tokens, lora={"name": name, "number": number - 3, "path": adapters[name]})
+            case.empty_gpu_cache()
+            assert requests.run(tokens, lora={"name": "same", "number": number, "path": adapters[name]}) == expected
+            case.settle_stores()
+    assert loads.tokens == 0
