@@ -1,10 +1,10 @@
 """What every copy engine offers, and the values that go in and out.
 
-A copy engine moves whole blocks between the engine's KV cache (the *device*, even where that is a CPU) and the host pool. It
-decides nothing: which slot, which blocks and when to stop are its caller's business.
+A copy engine moves whole blocks between the engine's KV cache (the *device*, even where that is a CPU) and the host
+pool. It decides nothing: which slot, which blocks and when to stop are its caller's business.
 
-Threads: one thread, the transfer thread, calls ``submit``, ``done``, ``synchronise``, ``attach`` and ``detach``. ``fence`` is called
-by the thread that launches the engine's kernels. Nothing here is called by two threads at once.
+Threads: one thread, the transfer thread, calls ``submit``, ``done``, ``synchronise``, ``attach`` and ``detach``.
+``fence`` is called by the thread that launches the engine's kernels. Nothing here is called by two threads at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from kvtier.transfer.codec import Codec
 from kvtier.transfer.pool import HostPool
 
 IN_FLIGHT_BYTES = 256 << 20
-"""Most that may be submitted and unfinished per direction: what a limit or an abort has to drain (about 5 ms at 50 GB/s)."""
+"""Most that may be submitted and unfinished per direction: what a limit or an abort has to drain (about 5 ms at 50
+GB/s).
+"""
 
 
 class CopyError(KVTierError):
-    """A copy that was refused (an address outside cache or pool) or that the device failed. What it should have written is undefined."""
+    """A copy that was refused (an address outside cache or pool) or that the device failed. What it should have
+    written is undefined.
+    """
 
 
 class Direction(Enum):
@@ -102,7 +106,8 @@ class CopyEngine(ABC):
     def check(self, copy: Copy) -> str:
         """Why ``copy`` would touch memory it must not; empty: it would not.
 
-        Checked on the host because a wrong index on a GPU is not an error of one copy: it ends the whole process's use of the device.
+        Checked on the host because a wrong index on a GPU is not an error of one copy: it ends the whole process's use
+        of the device.
         """
         if self._pool is None:
             return "no pool is attached"
@@ -122,7 +127,8 @@ class CopyEngine(ABC):
         return ""
 
     def submit(self, copies: Sequence[Copy], direction: Direction, after: object | None = None) -> CopyHandle:
-        """Starts ``copies``; returns at once where the backend can. ``after``: a ``fence``; no device memory is read or written before it.
+        """Starts ``copies``; returns at once where the backend can. ``after``: a ``fence``; no device memory is read or
+        written before it.
 
         Raises ``CopyError`` before anything was started if an address is wrong, or when the device refuses: then
         ``synchronise`` must come before the memory involved is trusted again.
@@ -142,7 +148,9 @@ class CopyEngine(ABC):
         return handle
 
     def done(self, handle: CopyHandle) -> bool:
-        """Whether every byte of ``handle`` is where it belongs. Never blocks. Raises ``CopyError`` if the device failed."""
+        """Whether every byte of ``handle`` is where it belongs. Never blocks. Raises ``CopyError`` if the device
+        failed.
+        """
         if handle.finished:
             return True
         try:
@@ -155,7 +163,9 @@ class CopyEngine(ABC):
         return ready
 
     def synchronise(self) -> None:
-        """Returns when nothing that was submitted touches device or pool any more. Raises ``CopyError`` if that cannot be established."""
+        """Returns when nothing that was submitted touches device or pool any more. Raises ``CopyError`` if that cannot
+        be established.
+        """
         try:
             self._drain()
         except RuntimeError as error:

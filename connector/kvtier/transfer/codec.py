@@ -1,4 +1,5 @@
-"""The byte layout of objects: which bytes of the engine's KV tensors make up a block, and in what order they lie in a slot.
+"""The byte layout of objects: which bytes of the engine's KV tensors make up a block, and in what order they lie in a
+slot.
 
 KV is raw bytes here; nothing is converted. One *object shard* (one chunk of one group on one rank) is laid out as
 
@@ -6,12 +7,13 @@ KV is raw bytes here; nothing is converted. One *object shard* (one chunk of one
     each block:  page of layer 0 | page of layer 1 | ...      (layers in natural order of their names)
     each page:   its bytes in the order of the engine's memory, without padding
 
-Block-major, because then any run of blocks is one contiguous range of the slot: a load that begins inside a chunk costs one
-transfer, like a whole one. A layout in which all layers of a block already lie together is copied as it is.
+Block-major, because then any run of blocks is one contiguous range of the slot: a load that begins inside a chunk costs
+one transfer, like a whole one. A layout in which all layers of a block already lie together is copied as it is.
 
-The page of a layer is found from shape and strides of its tensor alone. The block dimension is the first one (blocks x ...), or
-the second behind a dimension of two (keys, values); a tensor that holds several kernel blocks for each block of the KV cache
-manager has the block dimension split. What does not fit the page size of the group's specification is refused with a reason.
+The page of a layer is found from shape and strides of its tensor alone. The block dimension is the first one (blocks x
+...), or the second behind a dimension of two (keys, values); a tensor that holds several kernel blocks for each block
+of the KV cache manager has the block dimension split. What does not fit the page size of the group's specification is
+refused with a reason.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class CodecError(KVTierError):
 
 
 class GroupSpec(Protocol):
-    """The part of vLLM's ``KVCacheGroupSpec`` that is used: the layers of one block table, and a specification with ``block_size`` (tokens) and
-    ``page_size_bytes``, or with ``kv_cache_specs`` by layer."""
+    """The part of vLLM's ``KVCacheGroupSpec`` that is used: the layers of one block table, and a specification with
+    ``block_size`` (tokens) and ``page_size_bytes``, or with ``kv_cache_specs`` by layer."""
 
     @property
     def layer_names(self) -> Sequence[str]: ...
@@ -61,7 +63,8 @@ class LayerLayout:
 
     Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first), ``run_bytes`` at
     ``offset + b * block_stride + sum(index * stride)``; all in bytes from the start of the tensor's storage.
-    ``axes``: the page's dimensions outermost first, as (dimension of the tensor, size); dimension -1 is the kernel block inside a block.
+    ``axes``: the page's dimensions outermost first, as (dimension of the tensor, size); dimension -1 is the kernel
+    block inside a block.
     """
 
     name: str
@@ -83,9 +86,11 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Consecutive layers that one strided view reaches: layer l of the band lies ``layer_stride`` bytes after layer l-1.
+    """Consecutive layers that one strided view reaches: layer l of the band lies ``layer_stride`` bytes after layer
+    l-1.
 
-    ``start``: byte of the block (in the object) at which the band begins. ``layer``: name of the first one, whose storage holds all.
+    ``start``: byte of the block (in the object) at which the band begins. ``layer``: name of the first one, whose
+    storage holds all.
     """
 
     layer: str
@@ -121,7 +126,9 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The layout of all groups of one rank. ``word_bytes``: largest power of two up to 8 that divides every offset, stride and length."""
+    """The layout of all groups of one rank. ``word_bytes``: largest power of two up to 8 that divides every offset,
+    stride and length.
+    """
 
     groups: tuple[GroupLayout, ...]
     num_blocks: int
@@ -142,9 +149,9 @@ def build_codec(
 ) -> Codec:
     """Derives the layout of every group.
 
-    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the effective chunk, a multiple of every
-    group's block size. ``backends``: layer name to whatever else decides how a page is filled (attention backend, instruction
-    set); it goes into the text. Raises ``CodecError``.
+    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the effective chunk, a multiple
+    of every group's block size. ``backends``: layer name to whatever else decides how a page is filled (attention
+    backend, instruction set); it goes into the text. Raises ``CodecError``.
     """
     num_blocks = int(cache_config.num_blocks)
     if num_blocks < 4:
@@ -170,8 +177,12 @@ def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, to
     return found
 
 
-def layer_layout(name: str, tensor: torch.Tensor, num_blocks: int, page_size_bytes: int, padded: bool = False) -> LayerLayout:
-    """Derives the layout of one layer's pages. ``padded``: the page may be larger than what the tensor shows of it. Raises ``CodecError``."""
+def layer_layout(
+    name: str, tensor: torch.Tensor, num_blocks: int, page_size_bytes: int, padded: bool = False
+) -> LayerLayout:
+    """Derives the layout of one layer's pages. ``padded``: the page may be larger than what the tensor shows of it.
+    Raises ``CodecError``.
+    """
     shape, item = tuple(int(size) for size in tensor.shape), tensor.element_size()
     block_dim = _block_dim(name, shape, num_blocks)
     kernel_blocks = shape[block_dim] // num_blocks
@@ -290,9 +301,7 @@ def _bands(layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor]) -> tu
     while first < len(layers):
         count, stride = _uniform(layers, tensors, first)
         layer = layers[first]
-        band = Band(
-            layer.name, count, stride, layer.offset, layer.block_stride, layer.outer, layer.run_bytes, start
-        )
+        band = Band(layer.name, count, stride, layer.offset, layer.block_stride, layer.outer, layer.run_bytes, start)
         bands.append(band)
         start += band.band_bytes
         first += count
@@ -325,7 +334,9 @@ def _word_bytes(groups: Sequence[GroupLayout]) -> int:
 
 
 def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[str, str]) -> str:
-    """Everything that decides what a byte of an object means, as canonical JSON. Where pages lie in this process does not count."""
+    """Everything that decides what a byte of an object means, as canonical JSON. Where pages lie in this process does
+    not count.
+    """
     described = []
     for group in groups:
         runs: list[dict[str, object]] = []

@@ -36,7 +36,8 @@ def make_engine(kv_caches: Mapping[str, object], codec: Codec) -> CopyEngine:
 def pin(
     pool: HostPool, device: torch.device, cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[HostPool, tuple[int, ...]]:
-    """Makes ``pool`` fit for asynchronous copies with ``device``: registers it where the device needs that. May take seconds.
+    """Makes ``pool`` fit for asynchronous copies with ``device``: registers it where the device needs that. May take
+    seconds.
 
     Returns the pool with its seams, and what ``unpin`` needs. Raises ``RegistrationError``. Any thread.
     """

@@ -1,18 +1,20 @@
 """Copies between GPU memory and the host pool, beside the engine's kernels.
 
-Per direction two streams and a ring of staging buffers on the GPU. To the host: gather kernels collect whole blocks in object order
-into a buffer, one DMA takes it to the slot. To the device: one DMA brings a contiguous part of the slot into a buffer, scatter
-kernels distribute it. The kernels take a few percent of the DMA's time and overlap with it, one buffer apart. Measured on an
-H200: one DMA per 128 KiB from Python reaches 22 to 26 GB/s, pieces of 2 MiB and more 50 GB/s and more.
+Per direction two streams and a ring of staging buffers on the GPU. To the host: gather kernels collect whole blocks in
+object order into a buffer, one DMA takes it to the slot. To the device: one DMA brings a contiguous part of the slot
+into a buffer, scatter kernels distribute it. The kernels take a few percent of the DMA's time and overlap with it, one
+buffer apart. Measured on an H200: one DMA per 128 KiB from Python reaches 22 to 26 GB/s, pieces of 2 MiB and more 50
+GB/s and more.
 
-Order against the engine: only gather and scatter touch the KV cache, and both wait for the caller's fence. Order among copies of one
-buffer: a DMA or gather that reuses it waits for the event of its last use; nothing waits on the host.
+Order against the engine: only gather and scatter touch the KV cache, and both wait for the caller's fence. Order among
+copies of one buffer: a DMA or gather that reuses it waits for the event of its last use; nothing waits on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,8 +24,13 @@ from kvtier.transfer.cuda_runtime import relax_capture
 from kvtier.transfer.pool import HostPool
 from kvtier.transfer.views import band_views, gather, scatter, word_dtype
 
+cuda: Any = torch.cuda
+"""torch types few of its CUDA calls."""
+
 STAGING_BYTES = 32 << 20
-"""Size of one staging buffer: large enough for the DMA's full rate, small enough that the first scatter starts after 0.6 ms."""
+"""Size of one staging buffer: large enough for the DMA's full rate, small enough that the first scatter starts after
+0.6 ms.
+"""
 STAGING_BUFFERS = 2
 """Per direction: one is filled while the other is emptied."""
 
@@ -105,8 +112,8 @@ class CudaCopyEngine(CopyEngine):
         words = -(-self._staging_bytes // self._codec.word_bytes)
         dtype = word_dtype(self._codec.word_bytes)
         buffers = [_Buffer(torch.empty(words, dtype=dtype, device=self._device)) for _ in range(STAGING_BUFFERS)]
-        lane = _Lane(torch.cuda.Stream(self._device), torch.cuda.Stream(self._device), buffers)
-        ready = torch.cuda.Event()
+        lane = _Lane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
+        ready = cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         for buffer in buffers:  # the allocator may hand out memory that this thread's stream still uses
             buffer.free = ready
@@ -125,9 +132,10 @@ class CudaCopyEngine(CopyEngine):
         relax_capture()
 
     def fence(self) -> object | None:
-        event = torch.cuda.Event()
+        event: Any = cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        mark: object = event
+        return mark
 
     def close(self) -> None:
         super().close()
@@ -153,13 +161,13 @@ class CudaCopyEngine(CopyEngine):
             if buffer.free is not None:
                 lane.kernels.wait_event(buffer.free)
             gather(self._views[piece.group], self._index(piece), buffer.memory[:words], block_words)
-            gathered = torch.cuda.Event()
+            gathered = cuda.Event()
             gathered.record(lane.kernels)
         with torch.cuda.stream(lane.dma):
             lane.dma.wait_event(gathered)
             for host, device in self._transfers(piece, buffer, words):
                 host.copy_(device, non_blocking=True)
-            buffer.free = torch.cuda.Event()
+            buffer.free = cuda.Event()
             buffer.free.record(lane.dma)
 
     def _to_device(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
@@ -169,12 +177,12 @@ class CudaCopyEngine(CopyEngine):
                 lane.dma.wait_event(buffer.free)
             for host, device in self._transfers(piece, buffer, words):
                 device.copy_(host, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = cuda.Event()
             arrived.record(lane.dma)
         with torch.cuda.stream(lane.kernels):
             lane.kernels.wait_event(arrived)
             scatter(self._views[piece.group], self._index(piece), buffer.memory[:words], block_words)
-            buffer.free = torch.cuda.Event()
+            buffer.free = cuda.Event()
             buffer.free.record(lane.kernels)
 
     def _words(self, piece: Piece) -> tuple[int, int]:
@@ -194,8 +202,8 @@ class CudaCopyEngine(CopyEngine):
             yield memory[begin:end], staging[begin - piece.begin : end - piece.begin]
 
     def _ready(self, handle: CopyHandle) -> bool:
-        event = handle.state
-        return not isinstance(event, torch.cuda.Event) or bool(event.query())
+        event: Any = handle.state
+        return event is None or bool(event.query())
 
     def _drain(self) -> None:
         for lane in self._lanes.values():

@@ -1,4 +1,6 @@
-"""What torch does not offer of the CUDA runtime: registering foreign host memory in pieces, and this thread's capture mode."""
+"""What torch does not offer of the CUDA runtime: registering foreign host memory in pieces, and this thread's capture
+mode.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvtier.errors import KVTierError
+
+cuda: Any = torch.cuda
+"""torch types few of its CUDA calls."""
 
 REGISTER_THREADS = 8
 """Registering 16 GiB of touched tmpfs: 5 GiB/s in one call, 21 to 24 GiB/s in pieces by 8 threads."""
@@ -22,11 +28,14 @@ _CAPTURE_RELAXED = 2
 
 
 class RegistrationError(KVTierError):
-    """The driver refused to register the pool (locked-memory limit, no such range); copies would not be asynchronous."""
+    """The driver refused to register the pool (locked-memory limit, no such range); copies would not be
+    asynchronous.
+    """
 
 
 def relax_capture(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Lets the calling thread use the device while another one captures a CUDA graph; ``False`` where that cannot be set.
+    """Lets the calling thread use the device while another one captures a CUDA graph; ``False`` where that cannot be
+    set.
 
     A capture in CUDA's default mode forbids many calls to every other thread of the process and is spoiled by them. A
     thread in relaxed mode is exempt, and it takes no part in any capture.
@@ -55,7 +64,9 @@ def _runtime_path(maps: Path) -> str | None:
 
 
 def cut(nbytes: int, piece_bytes: int = PIECE_BYTES, threads: int = REGISTER_THREADS) -> tuple[tuple[int, int], ...]:
-    """Ranges (begin, end) to register one by one: page-aligned, of at most ``piece_bytes``, two per thread where there is enough."""
+    """Ranges (begin, end) to register one by one: page-aligned, of at most ``piece_bytes``, two per thread where there
+    is enough.
+    """
     share = -(-nbytes // (2 * threads))
     step = min(piece_bytes, max(share, 64 << 20))
     step = -(-step // _PAGE_BYTES) * _PAGE_BYTES
@@ -73,7 +84,7 @@ def register(
 
     Raises ``RegistrationError``; what was registered before is given back. ``cancelled`` is asked before each range.
     """
-    runtime = torch.cuda.cudart()
+    runtime = cuda.cudart()
     done: list[int] = []
     lock = threading.Lock()
 
@@ -98,7 +109,9 @@ def register(
 
 
 def unregister(address: int, begins: tuple[int, ...]) -> None:
-    """Gives registered ranges back. Nothing may be copied from or to them any more; a refusal has no consequence that could be acted on."""
-    runtime = torch.cuda.cudart()
+    """Gives registered ranges back. Nothing may be copied from or to them any more; a refusal has no consequence that
+    could be acted on.
+    """
+    runtime = cuda.cudart()
     for begin in begins:
         runtime.cudaHostUnregister(address + begin)

@@ -1,4 +1,6 @@
-"""KV caches in the layouts that engines use, for the self-test and for tests: tensors, and the specification that goes with them."""
+"""KV caches in the layouts that engines use, for the self-test and for tests: tensors, and the specification that goes
+with them.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +90,7 @@ def every_layout(geometry: Geometry | None = None, device: str = "cpu") -> list[
         _layout(
             "blocks first, tokens before heads", g, [t.view(g.blocks, 2, g.block, g.heads, g.head_dim) for t in each()]
         ),
-        _layout(
-            "keys and values first", g, [t.view(2, g.blocks, g.block, g.heads, g.head_dim) for t in each()]
-        ),
+        _layout("keys and values first", g, [t.view(2, g.blocks, g.block, g.heads, g.head_dim) for t in each()]),
         _layout(
             "blocks first, heads before tokens by strides",
             g,
@@ -110,7 +110,10 @@ def every_layout(geometry: Geometry | None = None, device: str = "cpu") -> list[
         _layout(
             "padded pages",
             g,
-            [t.as_strided((g.blocks, 2, g.block, g.heads * g.head_dim), (padded, page // 2, g.heads * g.head_dim, 1)) for t in wide],
+            [
+                t.as_strided((g.blocks, 2, g.block, g.heads * g.head_dim), (padded, page // 2, g.heads * g.head_dim, 1))
+                for t in wide
+            ],
             padded * g.dtype.itemsize,
         ),
         _layout("latent vectors, no heads", g, [t.view(g.blocks, g.block, page // g.block) for t in each()]),

@@ -1,8 +1,9 @@
 """Proof at start that the codec understands the engine's memory: what comes back into the tensors is what was in them.
 
-Run while no request runs (the engine registers its KV tensors before it serves). Patterns are written through the tensors
-as the engine sees them, copied out by the copy engine, and copied in to *other* blocks; then those must hold
-the patterns, again as the engine sees them, and the blocks beside them must be as before. Everything touched is restored.
+Run while no request runs (the engine registers its KV tensors before it serves). Patterns are written through the
+tensors as the engine sees them, copied out by the copy engine, and copied in to *other* blocks; then those must hold
+the patterns, again as the engine sees them, and the blocks beside them must be as before. Everything touched is
+restored.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def pinned_scratch(nbytes: int) -> HostPool:
 
 
 def prove(kv_caches: Mapping[str, object], codec: Codec, engine: CopyEngine, scratch: Scratch = plain_scratch) -> None:
-    """Raises ``ProofError`` or ``CopyError``. Call it on the thread that owns the engine's kernels, before the transfer thread starts.
+    """Raises ``ProofError`` or ``CopyError``. Call it on the thread that owns the engine's kernels, before the transfer
+    thread starts.
 
     Blocks used: those at the end of the cache, never block 0 (the engine's null block).
     """
@@ -52,7 +54,9 @@ def prove(kv_caches: Mapping[str, object], codec: Codec, engine: CopyEngine, scr
         touched = sorted({near for block in sources + targets for near in (block - 1, block, block + 1)})
         touched = [block for block in touched if 0 <= block < codec.num_blocks]
         layers = [(layer, tensors[layer.name]) for layer in group.layers]
-        saved = {(layer.name, block): _page(tensor, layer, block).clone() for layer, tensor in layers for block in touched}
+        saved = {
+            (layer.name, block): _page(tensor, layer, block).clone() for layer, tensor in layers for block in touched
+        }
         engine.attach(scratch(group.shard_bytes))
         try:
             _round_trip(engine, group_index, layers, sources, targets, group.blocks_per_chunk)

@@ -1,6 +1,8 @@
-"""``python -m kvtier.transfer.selftest [--device cuda]``: bit-exact round trips through a shared pool, for every known layout.
+"""``python -m kvtier.transfer.selftest [--device cuda]``: bit-exact round trips through a shared pool, for every known
+layout.
 
-Prints one JSON object; exit status 1 if anything came back wrong. ``--bytes`` also measures both directions with caches of that size.
+Prints one JSON object; exit status 1 if anything came back wrong. ``--bytes`` also measures both directions with caches
+of that size.
 """
 
 from __future__ import annotations
@@ -135,7 +137,11 @@ def _large(nbytes: int, device: str) -> list[Layout]:
     block, heads, head_dim, layers = 16, 8, 128, 32
     blocks = max(64, nbytes // (layers * 2 * block * heads * head_dim * 2))
     layouts = every_layout(Geometry(layers, blocks, block, heads, head_dim), device)
-    return [layout for layout in layouts if layout.name.startswith(("cpu:", "blocks first, tokens", "keys and values first, heads"))]
+    return [
+        layout
+        for layout in layouts
+        if layout.name.startswith(("cpu:", "blocks first, tokens", "keys and values first, heads"))
+    ]
 
 
 def _measure(layout: Layout, device: str, directory: Path) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Strided views over the KV tensors, one per band of a codec, in words instead of elements.
 
-A view has the shape (blocks, layers, *outer, words): indexing its first dimension gives the bytes of a band of one block in
-the order of the object. Words are the largest integers that every offset divides into, so that a gather moves 8 bytes at a time.
+A view has the shape (blocks, layers, *outer, words): indexing its first dimension gives the bytes of a band of one
+block in the order of the object. Words are the largest integers that every offset divides into, so that a gather moves
+8 bytes at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def word_dtype(nbytes: int) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BandView:
-    """``cache``: the band of every block, as above. ``start``, ``words``: its place in a block of the object, in words."""
+    """``cache``: the band of every block, as above. ``start``, ``words``: its place in a block of the object, in
+    words.
+    """
 
     cache: torch.Tensor
     start: int
@@ -49,7 +52,9 @@ def _view(tensor: torch.Tensor, band: Band, num_blocks: int, word: int) -> BandV
 
 
 def staged(staging: torch.Tensor, view: BandView, blocks: int, block_words: int) -> torch.Tensor:
-    """The part of ``staging`` (1-d, words, ``blocks`` whole blocks in object order) that belongs to a band, shaped like ``view.cache``."""
+    """The part of ``staging`` (1-d, words, ``blocks`` whole blocks in object order) that belongs to a band, shaped
+    like ``view.cache``.
+    """
     inner = tuple(view.cache.shape[1:])
     strides = []
     step = 1
