@@ -80,6 +80,16 @@ class Scalar:
     expression: str | None = None
 
 
+def found_parts(subject: str, what: str, names: tuple[str, ...]) -> str:
+    """CEL text that says which of the optional ``names`` an object has, where exactly one is accepted.
+
+    Plain additions: `join` of a filtered list is beyond the API server's cost budget.
+    """
+    none = " && ".join(f"!has({subject}.{name})" for name in names)
+    given = " + ".join(f"(has({subject}.{name}) ? '{name} ' : '')" for name in names)
+    return f"({none} ? 'no {what} ' : '') + {given} + 'is not accepted; accepted is exactly one of {', '.join(names)}'"
+
+
 class Model(BaseModel):
     """Base of everything a person writes: frozen, camelCase, unknown fields refused, null the same as not written.
 

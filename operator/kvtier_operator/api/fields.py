@@ -158,14 +158,7 @@ def shape_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Shape:
         return shape_of(inner, (*marks, *metadata))
     if origin in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
-        # Beside `X | None` there is `Literal[""] | X`: a name that may be empty.
-        named = [member for member in members if get_origin(member) is not Literal]
-        shape = shape_of(named[0], metadata)
-        if len(named) != len(members):
-            pattern = f"^$|{shape.pattern}" if shape.pattern else None
-            accepts = f"empty, or {shape.accepts}" if shape.accepts else None
-            return _replace(shape, pattern=pattern, accepts=accepts, min_length=None)
-        return shape
+        return shape_of(members[0], metadata)
     found: dict[str, Any] = {}
     _merge(found, metadata)
     if origin is Literal:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from kvtier.topology.models import Daemon, Selection
 from kvtier_operator.api.base import (
     LIVE,
+    RFC1123_SUBDOMAIN,
     STRUCTURAL,
     Accepts,
     Integer,
@@ -19,7 +20,6 @@ from kvtier_operator.api.base import (
     Model,
     Name,
     NonNegativeQuantity,
-    ObjectName,
     Rule,
     Scalar,
     Violation,
@@ -161,7 +161,10 @@ class KeySecretReference(Model):
     """A Secret of the policy's namespace, or none."""
 
     name: Annotated[
-        Literal[""] | ObjectName, STRUCTURAL, Field(description="Name of the Secret; empty: objects carry no keyed tag.")
+        str,
+        STRUCTURAL,
+        Field(max_length=253, pattern=f"^$|{RFC1123_SUBDOMAIN}", description="Name of the Secret; empty: objects carry no keyed tag."),
+        Accepts("empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at most 253"),
     ] = ""
 
 
@@ -328,8 +331,8 @@ class PolicySpec(Model):
             check=_one_memory_tier,
             cel="self.tiers.filter(tier, has(tier.memory)).size() <= 1",
             message="there is one memory tier",
-            expression="self.tiers.filter(tier, has(tier.memory)).map(tier, tier.name).join(', ') + "
-            "' are memory tiers; accepted is one'",
+            expression="'%s is not accepted as a second memory tier; accepted is one'.format("
+            "[self.tiers.filter(tier, has(tier.memory))[1].name])",
             field_path=".tiers",
         ),
         Rule(name="unique-names", check=_unique_names),

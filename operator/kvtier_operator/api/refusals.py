@@ -15,6 +15,9 @@ from kvtier_operator.api.fields import dotted, fields_of, nearest, walk
 MAX_VALUE_TEXT = 80
 """Longer values are cut in messages."""
 
+KEY_MARK = "[key]"
+"""What pydantic adds to a path whose last part is a map's key that is wrong itself."""
+
 Root = TypeVar("Root", bound=BaseModel)
 
 
@@ -56,7 +59,12 @@ def refusals_of(error: ValidationError, root: type[BaseModel]) -> list[Refusal]:
     """Every refusal in a validation error of ``root``, in the order of the document's fields."""
     found: list[Refusal] = []
     for entry in error.errors(include_url=False):
-        path = _clean(entry["loc"])
+        path = entry["loc"]
+        if path and path[-1] == KEY_MARK:
+            shape, _ = walk(root, path[:-2])
+            accepted = shape.key.accepted if shape is not None and shape.key is not None else "another key"
+            found.append(Refusal(dotted(path[:-1]), shown(path[-2]), accepted))
+            continue
         if entry["type"] == "rules":
             violations: list[Violation] = entry.get("ctx", {}).get("violations", [])
             found.extend(
@@ -78,15 +86,6 @@ def validated(root: type[Root], document: Any) -> Root:
         return root.model_validate(document)
     except ValidationError as error:
         raise RefusedError(refusals_of(error, root)) from None
-
-
-def _clean(location: tuple[str | int, ...]) -> Path:
-    # pydantic adds the names of union members and a mark for keys; neither is part of the document's path.
-    return tuple(part for part in location if isinstance(part, int) or not _is_pydantics(part))
-
-
-def _is_pydantics(part: str) -> bool:
-    return part == "[key]" or part.startswith(("literal[", "constrained-str", "function-"))
 
 
 def _accepted(root: type[BaseModel], path: Path) -> str:

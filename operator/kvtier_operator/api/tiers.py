@@ -21,6 +21,7 @@ from kvtier_operator.api.base import (
     PositiveQuantity,
     Rule,
     Violation,
+    found_parts,
 )
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.volumes import ONE_NODE_MODES, Volume
@@ -170,8 +171,8 @@ class FileSystemTier(Model):
             check=_watermarks,
             cel="self.lowWatermarkPercent < self.highWatermarkPercent",
             message="lowWatermarkPercent must be below highWatermarkPercent",
-            expression="string(self.lowWatermarkPercent) + ' is not accepted; accepted is a percentage below "
-            "highWatermarkPercent (' + string(self.highWatermarkPercent) + ')'",
+            expression="'%d is not accepted; accepted is a percentage below highWatermarkPercent (%d)'"
+            ".format([self.lowWatermarkPercent, self.highWatermarkPercent])",
             field_path=".lowWatermarkPercent",
         ),
         Rule(
@@ -289,9 +290,7 @@ class Tier(Model):
             check=_one_kind,
             cel="[" + ", ".join(f"has(self.{kind})" for kind in TIER_KINDS) + "].filter(given, given).size() == 1",
             message=f"a tier has exactly one of {', '.join(TIER_KINDS)}",
-            expression="'tier ' + self.name + ' has ' + ("
-            + " + ".join(f"(has(self.{kind}) ? '{kind} ' : '')" for kind in TIER_KINDS)
-            + f") + '; accepted is exactly one of {', '.join(TIER_KINDS)}'",
+            expression="'tier ' + self.name + ': ' + " + found_parts("self", "kind", TIER_KINDS),
         ),
     )
 

@@ -18,6 +18,7 @@ from kvtier_operator.api.base import (
     Rule,
     Scalar,
     Violation,
+    found_parts,
 )
 
 PATH_WORDS = "an absolute path without .. in it"
@@ -236,9 +237,7 @@ class Volume(Model):
             + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES)
             + "].filter(given, given).size() == 1",
             message=f"a volume has exactly one of {', '.join(VOLUME_SOURCES)}",
-            expression="'found ' + ("
-            + " + ".join(f"(has(self.{name}) ? '{name} ' : '')" for name in VOLUME_SOURCES)
-            + f") + '; accepted is exactly one of {', '.join(VOLUME_SOURCES)}'",
+            expression=found_parts("self", "source", VOLUME_SOURCES),
         ),
     )
 

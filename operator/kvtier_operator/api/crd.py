@@ -1,0 +1,266 @@
+"""The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd`` writes ``crds/``.
+
+Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields have not: the hash by
+which pods are found outdated covers what was *written*, and a default that the API server filled in could not be told
+from that; the day it changed, every pod would be outdated. The operator applies them when it reads.
+
+Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and ``maxProperties``, so
+every text, list and map has one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel
+
+from kvtier_operator.api.base import Change, Model, Rule, Scalar
+from kvtier_operator.api.fields import FieldDocument, Shape, fields_of
+from kvtier_operator.api.policy import GROUP, KIND, MAX_POLICY_NAME, VERSION, KVTierPolicy
+from kvtier_operator.api.quantity import MAX_TEXT, PATTERN
+
+Part = TypeVar("Part")
+
+PLURAL = "kvtierpolicies"
+SINGULAR = "kvtierpolicy"
+SHORT_NAME = "kvtp"
+CATEGORY = "kvtier"
+FILE_NAME = f"{GROUP}_{PLURAL}.yaml"
+
+PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
+    {"name": "Ready", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].status'},
+    {"name": "Reason", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].reason'},
+    {
+        "name": "Pods",
+        "type": "string",
+        "description": "Pods with tiers, of those that the policy governs.",
+        "jsonPath": ".status.summary.pods",
+    },
+    {
+        "name": "Hit%",
+        "type": "integer",
+        "description": "Prompt tokens loaded from tiers, last five minutes.",
+        "jsonPath": ".status.summary.hitTokensPercent",
+    },
+    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "Tiers", "type": "string", "priority": 1, "jsonPath": ".status.summary.tiers"},
+    {"name": "Structural", "type": "string", "priority": 1, "jsonPath": ".status.structuralHash"},
+    {"name": "Live", "type": "integer", "priority": 1, "jsonPath": ".status.liveGeneration"},
+)
+
+
+def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition as Kubernetes takes it."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": SINGULAR,
+                "shortNames": [SHORT_NAME],
+                "categories": [CATEGORY],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": _root()},
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": list(PRINTER_COLUMNS),
+                }
+            ],
+        },
+    }
+
+
+def _root() -> dict[str, Any]:
+    documents = {document.alias: document for document in fields_of(KVTierPolicy)}
+    return {
+        "type": "object",
+        "description": (KVTierPolicy.__doc__ or "").strip(),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": _property(documents["spec"]),
+            "status": _property(documents["status"]),
+        },
+        "x-kubernetes-validations": [
+            {
+                "rule": f"self.metadata.name.size() <= {MAX_POLICY_NAME}",
+                "message": f"metadata.name: accepted is a name of at most {MAX_POLICY_NAME} characters",
+                "messageExpression": "'metadata.name ' + self.metadata.name + "
+                f"' is not accepted; accepted is a name of at most {MAX_POLICY_NAME} characters'",
+            }
+        ],
+    }
+
+
+def _property(document: FieldDocument) -> dict[str, Any]:
+    schema = _schema(document.shape)
+    schema = {"description": _description(document), **schema}
+    if document.change is Change.LIVE and document.default is not None and document.shape.kind != "object":
+        schema["default"] = document.default
+    elif _has_live_defaults(document):
+        schema["default"] = {}
+    return schema
+
+
+def _description(document: FieldDocument) -> str:
+    text = document.description
+    if document.change is Change.STRUCTURAL and document.shape.kind != "object" and document.default not in (None, ""):
+        text += f" Default: {_words(document.default)}."
+    if document.change is not None and not (document.shape.kind == "object" and document.change is Change.LIVE):
+        text += " Live." if document.change is Change.LIVE else " Structural."
+    return text.strip()
+
+
+def _words(default: Any) -> str:
+    if isinstance(default, dict):
+        return ", ".join(f"{key} {value}" for key, value in default.items())
+    return str(default)
+
+
+def _has_live_defaults(document: FieldDocument) -> bool:
+    """Whether an object that was left out has to be there for the live defaults inside it."""
+    model = document.shape.model
+    return (
+        document.shape.kind == "object"
+        and model is not None
+        and document.default is not None
+        and any(field.change is Change.LIVE and field.default is not None for field in fields_of(model))
+    )
+
+
+def _schema(shape: Shape) -> dict[str, Any]:
+    match shape.kind:
+        case "object":
+            schema = _object(_known(shape.model))
+        case "list":
+            schema = _list(shape)
+        case "map":
+            schema = {"type": "object", "additionalProperties": _schema(_known(shape.item)), "maxProperties": shape.max_length}
+            if shape.key is not None and shape.key.pattern is not None:
+                schema["x-kubernetes-validations"] = [_key_rule(shape.key)]
+        case "quantity":
+            schema = {
+                "anyOf": [{"type": "integer"}, {"type": "string"}],
+                "x-kubernetes-int-or-string": True,
+                "pattern": PATTERN,
+                "maxLength": MAX_TEXT,
+            }
+        case "integer":
+            schema = {"type": "integer", "format": "int64"}
+            for key, bound in (("minimum", shape.minimum), ("maximum", shape.maximum), ("multipleOf", shape.multiple_of)):
+                if bound is not None:
+                    schema[key] = bound
+        case "string":
+            schema = {"type": "string"}
+            if shape.enum:
+                schema["enum"] = list(shape.enum)
+            for key, value in (
+                ("minLength", shape.min_length),
+                ("maxLength", shape.max_length),
+                ("pattern", shape.pattern),
+                ("format", shape.format),
+            ):
+                if value is not None:
+                    schema[key] = value
+        case _:
+            schema = {"x-kubernetes-preserve-unknown-fields": True}
+    if shape.scalars:
+        schema["x-kubernetes-validations"] = [_scalar_rule(scalar) for scalar in shape.scalars]
+    return schema
+
+
+def _known(part: Part | None) -> Part:
+    if part is None:
+        raise TypeError("an object, list or map without a type")
+    return part
+
+
+def _list(shape: Shape) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "items": _schema(_known(shape.item)), "maxItems": shape.max_length}
+    if shape.min_length is not None:
+        schema["minItems"] = shape.min_length
+    if shape.map_key is not None:
+        schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [shape.map_key]}
+    else:
+        schema["x-kubernetes-list-type"] = "atomic"
+    return schema
+
+
+def _object(model: type[BaseModel]) -> dict[str, Any]:
+    documents = fields_of(model)
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {document.alias: _property(document) for document in documents},
+    }
+    required = [document.alias for document in documents if document.required]
+    if required:
+        schema["required"] = required
+    rules = [_rule(rule) for rule in model.rules if rule.cel is not None] if issubclass(model, Model) else []
+    if rules:
+        schema["x-kubernetes-validations"] = rules
+    return schema
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return _validation(rule.cel or "", rule.message, rule.expression, rule.field_path)
+
+
+def _scalar_rule(scalar: Scalar) -> dict[str, Any]:
+    return _validation(scalar.cel, scalar.message, scalar.expression, None)
+
+
+def _key_rule(key: Shape) -> dict[str, Any]:
+    return _validation(
+        f"self.all(key, key.size() <= {key.max_length} && key.matches({_quoted(key.pattern or '')}))",
+        f"a key is not accepted; accepted is {key.accepted}",
+        f"self.filter(key, !key.matches({_quoted(key.pattern or '')}))[0] + ' is not accepted; accepted is {key.accepted}'",
+        None,
+    )
+
+
+def _quoted(text: str) -> str:
+    return "r'" + text + "'"
+
+
+def _validation(cel: str, message: str, expression: str | None, field_path: str | None) -> dict[str, Any]:
+    rule = {"rule": cel, "message": message}
+    if expression is not None:
+        rule["messageExpression"] = expression
+    if field_path is not None:
+        rule["fieldPath"] = field_path
+    return rule
+
+
+def text() -> str:
+    """The file's content."""
+    body = yaml.safe_dump(definition(), sort_keys=False, width=120, allow_unicode=True)
+    return f"# Generated from the models by `python -m kvtier_operator.api.crd`.\n{body}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the file into the directory given, ``crds`` if none is."""
+    given = sys.argv[1:] if arguments is None else arguments
+    directory = Path(given[0] if given else "crds")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FILE_NAME).write_text(text())
+    print(directory / FILE_NAME)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

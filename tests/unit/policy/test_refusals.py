@@ -1,0 +1,32 @@
+"""Every policy that one object shows to be wrong is refused, with field, value and what is accepted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from kvtier_operator.api.documents import parse
+from kvtier_operator.testing.policies import REFUSED, RefusedCase, changed, complete_policy
+
+
+def test_the_complete_policy_is_accepted():
+    (checked,) = parse(yaml.safe_dump(complete_policy()))
+    assert checked.refusals == ()
+    assert checked.policy is not None
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase):
+    (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
+    matching = [refusal for refusal in checked.refusals if refusal.field == case.field]
+    assert matching, [refusal.message for refusal in checked.refusals]
+    assert case.value[:40] in matching[0].value
+    assert case.accepted in matching[0].accepted
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_nothing_else_is_refused_beside_it(case: RefusedCase):
+    (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
+    assert len(checked.refusals) == 1, [refusal.message for refusal in checked.refusals]
