@@ -27,6 +27,7 @@ Commands (``do``), with their arguments:
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -36,6 +37,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.testing.engine_process import quiet_environment
+
+HOOKS = "kvtier_hooks"
+"""An option that is not for vLLM: functions ("module:name") to call before the engine is made."""
 
 PAUSE_SECONDS = 0.002
 """Between steps in which no token came: a request waits for someone else, who shall get the processor."""
@@ -181,7 +185,11 @@ def main() -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    driver = Driver(json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    for hook in options.pop(HOOKS, ()):
+        module, _, function = hook.partition(":")
+        getattr(importlib.import_module(module), function)()
+    driver = Driver(options)
     answer({"result": "ready"})
     commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "asks")
     for line in sys.stdin:

@@ -1,0 +1,46 @@
+"""Child processes of tests and demo: they end when they are told to, and take their children along."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvtier.testing.engine_process import ManagedProcess, free_port, http_request, parse_metrics
+
+SLEEPER = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+
+
+def test_samples_are_found_by_name_and_labels_and_summed_by_name() -> None:
+    text = '# HELP x y\nloaded_total{tier="ram"} 3.0\nloaded_total{tier="disk"} 4\nup 1\nbroken line\n'
+    values = parse_metrics(text)
+    assert values['loaded_total{tier="ram"}'] == 3
+    assert values["loaded_total"] == 7
+    assert values["up"] == 1
+
+
+def test_a_killed_process_takes_its_children_along(tmp_path: Path) -> None:
+    child = ManagedProcess([sys.executable, "-c", SLEEPER], os.environ, tmp_path / "log")
+    while not child.log_tail().strip():
+        assert child.alive()
+    grandchild = int(child.log_tail())
+    child.kill()
+    assert not child.alive()
+    gone, _ = psutil.wait_procs([psutil.Process(grandchild)] if psutil.pid_exists(grandchild) else [], timeout=30)
+    assert not psutil.pid_exists(grandchild) or gone or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_ends_by_itself_is_known_to_have(tmp_path: Path) -> None:
+    child = ManagedProcess([sys.executable, "-c", "print('bye'); raise SystemExit(3)"], os.environ, tmp_path / "log")
+    assert child.process.wait(60) == 3
+    assert not child.alive()
+    assert child.log_tail() == "bye"
+    child.stop()
+
+
+def test_a_refused_connection_is_an_os_error() -> None:
+    with pytest.raises(ConnectionError):
+        http_request(free_port(), "GET", "/", timeout_seconds=1)
