@@ -23,7 +23,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.errors import ConfigurationError
-from kvtier.topology.models import SCHEMA_VERSION, Breaker, Live, LiveTier, MemoryTierDocument, Structural, Topology
+from kvtier.topology.models import (
+    SCHEMA_VERSION,
+    Breaker,
+    FileSystemTierDocument,
+    Live,
+    LiveTier,
+    MemoryTierDocument,
+    Structural,
+    Topology,
+)
 
 STRUCTURAL_FILE = "structural.json"
 LIVE_FILE = "live.json"
@@ -109,7 +118,13 @@ def _check_structural(structural: Structural, name: str) -> None:
     for field, path in (("runDirectory", structural.run_directory), *_paths(structural)):
         if not path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
             raise ConfigurationError(f"{name}: {field}", path, "an absolute path without ..")
+    files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
+    for tier_name in names:
+        if tier_name not in structural.live.tiers:
+            raise ConfigurationError(f"{name}: live.tiers", ", ".join(structural.live.tiers), f"values for {tier_name}, too")
     for tier_name, tier in structural.live.tiers.items():
+        if tier_name in files and tier.capacity_bytes is None:
+            raise ConfigurationError(f"{name}: live.tiers.{tier_name}.capacityBytes", None, "a file tier's capacity is mandatory")
         if tier.low_watermark_percent >= tier.high_watermark_percent:
             raise ConfigurationError(
                 f"{name}: live.tiers.{tier_name}.lowWatermarkPercent", tier.low_watermark_percent, "below highWatermarkPercent"
@@ -117,7 +132,7 @@ def _check_structural(structural: Structural, name: str) -> None:
 
 
 def _paths(structural: Structural) -> list[tuple[str, str]]:
-    return [(f"tiers.{tier.name}.path", tier.path) for tier in structural.tiers if tier.kind == "fileSystem"]
+    return [(f"tiers.{tier.name}.path", tier.path) for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)]
 
 
 def load_live(
@@ -161,12 +176,16 @@ def _merge_tiers(merge: _Merge, given: Any, previous: Live, structural: Structur
         merge.refuse("tiers", given, "a mapping from tier names to values")
         return tiers
     memory = {tier.name for tier in structural.tiers if isinstance(tier, MemoryTierDocument)}
+    files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for name, old in tiers.items():
         if name not in given:
             continue
         fields = given[name]
         if name in memory and isinstance(fields, dict) and fields.get("capacityBytes") is not None:
             merge.refuse(f"tiers.{name}.capacityBytes", fields["capacityBytes"], "nothing: a memory tier's capacity is structural")
+            fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
+        if name in files and isinstance(fields, dict) and fields.get("capacityBytes", 1) is None:
+            merge.refuse(f"tiers.{name}.capacityBytes", None, "a number of bytes: a file tier's capacity is mandatory")
             fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
         tier = merge.model(LiveTier, old, fields, f"tiers.{name}")
         if tier.low_watermark_percent >= tier.high_watermark_percent:

@@ -104,7 +104,8 @@ class Model(BaseModel):
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            return {key: value for key, value in given.items() if value is not None}
+            known = {info.alias or name for name, info in cls.model_fields.items()}
+            return {key: value for key, value in given.items() if value is not None or key not in known}
         return given
 
     @model_validator(mode="after")

@@ -180,7 +180,7 @@ def _schema(shape: Shape) -> dict[str, Any]:
         case _:
             schema = {"x-kubernetes-preserve-unknown-fields": True}
     if shape.scalars:
-        schema["x-kubernetes-validations"] = [_scalar_rule(scalar) for scalar in shape.scalars]
+        schema.setdefault("x-kubernetes-validations", []).extend(_scalar_rule(scalar) for scalar in shape.scalars)
     return schema
 
 

@@ -6,6 +6,7 @@ that are no text, anchors that expand a small file into a large one, and documen
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ import yaml
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.refusals import Refusal, RefusedError, shown, validated
 
-MAX_FILE_BYTES = 4 << 20
-"""No object in Kubernetes is above 1.5 MiB; a file may hold several."""
+MAX_FILE_BYTES = 1 << 20
+"""A large policy has 10 KiB; a file may hold several."""
 MAX_DEPTH = 64
 """Deepest nesting; the deepest policy has 10 levels. Parsers recurse, so there has to be a bound."""
 MAX_NODES = 200_000
 """Nodes of a file with aliases expanded."""
+MAX_MERGED = 16
+"""Mappings that one `<<` may merge, and (times 64) keys that come of it."""
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 LIST_KINDS = {("v1", "List"), (API_VERSION, f"{KIND}List")}
 ACCEPTED_KINDS = f"apiVersion {API_VERSION} with kind {KIND} (or a List of them)"
@@ -39,13 +44,32 @@ class Checked:
 class _Loader(yaml.SafeLoader):
     """Refuses what a policy must not hold; keeps dates as text."""
 
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth >= MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", self.peek_event().start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            if key.tag == _MERGE and isinstance(value, yaml.SequenceNode) and len(value.value) > MAX_MERGED:
+                raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_MERGED} merged mappings", key.start_mark)
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGED * 64:
+            raise yaml.constructor.ConstructorError(None, None, "merges that expand", node.start_mark)
+
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict[str, Any]]:
     mapping: dict[str, Any] = {}
     yield mapping
     written: set[Hashable] = set()
     for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
+        if key_node.tag == _MERGE:
             continue
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
@@ -101,10 +125,9 @@ def _documents(text: str | bytes) -> list[Any]:
         except UnicodeDecodeError as error:
             raise RefusedError([Refusal("", f"byte {error.start} of the file", "YAML or JSON in UTF-8")]) from None
     if len(text) > MAX_FILE_BYTES:
-        raise RefusedError([Refusal("", f"a file of {len(text)} characters", f"at most {MAX_FILE_BYTES}")])
+        raise RefusedError([Refusal("", f"more than {MAX_FILE_BYTES} characters", f"at most {MAX_FILE_BYTES}")])
     try:
-        _bound(text)
-        documents = list(yaml.load_all(text, Loader=_Loader))  # noqa: S506  (a SafeLoader)
+        documents = _raw_documents(text)
     except yaml.YAMLError as error:
         raise RefusedError([Refusal(_position(error), _problem(error), "YAML or JSON")]) from None
     except RecursionError:
@@ -118,15 +141,22 @@ def _documents(text: str | bytes) -> list[Any]:
     return documents
 
 
-def _bound(text: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise RefusedError([Refusal(_mark(event.start_mark), "nesting", f"at most {MAX_DEPTH} levels")])
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+def _raw_documents(text: str) -> list[Any]:
+    if text.lstrip().startswith("{"):
+        # JSON may be indented with tabs, which YAML refuses. What only begins like JSON is YAML in its flow style.
+        try:
+            return [json.loads(text, object_pairs_hook=_unique)]
+        except json.JSONDecodeError:
+            pass
+    return list(yaml.load_all(text, Loader=_Loader))  # noqa: S506  (a SafeLoader)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return mapping
 
 
 def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:

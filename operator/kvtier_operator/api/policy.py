@@ -192,10 +192,32 @@ class Security(Model):
     ] = 3000
 
 
+RESOURCE_WORDS = "cpu, ephemeral-storage and other resources but memory, which is computed from the memory tier"
+
+
+def _not_memory(resources: dict[str, Quantity]) -> dict[str, Quantity]:
+    if "memory" in resources:
+        raise PydanticCustomError("resources", "memory is computed")
+    return resources
+
+
 Resources = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=253)], NonNegativeQuantity],
     Field(max_length=16),
+    AfterValidator(_not_memory),
+    Accepts(RESOURCE_WORDS),
+    Scalar(cel="!('memory' in self)", message=f"memory is not accepted; accepted are {RESOURCE_WORDS}"),
 ]
+
+
+_CPU_REQUEST = "(has(self.requests) ? ('cpu' in self.requests ? string(self.requests['cpu']) : '0') : '1')"
+_CPU_LIMIT = "(has(self.limits) ? ('cpu' in self.limits ? string(self.limits['cpu']) : '8E') : '8')"
+
+
+def _cpu_within_limit(resources: DaemonResources) -> Iterator[Violation]:
+    request, limit = resources.requests.get("cpu"), resources.limits.get("cpu")
+    if request is not None and limit is not None and request.value > limit.value:
+        yield Violation(("requests", "cpu"), request.text, f"at most the limit ({limit})")
 
 
 class DaemonResources(Model):
@@ -203,6 +225,19 @@ class DaemonResources(Model):
 
     requests: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar asks for.")] = {"cpu": Quantity.parse("1")}
     limits: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar may use.")] = {"cpu": Quantity.parse("8")}
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="cpu-within-limit",
+            check=_cpu_within_limit,
+            # The defaults stand here because structural ones are not in the schema.
+            cel=f"!isQuantity({_CPU_REQUEST}) || !isQuantity({_CPU_LIMIT}) || "
+            f"quantity({_CPU_REQUEST}).compareTo(quantity({_CPU_LIMIT})) <= 0",
+            message="requests.cpu must be at most limits.cpu (8 if not set)",
+            expression=f"{_CPU_REQUEST} + ' is not accepted; accepted is at most the limit (' + {_CPU_LIMIT} + ')'",
+            field_path=".requests",
+        ),
+    )
 
 
 class PodResources(Model):
@@ -359,8 +394,8 @@ class Metadata(Model):
     namespace: Annotated[Name | None, Field(description="Namespace of the policy and of the pods it governs.")] = None
     uid: str | None = None
     generation: int | None = None
-    labels: dict[str, str] | None = None
-    annotations: dict[str, str] | None = None
+    labels: Annotated[dict[str, str] | None, Field(description="Labels of the policy.")] = None
+    annotations: Annotated[dict[str, str] | None, Field(description="Annotations of the policy.")] = None
     resource_version: str | None = None
     self_link: str | None = None
     generate_name: str | None = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 from kvtier.errors import ConfigurationError
 from kvtier.topology.models import Structural
-from kvtier_operator.api.policy import Connector, KVTierPolicy
+from kvtier_operator.api.policy import Connector, EngineType, KVTierPolicy
 
 CONNECTOR_CLASS = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
@@ -67,13 +66,10 @@ def conflicts(structural: Structural, inherited: Mapping[str, str]) -> list[str]
     return []
 
 
-def refuse_other_connectors(policy: KVTierPolicy) -> None:
-    """Raises ``ConfigurationError`` where the policy asks for a configuration that is not rendered."""
-    connector = policy.spec.engine.connector
-    if connector is not Connector.KVTIER:
-        raise ConfigurationError("spec.engine.connector", connector.value, "KVTier is what this version renders for engines")
-
-
-def absolute(path: str, working_directory: str) -> str:
-    """``path`` as an engine started elsewhere would need it."""
-    return posixpath.normpath(posixpath.join(working_directory, path))
+def check(policy: KVTierPolicy) -> None:
+    """Raises ``ConfigurationError`` where the policy asks for an engine configuration that is not rendered."""
+    engine = policy.spec.engine
+    if engine.connector is not Connector.KVTIER:
+        raise ConfigurationError("spec.engine.connector", engine.connector.value, "KVTier is what this version renders")
+    if engine.type is not EngineType.VLLM:
+        raise ConfigurationError("spec.engine.type", engine.type.value, "VLLM is what this version renders")

@@ -483,6 +483,20 @@ REFUSED: tuple[RefusedCase, ...] = (
         "spec.tiers[2].fileSystem.volume.nfs.mountOptions[0]: Invalid value",
     ),
     _case(
+        "memory of the sidecar",
+        {"spec.resources.daemon.limits": {"memory": "80Gi"}},
+        ("spec.resources.daemon.limits", "memory", "resources but memory, which is computed"),
+        "spec.resources.daemon.limits",
+        "memory is not accepted",
+    ),
+    _case(
+        "more cpu asked for than the default limit",
+        {"spec.resources.daemon": {"requests": {"cpu": "16"}}},
+        ("spec.resources.daemon.requests.cpu", "16", "at most the limit (8)"),
+        "spec.resources.daemon.requests",
+        "16 is not accepted; accepted is at most the limit (8)",
+    ),
+    _case(
         "a policy name of 64 characters",
         {"metadata.name": "p" * 64},
         ("metadata.name", "p" * 64, "at most 63 characters"),

@@ -1,0 +1,169 @@
+"""The commands of `kvtier`. Each is thin: what it does is a function elsewhere that needs neither typer nor rich."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier import __version__
+from kvtier.cli import explain as explaining
+from kvtier.cli import payload as payloads
+from kvtier.cli import render as rendering
+from kvtier.cli import validate as validating
+from kvtier.cli.console import error_console, printed, printed_json
+from kvtier.topology.models import Daemon
+
+app = typer.Typer(
+    name="kvtier",
+    help="KV cache tiers for LLM engines: check policies, render what they mean, explain their fields.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+PolicyFile = Annotated[str, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        printed(f"kvtier {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KV cache tiers for LLM engines: check policies, render what they mean, explain their fields."""
+
+
+@app.command()
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Policy files; - is standard input.")],
+    as_json: Json = False,
+) -> None:
+    """Check policy files. Accepted: YAML or JSON with one or several KVTierPolicy documents, or Lists of them.
+
+    Exit status 0: all accepted; 2: something was refused, and is named with field, value and what is accepted.
+    """
+    reports = [validating.check(name) for name in files]
+    if as_json:
+        printed_json(validating.as_json(reports))
+    else:
+        for report in reports:
+            validating.show(report)
+    raise typer.Exit(0 if all(report.accepted for report in reports) else 2)
+
+
+@app.command()
+def render(
+    file: PolicyFile,
+    policy: Annotated[str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write structural.json and live.json there, for engines on this machine."),
+    ] = None,
+    engine_args: Annotated[
+        bool, typer.Option("--engine-args", help="Print the arguments that attach an engine.")
+    ] = False,
+    engine_env: Annotated[
+        bool,
+        typer.Option("--engine-env", help="Print the environment that attaches an engine whose command stays as it is."),
+    ] = False,
+    payload: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY[=VALUE]",
+            help="What the engine's environment holds already (PYTHONPATH, PYTHONHASHSEED and VLLM_PLUGINS matter); "
+            "without a value: that of this process.",
+        ),
+    ] = None,
+    tier_path: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="With --topology: the directory of a file tier.")
+    ] = None,
+    run_directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm."),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --topology: where tierd serves metrics; port 0 takes a free one."),
+    ] = None,
+    daemon: Annotated[
+        Daemon | None, typer.Option(help="With --topology: who starts tierd. Default: Engine, the first engine process.")
+    ] = None,
+    generation: Annotated[int, typer.Option(min=0, help="Number of the live values.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Print what a policy means, with no cluster at hand.
+
+    Alone: all Kubernetes documents, for clusters without the operator. With --topology, --engine-args or --engine-env: what
+    an engine needs; without --topology these two name the directory that pods mount.
+    """
+    request = rendering.Request(
+        file=file,
+        policy=policy,
+        topology=topology,
+        engine_args=engine_args,
+        engine_env=engine_env,
+        payload=payload,
+        env=tuple(env or ()),
+        tier_paths=tuple(tier_path or ()),
+        run_directory=run_directory,
+        http=http,
+        daemon=daemon,
+        generation=generation,
+    )
+    rendered = rendering.render(request)
+    for note in rendered.notes:
+        error_console().print(note, markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        printed_json(rendered.document)
+    else:
+        printed(rendered.text)
+
+
+@app.command()
+def explain(
+    field: Annotated[
+        str | None, typer.Argument(metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Explain a field of KVTierPolicy: type, default, whether it changes under a running engine, what is accepted."""
+    explained = explaining.explain(field)
+    if as_json:
+        printed_json(explaining.as_json(explained))
+    else:
+        explaining.show(explained)
+
+
+@app.command()
+def payload(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if needed.")],
+    as_json: Json = False,
+) -> None:
+    """Write the connector into a directory that an engine's PYTHONPATH can name."""
+    written = payloads.write(directory)
+    if as_json:
+        printed_json({"directory": str(written), "version": __version__})
+    else:
+        printed(str(written))
+
+
+@app.command()
+def demo() -> None:
+    """Run the demo: a real engine, stopped hard and started again, reloads what it had computed."""
+    from kvtier.cli.demo import main as run_demo
+
+    raise typer.Exit(run_demo())
+
+

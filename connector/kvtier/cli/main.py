@@ -1,0 +1,40 @@
+"""The `kvtier` command.
+
+Exit status: 0 done, 2 refused (a document, an option, a field that does not exist), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvtier.errors import KVTierError
+
+MISSING_PACKAGES = "the kvtier command needs packages that are not installed: install kvtier[cli]"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
+    try:
+        from typer.main import get_command
+
+        from kvtier.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] in ("kvtier", "kvtier_operator"):
+            raise
+        print(f"{MISSING_PACKAGES} ({error})", file=sys.stderr)
+        return 1
+    try:
+        get_command(app).main(args=arguments, prog_name="kvtier")
+    except KVTierError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""`kvtier render`: one request, one answer in two forms (text for people and shells, a document for programs)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvtier.cli import files
+from kvtier.cli import topology as local
+from kvtier.errors import ConfigurationError
+from kvtier.topology.models import Daemon, HttpEndpoint, Structural
+from kvtier_operator.api.documents import parse
+from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.refusals import RefusedError
+from kvtier_operator.render import documents, engine
+from kvtier_operator.render.topology import pod_placement, structural
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes documents inside documents as blocks that people can read."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of the command, as given."""
+
+    file: str
+    policy: str | None = None
+    topology: Path | None = None
+    engine_args: bool = False
+    engine_env: bool = False
+    payload: Path | None = None
+    env: tuple[str, ...] = ()
+    tier_paths: tuple[str, ...] = ()
+    run_directory: Path | None = None
+    http: str | None = None
+    daemon: Daemon | None = None
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The answer: ``text`` or, for programs, ``document``; ``notes`` are for people and go to standard error."""
+
+    text: str
+    document: Any
+    notes: tuple[str, ...] = ()
+
+
+def render(request: Request) -> Rendered:
+    """Does what was asked for. Raises ``ConfigurationError`` (refused) and ``OSError`` (files)."""
+    policies = _policies(request)
+    _check_options(request)
+    if request.topology is None and not request.engine_args and not request.engine_env:
+        rendered = [document for policy in policies for document in documents.kubernetes(policy, request.generation)]
+        text = yaml.dump_all(rendered, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+        return Rendered(text, {"apiVersion": "v1", "kind": "List", "items": rendered})
+    if len(policies) != 1:
+        names = ", ".join(policy.metadata.name for policy in policies)
+        raise ConfigurationError(request.file, names, "one policy, chosen with --policy NAME, is rendered at a time")
+    return _for_engine(request, policies[0])
+
+
+def _policies(request: Request) -> list[KVTierPolicy]:
+    checked = parse(files.read(request.file))
+    refusals = [refusal for entry in checked for refusal in entry.refusals]
+    if refusals:
+        raise RefusedError(refusals)
+    policies = [entry.policy for entry in checked if entry.policy is not None]
+    if request.policy is None:
+        return policies
+    chosen = [policy for policy in policies if policy.metadata.name == request.policy]
+    if not chosen:
+        raise ConfigurationError("--policy", request.policy, "one of " + ", ".join(policy.metadata.name for policy in policies))
+    return chosen
+
+
+def _check_options(request: Request) -> None:
+    if request.engine_args and request.engine_env:
+        raise ConfigurationError("--engine-args", "--engine-env", "one of the two attaches an engine")
+    if request.topology is None:
+        for option, given in (
+            ("--tier-path", request.tier_paths),
+            ("--run-directory", request.run_directory),
+            ("--http", request.http),
+            ("--daemon", request.daemon),
+        ):
+            if given:
+                shown = " ".join(given) if isinstance(given, tuple) else str(given)
+                raise ConfigurationError(option, shown, "it is for --topology DIR")
+    if not request.engine_env and (request.env or request.payload is not None):
+        option, value = ("--env", request.env[0]) if request.env else ("--payload", str(request.payload))
+        raise ConfigurationError(option, value, "it is for --engine-env")
+
+
+def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
+    if request.engine_args or request.engine_env:
+        engine.check(policy)
+    notes: list[str] = []
+    if request.topology is not None:
+        written = local.write(
+            policy,
+            request.topology,
+            tier_paths=dict(_pair("--tier-path", given) for given in request.tier_paths),
+            run_directory=str(request.run_directory) if request.run_directory is not None else None,
+            http=_endpoint(request.http),
+            daemon=request.daemon or Daemon.ENGINE,
+            generation=request.generation,
+        )
+        notes += written.notes
+        directory, document = str(written.directory), written.topology.structural
+        if not request.engine_args and not request.engine_env:
+            return Rendered(
+                f"{written.directory}",
+                {"directory": directory, **written.topology.model_dump(mode="json", by_alias=True)},
+                tuple(notes),
+            )
+    else:
+        directory, document = documents.POD_TOPOLOGY_DIRECTORY, structural(policy, pod_placement(policy), request.generation)
+    if request.engine_args:
+        arguments = engine.arguments(directory)
+        return Rendered(shlex.join(arguments), arguments, tuple(notes))
+    return _environment(request, document, directory, notes)
+
+
+def _environment(request: Request, document: Structural, directory: str, notes: list[str]) -> Rendered:
+    inherited = dict(_inherited(given) for given in request.env)
+    payload = str(request.payload.absolute()) if request.payload is not None else None
+    if request.payload is not None and not (request.payload / "kvtier").is_dir():
+        notes.append(f"{request.payload} holds no connector on this machine; kvtier payload {request.payload} writes it")
+    variables = engine.environment(document, directory, payload, inherited)
+    notes += engine.conflicts(document, inherited)
+    for name, value in variables.items():
+        if "\n" in value:
+            raise ConfigurationError(name, value, "a value without line ends")
+    return Rendered("\n".join(f"{name}={value}" for name, value in variables.items()), variables, tuple(notes))
+
+
+def _pair(option: str, given: str) -> tuple[str, str]:
+    name, separator, value = given.partition("=")
+    if not separator or not name or not value:
+        raise ConfigurationError(option, given, "NAME=DIR is the form")
+    return name, value
+
+
+def _inherited(given: str) -> tuple[str, str]:
+    name, separator, value = given.partition("=")
+    if not name:
+        raise ConfigurationError("--env", given, "KEY=VALUE or KEY is the form")
+    return name, value if separator else os.environ.get(name, "")
+
+
+def _endpoint(given: str | None) -> HttpEndpoint | None:
+    if given is None:
+        return None
+    host, separator, port = given.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise ConfigurationError("--http", given, "HOST:PORT is the form, such as 127.0.0.1:9400 or [::1]:0")
+    return HttpEndpoint(host=host, port=int(port))

@@ -1,0 +1,156 @@
+"""What a file tier's volume needs in the cluster: claims, PersistentVolumes, and the volume of a pod. Pure.
+
+Names end in a hash of the policy's uid and the volume's description, so that a re-created policy, or one with another
+export, never meets an object of its predecessor (a claim of the same name would wait for ever behind a Released volume).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from kvtier_operator.api.fields import jsonable
+from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.tiers import FileSystemTier, Tier
+from kvtier_operator.api.volumes import ClaimSpec, NfsVolume
+
+POLICY_LABEL = "kvtier.io/policy"
+TIER_LABEL = "kvtier.io/tier"
+MANAGED_BY = {"app.kubernetes.io/managed-by": "kvtier"}
+NFS_OPTIONS = {"soft": ("soft", "hard", "softerr"), "timeo=50": ("timeo",), "retrans=2": ("retrans",)}
+"""What an NFS mount gets unless the policy says otherwise, and the options that count as saying so: a dead server has to
+end in an error, not in a wait."""
+NFS_NOMINAL_SIZE = "1Gi"
+"""PersistentVolume and claim must name a size, and nothing enforces it for NFS. Not the tier's capacity: that is live,
+and the size of a bound claim is not; and a quota on storage should not be charged for it."""
+
+
+def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
+    """Labels of everything that is rendered for a policy."""
+    return {**MANAGED_BY, POLICY_LABEL: policy.metadata.name, **({TIER_LABEL: tier} if tier is not None else {})}
+
+
+def volume_hash(policy: KVTierPolicy, tier: Tier) -> str:
+    """8 hex digits over the policy's uid and the volume as described."""
+    described = jsonable(_files(tier).volume)
+    text = json.dumps([policy.metadata.uid or "", described], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def claim_name(policy: KVTierPolicy, tier: Tier) -> str | None:
+    """The claim that pods mount for this tier; None where its volume is none."""
+    if tier.file_system is None:
+        return None
+    volume = tier.file_system.volume
+    if volume.persistent_volume_claim is not None:
+        return volume.persistent_volume_claim.claim_name
+    if volume.claim_template is not None or volume.nfs is not None:
+        return f"{policy.metadata.name}-{tier.name}-{volume_hash(policy, tier)}"
+    return None
+
+
+def mount_options(nfs: NfsVolume) -> list[str]:
+    """The export's options and those that are added."""
+    given = list(nfs.mount_options or ())
+    names = {option.split("=", 1)[0] for option in given}
+    return given + [option for option, said_by in NFS_OPTIONS.items() if not names.intersection(said_by)]
+
+
+def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
+    """Claims and PersistentVolumes that the policy asks to be created."""
+    rendered: list[dict[str, Any]] = []
+    for tier in policy.spec.tiers:
+        if tier.file_system is None:
+            continue
+        volume = tier.file_system.volume
+        if volume.claim_template is not None:
+            rendered.append(_claim(policy, tier, _claim_spec(volume.claim_template, tier.file_system, "ReadWriteMany")))
+        elif volume.nfs is not None:
+            rendered += _nfs_pair(policy, tier, volume.nfs)
+    return rendered
+
+
+def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
+    """The source of the pod's volume for a file tier, as it stands in a pod's ``volumes`` beside the name."""
+    files = _files(tier)
+    volume = files.volume
+    name = claim_name(policy, tier)
+    if name is not None:
+        return {"persistentVolumeClaim": {"claimName": name}}
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path.path, "type": volume.host_path.type}}
+    if volume.empty_dir is not None:
+        limit = volume.empty_dir.size_limit
+        medium = volume.empty_dir.medium.value
+        return {"emptyDir": {**({"medium": medium} if medium else {}), **({"sizeLimit": limit.text} if limit else {})}}
+    if volume.ephemeral is not None:
+        template = volume.ephemeral.volume_claim_template
+        metadata = jsonable(template.metadata) if template.metadata is not None else {}
+        spec = _claim_spec(template.spec, files, "ReadWriteOnce")
+        return {"ephemeral": {"volumeClaimTemplate": {**({"metadata": metadata} if metadata else {}), "spec": spec}}}
+    raise ValueError(f"tier {tier.name} has no volume source")
+
+
+def _files(tier: Tier) -> FileSystemTier:
+    if tier.file_system is None:
+        raise ValueError(f"tier {tier.name} is no file tier")
+    return tier.file_system
+
+
+def _claim_spec(claim: ClaimSpec, files: FileSystemTier, default_mode: str) -> dict[str, Any]:
+    storage = claim.storage or files.capacity
+    spec: dict[str, Any] = {
+        "accessModes": [mode.value for mode in claim.access_modes or ()] or [default_mode],
+        "resources": {"requests": {"storage": storage.text}},
+    }
+    if claim.storage_class_name is not None:
+        spec["storageClassName"] = claim.storage_class_name
+    return spec
+
+
+def _claim(policy: KVTierPolicy, tier: Tier, spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim_name(policy, tier), "namespace": policy.namespace, "labels": labels(policy, tier.name)},
+        "spec": spec,
+    }
+
+
+def _nfs_pair(policy: KVTierPolicy, tier: Tier, nfs: NfsVolume) -> list[dict[str, Any]]:
+    volume_name = f"kvtier-{policy.namespace}-{claim_name(policy, tier)}"
+    size = {"storage": NFS_NOMINAL_SIZE}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": volume_name, "labels": labels(policy, tier.name)},
+        "spec": {
+            "capacity": size,
+            "accessModes": ["ReadWriteMany"],
+            # Data outlive policy and claim; `kvtier gc` and administrators remove them.
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "volumeMode": "Filesystem",
+            "claimRef": {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "name": claim_name(policy, tier),
+                "namespace": policy.namespace,
+            },
+            "mountOptions": mount_options(nfs),
+            "nfs": {"server": nfs.server, "path": nfs.path},
+        },
+    }
+    claim = _claim(
+        policy,
+        tier,
+        {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": size},
+            # Empty, not absent: otherwise the cluster's default class would provision another volume.
+            "storageClassName": "",
+            "volumeName": volume_name,
+        },
+    )
+    return [volume, claim]
