@@ -85,13 +85,14 @@ def register(
     Raises ``RegistrationError``; what was registered before is given back. ``cancelled`` is asked before each range.
     """
     runtime = cuda.cudart()
+    index = torch.cuda.current_device() if device.index is None else device.index
     done: list[int] = []
     lock = threading.Lock()
 
     def one(span: tuple[int, int]) -> str:
         if cancelled():
             return "cancelled"
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(index)
         relax_capture()
         begin, end = span
         code = int(runtime.cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))

@@ -4,6 +4,7 @@ with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -59,9 +60,10 @@ class Geometry:
 
 
 def _noise(elements: int, geometry: Geometry, device: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(elements)
+    generator = torch.Generator(device).manual_seed(elements)
     nbytes = elements * geometry.dtype.itemsize
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(geometry.dtype).to(device)
+    noise = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=device)
+    return noise.view(geometry.dtype)
 
 
 def _layout(name: str, geometry: Geometry, tensors: list[torch.Tensor], padded: int | None = None) -> Layout:
@@ -70,51 +72,64 @@ def _layout(name: str, geometry: Geometry, tensors: list[torch.Tensor], padded: 
     return Layout(name, caches, geometry.blocks, (Group(tuple(caches), spec),))
 
 
+Build = Callable[[Geometry, str], list[torch.Tensor]]
+
+
+def _each(g: Geometry, device: str, *shape: int) -> list[torch.Tensor]:
+    """One storage per layer."""
+    return [_noise(g.blocks * g.page_elements, g, device).view(shape) for _ in range(g.layers)]
+
+
+def _one_storage(g: Geometry, device: str) -> list[torch.Tensor]:
+    shape = g.layers, g.blocks, g.heads, g.block, 2 * g.head_dim
+    return list(_noise(g.layers * g.blocks * g.page_elements, g, device).view(shape))
+
+
+def _interleaved(g: Geometry, device: str) -> list[torch.Tensor]:
+    shape = g.blocks, g.layers, g.heads, g.block, 2 * g.head_dim
+    return list(_noise(g.layers * g.blocks * g.page_elements, g, device).view(shape).unbind(1))
+
+
+def _crossed(g: Geometry, device: str) -> list[torch.Tensor]:
+    shape = g.blocks, g.heads, g.layers, 2, g.block, g.head_dim
+    storage = _noise(g.layers * g.blocks * g.page_elements, g, device).view(shape)
+    return [layer.permute(0, 2, 3, 1, 4) for layer in storage.unbind(2)]
+
+
+def _padded(g: Geometry, device: str) -> list[torch.Tensor]:
+    row = g.heads * g.head_dim
+    step = g.page_elements + _PADDING
+    storages = [_noise(g.blocks * step, g, device) for _ in range(g.layers)]
+    return [x.as_strided((g.blocks, 2, g.block, row), (step, g.page_elements // 2, row, 1)) for x in storages]
+
+
+def _heads_first(g: Geometry, device: str, *outer: int) -> list[torch.Tensor]:
+    return [x.permute(0, 1, 3, 2, 4) for x in _each(g, device, *outer, g.heads, g.block, g.head_dim)]
+
+
+_PADDING = 64
+_BUILDERS: dict[str, Build] = {
+    "cpu: blocks, heads, tokens, keys and values; one storage": _one_storage,
+    "layers interleaved inside each block": _interleaved,
+    "blocks first, tokens before heads": lambda g, d: _each(g, d, g.blocks, 2, g.block, g.heads, g.head_dim),
+    "keys and values first": lambda g, d: _each(g, d, 2, g.blocks, g.block, g.heads, g.head_dim),
+    "blocks first, heads before tokens by strides": lambda g, d: _heads_first(g, d, g.blocks, 2),
+    "keys and values first, heads before tokens by strides": lambda g, d: _heads_first(g, d, 2, g.blocks),
+    "heads outside layers, in pieces": _crossed,
+    "two kernel blocks a block": lambda g, d: _each(g, d, 2 * g.blocks, 2, g.block // 2, g.heads, g.head_dim),
+    "padded pages": _padded,
+    "latent vectors, no heads": lambda g, d: _each(g, d, g.blocks, g.block, g.page_elements // g.block),
+}
+LAYOUT_NAMES = tuple(_BUILDERS)
+
+
+def make_layout(name: str, geometry: Geometry | None = None, device: str = "cpu") -> Layout:
+    """The cache of one known layout, filled with noise."""
+    geometry = geometry or Geometry()
+    padded = geometry.page_bytes + _PADDING * geometry.dtype.itemsize if _BUILDERS[name] is _padded else None
+    return _layout(name, geometry, _BUILDERS[name](geometry, device), padded)
+
+
 def every_layout(geometry: Geometry | None = None, device: str = "cpu") -> list[Layout]:
-    """One cache per known layout, filled with noise."""
-    g = geometry or Geometry()
-    page, count = g.page_elements, g.layers * g.blocks * g.page_elements
-
-    def each(elements: int = g.blocks * page) -> list[torch.Tensor]:
-        return [_noise(elements, g, device) for _ in range(g.layers)]
-
-    one = _noise(count, g, device).view(g.layers, g.blocks, g.heads, g.block, 2 * g.head_dim)
-    interleaved = _noise(count, g, device).view(g.blocks, g.layers, g.heads, g.block, 2 * g.head_dim)
-    crossed = _noise(count, g, device).view(g.blocks, g.heads, g.layers, 2, g.block, g.head_dim)
-    padded = page + 64
-    wide = [_noise(g.blocks * padded, g, device) for _ in range(g.layers)]
-    kernel = 2 * g.blocks, 2, g.block // 2, g.heads, g.head_dim
-    return [
-        _layout("cpu: blocks, heads, tokens, keys and values; one storage", g, list(one)),
-        _layout("layers interleaved inside each block", g, [interleaved[:, layer] for layer in range(g.layers)]),
-        _layout(
-            "blocks first, tokens before heads", g, [t.view(g.blocks, 2, g.block, g.heads, g.head_dim) for t in each()]
-        ),
-        _layout("keys and values first", g, [t.view(2, g.blocks, g.block, g.heads, g.head_dim) for t in each()]),
-        _layout(
-            "blocks first, heads before tokens by strides",
-            g,
-            [t.view(g.blocks, 2, g.heads, g.block, g.head_dim).permute(0, 1, 3, 2, 4) for t in each()],
-        ),
-        _layout(
-            "keys and values first, heads before tokens by strides",
-            g,
-            [t.view(2, g.blocks, g.heads, g.block, g.head_dim).permute(0, 1, 3, 2, 4) for t in each()],
-        ),
-        _layout(
-            "heads outside layers, in pieces",
-            g,
-            [crossed[:, :, layer].permute(0, 2, 3, 1, 4) for layer in range(g.layers)],
-        ),
-        _layout("two kernel blocks a block", g, [t.view(kernel) for t in each()]),
-        _layout(
-            "padded pages",
-            g,
-            [
-                t.as_strided((g.blocks, 2, g.block, g.heads * g.head_dim), (padded, page // 2, g.heads * g.head_dim, 1))
-                for t in wide
-            ],
-            padded * g.dtype.itemsize,
-        ),
-        _layout("latent vectors, no heads", g, [t.view(g.blocks, g.block, page // g.block) for t in each()]),
-    ]
+    """One cache per known layout."""
+    return [make_layout(name, geometry, device) for name in LAYOUT_NAMES]

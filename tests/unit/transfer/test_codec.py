@@ -1,0 +1,187 @@
+"""Which bytes make up a block, for every layout that engines use and for odd ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural
+from kvtier.transfer.copies import make_engine
+from kvtier.transfer.layouts import Geometry, Group, Layout, Spec, every_layout
+from kvtier.transfer.proof import prove
+
+LAYOUTS = {layout.name: layout for layout in every_layout()}
+
+
+def _one_layer(tensor: torch.Tensor, num_blocks: int, page_bytes: int, block: int = 16) -> Layout:
+    return Layout("test", {"layer.0": tensor}, num_blocks, (Group(("layer.0",), Spec(block, page_bytes)),))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_known_layout_is_understood_and_proven(name: str) -> None:
+    layout = LAYOUTS[name]
+    codec = build_codec(layout.caches, layout, 64)
+    assert codec.groups[0].blocks_per_chunk == 4
+    assert codec.shard_bytes == (4 * 3 * Geometry().page_bytes,)
+    before = {key: tensor.clone() for key, tensor in layout.caches.items()}
+    prove(layout.caches, codec, make_engine(layout.caches, codec))
+    for key, tensor in layout.caches.items():
+        assert torch.equal(before[key].view(torch.int16), tensor.view(torch.int16)), "the proof must restore what it used"
+
+
+def test_layers_at_equal_distances_in_one_storage_are_one_band() -> None:
+    bands = {name: len(build_codec(x.caches, x, 64).groups[0].bands) for name, x in LAYOUTS.items()}
+    assert bands["cpu: blocks, heads, tokens, keys and values; one storage"] == 1
+    assert bands["layers interleaved inside each block"] == 1
+    assert bands["blocks first, tokens before heads"] == 3
+
+
+def test_a_contiguous_page_is_one_run_and_keys_and_values_apart_are_two() -> None:
+    first = layer_layout("a", torch.zeros(10, 2, 16, 2, 8), 10, 2 * 16 * 2 * 8 * 4)
+    apart = layer_layout("a", torch.zeros(2, 10, 16, 2, 8), 10, 2 * 16 * 2 * 8 * 4)
+    assert (first.outer, first.run_bytes, first.block_stride) == ((), 2048, 2048)
+    assert (apart.outer, apart.run_bytes, apart.block_stride) == (((2, 10 * 1024),), 1024, 1024)
+
+
+def test_objects_are_block_major_with_layers_in_natural_order() -> None:
+    caches = {f"layers.{i}": torch.full((8, 4), i, dtype=torch.uint8) for i in (10, 2, 1)}
+    for tensor in caches.values():
+        tensor += torch.arange(8, dtype=torch.uint8)[:, None] * 16
+    layout = Layout("test", caches, 8, (Group(tuple(caches), Spec(1, 4)),))
+    codec = build_codec(caches, layout, 2)
+    assert [layer.name for layer in codec.groups[0].layers] == ["layers.1", "layers.2", "layers.10"]
+    from kvtier.transfer.base import Copy, Direction
+    from kvtier.transfer.proof import plain_scratch
+
+    engine = make_engine(caches, codec)
+    pool = plain_scratch(codec.shard_bytes[0])
+    engine.attach(pool)
+    engine.submit([Copy(0, 0, 0, (5, 3))], Direction.TO_HOST)
+    expected = [b * 16 + layer for b in (5, 3) for layer in (1, 2, 10) for _ in range(4)]
+    assert pool.memory.tolist() == expected
+
+
+def test_names_sort_by_their_numbers() -> None:
+    assert sorted(["layers.10.a", "layers.9.a", "embed"], key=natural) == ["embed", "layers.9.a", "layers.10.a"]
+
+
+def test_a_different_order_of_bytes_in_a_page_gives_a_different_text() -> None:
+    texts = {name: build_codec(layout.caches, layout, 64).text for name, layout in LAYOUTS.items()}
+    tokens_first = texts["blocks first, tokens before heads"]
+    assert tokens_first != texts["blocks first, heads before tokens by strides"]
+    assert tokens_first != texts["two kernel blocks a block"]
+
+
+def test_where_pages_lie_does_not_change_the_text() -> None:
+    texts = {name: build_codec(layout.caches, layout, 64).text for name, layout in LAYOUTS.items()}
+    together = texts["cpu: blocks, heads, tokens, keys and values; one storage"]
+    assert together == texts["layers interleaved inside each block"]
+    more = next(iter(every_layout(Geometry(blocks=20))))
+    assert build_codec(more.caches, more, 64).text == together
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float16},
+        {"layers": 4},
+        {"block": 32, "head_dim": 4},
+        {"heads": 4, "head_dim": 4},
+    ],
+)
+def test_whatever_changes_the_meaning_of_a_byte_changes_the_text(change: dict[str, object]) -> None:
+    plain = next(iter(every_layout()))
+    other = next(iter(every_layout(replace(Geometry(), **change))))  # type: ignore[arg-type]
+    assert build_codec(plain.caches, plain, 64).text != build_codec(other.caches, other, 64).text
+
+
+def test_chunk_size_and_backend_are_in_the_text() -> None:
+    layout = next(iter(LAYOUTS.values()))
+    backends = {name: "amx" for name in layout.caches}
+    texts = {
+        build_codec(layout.caches, layout, 64).text,
+        build_codec(layout.caches, layout, 32).text,
+        build_codec(layout.caches, layout, 64, backends).text,
+    }
+    assert len(texts) == 3
+    described = json.loads(build_codec(layout.caches, layout, 64, backends).text)
+    assert described["groups"][0]["layers"][0]["backend"] == "amx"
+    assert described["groups"][0]["layer_count"] == 3
+
+
+def test_a_layer_that_shares_the_kv_of_another_is_stored_once() -> None:
+    layout = next(iter(every_layout()))
+    caches = dict(layout.caches, shared=layout.caches["model.layers.0.attn"])
+    spec = layout.kv_cache_groups[0].kv_cache_spec
+    sharing = Layout("test", caches, layout.num_blocks, (Group(tuple(caches), spec),))
+    assert build_codec(caches, sharing, 64).shard_bytes == build_codec(layout.caches, layout, 64).shard_bytes
+
+
+def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
+    layout = next(iter(every_layout()))
+    names = tuple(layout.caches)
+    caches = {**layout.caches, **{f"other.{i}": layout.caches[name] for i, name in enumerate(names)}}
+    spec = layout.kv_cache_groups[0].kv_cache_spec
+    groups = (Group(names, spec), Group(("other.0", "other.1", "other.2"), spec))
+    codec = build_codec(caches, Layout("test", caches, layout.num_blocks, groups), 64)
+    assert codec.shard_bytes[0] == codec.shard_bytes[1]
+    prove(caches, codec, make_engine(caches, codec))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "blocks", "page", "message"),
+    [
+        (torch.zeros(10, 16), 10, 128, "specification says 128"),
+        (torch.zeros(10, 16), 7, 64, "counts 7 blocks"),
+        (torch.zeros(16), 16, 4, "no room for blocks"),
+        (torch.zeros(16).as_strided((8, 8), (1, 1)), 8, 32, "overlap"),
+        (torch.zeros(10, 16), 3, 64, "at least 4"),
+        ([torch.zeros(10, 16)], 10, 64, "recurrent state"),
+        (None, 10, 64, "no tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_reason(tensor: object, blocks: int, page: int, message: str) -> None:
+    layout = _one_layer(torch.zeros(1), blocks, page)
+    with pytest.raises(CodecError, match=message):
+        build_codec({"layer.0": tensor}, layout, 16)
+
+
+def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
+    layout = next(iter(LAYOUTS.values()))
+    with pytest.raises(CodecError, match="no multiple"):
+        build_codec(layout.caches, layout, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObject) -> None:
+    """Blocks first or second, up to four page dimensions in any order of strides, gaps, offsets, kernel blocks, item sizes."""
+    blocks = data.draw(st.integers(5, 9))
+    kernel = data.draw(st.sampled_from([1, 1, 2, 3]))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    second = data.draw(st.booleans())
+    shape = [2, blocks * kernel, *sizes] if second else [blocks * kernel, *sizes]
+    block_dim = 1 if second else 0
+    order = data.draw(st.permutations(range(len(shape))))
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]))
+    strides = [0] * len(shape)
+    extent = 1
+    for dim in order:
+        strides[dim] = extent + data.draw(st.sampled_from([0, 0, 1, 5]))
+        extent += strides[dim] * (shape[dim] - 1)
+    offset = data.draw(st.integers(0, 3))
+    storage = torch.randint(0, 256, ((extent + offset) * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    tensor = storage.as_strided(shape, strides, offset)
+    page = dtype.itemsize * kernel
+    for dim, size in enumerate(shape):
+        page *= size if dim != block_dim else 1
+    layout = _one_layer(tensor, blocks, page, block=1)
+    before = storage.clone()
+    codec = build_codec(layout.caches, layout, 3)
+    assert codec.groups[0].block_bytes == page
+    prove(layout.caches, codec, make_engine(layout.caches, codec))
+    assert torch.equal(before.view(torch.uint8), storage.view(torch.uint8)), "nothing beside the pages may change"

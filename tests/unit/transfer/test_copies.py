@@ -1,0 +1,220 @@
+"""Copies between KV tensors and a pool: whole chunks, parts, refusals, accounting, and the pure parts of the CUDA engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtier.transfer import selftest
+from kvtier.transfer.base import Copy, CopyError, CopyHandle, Direction
+from kvtier.transfer.codec import Codec, build_codec
+from kvtier.transfer.copies import make_engine
+from kvtier.transfer.copy_cpu import CpuCopyEngine
+from kvtier.transfer.copy_cuda import pieces, spans
+from kvtier.transfer.cuda_runtime import cut, relax_capture
+from kvtier.transfer.layouts import Group, Layout, Spec, every_layout
+from kvtier.transfer.pool import HostPool, file_identity, open_pool
+from kvtier.transfer.proof import ProofError, plain_scratch, prove
+from kvtier.transfer.views import band_views, gather, scatter, word_dtype
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return next(iter(every_layout()))
+
+
+@pytest.fixture
+def codec(layout: Layout) -> Codec:
+    return build_codec(layout.caches, layout, 64)
+
+
+@pytest.fixture
+def engine(layout: Layout, codec: Codec) -> CpuCopyEngine:
+    engine = CpuCopyEngine(layout.caches, codec)
+    engine.attach(plain_scratch(3 * codec.shard_bytes[0]))
+    return engine
+
+
+def test_the_self_test_passes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest.main(["--pool-dir", str(tmp_path)]) == 0
+    assert '"ok": true' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("copy", "problem"),
+    [
+        (Copy(1, 0, 0, (1,)), "group 1"),
+        (Copy(0, 0, 0, ()), "within a chunk"),
+        (Copy(0, 0, 1, (1, 2, 3, 4)), "within a chunk"),
+        (Copy(0, 0, -1, (1,)), "within a chunk"),
+        (Copy(0, 0, 0, (0,)), "outside"),
+        (Copy(0, 0, 0, (12,)), "outside"),
+        (Copy(0, 0, 0, (3, 3)), "twice"),
+        (Copy(0, 10**9, 0, (1,)), "within a pool"),
+        (Copy(0, -8, 0, (1,)), "within a pool"),
+        (Copy(0, 4, 0, (1,)), "aligned"),
+    ],
+)
+def test_an_address_outside_cache_or_pool_is_refused(engine: CpuCopyEngine, copy: Copy, problem: str) -> None:
+    with pytest.raises(CopyError, match=problem):
+        engine.submit([Copy(0, 0, 0, (1,)), copy], Direction.TO_DEVICE)
+    assert engine.in_flight_bytes(Direction.TO_DEVICE) == 0
+
+
+def test_nothing_is_copied_without_a_pool(layout: Layout, codec: Codec) -> None:
+    with pytest.raises(CopyError, match="no pool"):
+        CpuCopyEngine(layout.caches, codec).submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
+
+
+def test_the_in_flight_bound_lets_one_oversized_copy_go_alone(layout: Layout, codec: Codec) -> None:
+    engine = CpuCopyEngine(layout.caches, codec, in_flight_bytes=100)
+    engine.attach(plain_scratch(codec.shard_bytes[0]))
+    assert engine.has_room(Direction.TO_HOST, 1000)
+    handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
+    assert not engine.has_room(Direction.TO_HOST, 1)
+    assert engine.has_room(Direction.TO_DEVICE, 1)
+    assert engine.done(handle)
+    assert engine.has_room(Direction.TO_HOST, 1)
+
+
+def test_synchronising_ends_every_handle(engine: CpuCopyEngine) -> None:
+    handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
+    engine.synchronise()
+    assert handle.finished
+    assert engine.in_flight_bytes(Direction.TO_HOST) == 0
+
+
+@pytest.mark.parametrize("index", range(len(every_layout())))
+def test_gather_and_scatter_use_the_same_bytes_as_the_plain_copies(index: int) -> None:
+    """The kernels of the CUDA engine, run by torch on the CPU."""
+    layout = every_layout()[index]
+    codec = build_codec(layout.caches, layout, 64)
+    group, word = codec.groups[0], codec.word_bytes
+    plain = CpuCopyEngine(layout.caches, codec)
+    pool = plain_scratch(group.shard_bytes)
+    plain.attach(pool)
+    plain.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
+    staging = torch.zeros(group.shard_bytes // word, dtype=word_dtype(word))
+    views = band_views(layout.caches, codec)[0]
+    gather(views, torch.tensor([9, 2, 7, 4]), staging, group.block_bytes // word)
+    assert np.array_equal(staging.view(torch.uint8).numpy(), pool.memory)
+    scatter(views, torch.tensor([1, 3, 5, 6]), staging, group.block_bytes // word)
+    again = plain_scratch(group.shard_bytes)
+    plain.attach(again)
+    plain.submit([Copy(0, 0, 0, (1, 3, 5, 6))], Direction.TO_HOST)
+    assert np.array_equal(again.memory, pool.memory)
+
+
+def test_pieces_are_whole_blocks_that_follow_each_other(codec: Codec) -> None:
+    block = codec.groups[0].block_bytes
+    cuts = list(pieces([Copy(0, 4096, 1, (5, 6, 7))], codec, 2 * block))
+    assert [(piece.begin, piece.blocks) for piece in cuts] == [
+        (4096 + block, (5, 6)),
+        (4096 + 3 * block, (7,)),
+    ]
+    assert [piece.blocks for piece in pieces([Copy(0, 0, 0, (1, 2))], codec, 1)] == [(1,), (2,)]
+
+
+@given(begin=st.integers(0, 300), nbytes=st.integers(1, 300), seams=st.sets(st.integers(1, 600), max_size=6))
+def test_no_transfer_crosses_a_seam_and_none_is_lost(begin: int, nbytes: int, seams: set[int]) -> None:
+    parts = list(spans(begin, nbytes, sorted(seams)))
+    assert parts[0][0] == begin
+    assert parts[-1][1] == begin + nbytes
+    assert all(left[1] == right[0] for left, right in zip(parts, parts[1:], strict=False))
+    assert all(not any(low < seam < high for seam in seams) for low, high in parts)
+
+
+@given(nbytes=st.integers(1, 1 << 40))
+def test_ranges_to_register_cover_the_pool_once(nbytes: int) -> None:
+    ranges = cut(nbytes)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == nbytes
+    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(begin % 4096 == 0 and 0 < end - begin <= 1 << 30 for begin, end in ranges)
+
+
+def test_without_a_loaded_cuda_runtime_the_capture_mode_cannot_be_set(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r--p 00000000 00:00 0 /usr/lib/libc.so.6\n")
+    assert not relax_capture(maps)
+    assert not relax_capture(tmp_path / "absent")
+
+
+class _Careless(CpuCopyEngine):
+    """Swaps two blocks on their way to the device."""
+
+    def _move(self, copy: Copy, direction: Direction) -> None:
+        if direction is Direction.TO_DEVICE:
+            copy = Copy(copy.group, copy.shard, copy.first, tuple(reversed(copy.blocks)))
+        super()._move(copy, direction)
+
+
+class _Stuck(CpuCopyEngine):
+    """Says done at once and copies nothing."""
+
+    def _move(self, copy: Copy, direction: Direction) -> None:
+        return None
+
+
+class _Broken(CpuCopyEngine):
+    """The device refuses."""
+
+    def _ready(self, handle: CopyHandle) -> bool:
+        raise RuntimeError("device lost")
+
+
+@pytest.mark.parametrize("kind", [_Careless, _Stuck])
+def test_the_proof_finds_an_engine_that_copies_wrongly(layout: Layout, codec: Codec, kind: type[CpuCopyEngine]) -> None:
+    before = {name: tensor.clone() for name, tensor in layout.caches.items()}
+    with pytest.raises(ProofError, match="not what was copied out"):
+        prove(layout.caches, codec, kind(layout.caches, codec))
+    for name, tensor in layout.caches.items():
+        assert torch.equal(before[name].view(torch.int16), tensor.view(torch.int16))
+
+
+def test_the_proof_finds_layers_that_share_bytes() -> None:
+    storage = torch.zeros(40, 16, dtype=torch.uint8)
+    caches = {"a": storage[:20], "b": storage[2:22]}
+    both = Layout("test", caches, 20, (Group(("a", "b"), Spec(16, 16)),))
+    codec = build_codec(caches, both, 64)
+    with pytest.raises(ProofError, match="shares bytes"):
+        prove(caches, codec, make_engine(caches, codec))
+
+
+def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(layout: Layout, codec: Codec) -> None:
+    engine = _Broken(layout.caches, codec)
+    engine.attach(plain_scratch(codec.shard_bytes[0]))
+    handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
+    with pytest.raises(CopyError, match="device lost"):
+        engine.done(handle)
+    assert engine.in_flight_bytes(Direction.TO_HOST) == 0
+
+
+def test_a_pool_is_shared_with_whoever_else_maps_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(8192))
+    pool = open_pool(path, 8192)
+    pool.memory[5000] = 7
+    assert path.read_bytes()[5000] == 7
+    assert pool.identity == file_identity(path)
+
+
+def test_a_pool_smaller_than_announced_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(4096))
+    with pytest.raises(ValueError, match="announced were 8192"):
+        open_pool(path, 8192)
+
+
+def test_a_replaced_pool_file_has_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(4096))
+    pool = open_pool(path, 4096)
+    (tmp_path / "next").write_bytes(bytes(4096))
+    (tmp_path / "next").rename(path)
+    assert pool.identity != file_identity(path)
+    assert isinstance(pool, HostPool)
