@@ -56,10 +56,17 @@ class Hello(Message, kw_only=True):
     writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     shard_bytes: tuple[int, ...] = ()
+    ranks: int = 0
+    """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs."""
 
 
 class Bye(Message, kw_only=True):
-    """The session ends in order: all its copies are drained, its grants may be reused."""
+    """The session ends. From an engine process: in order, all its copies are drained, its grants may be reused.
+
+    From tierd: nothing that it granted or announced in this session holds any more; ``reason`` is for the log.
+    """
+
+    reason: str = ""
 
 
 class Beat(Message, kw_only=True):
@@ -138,6 +145,10 @@ class Drained(Message, kw_only=True):
 
 class ResetCache(Message, kw_only=True):
     """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
+
+
+class Resync(Message, kw_only=True):
+    """Scheduler: a delta is missing; send a snapshot."""
 
 
 # From tierd to engine processes.
@@ -224,7 +235,20 @@ class Drain(Message, kw_only=True):
 
 
 FromEngine = (
-    Hello | Bye | Beat | Reserve | Deliver | Abort | Promote | Cancel | Load | Loaded | LeftAck | Drained | ResetCache
+    Hello
+    | Bye
+    | Beat
+    | Reserve
+    | Deliver
+    | Abort
+    | Promote
+    | Cancel
+    | Load
+    | Loaded
+    | LeftAck
+    | Drained
+    | ResetCache
+    | Resync
 )
 FromDaemon = Welcome | Refused | Ready | Settings | Credits | Delta | Leaving | Promoted | Slots | Drain | Beat | Bye
 
