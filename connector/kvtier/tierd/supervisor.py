@@ -50,7 +50,7 @@ def daemon_environment() -> dict[str, str]:
     """The environment of a tierd: this process's, with the package it runs from first in the path."""
     package = str(Path(kvtier.__file__).resolve().parent.parent)
     path = [package] + [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != package]
-    # The engine's settings for its own start-up do not concern tierd, and must not make it load an engine.
+    # Safe path: a file of the working directory must not stand in for a module.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 

@@ -1,0 +1,61 @@
+"""``python -m kvtier.tierd``: runs one tierd until it is told to stop or is not needed any more.
+
+Exit status: 0 ended in order, 1 cannot serve (the message says why), 2 wrong usage, 3 another tierd lives in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier import __version__
+from kvtier.errors import KVTierError
+from kvtier.tierd.building import WrapTier
+from kvtier.tierd.daemon import EXIT_CANNOT_SERVE, Options, TierDaemon
+
+LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The daemon's command line."""
+    found = argparse.ArgumentParser(prog="python -m kvtier.tierd", description="The tier daemon of KVTier.")
+    found.add_argument("--topology", type=Path, required=True, metavar="DIR", help="directory with structural.json and live.json")
+    found.add_argument("--run-directory", type=Path, metavar="DIR", help="instead of the one that the topology names")
+    found.add_argument("--spawned-by-engine", action="store_true", help="end when no engine is attached any more")
+    found.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    found.add_argument("--version", action="version", version=__version__)
+    return found
+
+
+def run(options: Options) -> int:
+    """Runs a daemon in this process, whose main thread this must be; returns the exit status."""
+    try:
+        daemon = TierDaemon(options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: daemon.stop())
+        return daemon.run()
+    except (KVTierError, OSError) as error:
+        logging.getLogger("kvtier.tierd").error("%s", error)
+        return EXIT_CANNOT_SERVE
+
+
+def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = None) -> int:
+    """The command. ``wrap_tier`` puts something around each lower tier (``kvtier.testing``)."""
+    given = parser().parse_args(arguments)
+    logging.basicConfig(level=given.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    return run(
+        Options(
+            topology_directory=given.topology.absolute(),
+            run_directory=None if given.run_directory is None else given.run_directory.absolute(),
+            spawned_by_engine=given.spawned_by_engine,
+            wrap_tier=wrap_tier,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""From the topology document to tiers, and what could not be built."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.errors import KVTierError
+from kvtier.tierd.status import Condition
+from kvtier.tiers.base import Tier, TierLimits
+from kvtier.topology.models import FileSystemTierDocument, LiveTier, MemoryTierDocument, Structural, TierDocument, Topology
+
+_log = logging.getLogger("kvtier.tierd")
+
+WrapTier = Callable[[Tier], Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTiers:
+    """``tiers``: the lower ones that work, in the document's order. ``missing``: documents of those that do not."""
+
+    tiers: tuple[Tier, ...]
+    missing: tuple[TierDocument, ...]
+    conditions: tuple[Condition, ...]
+
+
+def memory_document(structural: Structural) -> MemoryTierDocument:
+    """The memory tier; loading has made sure that there is one."""
+    for tier in structural.tiers:
+        if isinstance(tier, MemoryTierDocument):
+            return tier
+    raise KVTierError("the topology has no memory tier")
+
+
+def limits_of(live: LiveTier) -> TierLimits:
+    """The live values that a tier itself has to know."""
+    return TierLimits(
+        capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
+        high_watermark_percent=live.high_watermark_percent,
+        low_watermark_percent=live.low_watermark_percent,
+        retention_seconds=live.retention_seconds,
+        sync_data=live.sync_data,
+    )
+
+
+def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
+    """Makes the lower tiers; does no I/O. A tier that cannot be made leaves the others working, and a condition."""
+    tiers: list[Tier] = []
+    missing: list[TierDocument] = []
+    conditions: list[Condition] = []
+    for document in topology.structural.tiers:
+        if isinstance(document, MemoryTierDocument):
+            continue
+        try:
+            tier = _build(document, topology)
+        except (KVTierError, ImportError, OSError, ValueError) as error:
+            _log.error("tier %s is not served: %s", document.name, error)
+            missing.append(document)
+            conditions.append(Condition("TierNotServed", f"tier {document.name}: {error}"))
+            continue
+        tiers.append(tier if wrap is None else wrap(tier))
+    return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))
+
+
+def _build(document: TierDocument, topology: Topology) -> Tier:
+    if isinstance(document, FileSystemTierDocument):
+        from kvtier.tiers.filesystem import FileSystemTier
+
+        live = topology.live.tiers.get(document.name, LiveTier())
+        return FileSystemTier(document, limits_of(live), topology.structural.storage_gid)
+    raise KVTierError(f"tiers of kind {document.kind} are not served by this version")

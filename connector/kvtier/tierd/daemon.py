@@ -1,0 +1,453 @@
+"""tierd as a process: starting, reporting, ending.
+
+Start: join the run directory, take the lock of the one living tierd, raise the epoch, listen; allocate the pool on a thread meanwhile
+(a hundred gigabytes take a while) and keep those who say hello waiting with heartbeats; then open the store, fenced while
+workers of an earlier epoch have not drained.
+
+End: on SIGTERM, or, where an engine started it, when nobody is attached any more: stores that are pending are written for at most
+``DRAIN_SECONDS``, sessions are told, the run directory is removed if nobody else is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import zmq
+
+from kvtier import __version__
+from kvtier.chunks.namespace import derive
+from kvtier.errors import KVTierError
+from kvtier.store.contract import StoreCounters
+from kvtier.store.core import TierStore, lanes
+from kvtier.store.threads import ThreadExecutor
+from kvtier.tierd.building import WrapTier, build_tiers, memory_document
+from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
+from kvtier.tierd.http import Answer, HttpServer, text
+from kvtier.tierd.live import LiveFollower
+from kvtier.tierd.outbox import SEND_MESSAGES
+from kvtier.tierd.pool import PoolFile
+from kvtier.tierd.process import fate
+from kvtier.tierd.rundir import HTTP_NAME, SESSIONS_NAME, FileLock, RunDirectory, replace_atomically, sweep
+from kvtier.tierd.server import Loop, Place
+from kvtier.tierd.sessions import Sessions
+from kvtier.tierd.status import (
+    METRICS_CONTENT_TYPE,
+    Condition,
+    SessionStatus,
+    Snapshot,
+    TierStatus,
+    metrics_text,
+    status_json,
+)
+from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
+from kvtier.tiers.base import Tier
+from kvtier.tiers.checksum import preferred
+from kvtier.topology.loading import load
+from kvtier.topology.models import Daemon, Topology
+
+DRAIN_SECONDS = 5.0
+LINGER_SECONDS = 5.0
+"""A tierd that an engine started waits this long for a session after the last one vanished: an engine that lost tierd for a moment
+comes back within four seconds."""
+LOCK_SECONDS = 2.0
+"""How long the lock may be taken: whoever only looks whether a tierd lives holds it for a moment."""
+HTTP_RETRY_SECONDS = 10.0
+UNHEALTHY_SECONDS = 5.0
+_FLUSH_MILLISECONDS = 300
+_SPAWNER_GONE_SECONDS = 5.0
+
+EXIT_OK = 0
+EXIT_CANNOT_SERVE = 1
+EXIT_ANOTHER_LIVES = 3
+
+_log = logging.getLogger("kvtier.tierd")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a tierd is run. ``fencing`` and ``blind_seconds`` are as they must be; tests show what happens otherwise.
+    ``wrap_tier`` puts something around each lower tier (faults, in tests)."""
+
+    topology_directory: Path
+    run_directory: Path | None = None
+    spawned_by_engine: bool = False
+    wrap_tier: WrapTier | None = None
+    fencing: bool = True
+    blind_seconds: float = BLIND_SECONDS
+    linger_seconds: float = LINGER_SECONDS
+    drain_seconds: float = DRAIN_SECONDS
+
+
+class _PoolStart:
+    """Allocates the pool on a thread of its own, after making room: dead engines' pools are removed first."""
+
+    def __init__(self, run: RunDirectory, wanted_bytes: int, done: Callable[[], None]) -> None:
+        self.pool: PoolFile | None = None
+        self.error = ""
+        self.finished = False
+        self._run = run
+        self._wanted = wanted_bytes
+        self._done = done
+        self._stop = threading.Event()
+        threading.Thread(target=self._start, name="kvtier-pool", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            if not self._run.shared:
+                sweep(self._run.path)
+            path = self._run.path / POOL_NAME
+            self.pool = PoolFile(path, self._wanted, self._run.file_mode, lambda: not self._stop.is_set())
+            self.pool.touch_in_background()
+        except OSError as error:
+            self.error = f"the host pool cannot be allocated in {self._run.path}: {error}"
+            _log.error("%s", self.error)
+        self.finished = True
+        self._done()
+
+    def stop(self) -> None:
+        """Ends allocating at the next piece."""
+        self._stop.set()
+
+
+class TierDaemon:
+    """One tierd. ``run`` until ``stop`` or until it is not needed any more. Raises ``KVTierError`` or ``OSError`` where it cannot start."""
+
+    def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._topology: Topology = load(options.topology_directory)
+        structural = self._topology.structural
+        self._run_directory = RunDirectory(
+            options.run_directory or Path(structural.run_directory), shared=structural.daemon is Daemon.SIDECAR
+        )
+        self._stop_requests = 0
+        self._loop: Loop | None = None
+        self._pool_start: _PoolStart | None = None
+        self._io: ThreadExecutor | None = None
+        self._http: HttpServer | None = None
+        self._http_error = ""
+        self._next_http = 0.0
+        self._counters = StoreCounters()
+        self._epoch = 0
+        self._parent = os.getppid()
+        self._empty_since: float | None = None
+        self._drain_until: float | None = None
+        self._next_snapshot = 0.0
+        self._snapshot = Snapshot(version=__version__)
+        self._snapshot_at = 0.0
+        self._built = build_tiers(self._topology, options.wrap_tier)
+        self._follower = LiveFollower(options.topology_directory, structural)
+        self._live = self._topology.live
+
+    # Any thread.
+
+    def stop(self) -> None:
+        """Asks for a bounded shutdown; a second time for one without draining. Also for signal handlers."""
+        self._stop_requests += 1
+        if self._loop is not None:
+            self._loop.wake()
+
+    # The loop's thread.
+
+    def run(self) -> int:
+        """Serves until it is told, or need not go on; returns the exit status."""
+        run = self._run_directory
+        run.join()
+        lock: FileLock | None = None
+        try:
+            lock = self._take_lock()
+            if lock is None:
+                _log.info("another tierd lives in %s", run.path)
+                return EXIT_ANOTHER_LIVES
+            self._epoch = run.read_epoch()
+            self._next_epoch()
+            self._serve(lock)
+            return EXIT_OK
+        finally:
+            if lock is not None:
+                lock.close()
+            if run.leave():
+                _log.info("removed %s", run.path)
+
+    def _take_lock(self) -> FileLock | None:
+        deadline = self._clock() + LOCK_SECONDS
+        while True:
+            lock = self._run_directory.try_daemon_lock()
+            if lock is not None or self._clock() > deadline:
+                return lock
+            time.sleep(0.02)
+
+    def _next_epoch(self) -> int:
+        self._run_directory.write_epoch(self._epoch + 1)
+        self._epoch += 1
+        return self._epoch
+
+    def _serve(self, lock: FileLock) -> None:
+        run, options = self._run_directory, self._options
+        run.beat(lock)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES)
+            socket.setsockopt(zmq.RCVHWM, 4096)
+            socket.setsockopt(zmq.LINGER, _FLUSH_MILLISECONDS)
+            path = run.path / SOCKET_NAME
+            socket.bind(f"ipc://{path}")
+            os.chmod(path, run.file_mode)
+            files = SessionFiles(run.path / SESSIONS_NAME, run.file_mode)
+            fence = Fence(files, self._clock(), fate, options.blind_seconds)
+            loop = Loop(
+                socket,
+                fence,
+                lambda host: Sessions(
+                    host, files, fence, derive, self._next_epoch, fate, self._counters, blind_seconds=options.blind_seconds
+                ),
+                self._counters,
+                self._live,
+                self._describe_namespace,
+                self._clock,
+            )
+            self._loop = loop
+            self._pool_start = _PoolStart(run, memory_document(self._topology.structural).capacity_bytes, loop.wake)
+            self._follower.poll()
+            self._follower.start()
+            _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
+            self._go_round(loop, lock, fence)
+            loop.close("tierd stops")
+        finally:
+            self._close_parts()
+            socket.close(_FLUSH_MILLISECONDS)
+            context.destroy(linger=_FLUSH_MILLISECONDS)
+
+    def _go_round(self, loop: Loop, lock: FileLock, fence: Fence) -> None:
+        last_beat = 0.0
+        while True:
+            loop.turn(BEAT_SECONDS)
+            now = self._clock()
+            if now - last_beat >= BEAT_SECONDS:
+                last_beat = now
+                self._run_directory.beat(lock)
+            self._begin_when_allocated(loop, fence)
+            self._apply_live(loop)
+            if now >= self._next_http:
+                self._next_http = now + HTTP_RETRY_SECONDS
+                self._start_http()
+            if now >= self._next_snapshot:
+                self._next_snapshot = now + BEAT_SECONDS
+                self._snapshot = self._take_snapshot(loop, fence)
+                self._snapshot_at = now
+            if self._over(loop, now):
+                return
+
+    def _begin_when_allocated(self, loop: Loop, fence: Fence) -> None:
+        start = self._pool_start
+        if start is None or not start.finished or loop.place is not None or loop.no_place:
+            return
+        if start.pool is None:
+            loop.give_up(start.error)
+            return
+        fenced = self._options.fencing and fence.closed
+        pool = start.pool
+        self._io = ThreadExecutor(lanes(self._topology), wake=loop.wake)
+        store = TierStore(
+            pool.bytes,
+            pool.memory,
+            self._built.tiers,
+            self._topology.model_copy(update={"live": self._live}),
+            self._io,
+            self._clock,
+            checksums=preferred(),
+            epoch=self._epoch,
+            fenced=fenced,
+        )
+        # One set of counters: whatever happened before the store was there is in it as well.
+        for (name, tier, reason), value in self._counters.values.items():
+            store.counters.add(name, tier, reason, value)
+        self._counters.values = store.counters.values
+        if fenced:
+            _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
+            loop.unfence_with(lambda: self._unfence(store))
+        names = (memory_document(self._topology.structural).name, *(tier.name for tier in self._built.tiers))
+        loop.begin(Place(store, str(pool.path), pool.bytes, names))
+
+    def _unfence(self, store: TierStore) -> None:
+        _log.info("every worker of earlier epochs has drained or is gone")
+        store.unfence()
+
+    def _describe_namespace(self, namespace: str, canonical: str) -> None:
+        for tier in self._built.tiers:
+            describe = getattr(tier, "describe", None)
+            if describe is not None and self._io is not None:
+                self._io.submit(f"maintain:{tier.name}", lambda d=describe: d(namespace, canonical), _ignore_result)
+
+    def _apply_live(self, loop: Loop) -> None:
+        live = self._follower.live
+        if live is not self._live:
+            self._live = live
+            loop.configure(live)
+
+    # Ending.
+
+    def _over(self, loop: Loop, now: float) -> bool:
+        if self._stop_requests > 1:
+            return True
+        if self._stop_requests == 1:
+            loop.stopping = True
+            if self._drain_until is None:
+                self._drain_until = now + self._options.drain_seconds
+            return self._drained(loop, now)
+        if not self._options.spawned_by_engine:
+            return False
+        sessions = loop.sessions
+        if len(sessions) or loop.waiting_for_pool:
+            self._empty_since = self._drain_until = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = now
+        if not sessions.had_any:
+            # The engine may take minutes before it says hello; one that is gone never will.
+            gone = os.getppid() != self._parent or self._parent == 1
+            return gone and now - self._empty_since > _SPAWNER_GONE_SECONDS
+        if not sessions.left_in_order and (
+            now - self._empty_since < self._options.linger_seconds or sessions.quarantined
+        ):
+            return False
+        if self._drain_until is None:
+            self._drain_until = now + self._options.drain_seconds
+        return self._drained(loop, now)
+
+    def _drained(self, loop: Loop, now: float) -> bool:
+        if self._drain_until is None or now >= self._drain_until:
+            return True
+        return loop.place is None or not loop.place.store.pending_stores()
+
+    def _close_parts(self) -> None:
+        self._follower.stop()
+        if self._http is not None:
+            self._http.close()
+        if self._io is not None:
+            self._io.close()
+        tiers: tuple[Tier, ...] = self._built.tiers
+        for tier in tiers:
+            try:
+                tier.close()
+            except KVTierError as error:
+                _log.warning("tier %s: %s", tier.name, error)
+        if self._pool_start is not None:
+            self._pool_start.stop()
+            if self._pool_start.pool is not None:
+                self._pool_start.pool.close()
+
+    # Reporting.
+
+    def _start_http(self) -> None:
+        if self._http is not None:
+            return
+        endpoint = self._topology.structural.http
+        routes = {
+            "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(self._snapshot)),
+            "/status": lambda: Answer(200, "application/json", status_json(self._snapshot)),
+            "/healthz": self._health,
+        }
+        try:
+            self._http = HttpServer(endpoint.host, endpoint.port, routes)
+            host, port = self._http.address
+            replace_atomically(
+                self._run_directory.path / HTTP_NAME,
+                json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode(),
+                0o644,
+            )
+            self._http_error = ""
+        except OSError as error:
+            if not self._http_error:
+                _log.error("http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error)
+            self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
+
+    def _health(self) -> Answer:
+        """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
+        age = self._clock() - self._snapshot_at
+        if age > UNHEALTHY_SECONDS:
+            return text(503, f"the loop has not gone round for {age:.1f} s")
+        return text(200, "ok")
+
+    def _conditions(self) -> tuple[Condition, ...]:
+        found = list(self._built.conditions)
+        start = self._pool_start
+        if start is not None and start.error:
+            found.append(Condition("PoolMissing", start.error))
+        if start is not None and start.pool is not None and start.pool.size.condition:
+            found.append(Condition("PoolSmaller", start.pool.size.condition))
+        if self._http_error:
+            found.append(Condition("HttpNotServed", self._http_error))
+        if self._follower.refusals:
+            found.append(Condition("LiveValuesRefused", "; ".join(map(str, self._follower.refusals))))
+        return tuple(found)
+
+    def _take_snapshot(self, loop: Loop, fence: Fence) -> Snapshot:
+        structural = self._topology.structural
+        store = None if loop.place is None else loop.place.store
+        states = {state.name: state for state in store.tier_states()} if store is not None else {}
+        tiers = []
+        for document in structural.tiers:
+            state = states.get(document.name)
+            if state is None:
+                tiers.append(TierStatus(document.name, document.kind, "Unknown"))
+                continue
+            tiers.append(
+                TierStatus(
+                    document.name,
+                    document.kind,
+                    state.state,
+                    state.used_bytes,
+                    state.capacity_bytes,
+                    state.objects,
+                    state.pending_store_bytes,
+                    state.late_reads,
+                    state.last_error,
+                    state.cause,
+                )
+            )
+        ready = {engine.engine for engine in loop.sessions.engines() if engine.open}
+        sessions = tuple(
+            SessionStatus(
+                s.hello.engine, s.hello.role, s.hello.rank, s.hello.pid, s.worker.epoch, s.hello.engine in ready
+            )
+            for s in loop.sessions.all()
+        )
+        pool = asdict(store.accounts()) if store is not None else {}
+        if store is not None:
+            pool["pinned"] = store.pinned_bytes
+        start = self._pool_start
+        if start is not None and start.pool is not None:
+            pool["touched"] = start.pool.touched_bytes
+        return Snapshot(
+            version=__version__,
+            policy=f"{structural.policy.namespace}/{structural.policy.name}",
+            epoch=self._epoch,
+            fenced=loop.fenced,
+            started=store is not None,
+            applied_generation=self._live.generation,
+            live_refused_total=self._follower.refused_total,
+            live_refusals=tuple(map(str, self._follower.refusals)),
+            tiers=tuple(tiers),
+            sessions=sessions,
+            quarantined_processes=loop.sessions.quarantined,
+            awaited_workers=len(fence.waiting),
+            pending_stores=0 if store is None else store.pending_stores(),
+            pool=pool,
+            conditions=self._conditions(),
+            events=dict(self._counters.values),
+        )
+
+
+def _ignore_result(_result: object, error: BaseException | None) -> None:
+    if error is not None:
+        _log.warning("a namespace's description could not be written: %s", error)

@@ -1,0 +1,155 @@
+"""``/metrics``, ``/status`` and ``/healthz``: read-only, small, and bounded in everything a stranger can make large.
+
+A few threads, one request per connection, a request of at most 8 KiB that has to arrive, and an answer that has to be taken,
+within a few seconds. Beyond ``MAX_CLIENTS`` a connection is closed at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_CLIENTS = 8
+MAX_REQUEST_BYTES = 8_192
+REQUEST_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+"""A scrape over a slow link; the answer is tens of kilobytes."""
+_ACCEPT_SECONDS = 0.5
+
+_log = logging.getLogger("kvtier.tierd")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, type and body of an answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+Route = Callable[[], Answer]
+
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
+            431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+
+
+def text(status: int, message: str) -> Answer:
+    """A plain text answer."""
+    return Answer(status, "text/plain; charset=utf-8", message.encode() + b"\n")
+
+
+class HttpServer:
+    """Serves ``routes`` (path -> what to answer, called on a request's thread) until ``close``.
+
+    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one.
+    """
+
+    def __init__(self, host: str, port: int, routes: dict[str, Route]) -> None:
+        self._routes = routes
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
+        self._listener.settimeout(_ACCEPT_SECONDS)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.rejected = 0
+        self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="kvtier-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends accepting; requests under way end by their own limits."""
+        self._stop.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._stop.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._stop.is_set():
+                    return
+                _log.warning("http: %s", error)
+                self._stop.wait(_ACCEPT_SECONDS)
+                continue
+            if not self._slots.acquire(blocking=False):
+                self.rejected += 1
+                client.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(client,), name="kvtier-http-client", daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("http: %s", error)
+                self._slots.release()
+                client.close()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with client:
+                request = _receive(client, time.monotonic() + REQUEST_SECONDS)
+                if request is None:
+                    return
+                answer, with_body = self._answer(request)
+                client.settimeout(ANSWER_SECONDS)
+                client.sendall(_render(answer, with_body))
+                client.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            _log.debug("http: %s", error)
+        finally:
+            self._slots.release()
+
+    def _answer(self, request: bytes) -> tuple[Answer, bool]:
+        if not request:
+            return text(431, f"a request has at most {MAX_REQUEST_BYTES} bytes"), True
+        parts = request.split(b"\r\n", 1)[0].split(b" ")
+        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
+            return text(400, "an HTTP/1 request is expected"), True
+        method, target = parts[0], parts[1].split(b"?", 1)[0]
+        if method not in (b"GET", b"HEAD"):
+            return text(405, "GET and HEAD are answered; everything here is read-only"), True
+        route = self._routes.get(target.decode("latin-1"))
+        if route is None:
+            return text(404, "there are " + ", ".join(self._routes)), method == b"GET"
+        try:
+            return route(), method == b"GET"
+        except Exception as error:
+            # A bug in a report is answered and logged; it must not look like a dead daemon.
+            _log.exception("http: %s failed: %s", target, error)
+            return text(500, "this report failed; the log says why"), method == b"GET"
+
+
+def _receive(client: socket.socket, deadline: float) -> bytes | None:
+    """The request's head; empty: too long; None: the client went, or is too slow."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return None
+        client.settimeout(remaining)
+        try:
+            piece = client.recv(MAX_REQUEST_BYTES)
+        except OSError:
+            return None
+        if not piece:
+            return None
+        received += piece
+        if len(received) > MAX_REQUEST_BYTES:
+            return b""
+    return received
+
+
+def _render(answer: Answer, with_body: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Unknown')}\r\n"
+        f"Content-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\n"
+        "Cache-Control: no-store\r\n"
+        "Connection: close\r\n\r\n"
+    ).encode()
+    return head + answer.body if with_body else head

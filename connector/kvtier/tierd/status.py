@@ -1,0 +1,160 @@
+"""What tierd says about itself: one snapshot, made by its loop, shown as JSON and as metrics.
+
+The loop replaces the snapshot as a whole; HTTP threads read whichever is there, so asking never disturbs the data path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
+METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier, as in the document's order."""
+
+    name: str
+    kind: str
+    state: str
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    objects: int = 0
+    pending_store_bytes: int = 0
+    late_reads: int = 0
+    last_error: str = ""
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """One session."""
+
+    engine: str
+    role: str
+    rank: int
+    pid: int
+    epoch: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Something a person may want to act on. ``type``: a word for programs; ``message``: a sentence."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier, reason)."""
+
+    version: str = ""
+    policy: str = ""
+    epoch: int = 0
+    fenced: bool = False
+    started: bool = False
+    applied_generation: int = 0
+    live_refused_total: int = 0
+    live_refusals: tuple[str, ...] = ()
+    tiers: tuple[TierStatus, ...] = ()
+    sessions: tuple[SessionStatus, ...] = ()
+    quarantined_processes: int = 0
+    awaited_workers: int = 0
+    pending_stores: int = 0
+    pool: dict[str, int] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
+    events: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def _camel_keys(mapping: dict[str, object]) -> dict[str, object]:
+    return {_camel(name): value for name, value in mapping.items()}
+
+
+def status_json(snapshot: Snapshot) -> bytes:
+    """The body of ``/status``."""
+    document: dict[str, object] = {
+        "version": snapshot.version,
+        "policy": snapshot.policy,
+        "epoch": snapshot.epoch,
+        "started": snapshot.started,
+        "fenced": snapshot.fenced,
+        "awaitedWorkers": snapshot.awaited_workers,
+        "quarantinedProcesses": snapshot.quarantined_processes,
+        "appliedGeneration": snapshot.applied_generation,
+        "liveRefusedTotal": snapshot.live_refused_total,
+        "liveRefusals": list(snapshot.live_refusals),
+        "pendingStores": snapshot.pending_stores,
+        "tiers": [_camel_keys(asdict(tier)) for tier in snapshot.tiers],
+        "sessions": [_camel_keys(asdict(session)) for session in snapshot.sessions],
+        "pool": _camel_keys(dict(snapshot.pool)),
+        "conditions": [asdict(condition) for condition in snapshot.conditions],
+        "counters": [
+            {"name": name, "tier": tier, "reason": reason, "value": value}
+            for (name, tier, reason), value in sorted(snapshot.events.items())
+        ],
+    }
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._snapshot
+        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes a tier is charged for.", labels=["tier"])
+        capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"])
+        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects a tier holds.", labels=["tier"])
+        pending = GaugeMetricFamily("kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"])
+        state = GaugeMetricFamily("kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"])
+        for tier in snapshot.tiers:
+            used.add_metric([tier.name], tier.used_bytes)
+            capacity.add_metric([tier.name], tier.capacity_bytes)
+            objects.add_metric([tier.name], tier.objects)
+            pending.add_metric([tier.name], tier.pending_store_bytes)
+            for name in STATES:
+                state.add_metric([tier.name, name], float(tier.state == name))
+        pool = GaugeMetricFamily("kvtier_pool_bytes", "Bytes of the host pool by use.", labels=["use"])
+        for use, size in snapshot.pool.items():
+            pool.add_metric([use], size)
+        sessions = GaugeMetricFamily("kvtier_sessions", "Attached engine processes.", labels=["role"])
+        for role in ("scheduler", "worker"):
+            sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
+        events = CounterMetricFamily("kvtier_events", "What happened, by reason.", labels=["name", "tier", "reason"])
+        for labels, value in sorted(snapshot.events.items()):
+            events.add_metric(list(labels), value)
+        refused = CounterMetricFamily("kvtier_live_refused", "Live values that were refused.")
+        refused.add_metric([], snapshot.live_refused_total)
+        yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)
+        for name, text, number in (
+            ("kvtier_live_generation", "Generation of the live values in force.", snapshot.applied_generation),
+            ("kvtier_epoch", "The last epoch that was given out.", snapshot.epoch),
+            ("kvtier_fenced", "1 while workers of an earlier epoch are waited for.", int(snapshot.fenced)),
+            ("kvtier_quarantined_processes", "Processes that have to be proven gone.", snapshot.quarantined_processes),
+            ("kvtier_conditions", "Conditions a person may want to act on.", len(snapshot.conditions)),
+        ):
+            gauge = GaugeMetricFamily(name, text)
+            gauge.add_metric([], number)
+            yield gauge
+
+
+def metrics_text(snapshot: Snapshot) -> bytes:
+    """The body of ``/metrics``. The registry is this answer's own: nothing of the process is shown by accident."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_SnapshotCollector(snapshot))
+    return generate_latest(registry)
