@@ -136,7 +136,7 @@ def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
 
 
 def _environment(request: Request, document: Structural, directory: str, notes: list[str]) -> Rendered:
-    inherited = dict(_inherited(given) for given in request.env)
+    inherited = _inherited(request.env)
     payload = str(request.payload.absolute()) if request.payload is not None else None
     if request.payload is not None and not (request.payload / "kvtier").is_dir():
         notes.append(f"{request.payload} holds no connector on this machine; kvtier payload {request.payload} writes it")
@@ -155,11 +155,17 @@ def _pair(option: str, given: str) -> tuple[str, str]:
     return name, value
 
 
-def _inherited(given: str) -> tuple[str, str]:
-    name, separator, value = given.partition("=")
-    if not name:
-        raise ConfigurationError("--env", given, "KEY=VALUE or KEY is the form")
-    return name, value if separator else os.environ.get(name, "")
+def _inherited(given: tuple[str, ...]) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for entry in given:
+        name, separator, value = entry.partition("=")
+        if not name:
+            raise ConfigurationError("--env", entry, "KEY=VALUE or KEY is the form")
+        if separator:
+            variables[name] = value
+        elif name in os.environ:
+            variables[name] = os.environ[name]
+    return variables
 
 
 def _endpoint(given: str | None) -> HttpEndpoint | None:

@@ -1,0 +1,65 @@
+"""Directories of nodes and exports have to be allowed by an administrator, by namespace and path component."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvtier_operator.api.allowlist import AllowedVolume, is_below, refusals
+from kvtier_operator.api.documents import load_policy
+from kvtier_operator.api.refusals import RefusedError, validated
+from kvtier_operator.testing.policies import changed, complete_policy
+
+DISK = {"namespaces": ["default"], "hostPath": "/mnt/nvme"}
+EXPORT = {"namespaces": ["*"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv"}}
+
+
+def _refused(entries: list[dict[str, Any]], changes: dict[str, Any] | None = None) -> list[str]:
+    policy = load_policy(json.dumps(changed(complete_policy(), changes or {})))
+    return [refusal.message for refusal in refusals(policy, [validated(AllowedVolume, entry) for entry in entries])]
+
+
+def test_an_empty_list_allows_nothing():
+    disk, export = _refused([])
+    assert "spec.tiers[1].fileSystem.volume.hostPath.path" in disk
+    assert '"/mnt/nvme/kv" is not accepted' in disk
+    assert "namespace default" in disk
+    assert '"nas.example:/kv" is not accepted' in export
+
+
+def test_what_is_listed_for_the_namespace_is_allowed():
+    assert _refused([DISK, EXPORT]) == []
+
+
+def test_an_entry_of_another_namespace_does_not_count():
+    assert len(_refused([{**DISK, "namespaces": ["other"]}, EXPORT])) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [("/mnt/kv", True), ("/mnt/kv/a", True), ("/mnt/kv/", True), ("/mnt/kvx", False), ("/mnt", False), ("/mnt/kv/../x", False)],
+)
+def test_paths_are_compared_by_component(path: str, below: bool):
+    assert is_below(path, "/mnt/kv") is below
+
+
+def test_the_message_names_what_is_allowed():
+    (message,) = _refused([{**DISK, "hostPath": "/mnt/other"}, EXPORT])
+    assert "/mnt/other and below" in message
+
+
+def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed():
+    option = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "nconnect=8"]}
+    (message,) = _refused([DISK, EXPORT], option)
+    assert "mountOptions[0]" in message
+    assert _refused([DISK, {**EXPORT, "mountOptions": ["vers"]}], option) == []
+    assert _refused([DISK, {**EXPORT, "mountOptions": ["vers=4.2"]}], option) == []
+    assert len(_refused([DISK, {**EXPORT, "mountOptions": ["vers=3"]}], option)) == 1
+
+
+@pytest.mark.parametrize("entry", [{"namespaces": ["a"]}, {**DISK, "nfs": EXPORT["nfs"]}, {**DISK, "hostPath": "../x"}, {"hostPath": "/x"}])
+def test_a_wrong_entry_is_refused(entry: dict[str, Any]):
+    with pytest.raises(RefusedError):
+        validated(AllowedVolume, entry)

@@ -1,0 +1,352 @@
+"""The `kvtier` command: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.cli.main import main
+from kvtier.topology.loading import load
+from kvtier_operator.testing.policies import changed, complete_policy
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A file with a policy of RAM and a directory of this machine."""
+    document = changed(complete_policy(), {"spec.tiers": complete_policy()["spec"]["tiers"][:2]})
+    path = tmp_path / "policy.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+class Outcome:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    return run
+
+
+class TestValidate:
+    def test_accepts(self, kvtier: Any, policy: Path):
+        outcome = kvtier("validate", policy)
+        assert (outcome.status, outcome.err) == (0, "")
+        assert outcome.out == f"{policy}: default/chat-70b accepted\n"
+
+    def test_refuses_with_status_two_and_the_message_on_standard_error(self, kvtier: Any, tmp_path: Path):
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
+        outcome = kvtier("validate", bad)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err == f"{bad}: spec.chunkTokens: 7 is not accepted; accepted is a multiple of 16 from 16 to 65536\n"
+
+    def test_checks_several_files_and_goes_on_after_a_refusal(self, kvtier: Any, policy: Path, tmp_path: Path):
+        (tmp_path / "empty.yaml").write_text("")
+        outcome = kvtier("validate", tmp_path / "none.yaml", tmp_path / "empty.yaml", policy)
+        assert outcome.status == 2
+        assert "No such file" in outcome.err
+        assert "an empty file" in outcome.err
+        assert "default/chat-70b accepted" in outcome.out
+
+    def test_answers_programs_in_json(self, kvtier: Any, policy: Path, tmp_path: Path):
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(policy.read_text() + "---\n" + yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
+        outcome = kvtier("validate", "--json", policy, bad)
+        assert outcome.status == 2
+        assert outcome.json["accepted"] is False
+        good, mixed = outcome.json["files"]
+        assert (good["accepted"], good["policies"][0]["name"]) == (True, "chat-70b")
+        assert [entry["where"] for entry in mixed["policies"]] == ["document 0", "document 1"]
+        assert mixed["policies"][1]["refusals"] == [
+            {
+                "field": "spec.chunkTokens",
+                "value": "7",
+                "accepted": "a multiple of 16 from 16 to 65536",
+                "message": "spec.chunkTokens: 7 is not accepted; accepted is a multiple of 16 from 16 to 65536",
+            }
+        ]
+
+    def test_says_when_a_policy_is_there_twice(self, kvtier: Any, policy: Path):
+        policy.write_text(policy.read_text() + "---\n" + policy.read_text())
+        outcome = kvtier("validate", policy)
+        assert outcome.status == 0
+        assert "default/chat-70b is there more than once" in outcome.err
+
+    def test_reads_standard_input(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(policy.read_bytes())))
+        assert kvtier("validate", "-").out == "standard input: default/chat-70b accepted\n"
+
+    def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path):
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.selection": "[red]x[/red]"})))
+        assert '"[red]x[/red]" is not accepted' in kvtier("validate", bad).err
+
+
+class TestRender:
+    def test_prints_all_kubernetes_documents(self, kvtier: Any, policy: Path):
+        outcome = kvtier("render", "-f", policy)
+        assert outcome.status == 0
+        rendered = list(yaml.safe_load_all(outcome.out))
+        assert [document["metadata"]["name"] for document in rendered] == ["chat-70b-live", "chat-70b-structural"]
+        assert kvtier("render", "-f", policy, "--json").json["items"] == rendered
+        assert json.loads(rendered[0]["data"]["live.json"])["minLoadTokens"] == 512
+
+    def test_writes_a_topology(self, kvtier: Any, policy: Path, tmp_path: Path):
+        target = tmp_path / "topology"
+        outcome = kvtier(
+            "render", "-f", policy, "--topology", target, "--tier-path", f"nvme={tmp_path}/kv", "--run-directory",
+            tmp_path / "run", "--http", "[::1]:0", "--daemon", "Sidecar", "--generation", 3,
+        )  # fmt: skip
+        assert (outcome.status, outcome.out) == (0, f"{target}\n")
+        document = load(target).structural
+        assert document.tiers[1].model_dump()["path"] == f"{tmp_path}/kv"
+        assert (document.run_directory, document.http.host, document.http.port) == (f"{tmp_path}/run", "::1", 0)
+        assert (document.daemon, document.live.generation) == ("Sidecar", 3)
+
+    def test_prints_what_it_wrote_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path):
+        answer = kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--json").json
+        assert answer["directory"] == str(tmp_path / "t")
+        assert answer["structural"] == json.loads((tmp_path / "t" / "structural.json").read_text())
+        assert answer["live"] == json.loads((tmp_path / "t" / "live.json").read_text())
+
+    def test_prints_arguments_for_a_shell_and_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path):
+        words = shlex.split(kvtier("render", "-f", policy, "--engine-args").out)
+        assert json.loads(words[1])["kv_connector_extra_config"] == {"topology": "/etc/kvtier/topology"}
+        answer = kvtier("render", "-f", policy, "--engine-args", "--topology", tmp_path / "t", "--json").json
+        assert json.loads(answer[1])["kv_connector_extra_config"] == {"topology": str(tmp_path / "t")}
+        assert (tmp_path / "t" / "structural.json").exists()
+
+    def test_prints_the_environment(self, kvtier: Any, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("VLLM_PLUGINS", "other")
+        outcome = kvtier(
+            "render", "-f", policy, "--topology", tmp_path / "t", "--engine-env", "--payload", tmp_path / "p",
+            "--env", "PYTHONPATH=/x", "--env", "VLLM_PLUGINS", "--env", "PYTHONHASHSEED=3",
+        )  # fmt: skip
+        assert outcome.out.splitlines() == [
+            f"KVTIER_TOPOLOGY={tmp_path}/t",
+            f"PYTHONPATH={tmp_path}/p:/x",
+            "PYTHONHASHSEED=3",
+            "VLLM_PLUGINS=other,kvtier",
+        ]
+        assert "holds no connector" in outcome.err
+        assert "PYTHONHASHSEED is 3" in outcome.err
+
+    def test_a_variable_that_is_not_set_counts_as_not_there(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        outcome = kvtier("render", "-f", policy, "--engine-env", "--env", "VLLM_PLUGINS", "--json")
+        assert outcome.json == {"KVTIER_TOPOLOGY": "/etc/kvtier/topology", "PYTHONHASHSEED": "0"}
+
+    def test_renders_the_same_every_time(self, kvtier: Any, policy: Path):
+        assert kvtier("render", "-f", policy).out == kvtier("render", "-f", policy).out
+
+    @pytest.mark.parametrize(
+        ("options", "part"),
+        [
+            (["--tier-path", "nvme=/x"], "--tier-path"),
+            (["--http", "127.0.0.1:1"], "--http"),
+            (["--env", "A=b"], "--env"),
+            (["--payload", "/p"], "--payload"),
+            (["--engine-args", "--engine-env"], "--engine-args"),
+            (["--topology", "T", "--tier-path", "nvme"], "NAME=DIR"),
+            (["--topology", "T", "--tier-path", "other=/x"], "nvme"),
+            (["--topology", "T", "--http", "9400"], "HOST:PORT"),
+            (["--topology", "T", "--http", "h:99999"], "HOST:PORT"),
+            (["--engine-env", "--env", "=x"], "KEY=VALUE"),
+            (["--policy", "other"], "chat-70b"),
+            (["--topology", "T", "--daemon", "Other"], "Engine"),
+            (["--generation", "-1"], "0"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    )
+    def test_refuses_options_that_make_no_sense(self, kvtier: Any, policy: Path, tmp_path: Path, options: list[str], part: str):
+        words = [str(tmp_path / "T") if word == "T" else word for word in options]
+        outcome = kvtier("render", "-f", policy, *words)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert part in outcome.err
+        assert not (tmp_path / "T").exists()
+
+    def test_takes_one_policy_of_several_by_name(self, kvtier: Any, policy: Path, tmp_path: Path):
+        other = changed(yaml.safe_load(policy.read_text()), {"metadata.name": "other"})
+        policy.write_text(policy.read_text() + "---\n" + yaml.safe_dump(other))
+        assert len(kvtier("render", "-f", policy, "--json").json["items"]) == 4
+        outcome = kvtier("render", "-f", policy, "--topology", tmp_path / "t")
+        assert outcome.status == 2
+        assert "chat-70b, other" in outcome.err
+        assert kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--policy", "other").status == 0
+
+    def test_refuses_a_refused_policy_with_all_messages(self, kvtier: Any, policy: Path):
+        policy.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7, "spec.zzz": 1})))
+        outcome = kvtier("render", "-f", policy)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert "spec.chunkTokens: 7" in outcome.err
+        assert "spec.zzz" in outcome.err
+
+    def test_a_file_that_is_not_there_is_an_error(self, kvtier: Any, tmp_path: Path):
+        outcome = kvtier("render", "-f", tmp_path / "none.yaml")
+        assert outcome.status == 1
+        assert "none.yaml" in outcome.err
+
+
+class TestExplain:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "spec.tiers.fileSystem.capacity",
+            "spec.tiers[].fileSystem.capacity",
+            "spec.tiers[1].fileSystem.capacity",
+            "tiers.fileSystem.capacity",
+            "kvtp.spec.tiers.fileSystem.capacity",
+        ],
+    )
+    def test_finds_a_field_however_its_path_is_written(self, kvtier: Any, name: str):
+        outcome = kvtier("explain", name)
+        assert outcome.status == 0
+        for part in ("spec.tiers.fileSystem.capacity", "quantity", "required", "live: changes under a running engine"):
+            assert part in outcome.out
+
+    def test_answers_programs_in_json(self, kvtier: Any):
+        answer = kvtier("explain", "spec.chunkTokens", "--json").json
+        assert answer == {
+            "path": "spec.chunkTokens",
+            "type": "integer",
+            "description": "Tokens of a prompt that are stored and looked up together.",
+            "required": False,
+            "default": 256,
+            "change": "structural",
+            "accepted": "a multiple of 16 from 16 to 65536",
+            "enum": [],
+            "rules": [],
+            "fields": [],
+        }
+
+    def test_an_object_lists_its_fields_and_rules(self, kvtier: Any):
+        answer = kvtier("explain", "spec.tiers.fileSystem", "--json").json
+        assert "spec.tiers.fileSystem.readThreads" in [field["path"] for field in answer["fields"]]
+        assert "lowWatermarkPercent must be below highWatermarkPercent" in answer["rules"]
+
+    def test_without_a_field_it_shows_the_tree(self, kvtier: Any):
+        assert "claimTemplate object S" in kvtier("explain").out
+        paths = [field["path"] for field in kvtier("explain", "--json").json["fields"]]
+        assert "spec.tiers[].fileSystem.volume.nfs.server" in paths
+        assert "status.conditions[].type" in paths
+
+    @pytest.mark.parametrize(
+        ("name", "part"),
+        [
+            ("spec.tiers.fileSystem.capasity", "spec.tiers.fileSystem.capacity is the nearest"),
+            ("spec.teirs", "spec.tiers is the nearest"),
+            ("spec.capacity", "spec.tiers[].memory.capacity"),
+            ("spec.chunkTokens.more", "has no fields"),
+            ("spec.breaker.zzz", "failureThreshold, periodSeconds"),
+        ],
+    )
+    def test_an_unknown_field_is_refused_with_the_nearest(self, kvtier: Any, name: str, part: str):
+        outcome = kvtier("explain", name)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert part in outcome.err
+
+    def test_every_field_can_be_explained(self, kvtier: Any):
+        for field in kvtier("explain", "--json").json["fields"]:
+            if "<key>" not in field["path"]:
+                assert kvtier("explain", field["path"]).status == 0, field["path"]
+
+
+class TestPayload:
+    def test_writes_what_an_interpreter_finds_as_a_plugin(self, kvtier: Any, tmp_path: Path):
+        assert kvtier("payload", tmp_path / "p").out == f"{tmp_path / 'p'}\n"
+        program = (
+            "import importlib.metadata as m, kvtier; "
+            "print(kvtier.__file__); "
+            "print([p.value for p in m.entry_points(group='vllm.general_plugins') if p.name == 'kvtier'])"
+        )
+        found = subprocess.run(
+            [sys.executable, "-S", "-c", program],
+            env={"PYTHONPATH": str(tmp_path / "p")},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert found.splitlines() == [
+            str(tmp_path / "p" / "kvtier" / "__init__.py"),
+            "['kvtier.engines.vllm.plugin:register']",
+        ]
+
+    def test_replaces_an_older_one_and_leaves_other_files(self, kvtier: Any, tmp_path: Path):
+        (tmp_path / "kvtier-0.0.1.dist-info").mkdir()
+        (tmp_path / "kvtier").mkdir()
+        (tmp_path / "kvtier" / "gone.py").write_text("")
+        (tmp_path / "mine.txt").write_text("")
+        for _ in range(2):
+            answer = kvtier("payload", tmp_path, "--json").json
+        assert answer["directory"] == str(tmp_path)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["kvtier", f"kvtier-{answer['version']}.dist-info", "mine.txt"]
+        assert not (tmp_path / "kvtier" / "gone.py").exists()
+        assert not list(tmp_path.rglob("__pycache__"))
+
+    def test_can_be_read_by_other_users(self, kvtier: Any, tmp_path: Path):
+        kvtier("payload", tmp_path / "p")
+        for path in [tmp_path / "p", *(tmp_path / "p").rglob("*")]:
+            assert path.stat().st_mode & 0o044 == 0o044, path
+
+
+class TestWithoutPackages:
+    def test_the_command_says_what_to_install(self, tmp_path: Path):
+        for missing in ("typer", "rich"):
+            blocked = tmp_path / missing
+            blocked.mkdir()
+            (blocked / f"{missing}.py").write_text(f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')")
+            outcome = _run(["-m", "kvtier.cli.main", "validate", "x"], [blocked])
+            assert (outcome.returncode, outcome.stdout) == (1, "")
+            assert "install kvtier[cli]" in outcome.stderr
+
+    def test_what_the_demo_uses_needs_pydantic_and_yaml_alone(self):
+        program = (
+            "import sys, kvtier.cli.payload, kvtier.cli.topology, kvtier.topology.loading, kvtier.topology.writing;"
+            "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
+            "foreign = {name.split('.')[0] for name in sys.modules} & "
+            "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'kopf', 'msgspec', 'numpy'};"
+            "print(sorted(foreign))"
+        )
+        assert _run(["-c", program], []).stdout == "[]\n"
+
+    def test_version_and_help(self, kvtier: Any):
+        assert kvtier("--version").out.startswith("kvtier ")
+        assert "validate" in kvtier("--help").out
+        assert kvtier("nonsense").status == 2
+
+
+def _run(arguments: list[str], path: list[Path]) -> subprocess.CompletedProcess[str]:
+    sources = [*path, REPOSITORY / "connector", REPOSITORY / "operator"]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={"PYTHONPATH": ":".join(str(source) for source in sources)},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )

@@ -1,0 +1,74 @@
+"""Quantities mean what Kubernetes takes them to mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_operator.api.quantity import PATTERN, Quantity
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("1", 1),
+        ("+5", 5),
+        ("-5", -5),
+        ("1Ki", 1024),
+        ("1Mi", 1 << 20),
+        ("64Gi", 64 << 30),
+        ("10Ti", 10 << 40),
+        ("1Pi", 1 << 50),
+        ("7Ei", 7 << 60),
+        ("1k", 1000),
+        ("1M", 10**6),
+        ("1G", 10**9),
+        ("1T", 10**12),
+        ("1P", 10**15),
+        ("1E", 10**18),
+        ("1.5Gi", 3 << 29),
+        (".5Ki", 512),
+        ("1.", 1),
+        ("1E3", 1000),
+        ("1e3", 1000),
+        ("1e+3", 1000),
+        ("5e-1", 1),
+        ("1500m", 2),
+        ("1000000u", 1),
+        ("1n", 1),
+        ("0n", 0),
+    ],
+)
+def test_is_read_and_rounded_up_to_whole_bytes(written: int | str, size: int):
+    assert Quantity.parse(written).size_bytes == size
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", " 1Gi", "1 Gi", "1gi", "1GB", "1KB", "1K", "Gi", "1e", "1e3Gi", "0x10", "1_000", "١Gi", "--1", "1..2", ".", "8Ei", "1e99", "9" * 65],
+)
+def test_what_is_no_quantity_or_does_not_fit_is_refused(written: str):
+    with pytest.raises(ValueError):
+        Quantity.parse(written)
+
+
+@pytest.mark.parametrize("written", [1.5, True, None, [], b"1"])
+def test_other_types_are_refused(written: object):
+    with pytest.raises(ValueError):
+        Quantity.parse(written)  # type: ignore[arg-type]
+
+
+@given(st.text(alphabet="0123456789.+-KMGTPEinumke", max_size=12))
+def test_the_pattern_for_the_api_server_agrees_with_the_parser(text: str):
+    matches = re.match(PATTERN, text) is not None
+    try:
+        Quantity.parse(text)
+    except ValueError as error:
+        assert not matches or "64 bits" in str(error)
+    else:
+        assert matches
