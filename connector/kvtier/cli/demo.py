@@ -168,7 +168,7 @@ class Demo:
         with self.display.step("Killing engine and tier daemon (SIGKILL); nothing is left in RAM"):
             self.place.kill_everything()
         with self.display.step("For the control: C's own files replaced by valid files with another prompt's KV"):
-            replace_by_foreign_bytes(self.place.tier, own, others)
+            replace_by_foreign_bytes(own, others)
         with self.display.step("Starting the engine again"):
             server = self.place.start_server()
             server.wait_ready()

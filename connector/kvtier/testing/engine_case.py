@@ -51,7 +51,10 @@ WAIT_SECONDS = 60.0
 
 LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
 LOAD_FAILURES = "vllm:kvtier_load_failures_total"
-TIER_FAILURES = "kvtier_tier_failures_total"
+DAEMON_EVENTS = "kvtier_events_total"
+READ_FAILURES = ("tier_reads_failed", "tier_reads_timed_out")
+SNAPSHOT_SECONDS = 0.6
+"""The daemon renews what it shows each half second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +217,16 @@ class EngineCase:
         )
 
     def restart_daemon(self, number: int) -> None:
-        """Sends the daemon ``number`` (a signal), waits until it is gone, and starts another."""
+        """Stops the daemon by a signal and starts another."""
+        self.stop_daemon(number)
+        self.start_daemon()
+
+    def stop_daemon(self, number: int) -> None:
+        """Sends the daemon that was started here ``number`` (a signal) and waits until it is gone."""
         if self.daemon is None:
             raise EngineFailure("no daemon was started")
         self.daemon.signal_group(number)
         self.daemon.process.wait(WAIT_SECONDS)
-        self.start_daemon()
 
     def set_faults(self, **faults: object) -> None:
         """What the daemon's lower tiers do from the next call on (see ``kvtier.testing.faulty_tierd``)."""
@@ -326,7 +333,44 @@ class EngineCase:
 
     def tier_failures(self) -> int:
         """Reads of the file tier that failed so far, as the daemon counts them."""
-        return int(sum(_samples(self.daemon_metrics(), TIER_FAILURES, 'tier="disk"')))
+        metrics = self.daemon_metrics()
+        return int(sum(sum(_samples(metrics, DAEMON_EVENTS, f'name="{name}"')) for name in READ_FAILURES))
+
+    def settle_stores(self) -> None:
+        """Waits until everything that was computed is stored: in RAM, announced to the engine, and in the file tier."""
+        if not self.drive("settle"):
+            raise EngineFailure(f"the engine does not come to rest: {self.drive('state')}")
+        time.sleep(SNAPSHOT_SECONDS)
+        self.wait_for(self._idle, "stores are still under way")
+
+    def _idle(self) -> bool:
+        status = self.status()
+        if status is None or status["pendingStores"]:
+            return False
+        return not any(tier["pendingStoreBytes"] for tier in status["tiers"])
+
+    def wait_attached(self) -> None:
+        """Waits until scheduler and worker of the engine are attached to the living daemon and it grants."""
+
+        def attached() -> bool:
+            if self.engine is not None and self.engine.alive():
+                self.engine.call("settle")
+            status = self.status()
+            if status is None or status["fenced"]:
+                return False
+            ready = {session["role"] for session in status["sessions"] if session["ready"] and session["epoch"] == status["epoch"]}
+            return ready == {"scheduler", "worker"}
+
+        self.wait_for(attached, "the engine is not attached")
+        time.sleep(SNAPSHOT_SECONDS)
+
+    def daemon_pid(self) -> int:
+        """Process id of the living daemon."""
+        return int(json.loads((self.run_directory / "http.json").read_text())["pid"])
+
+    def kill_daemon(self) -> None:
+        """SIGKILL to the daemon, whoever started it; waits until it is gone."""
+        kill_tierd(self.topology)
 
     def drive(self, do: str, **arguments: object) -> Any:
         """One command to the engine."""

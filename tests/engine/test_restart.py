@@ -1,0 +1,72 @@
+"""An engine that is killed: what the sidecar's RAM and the files hold serves the next one."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, Tuning
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import prompt
+from kvtier.topology.models import Daemon
+
+CHUNKS = 9
+
+
+@pytest.fixture(scope="module")
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
+    case = EngineCase(scratch / "restart", model, payload, Tuning(daemon=Daemon.SIDECAR))
+    try:
+        yield case
+    finally:
+        case.close()
+
+
+def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain: Plain) -> None:
+    """One scenario in order, because each start of an engine takes long."""
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 600)
+    interrupted = [prompt(15 * CHUNK_TOKENS, 601 + index) for index in range(3)]
+    case.start_daemon()
+
+    first = case.start()
+    case.wait_attached()
+    assert case.requests().run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    # Killed while it computes and stores: some of these chunks exist, none may be half-written.
+    for other in interrupted:
+        case.requests().add(other)
+    case.drive("step", count=2)
+    first.kill()
+
+    case.start()
+    case.wait_attached()
+    with case.loads("ram") as loads:
+        assert case.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert case.requests().run_together(interrupted) == plain.together(interrupted)
+    case.settle_stores()
+
+    # A daemon that dies leaves a pool: its successor takes over what was sealed.
+    case.restart_daemon(signal.SIGKILL)
+    case.wait_attached()
+    case.empty_gpu_cache()
+    with case.loads() as loads:
+        assert case.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+
+    # The pod is gone with its memory: files are all there is.
+    assert case.engine is not None
+    case.engine.kill()
+    case.stop_daemon(signal.SIGKILL)
+    shutil.rmtree(case.run_directory)
+    case.start_daemon()
+    case.start()
+    case.wait_attached()
+    with case.loads("disk") as loads:
+        assert case.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert case.requests().run_together(interrupted) == plain.together(interrupted)
