@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from kvtier.errors import KVTierError
 from kvtier.tierd.status import Condition
 from kvtier.tiers.base import Tier, TierLimits
-from kvtier.topology.models import FileSystemTierDocument, LiveTier, MemoryTierDocument, Structural, TierDocument, Topology
+from kvtier.topology.models import (
+    FileSystemTierDocument,
+    LiveTier,
+    MemoryTierDocument,
+    Structural,
+    TierDocument,
+    Topology,
+)
 
 _log = logging.getLogger("kvtier.tierd")
 

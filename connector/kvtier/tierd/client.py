@@ -297,7 +297,7 @@ class TierdClient:
             return
         try:
             hello = self._hello()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # A caller's bug must not end the thread that has to report it.
             self.counters["callback_failed"] += 1
             _log.exception("hello failed: %s", error)
@@ -385,7 +385,7 @@ class TierdClient:
     def _call(self, callback: Callable[[], None]) -> None:
         try:
             callback()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # A caller's bug must not end the thread that beats for it: that would look like a death.
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)

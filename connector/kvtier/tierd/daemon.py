@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -34,7 +35,14 @@ from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.outbox import SEND_MESSAGES
 from kvtier.tierd.pool import PoolFile
 from kvtier.tierd.process import fate
-from kvtier.tierd.rundir import HTTP_NAME, SESSIONS_NAME, FileLock, RunDirectory, replace_atomically, sweep
+from kvtier.tierd.rundir import (
+    HTTP_NAME,
+    SESSIONS_NAME,
+    FileLock,
+    RunDirectory,
+    replace_atomically,
+    sweep,
+)
 from kvtier.tierd.server import Loop, Place
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
@@ -284,9 +292,9 @@ class TierDaemon:
 
     def _describe_namespace(self, namespace: str, canonical: str) -> None:
         for tier in self._built.tiers:
-            describe = getattr(tier, "describe", None)
+            describe = getattr(tier, "describe_namespace", None)
             if describe is not None and self._io is not None:
-                self._io.submit(f"maintain:{tier.name}", lambda d=describe: d(namespace, canonical), _ignore_result)
+                self._io.submit(f"maintain:{tier.name}", partial(describe, namespace, canonical), _ignore_result)
 
     def _apply_live(self, loop: Loop) -> None:
         live = self._follower.live

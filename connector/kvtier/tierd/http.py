@@ -118,7 +118,7 @@ class HttpServer:
             return text(404, "there are " + ", ".join(self._routes)), method == b"GET"
         try:
             return route(), method == b"GET"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # A bug in a report is answered and logged; it must not look like a dead daemon.
             _log.exception("http: %s failed: %s", target, error)
             return text(500, "this report failed; the log says why"), method == b"GET"

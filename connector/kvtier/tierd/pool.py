@@ -147,6 +147,6 @@ def _populate(mapping: mmap.mmap, size: int) -> Callable[[int, int], bool] | Non
 
     def populate(start: int, length: int) -> bool:
         # ``holder`` keeps the mapping exported, hence valid, for as long as this function lives.
-        return holder is not None and madvise(base + start, length, _MADV_POPULATE_WRITE) == 0
+        return holder is not None and bool(madvise(base + start, length, _MADV_POPULATE_WRITE) == 0)
 
     return populate

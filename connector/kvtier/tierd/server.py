@@ -184,13 +184,14 @@ class Loop:
         self._wait(longest_wait_seconds)
         now = self._clock()
         drained = self._receive(now)
+        if drained:
+            self._drop_unreachable(now)
         place = self.place
         if place is not None:
             place.store.pump()
             self._pass_on(place.store.take_events(), now)
         self._more = self._feeds.turn(now)
         self._outbox.flush(now)
-        self._drop_unreachable(now)
         if now >= self._next_check:
             self._check(now, drained)
 
@@ -203,7 +204,7 @@ class Loop:
                 wait = min(wait, due - now)
         if self._outbox.blocked:
             wait = min(wait, _BLOCKED_POLL_SECONDS)
-        if self._more:
+        if self._more or self._outbox.failed:
             wait = 0.0
         # Rounded up: waking a fraction of a millisecond before something is due would spin until it is.
         events = dict(self._poller.poll(max(0, int(wait * 1000 + 0.999))))
@@ -350,7 +351,6 @@ class Loop:
                 self._queue(session.route, beat)
         for route in self._early:
             self._queue(route, beat)
-        self._drop_unreachable(now)
         if drained:
             self.sessions.check(now)
         self._fence.check(now)
@@ -490,6 +490,7 @@ class Loop:
         self._feeds.stop(session.route)
 
     def _drop_unreachable(self, now: float) -> None:
+        """Ends the sessions that could not be sent to, once all they said before has been read: the last word may be ``Bye``."""
         for route, reason in self._outbox.take_failed().items():
             self._early.pop(route, None)
             session = self.sessions.get(route)

@@ -238,11 +238,9 @@ class Sessions:
             return f"role {hello.role!r} of engine {hello.engine!r}: 'scheduler' or 'worker' of a named engine attaches"
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
             return f"rank {hello.rank}: 0 to {MAX_RANKS - 1} are accepted"
-        if hello.role == "scheduler":
-            if not 0 <= hello.ranks <= MAX_RANKS or not hello.writer_ranks or not all(
-                0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks
-            ):
-                return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
+        writers_fit = hello.writer_ranks and all(0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks)
+        if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
+            return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
         if len(self._routes) >= MAX_SESSIONS:
             return f"{MAX_SESSIONS} sessions are open, which is the limit"
         return ""

@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 # From engine processes to tierd.
 
 
-class Hello(Message, kw_only=True):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of a session, and again after tierd was lost.
 
     ``drained_epoch``: every epoch up to this one is behind the sender: no copy of it runs, its grants are forgotten
@@ -60,7 +60,7 @@ class Hello(Message, kw_only=True):
     """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs."""
 
 
-class Bye(Message, kw_only=True):
+class Bye(Message, frozen=True, kw_only=True):
     """The session ends. From an engine process: in order, all its copies are drained, its grants may be reused.
 
     From tierd: nothing that it granted or announced in this session holds any more; ``reason`` is for the log.
@@ -69,11 +69,11 @@ class Bye(Message, kw_only=True):
     reason: str = ""
 
 
-class Beat(Message, kw_only=True):
+class Beat(Message, frozen=True, kw_only=True):
     """Both directions: still here."""
 
 
-class Reserve(Message, kw_only=True):
+class Reserve(Message, frozen=True, kw_only=True):
     """Scheduler: these chunks will be delivered into these slots, all taken from the session's credits.
 
     ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd drops what is
@@ -83,19 +83,19 @@ class Reserve(Message, kw_only=True):
     items: tuple[tuple[int, int, bytes, int], ...]
 
 
-class Deliver(Message, kw_only=True):
+class Deliver(Message, frozen=True, kw_only=True):
     """Worker: its shards of these reservations are in their slots."""
 
     reservations: tuple[int, ...]
 
 
-class Abort(Message, kw_only=True):
+class Abort(Message, frozen=True, kw_only=True):
     """Worker: these reservations were not (wholly) written, and will not be touched any more."""
 
     reservations: tuple[int, ...]
 
 
-class Promote(Message, kw_only=True):
+class Promote(Message, frozen=True, kw_only=True):
     """Scheduler: read the longest usable prefix of ``keys`` into RAM, within ``budget_seconds`` from now.
 
     ``keys``: (group, key) in prefix order. Answered by exactly one ``Promoted``. The slots stay pinned until a ``Load``
@@ -107,13 +107,13 @@ class Promote(Message, kw_only=True):
     budget_seconds: float
 
 
-class Cancel(Message, kw_only=True):
+class Cancel(Message, frozen=True, kw_only=True):
     """Scheduler: nobody waits for this promotion any more."""
 
     promotion: int
 
 
-class Load(Message, kw_only=True):
+class Load(Message, frozen=True, kw_only=True):
     """Scheduler: tell the workers where ``keys`` lie. Slots are pinned until every rank has sent ``Loaded``.
 
     ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``Slots``.
@@ -125,36 +125,36 @@ class Load(Message, kw_only=True):
     ranks: tuple[int, ...] = (0,)
 
 
-class Loaded(Message, kw_only=True):
+class Loaded(Message, frozen=True, kw_only=True):
     """Worker: no copy of this load runs any more; its slots may go."""
 
     load: int
 
 
-class LeftAck(Message, kw_only=True):
+class LeftAck(Message, frozen=True, kw_only=True):
     """Scheduler: the keys of this ``Leaving`` will not be offered any more."""
 
     token: int
 
 
-class Drained(Message, kw_only=True):
+class Drained(Message, frozen=True, kw_only=True):
     """Worker: answer to ``Drain``."""
 
     epoch: int
 
 
-class ResetCache(Message, kw_only=True):
+class ResetCache(Message, frozen=True, kw_only=True):
     """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
 
 
-class Resync(Message, kw_only=True):
+class Resync(Message, frozen=True, kw_only=True):
     """Scheduler: a delta is missing; send a snapshot."""
 
 
 # From tierd to engine processes.
 
 
-class Welcome(Message, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``. ``settings``: the live document as JSON; ``tiers``: names in order, the memory tier first."""
 
     protocol: str
@@ -166,13 +166,13 @@ class Welcome(Message, kw_only=True):
     settings: str
 
 
-class Refused(Message, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``: no session, and why. The sender serves without tiers."""
 
     reason: str
 
 
-class Ready(Message, kw_only=True):
+class Ready(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes`` per group."""
 
     namespace: str
@@ -180,20 +180,20 @@ class Ready(Message, kw_only=True):
     persistent: bool
 
 
-class Settings(Message, kw_only=True):
+class Settings(Message, frozen=True, kw_only=True):
     """The live document changed; JSON."""
 
     settings: str
 
 
-class Credits(Message, kw_only=True):
+class Credits(Message, frozen=True, kw_only=True):
     """To a scheduler: these free slots are the session's."""
 
     group: int
     slots: tuple[int, ...]
 
 
-class Delta(Message, kw_only=True):
+class Delta(Message, frozen=True, kw_only=True):
     """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``: (group+key bytes as stored,
     bits). ``sequence`` counts from 1 per session; ``snapshot`` on the first of a series that replaces everything."""
 
@@ -203,14 +203,14 @@ class Delta(Message, kw_only=True):
     snapshot: bool = False
 
 
-class Leaving(Message, kw_only=True):
+class Leaving(Message, frozen=True, kw_only=True):
     """To a scheduler: these keys are about to leave RAM; answer with ``LeftAck``. tierd waits 100 ms at most."""
 
     token: int
     keys: tuple[bytes, ...]
 
 
-class Promoted(Message, kw_only=True):
+class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``: "whole", "partial",
     "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came from (0: was in RAM)."""
 
@@ -220,7 +220,7 @@ class Promoted(Message, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Slots(Message, kw_only=True):
+class Slots(Message, frozen=True, kw_only=True):
     """To a worker: where the keys of a load lie, in order. Shorter than asked: the rest is gone."""
 
     load: int
@@ -228,7 +228,7 @@ class Slots(Message, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Drain(Message, kw_only=True):
+class Drain(Message, frozen=True, kw_only=True):
     """To a worker: forget all grants and loads before ``epoch``, synchronise the streams, answer ``Drained``."""
 
     epoch: int
