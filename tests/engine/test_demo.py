@@ -39,7 +39,7 @@ def before() -> set[str]:
 def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, before: set[str]) -> None:
     kept = tmp_path / "demo"
     run = subprocess.run(
-        COMMAND, env=_environment(KVTIER_DEMO_DIR=str(kept)), capture_output=True, text=True, timeout=420, check=False
+        COMMAND, env=_environment(KVTIER_DEMO_DIR=str(kept)), capture_output=True, text=True, timeout=280, check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     last = run.stdout.strip().splitlines()[-1]

@@ -11,7 +11,6 @@ from kvtier.testing.engine_case import BLOCK_TOKENS, CHUNK_TOKENS, EngineCase
 from kvtier.testing.engine_requests import Plain, Requests
 from kvtier.testing.tiny_model import prompt
 
-
 BATCHED_TOKENS = 256
 """Less than the prompts have, so that each is computed in several steps."""
 

@@ -32,7 +32,7 @@ from kvtier.cli.demo_display import Display
 from kvtier.cli.demo_engine import DemoError, look
 from kvtier.cli.demo_place import Workplace, policy_file
 from kvtier.errors import KVTierError
-from kvtier.testing.engine_process import START_SECONDS, DrivenEngine, EngineFailure, EngineServer
+from kvtier.testing.engine_process import START_SECONDS, DrivenEngine, EngineProcessError, EngineServer
 from kvtier.testing.tiny_model import prompt
 
 REST_TOKENS = 17
@@ -108,7 +108,7 @@ def ask_reference(engine: DrivenEngine, prompts: Prompts) -> Reference:
     for kind, answers in (("computed", reference.computed), ("hit", reference.hit)):
         for name, tokens in prompts.tokens.items():
             request = f"{kind}-{name}"
-            engine.call("add", id=request, prompt=tokens, max_tokens=NEW_TOKENS)
+            engine.call("add", name=request, prompt=tokens, max_tokens=NEW_TOKENS)
             answers[name] = tuple(engine.call("finish", ids=[request])[request]["tokens"])
     return reference
 
@@ -158,7 +158,7 @@ class Demo:
         self.rows: list[Row] = []
 
     def run(self, policy: Path) -> dict[str, object]:
-        """Does everything and returns the result. Raises ``DemoError`` and ``EngineFailure``."""
+        """Does everything and returns the result. Raises ``DemoError`` and ``EngineProcessError``."""
         structural = self.place.prepare(policy).structural
         tiers = (structural.tiers[0].name, structural.tiers[1].name)
         prompts = make_prompts(structural.chunk_tokens, self.place.installation.model.vocabulary)
@@ -298,7 +298,7 @@ def main() -> int:
         demo.show()
         if kept:
             display.note(f"kept in {place.root}: policy, topology, environment, tier directory, logs")
-    except (DemoError, EngineFailure, KVTierError, OSError) as error:
+    except (DemoError, EngineProcessError, KVTierError, OSError) as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1
     except _Stopped as stopped:

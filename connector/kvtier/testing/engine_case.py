@@ -20,7 +20,7 @@ from typing import Any
 
 from kvtier.testing.engine_process import (
     DrivenEngine,
-    EngineFailure,
+    EngineProcessError,
     ManagedProcess,
     cpu_environment,
     http_request,
@@ -224,7 +224,7 @@ class EngineCase:
     def stop_daemon(self, number: int) -> None:
         """Sends the daemon that was started here ``number`` (a signal) and waits until it is gone."""
         if self.daemon is None:
-            raise EngineFailure("no daemon was started")
+            raise EngineProcessError("no daemon was started")
         self.daemon.signal_group(number)
         self.daemon.process.wait(WAIT_SECONDS)
 
@@ -283,7 +283,7 @@ class EngineCase:
     def engine_metrics(self) -> dict[str, float]:
         """The engine's ``vllm:`` metrics."""
         if self.engine is None:
-            raise EngineFailure("no engine was started")
+            raise EngineProcessError("no engine was started")
         return parse_metrics(self.engine.call("metrics"))
 
     def files(self) -> list[Path]:
@@ -292,11 +292,11 @@ class EngineCase:
         return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
     def wait_for(self, condition: Callable[[], bool], failure: str, seconds: float = WAIT_SECONDS) -> None:
-        """Waits until ``condition`` holds. Raises ``EngineFailure`` with what is known otherwise."""
+        """Waits until ``condition`` holds. Raises ``EngineProcessError`` with what is known otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise EngineFailure(f"{failure} after {seconds:.0f} s; status: {self.status()}\n{self._logs()}")
+                raise EngineProcessError(f"{failure} after {seconds:.0f} s; status: {self.status()}\n{self._logs()}")
             time.sleep(0.05)
 
     def wait_files(self, count: int, seconds: float = WAIT_SECONDS) -> list[Path]:
@@ -339,7 +339,7 @@ class EngineCase:
     def settle_stores(self) -> None:
         """Waits until everything that was computed is stored: in RAM, announced to the engine, and in the file tier."""
         if not self.drive("settle"):
-            raise EngineFailure(f"the engine does not come to rest: {self.drive('state')}")
+            raise EngineProcessError(f"the engine does not come to rest: {self.drive('state')}")
         time.sleep(SNAPSHOT_SECONDS)
         self.wait_for(self._idle, "stores are still under way")
 
@@ -372,16 +372,16 @@ class EngineCase:
         """SIGKILL to the daemon, whoever started it; waits until it is gone."""
         kill_tierd(self.topology)
 
-    def drive(self, do: str, **arguments: object) -> Any:
+    def drive(self, do: str, **arguments: Any) -> Any:
         """One command to the engine."""
         if self.engine is None:
-            raise EngineFailure("no engine was started")
+            raise EngineProcessError("no engine was started")
         return self.engine.call(do, **arguments)
 
     def empty_gpu_cache(self) -> None:
         """Empties the engine's own prefix cache."""
         if not self.drive("reset_prefix_cache"):
-            raise EngineFailure(f"the engine kept its prefix cache: {self.drive('state')}")
+            raise EngineProcessError(f"the engine kept its prefix cache: {self.drive('state')}")
 
     def step_until(self, name: str, *states: str) -> None:
         """Steps until the request is in one of ``states`` (names of vLLM's request status)."""
@@ -391,7 +391,7 @@ class EngineCase:
             if state.endswith(states):
                 return
             if time.monotonic() > deadline:
-                raise EngineFailure(f"{name} is {state or 'gone'}, never {states}")
+                raise EngineProcessError(f"{name} is {state or 'gone'}, never {states}")
             self.drive("step")
 
     def shared_memory_bytes(self) -> int:

@@ -5,7 +5,7 @@ prints goes to standard error. In process the engine makes a step only when told
 
 Commands (``do``), with their arguments:
 
-``add {id, prompt, max_tokens, salt?, lora?, priority?}``
+``add {name, prompt, max_tokens, salt?, lora?, priority?}``
     queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}.
 ``step {count=1}``
     makes steps; answers with the requests that finished: {id: {tokens, cached, reason}}.
@@ -53,7 +53,7 @@ class Driver:
 
         self.llm = LLM(**options)
         self.engine = self.llm.llm_engine
-        self.core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.core: Any = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.names: dict[str, str] = {}
         self.asked: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Driver:
     def _outside(self, internal: str) -> str:
         return self.names.get(internal, internal)
 
-    def add(self, id: str, prompt: list[int], max_tokens: int, salt: str = "", lora: Any = None) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int, salt: str = "", lora: Any = None) -> None:
         """Queues one request."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -88,8 +88,8 @@ class Driver:
         if lora is not None:
             adapter = LoRARequest(lora["name"], lora["number"], lora["path"], load_inplace=lora.get("inplace", False))
         parameters = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens)
-        internal = self.engine.add_request(id, content, parameters, lora_request=adapter)  # type: ignore[arg-type]
-        self.names[internal or id] = id
+        internal = self.engine.add_request(name, content, parameters, lora_request=adapter)
+        self.names[internal or name] = name
 
     def step(self, count: int = 1) -> dict[str, Any]:
         """Makes ``count`` steps."""
@@ -97,7 +97,7 @@ class Driver:
         for _ in range(count):
             for output in self.engine.step():
                 if output.finished:
-                    completion = output.outputs[0]  # type: ignore[union-attr]
+                    completion = output.outputs[0]
                     name = self._outside(output.request_id)
                     finished[name] = {
                         "tokens": list(completion.token_ids),
@@ -202,7 +202,7 @@ def main() -> None:
                 raise ValueError(f"no such command: {name}")
             call: Callable[..., Any] = getattr(driver, name)
             answer({"result": call(**command)})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (whatever it is, the test has to learn of it)
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})
     answer({"result": "bye"})

@@ -32,7 +32,7 @@ START_SECONDS = 240.0
 SILENT_RESETS = 5
 
 
-class EngineFailure(RuntimeError):
+class EngineProcessError(RuntimeError):
     """An engine process did not do what it was asked: it ended, answered with an error, or not in time."""
 
 
@@ -153,7 +153,8 @@ def remove_run_directory(topology: Path) -> None:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What the server answered: generated token ids, seconds from sending the request to the first one, and how many
-    prompt tokens the engine took from caches (``-1`` unless the server has ``--enable-prompt-tokens-details``)."""
+    prompt tokens the engine took from caches (``-1`` unless the server has ``--enable-prompt-tokens-details``).
+    """
 
     tokens: tuple[int, ...]
     first_token_seconds: float
@@ -177,17 +178,17 @@ class EngineServer(ManagedProcess):
         super().__init__(argv, environment, log)
 
     def wait_ready(self, timeout_seconds: float = START_SECONDS) -> None:
-        """Waits until the server answers. Raises ``EngineFailure`` with the end of its log otherwise."""
+        """Waits until the server answers. Raises ``EngineProcessError`` with the end of its log otherwise."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if not self.alive():
-                raise EngineFailure(f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}")
+                raise EngineProcessError(f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}")
             try:
                 if self.request("GET", "/health", timeout_seconds=5)[0] == 200:
                     return
             except OSError:
                 time.sleep(0.1)
-        raise EngineFailure(f"the engine was not ready after {timeout_seconds:.0f} s:\n{self.log_tail()}")
+        raise EngineProcessError(f"the engine was not ready after {timeout_seconds:.0f} s:\n{self.log_tail()}")
 
     def request(
         self, method: str, path: str, body: object = None, timeout_seconds: float = 60
@@ -215,12 +216,12 @@ class EngineServer(ManagedProcess):
             if (status == 200 and "true" in text.lower()) or silent == SILENT_RESETS:
                 return
             time.sleep(0.1)
-        raise EngineFailure("the prefix cache could not be reset: blocks stayed in use")
+        raise EngineProcessError("the prefix cache could not be reset: blocks stayed in use")
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120, **extra: object
     ) -> Completion:
-        """Greedy tokens for a prompt of token ids, streamed. Raises ``EngineFailure`` on any error."""
+        """Greedy tokens for a prompt of token ids, streamed. Raises ``EngineProcessError`` on any error."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -241,13 +242,13 @@ class EngineServer(ManagedProcess):
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise EngineFailure(f"status {response.status}: {response.read().decode(errors='replace')[:500]}")
+                raise EngineProcessError(f"status {response.status}: {response.read().decode(errors='replace')[:500]}")
             for line in response:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise EngineFailure(f"the engine answered {event['error']}")
+                    raise EngineProcessError(f"the engine answered {event['error']}")
                 for choice in event.get("choices", ()):
                     piece = choice.get("token_ids") or ()
                     if piece and first is None:
@@ -256,11 +257,11 @@ class EngineServer(ManagedProcess):
                 details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens", cached)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineFailure(f"the engine did not answer: {error}") from error
+            raise EngineProcessError(f"the engine did not answer: {error}") from error
         finally:
             connection.close()
         if first is None:
-            raise EngineFailure("the engine sent no token")
+            raise EngineProcessError("the engine sent no token")
         return Completion(tuple(tokens), first, time.monotonic() - begun, cached)
 
 
@@ -315,31 +316,31 @@ class DrivenEngine(ManagedProcess):
         return self
 
     def call(self, do: str, timeout_seconds: float = 120, **arguments: object) -> Any:
-        """One command (see ``engine_driver``) and its answer. Raises ``EngineFailure``."""
+        """One command (see ``engine_driver``) and its answer. Raises ``EngineProcessError``."""
         if self.process.stdin is None:
-            raise EngineFailure("the engine has no input")
+            raise EngineProcessError("the engine has no input")
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise EngineFailure(f"the engine is gone: {error}\n{self.log_tail()}") from error
+            raise EngineProcessError(f"the engine is gone: {error}\n{self.log_tail()}") from error
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float) -> Any:
         if self.process.stdout is None:
-            raise EngineFailure("the engine has no output")
+            raise EngineProcessError("the engine has no output")
         deadline = time.monotonic() + timeout_seconds
         descriptor = self.process.stdout.fileno()
         while b"\n" not in self._pending:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise EngineFailure(f"no answer within {timeout_seconds:.0f} s:\n{self.log_tail()}")
+                raise EngineProcessError(f"no answer within {timeout_seconds:.0f} s:\n{self.log_tail()}")
             piece = os.read(descriptor, 1 << 20)
             if not piece:
-                raise EngineFailure(f"the engine ended with status {self.process.wait(30)}:\n{self.log_tail()}")
+                raise EngineProcessError(f"the engine ended with status {self.process.wait(30)}:\n{self.log_tail()}")
             self._pending += piece
         line, _, self._pending = self._pending.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
-            raise EngineFailure(f"{answer['error']}\n{self.log_tail(20)}")
+            raise EngineProcessError(f"{answer['error']}\n{self.log_tail(20)}")
         return answer["result"]

@@ -17,11 +17,11 @@ class Requests:
         self.engine = engine
         self._count = 0
 
-    def add(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: object) -> str:
+    def add(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> str:
         """Queues one request; returns its name."""
         self._count += 1
         name = f"r{self._count}"
-        self.engine.call("add", id=name, prompt=prompt, max_tokens=max_tokens, **extra)
+        self.engine.call("add", name=name, prompt=prompt, max_tokens=max_tokens, **extra)
         return name
 
     def abort(self, name: str) -> None:
@@ -33,7 +33,7 @@ class Requests:
         answer: Mapping[str, Any] = self.engine.call("finish", ids=names, seconds=seconds, timeout_seconds=seconds + 30)
         return answer
 
-    def run(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: object) -> list[int]:
+    def run(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> list[int]:
         """One request from beginning to end; its tokens."""
         name = self.add(prompt, max_tokens, **extra)
         tokens: list[int] = self.finish([name])[name]["tokens"]
@@ -54,7 +54,7 @@ class Plain:
         self._requests = Requests(engine)
         self._known: dict[str, list[int]] = {}
 
-    def tokens(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: object) -> list[int]:
+    def tokens(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> list[int]:
         """Greedy tokens for ``prompt``, computed from its first token on."""
         key = repr((prompt, max_tokens, extra))
         if key not in self._known:
