@@ -1,0 +1,53 @@
+# Every target can be the first command on a fresh machine.
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+.PHONY: help install demo test test-unit test-engine test-cluster lint format bench constraints clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+install: ## make .venv with the kvtier command, the engine and all tools
+	@tools/install
+
+ifdef KVTIER_VLLM
+demo:
+	@PYTHONPATH="connector:operator$${PYTHONPATH:+:$$PYTHONPATH}" $(KVTIER_VLLM) -m kvtier.cli.demo
+else
+demo: install ## the main job: a real vLLM reloads what it already computed (KVTIER_VLLM=python: with an installed vLLM)
+	@$(PYTHON) -m kvtier.cli.demo
+endif
+
+test: install ## lint, then every test, the real engine and the real API server included
+	@tools/debian-packages
+	@$(MAKE) --no-print-directory lint
+	@$(PYTHON) -m pytest
+
+test-unit: install ## the tests that need neither engine nor cluster
+	@$(PYTHON) -m pytest -m "not engine and not cluster"
+
+test-engine: install ## the tests with a real vLLM
+	@$(PYTHON) -m pytest -m engine
+
+test-cluster: install ## the tests with a real Kubernetes API server
+	@$(PYTHON) -m pytest -m cluster
+
+lint: install ## ruff, formatting, layers, types
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@PYTHONPATH=connector:operator .venv/bin/lint-imports
+	@.venv/bin/mypy
+
+format: install ## let ruff put everything in order
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
+
+bench: install ## every benchmark; each ends with one ratio
+	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
+
+constraints: ## write constraints.txt anew from pyproject.toml
+	uv pip compile pyproject.toml --all-extras --override overrides.txt --python-version 3.11 --no-header --no-annotate --no-emit-package kvtier --upgrade -o constraints.txt
+
+clean: ## remove what the targets made
+	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
