@@ -68,7 +68,7 @@ class CopyEngine(ABC):
     def __init__(self, codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._codec = codec
         self._limit_bytes = in_flight_bytes
-        self._in_flight = {direction: 0 for direction in Direction}
+        self._in_flight = dict.fromkeys(Direction, 0)
         self._handles: set[CopyHandle] = set()
         self._pool: HostPool | None = None
 
@@ -94,10 +94,12 @@ class CopyEngine(ABC):
         """Bytes submitted and not yet known to be done."""
         return self._in_flight[direction]
 
-    def has_room(self, direction: Direction, nbytes: int) -> bool:
-        """Whether ``nbytes`` more stay within the bound; a copy larger than the bound goes alone."""
+    def has_room(self, direction: Direction, nbytes: int, alone: bool = True) -> bool:
+        """Whether ``nbytes`` more stay within the bound. ``alone``: they cannot be made less, so with nothing in
+        flight they go.
+        """
         used = self._in_flight[direction]
-        return used == 0 or used + nbytes <= self._limit_bytes
+        return used + nbytes <= self._limit_bytes or (alone and used == 0)
 
     def copy_bytes(self, copy: Copy) -> int:
         """Bytes that ``copy`` moves."""
@@ -179,7 +181,7 @@ class CopyEngine(ABC):
 
     def enter_thread(self) -> None:
         """Called once by the transfer thread before anything else."""
-        return None
+        return
 
     def close(self) -> None:
         """Releases buffers. Nothing may be in flight."""

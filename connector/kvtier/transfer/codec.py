@@ -38,7 +38,8 @@ class CodecError(KVTierError):
 
 class GroupSpec(Protocol):
     """The part of vLLM's ``KVCacheGroupSpec`` that is used: the layers of one block table, and a specification with
-    ``block_size`` (tokens) and ``page_size_bytes``, or with ``kv_cache_specs`` by layer."""
+    ``block_size`` (tokens) and ``page_size_bytes``, or with ``kv_cache_specs`` by layer.
+    """
 
     @property
     def layer_names(self) -> Sequence[str]: ...

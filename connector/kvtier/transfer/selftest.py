@@ -27,6 +27,7 @@ from kvtier.transfer.proof import pinned_scratch, plain_scratch, prove
 
 _CHUNK_BLOCKS = 4
 _WAIT_SECONDS = 60.0
+_POOL_DIRECTORY = "/dev/shm"  # noqa: S108  memory is meant: this is where pools live
 _MEASURED = tuple(LAYOUT_NAMES[index] for index in (0, 1, 2, 5))
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pool-dir", default="/dev/shm")
+    parser.add_argument("--pool-dir", default=_POOL_DIRECTORY, help="a memory-backed directory")
     parser.add_argument("--bytes", type=int, default=0, help="measure with a cache of about this many bytes")
     options = parser.parse_args(arguments)
     results: list[dict[str, object]] = []
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _measure(make_layout(name, _large(options.bytes), options.device), options.device, Path(options.pool_dir))
             for name in _MEASURED
         ]
-    print(json.dumps(report, indent=1))
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0 if report["ok"] else 1
 
 

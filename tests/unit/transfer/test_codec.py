@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural
 from kvtier.transfer.copies import make_engine
 from kvtier.transfer.layouts import Geometry, Group, Layout, Spec, every_layout
@@ -30,7 +31,9 @@ def test_every_known_layout_is_understood_and_proven(name: str) -> None:
     before = {key: tensor.clone() for key, tensor in layout.caches.items()}
     prove(layout.caches, codec, make_engine(layout.caches, codec))
     for key, tensor in layout.caches.items():
-        assert torch.equal(before[key].view(torch.int16), tensor.view(torch.int16)), "the proof must restore what it used"
+        assert torch.equal(before[key].view(torch.int16), tensor.view(torch.int16)), (
+            "the proof must restore what it used"
+        )
 
 
 def test_layers_at_equal_distances_in_one_storage_are_one_band() -> None:
@@ -101,7 +104,7 @@ def test_whatever_changes_the_meaning_of_a_byte_changes_the_text(change: dict[st
 
 def test_chunk_size_and_backend_are_in_the_text() -> None:
     layout = next(iter(LAYOUTS.values()))
-    backends = {name: "amx" for name in layout.caches}
+    backends = dict.fromkeys(layout.caches, "amx")
     texts = {
         build_codec(layout.caches, layout, 64).text,
         build_codec(layout.caches, layout, 32).text,
@@ -159,7 +162,9 @@ def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObject) -> None:
-    """Blocks first or second, up to four page dimensions in any order of strides, gaps, offsets, kernel blocks, item sizes."""
+    """Blocks first or second, up to four page dimensions in any order of strides, gaps, offsets, kernel blocks, item
+    sizes.
+    """
     blocks = data.draw(st.integers(5, 9))
     kernel = data.draw(st.sampled_from([1, 1, 2, 3]))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

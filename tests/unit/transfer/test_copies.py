@@ -1,7 +1,10 @@
-"""Copies between KV tensors and a pool: whole chunks, parts, refusals, accounting, and the pure parts of the CUDA engine."""
+"""Copies between KV tensors and a pool: whole chunks, parts, refusals, accounting, and the pure parts of the CUDA
+engine.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtier.transfer import selftest
 from kvtier.transfer.base import Copy, CopyError, CopyHandle, Direction
 from kvtier.transfer.codec import Codec, build_codec
@@ -124,7 +128,7 @@ def test_no_transfer_crosses_a_seam_and_none_is_lost(begin: int, nbytes: int, se
     parts = list(spans(begin, nbytes, sorted(seams)))
     assert parts[0][0] == begin
     assert parts[-1][1] == begin + nbytes
-    assert all(left[1] == right[0] for left, right in zip(parts, parts[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(parts))
     assert all(not any(low < seam < high for seam in seams) for low, high in parts)
 
 
@@ -133,7 +137,7 @@ def test_ranges_to_register_cover_the_pool_once(nbytes: int) -> None:
     ranges = cut(nbytes)
     assert ranges[0][0] == 0
     assert ranges[-1][1] == nbytes
-    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(ranges))
     assert all(begin % 4096 == 0 and 0 < end - begin <= 1 << 30 for begin, end in ranges)
 
 

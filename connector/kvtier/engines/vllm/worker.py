@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, WorkerReport
+from kvtier.engines.vllm.naming import engine_name
 from kvtier.engines.vllm.worker_pool import PoolKeeper
 from kvtier.engines.vllm.worker_setup import (
     backend_texts,
@@ -78,8 +79,8 @@ def tierd_client(
 class WorkerSide:
     """One rank. Every method is called by the engine's thread.
 
-    ``engine``: name of the EngineCore this rank belongs to; the scheduler side must use the same (default: vLLM's
-    ``engine_id``). ``chunk_tokens``: the effective chunk (default: derived from the topology and the groups).
+    ``engine``: name of the EngineCore this rank belongs to; the scheduler side must use the same (default:
+    ``naming.engine_name``). ``chunk_tokens``: the effective chunk (default: derived from the topology and the groups).
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._topology = topology
-        self._engine_name = engine or _engine_id(vllm_config)
+        self._engine_name = engine or engine_name(vllm_config)
         self._chunk_tokens = chunk_tokens
         self._make_client = client
         self._make_engine = copy_engine
@@ -277,7 +278,8 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Drains the copies and leaves tierd in order, within ``SHUTDOWN_SECONDS``. Without a proven end of the copies
-        no ``Bye`` is sent: tierd then waits until this process is gone."""
+        no ``Bye`` is sent: tierd then waits until this process is gone.
+        """
         thread, client = self._thread, self._client
         self._thread, self._client = None, None
         if thread is None:
@@ -287,8 +289,3 @@ class WorkerSide:
         drained = thread.close(SHUTDOWN_SECONDS * 0.75)
         if client is not None and drained:
             client.close(max(0.1, SHUTDOWN_SECONDS - (time.monotonic() - begun)))
-
-
-def _engine_id(vllm_config: VllmConfig) -> str:
-    transfer = vllm_config.kv_transfer_config
-    return str(transfer.engine_id) if transfer is not None and transfer.engine_id else "engine"

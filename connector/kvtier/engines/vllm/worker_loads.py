@@ -115,7 +115,7 @@ class Loads:
             self._active[job.load] = load
 
     def announced(self, slots: Slots) -> None:
-        """tierd says where a load's keys lie."""
+        """Tierd says where a load's keys lie."""
         load = self._active.get(slots.load)
         if load is not None and load.slots is None:
             load.slots = slots
@@ -147,7 +147,7 @@ class Loads:
             load.stopped = load.stopped or reason
 
     def forget(self) -> None:
-        """tierd is another one: announcements and memories of the old one mean nothing. Call it when no load is
+        """Tierd is another one: announcements and memories of the old one mean nothing. Call it when no load is
         active.
         """
         self._stash.clear()

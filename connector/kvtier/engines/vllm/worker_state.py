@@ -66,7 +66,7 @@ class Outbox:
             self._unsent.clear()
 
     def clear(self) -> None:
-        """tierd is gone, and what it should have heard with it."""
+        """Tierd is gone, and what it should have heard with it."""
         self._unsent.clear()
 
 
@@ -156,7 +156,7 @@ class Reports:
         with self._lock:
             ends, self._ends = self._ends, []
             stores, self._stores = self._stores, []
-        taken = Snapshot(stores_done={reservation: 1 for reservation in stores})
+        taken = Snapshot(stores_done=dict.fromkeys(stores, 1))
         for end in ends:
             taken.loads.append(end.result)
             if end.owed:

@@ -136,7 +136,7 @@ class Stores:
                 happened = True
                 continue
             more = self._engine.copy_bytes(copy)
-            if not self._engine.has_room(Direction.TO_HOST, total + more):
+            if not self._engine.has_room(Direction.TO_HOST, total + more, alone=not copies):
                 break
             if copies and pending.fence is not fence:
                 break

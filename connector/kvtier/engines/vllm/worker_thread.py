@@ -23,7 +23,7 @@ from kvtier.engines.vllm.worker_pool import PoolKeeper, PoolReady
 from kvtier.engines.vllm.worker_state import Clock, Counters, Outbox, Reports, WorkerClient
 from kvtier.engines.vllm.worker_stores import Stores
 from kvtier.tierd.wire import Drain, Drained, Message, Refused, Slots, Welcome
-from kvtier.transfer.base import CopyEngine, CopyError
+from kvtier.transfer.base import CopyEngine
 
 logger = logging.getLogger(__name__)
 
@@ -284,8 +284,8 @@ class TransferThread:
         """
         try:
             self._engine.synchronise()
-        except CopyError as error:
+        except Exception as error:  # whatever it is, the reports below must go out
             self._counters.add("copy_errors")
-            logger.error("KVTier: %s", error)
+            logger.exception("KVTier: the device could not be synchronised (%s)", error)
         self._loads.abandon("off")
         self._stores.drop_all()
