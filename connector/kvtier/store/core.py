@@ -20,7 +20,7 @@ from kvtier.store.eviction import Lru
 from kvtier.store.loads import Loads
 from kvtier.store.lower import LowerTier, LowerTiers, TierState
 from kvtier.store.memory import Entry, MemoryTable
-from kvtier.store.presence import PresenceIndex
+from kvtier.store.presence import MEMORY_BIT, PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.reads import Reads
 from kvtier.store.sealing import Sealer
@@ -249,8 +249,13 @@ class TierStore:
         self._supply.left(token)
 
     def presence(self, namespace: str) -> Iterable[tuple[bytes, int]]:
-        """All keys of an open namespace with their bits. Take the events before: they tell what led here."""
-        return self._index.snapshot(namespace)
+        """All keys of an open namespace with their bits; what is announced as leaving RAM is not there any more.
+
+        Take the events before: they tell what led here.
+        """
+        leaving = self._supply.leaving_keys(namespace)
+        held = self._index.snapshot(namespace)
+        return [(key, bits & ~MEMORY_BIT if key in leaving else bits) for key, bits in held] if leaving else held
 
     def bits(self, namespace: str, key: bytes) -> int:
         """Which tiers hold the key."""

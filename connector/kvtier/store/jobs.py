@@ -19,14 +19,14 @@ class Job:
     """A submitted call. ``started_at`` and ``finished_at`` are written by the thread that makes it, and only read
     elsewhere."""
 
-    __slots__ = ("_clock", "_finished", "_right_to_begin", "_work", "finished_at", "started_at", "submitted_at")
+    __slots__ = ("_clock", "_finished", "_right_to_begin", "finished_at", "started_at", "submitted_at", "work")
 
     def __init__(self, clock: Clock, work: Callable[[], object], finished: Finished) -> None:
         self.submitted_at = clock()
         self.started_at: float | None = None
         self.finished_at: float | None = None
         self._clock = clock
-        self._work = work
+        self.work = work
         self._finished = finished
         # list.pop is atomic: of the thread that wants to begin and the owner that wants to revoke, exactly one gets the
         # item.
@@ -61,7 +61,7 @@ class Job:
         if self.started_at is None and not self.begin():
             return _SKIPPED
         try:
-            return self._work()
+            return self.work()
         finally:
             self.finished_at = self._clock()
 

@@ -152,9 +152,12 @@ class LowerTiers:
         lower.last_error = f"{reason}: {error}"
         if reason in ("corrupt", "vanished"):
             lower.negative.add(namespace, key, now)
+        self._note_failure(lower, error)
+
+    def _note_failure(self, lower: LowerTier, error: BaseException) -> None:
         if isinstance(error, TierMissError | TierNoSpaceError):
             return
-        if lower.breaker.failure(reason, now):
+        if lower.breaker.failure(reason_of(error), self._shared.clock()):
             self._opened(lower)
 
     def note_late(self, lower: LowerTier) -> None:
@@ -230,10 +233,9 @@ class LowerTiers:
     def _maintained(self, lower: LowerTier, _result: object, error: BaseException | None) -> None:
         shared = self._shared
         if error is not None:
-            lower.last_error = f"{reason_of(error)}: {error}"
+            lower.last_error = f"maintenance: {reason_of(error)}: {error}"
             shared.count("tier_maintain_failed", lower.name, reason_of(error))
-            if lower.breaker.failure(reason_of(error), shared.clock()):
-                self._opened(lower)
+            self._note_failure(lower, error)
         shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
 
     def state(self, lower: LowerTier) -> TierState:

@@ -145,9 +145,10 @@ class Supply:
             return False
         share = self._pool.pool_bytes // len(used)
         below = kind.bytes + kind.slot_bytes <= share
+        has_none = not kind.segments
 
         def may_take(other: SlotClass) -> bool:
-            return other.slot_bytes not in used or (below and other.bytes > share)
+            return has_none or other.slot_bytes not in used or (below and other.bytes > share)
 
         def may_move(slot: Slot) -> bool:
             return slot.entry is not None and slot.entry.pins == 0
@@ -183,6 +184,11 @@ class Supply:
                 self._shared.emit(KeysLeaving(namespace, token, tuple(entry.key for entry in entries)))
             else:
                 self._remove(token, entries)
+
+    def leaving_keys(self, namespace: str) -> set[bytes]:
+        """Keys of a namespace that are announced as leaving."""
+        announced = ((token, entry) for token, (entries, _) in self._leaving.items() for entry in entries)
+        return {entry.key for token, entry in announced if entry.leaving == token and entry.namespace == namespace}
 
     def left(self, token: int) -> None:
         """Every scheduler of the namespace knows that these keys are leaving."""

@@ -1,0 +1,690 @@
+"""TierStore against a model, under any interleaving of calls, I/O and time.
+
+The model is an adversary that keeps to the contract: engines write garbage into every slot that is theirs until they
+are proven gone, hung reads write garbage into their slots until they return, workers of vanished engines go on reading.
+What the store then announces must hold exactly the bytes of its key.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_world import (
+    CHECKSUMS,
+    PAGE,
+    DictTier,
+    World,
+    block_hash,
+    live,
+    shard_content,
+)
+
+from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
+from kvtier.store.contract import (
+    CreditsGranted,
+    EngineInfo,
+    KeysLeaving,
+    LoadReady,
+    Outcome,
+    PresenceChanged,
+    PromotionEnded,
+    StoreEvent,
+)
+from kvtier.store.jobs import Job
+from kvtier.store.slots import SlotState
+from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
+from kvtier.topology.models import LiveTier, Selection, StorePolicy
+
+CHUNKS = 12
+SLOTS = 24
+
+
+@dataclass(frozen=True, repr=False)
+class Kind:
+    """A geometry of engine; engines of one kind share a namespace."""
+
+    namespace: str
+    shards: tuple[tuple[int, ...], ...]
+    writers: tuple[int, ...]
+    persistent: bool
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"KINDS[{KINDS.index(self)}]")
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(map(aligned, group)) for group in self.shards)
+
+
+KINDS = (
+    Kind("a" * 32, ((64, 64),), (0, 1), True),
+    Kind("b" * 32, ((100,), (9000,)), (0,), True),
+    Kind("c" * 32, ((64, 64),), (0, 1), False),
+)
+NAMES = ("e0", "e1", "e2")
+FAILURES = {
+    "ok": None,
+    "unavailable": TierUnavailableError,
+    "corrupt": TierCorruptError,
+    "vanished": TierMissError,
+    "full": TierNoSpaceError,
+}
+
+
+class CheckingTier(DictTier):
+    """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums over them."""
+
+    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+        offset = 0
+        for rank, (size, checksum) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
+            data = payload[offset : offset + size]
+            if bytes(data) != shard_content(ref.namespace, ref.key, rank, size) or CHECKSUMS.digest(data) != checksum:
+                raise AssertionError("a lower tier was given bytes that are not the key's, or not sealed")
+            offset += aligned(size)
+        super().write(ref, payload, meta)
+
+
+@dataclass(repr=False)
+class ModelEngine:
+    """An engine as it sees itself. ``holds``: slots that it may write; ``reading``: loads that its ranks may read."""
+
+    info: EngineInfo
+    kind: Kind
+    credits: list[list[int]]
+    open: dict[int, tuple[int, int, bytes, set[int]]] = field(default_factory=dict)
+    loads: dict[int, tuple[list[bytes], tuple[int, ...], set[int]]] = field(default_factory=dict)
+    promotions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    gone_at: float | None = None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.info.engine)
+
+    def writable(self) -> list[tuple[int, int]]:
+        """(offset, size) of every slot the engine may write at this moment."""
+        found = [(slot, self.info.slot_bytes[g]) for g, slots in enumerate(self.credits) for slot in slots]
+        ranks = len(self.kind.writers)
+        return found + [(slot, self.info.slot_bytes[g]) for g, slot, _, done in self.open.values() if len(done) < ranks]
+
+
+class Driver:
+    """Applies operations given as plain values to one store, so that a sequence can be repeated on a second one."""
+
+    def __init__(self, fenced: bool) -> None:
+        tiers = ("disk", "nfs")
+        values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
+        self.world = World(SLOTS, tiers, values, fenced, read_threads=3, tier_type=CheckingTier)
+        self.log: list[tuple[float, StoreEvent]] = []
+        self.snapshot: dict[bytes, int] = {}
+
+    def apply(self, operation: tuple[Any, ...]) -> list[tuple[float, StoreEvent]]:
+        """Applies one operation and returns its events with their times."""
+        name, *arguments = operation
+        before = len(self.world.events)
+        getattr(self, name)(*arguments)
+        self.world.pump()
+        events = list(zip(self.world.stamps[before:], self.world.events[before:], strict=True))
+        self.log += events
+        return events
+
+    def call(self, method: str, *arguments: Any) -> None:
+        getattr(self.world.store, method)(*arguments)
+
+    def open_engine(self, info: EngineInfo) -> None:
+        self.world.store.open_engine(info)
+        self.snapshot = dict(self.world.store.presence(info.namespace))
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.world.pool[offset : offset + len(data)] = data
+
+    def run_io(self, number: int) -> None:
+        pending = self.world.io.pending
+        if pending:
+            call = pending[number % len(pending)]
+            self.world.io.run(call)
+            error = call.error
+            if isinstance(error, AssertionError):
+                raise error
+
+    def run_lane(self, lane: str) -> None:
+        for call in self.world.calls(lane):
+            self.world.io.run(call)
+            if isinstance(call.error, AssertionError):
+                raise call.error
+
+    def hang(self, number: int) -> None:
+        waiting = [call for call in self.world.io.pending if not call.started]
+        if waiting:
+            self.world.io.hold(waiting[number % len(waiting)])
+
+    def scribble(self, number: int) -> None:
+        """A read that has begun and not returned writes garbage into its slot."""
+        memories = self.hung_reads()
+        if memories:
+            memory = memories[number % len(memories)]
+            memory[:] = bytes([number % 251]) * len(memory)
+
+    def hung_reads(self) -> list[memoryview]:
+        """The memory of reads that have begun."""
+        found = []
+        for call in self.world.io.pending:
+            if call.started and call.lane.startswith("read:") and isinstance(call.call, Job):
+                work = call.call.work
+                if isinstance(work, partial) and call.call.started_at is not None:
+                    found.append(work.args[1])
+        return found
+
+    def tier_mode(self, tier: int, mode: str) -> None:
+        failure = FAILURES[mode]
+        self.world.tiers[tier].fail = None if failure is None else partial(failure, mode)
+
+    def tier_put(self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
+        self.world.tiers[tier].put(namespace, key, shards)
+
+    def tier_flip(self, tier: int, number: int) -> None:
+        """One byte of one stored object flips."""
+        objects = self.world.tiers[tier].objects
+        if objects:
+            ref = list(objects)[number % len(objects)]
+            data, meta = objects[ref]
+            position = number % meta.shard_bytes[0]
+            flipped = bytes([data[position] ^ 1])
+            objects[ref] = (data[:position] + flipped + data[position + 1 :], meta)
+
+    def tier_drop(self, tier: int, number: int) -> None:
+        objects = list(self.world.tiers[tier].objects)
+        if objects:
+            ref = objects[number % len(objects)]
+            self.world.tiers[tier].drop(ref.namespace, ref.key)
+
+    def configure(self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int) -> None:
+        tiers = {
+            name: LiveTier(
+                capacity_bytes=1 << 30, load_weight=weight, store_policy=policy, max_pending_store_bytes=pending
+            )
+            for name, weight in zip(("disk", "nfs"), weights, strict=True)
+        }
+        self.world.store.configure(live(selection, 3, **tiers))
+
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver: Driver
+        self.operations: list[tuple[Any, ...]] = []
+        self.engines: dict[str, ModelEngine] = {}
+        self.ghosts: list[ModelEngine] = []
+        self.replicas: dict[str, dict[bytes, int]] = {}
+        self.tokens: list[int] = []
+        self.deadlines: dict[tuple[str, int], float] = {}
+        self.ended: set[tuple[str, int]] = set()
+        self.numbers = 0
+        self.fenced = self.began_fenced = False
+
+    # Machinery.
+
+    def do(self, *operation: Any) -> None:
+        self.operations.append(operation)
+        for at, event in self.driver.apply(operation):
+            self.see(at, event)
+
+    @property
+    def now(self) -> float:
+        return self.driver.world.clock.now
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def in_use(self) -> list[tuple[int, int, str]]:
+        """Ranges that somebody may write at this moment, whatever the store thinks."""
+        found = [
+            (o, n, f"{e.info.engine} writes") for e in [*self.engines.values(), *self.ghosts] for o, n in e.writable()
+        ]
+        base = memoryview(self.driver.world.pool)
+        for memory in self.driver.hung_reads():
+            found.append((_offset(base, memory), len(memory), "hung read"))
+        return found
+
+    def see(self, at: float, event: StoreEvent) -> None:
+        if isinstance(event, CreditsGranted):
+            assert not self.fenced, "granted while fenced"
+            engine = self.engines[event.engine]
+            size = engine.info.slot_bytes[event.group]
+            for slot in event.slots:
+                self.assert_unused(slot, size, "granted")
+                assert not self.being_read(slot, size), "granted while a worker may read it"
+                engine.credits[event.group].append(slot)
+        elif isinstance(event, PresenceChanged):
+            replica = self.replicas[event.namespace]
+            bits = replica.get(event.key, 0)
+            replica[event.key] = bits | event.bits if event.present else bits & ~event.bits
+        elif isinstance(event, KeysLeaving):
+            assert not self.fenced, "evicted while fenced"
+            for key in event.keys:
+                self.replicas[event.namespace][key] &= ~1
+            self.tokens.append(event.token)
+        elif isinstance(event, PromotionEnded):
+            name = (event.engine, event.promotion)
+            assert name not in self.ended, "a promotion ended twice"
+            self.ended.add(name)
+            assert at <= self.deadlines.pop(name) + 0.1, "a promotion ended too late"
+            engine = self.engines.get(event.engine)
+            if engine is not None:
+                keys = engine.promotions[event.promotion]
+                assert (event.outcome is Outcome.WHOLE) == (event.usable == len(keys) > 0)
+                assert (event.outcome in (Outcome.FAILED, Outcome.CANCELLED)) == (event.usable == 0)
+                assert len(event.tiers) == event.usable
+        elif isinstance(event, LoadReady):
+            engine = self.engines[event.engine]
+            keys, _, ranks = engine.loads[event.load]
+            engine.loads[event.load] = (keys[: len(event.slots)], event.slots, ranks)
+            self.check_load(engine, event.load)
+
+    def check_load(self, engine: ModelEngine, load: int) -> None:
+        """What was announced holds its keys' bytes, and nobody may write there."""
+        keys, slots, _ = engine.loads[load]
+        for key, slot in zip(keys, slots, strict=False):
+            shards = engine.kind.shards[key[0]]
+            size = engine.kind.slot_bytes[key[0]]
+            self.assert_unused(slot, size, "announced")
+            offset = slot
+            for rank, length in enumerate(shards):
+                content = bytes(self.driver.world.pool[offset : offset + length])
+                assert content == shard_content(engine.kind.namespace, key, rank, length), "a load has wrong bytes"
+                offset += aligned(length)
+
+    def assert_unused(self, offset: int, size: int, what: str) -> None:
+        for other, other_size, reason in self.in_use():
+            assert offset + size <= other or other + other_size <= offset, f"{what}, but {reason}"
+
+    def being_read(self, offset: int, size: int) -> bool:
+        for engine in [*self.engines.values(), *self.ghosts]:
+            for keys, slots, _ in engine.loads.values():
+                for key, slot in zip(keys, slots, strict=False):
+                    if offset < slot + engine.kind.slot_bytes[key[0]] and slot < offset + size:
+                        return True
+        return False
+
+    # Rules.
+
+    @initialize(
+        fenced=st.sampled_from((False, False, False, True)),
+        kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=len(NAMES)),
+        held=st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)),
+    )
+    def begin(self, fenced: bool, kinds: list[Kind], held: tuple[int, int]) -> None:
+        """Some engines are there, and the tiers hold a few prefixes of an earlier life."""
+        self.fenced = self.began_fenced = fenced
+        self.driver = Driver(fenced)
+        for tier, chunks in enumerate(held):
+            for kind in KINDS[:2]:
+                for chunk in range(chunks):
+                    for group, shards in enumerate(kind.shards):
+                        key = bytes((group,)) + block_hash(chunk)
+                        self.do("tier_put", tier, kind.namespace, key, shards)
+        for name, kind in zip(NAMES, kinds, strict=False):
+            self.open_engine(name, kind)
+
+    @precondition(lambda self: self.fenced)
+    @rule()
+    def unfence(self) -> None:
+        self.fenced = False
+        self.do("call", "unfence")
+
+    @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS))
+    def open_engine(self, name: str, kind: Kind) -> None:
+        if name in self.engines:
+            return
+        info = EngineInfo(name, kind.namespace, kind.slot_bytes, kind.shards, kind.writers, kind.persistent)
+        self.engines[name] = ModelEngine(info, kind, [[] for _ in kind.shards])
+        self.operations.append(("open_engine", info))
+        events = self.driver.apply(self.operations[-1])
+        # Older replicas of the namespace equal the snapshot: a check for free.
+        assert self.replicas.get(kind.namespace, self.driver.snapshot).items() >= self.driver.snapshot.items()
+        self.replicas[kind.namespace] = self.driver.snapshot
+        for at, event in events:
+            self.see(at, event)
+
+    @rule(name=st.sampled_from(NAMES), proven=st.booleans())
+    def close_engine(self, name: str, proven: bool) -> None:
+        engine = self.engines.pop(name, None)
+        if engine is None:
+            return
+        if not proven:
+            engine.gone_at = self.now
+            self.ghosts.append(engine)
+        self.do("call", "close_engine", name, proven)
+        if not any(other.kind is engine.kind for other in self.engines.values()):
+            del self.replicas[engine.kind.namespace]
+
+    @rule(name=st.sampled_from(NAMES))
+    def proven_gone(self, name: str) -> None:
+        self.ghosts = [ghost for ghost in self.ghosts if ghost.info.engine != name]
+        self.do("call", "engine_proven_gone", name)
+
+    @precondition(lambda self: self.engines)
+    @rule(
+        data=st.data(),
+        chunks=st.lists(st.integers(0, CHUNKS - 1), min_size=1, max_size=4, unique=True),
+        worker_first=st.booleans(),
+    )
+    def reserve(self, data: st.DataObject, chunks: list[int], worker_first: bool) -> None:
+        """Chunks are reserved in granted slots; the worker's word may come before the scheduler's."""
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        group = data.draw(st.integers(0, len(engine.kind.shards) - 1))
+        for chunk in chunks:
+            if not engine.credits[group]:
+                return
+            slot = engine.credits[group].pop(0)
+            number = self.number()
+            engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
+            if worker_first:
+                self.answer_rank(engine, number, engine.kind.writers[0], True)
+            self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+            if len(engine.open[number][3]) == len(engine.kind.writers):
+                del engine.open[number]
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), chunks=st.integers(1, 5))
+    def store_prefix(self, data: st.DataObject, chunks: int) -> None:
+        """A prefix is stored as far as credits go, without anything going wrong."""
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        for chunk in range(chunks):
+            for group in range(len(engine.kind.shards)):
+                if engine.credits[group]:
+                    slot, number = engine.credits[group].pop(0), self.number()
+                    engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
+                    self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+                    for rank in engine.kind.writers:
+                        self.answer_rank(engine, number, rank, True)
+                    del engine.open[number]
+
+    @precondition(lambda self: any(engine.open for engine in self.engines.values()))
+    @rule(data=st.data(), delivered=st.sampled_from((True, True, True, False)))
+    def answer(self, data: st.DataObject, delivered: bool) -> None:
+        engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.open]))
+        number = data.draw(st.sampled_from(list(engine.open)))
+        rank = data.draw(st.sampled_from([r for r in engine.kind.writers if r not in engine.open[number][3]]))
+        self.answer_rank(engine, number, rank, delivered)
+        if len(engine.open[number][3]) == len(engine.kind.writers):
+            del engine.open[number]
+
+    def answer_rank(self, engine: ModelEngine, number: int, rank: int, delivered: bool) -> None:
+        """One rank writes its shard and says so, or says that it will not. By then it is through with the slot."""
+        group, slot, key, answered = engine.open[number]
+        shards = engine.kind.shards[group]
+        if delivered:
+            offset = slot + sum(map(aligned, shards[:rank]))
+            self.do("write", offset, shard_content(engine.kind.namespace, key, rank, shards[rank]))
+        answered.add(rank)
+        self.do("call", "deliver" if delivered else "abort", engine.info.engine, rank, number)
+
+    @rule(number=st.integers(0, 1000))
+    def scribble_own(self, number: int) -> None:
+        """An engine writes garbage into a slot of its own: a credit, or one it is through with on no rank yet."""
+        found = []
+        for engine in [*self.engines.values(), *self.ghosts]:
+            for group, slots in enumerate(engine.credits):
+                found += [(slot, engine.kind.slot_bytes[group]) for slot in slots]
+            for group, slot, _, answered in engine.open.values():
+                if not answered or engine.gone_at is not None:
+                    found.append((slot, engine.kind.slot_bytes[group]))
+        if found:
+            slot, size = found[number % len(found)]
+            self.do("write", slot, hashlib.sha256(b"garbage%d" % number).digest() * (size // 32))
+
+    @rule(number=st.integers(0, 1000))
+    def scribble_read(self, number: int) -> None:
+        self.do("scribble", number)
+
+    @precondition(lambda self: self.engines)
+    @rule(
+        data=st.data(),
+        start=st.sampled_from((0, 0, 0, 5)),
+        length=st.integers(0, 6),
+        budget=st.sampled_from((0.0, 0.05, 0.5, 3.0, 20.0)),
+    )
+    def promote(self, data: st.DataObject, start: int, length: int, budget: float) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        groups = len(engine.kind.shards)
+        keys = [(i % groups, block_hash(start + i // groups)) for i in range(length)]
+        number = self.number()
+        engine.promotions[number] = keys
+        self.deadlines[engine.info.engine, number] = self.now + budget
+        self.do("call", "promote", engine.info.engine, number, keys, budget)
+
+    @precondition(lambda self: any(engine.promotions for engine in self.engines.values()))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.promotions]))
+        number = data.draw(st.sampled_from(list(engine.promotions)))
+        self.do("call", "cancel", engine.info.engine, number)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), start=st.sampled_from((0, 0, 0, 5)), length=st.integers(0, 6))
+    def load(self, data: st.DataObject, start: int, length: int) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        promotion = data.draw(st.sampled_from([0, *engine.promotions])) if engine.promotions else 0
+        groups = len(engine.kind.shards)
+        keys = [(i % groups, block_hash(start + i // groups)) for i in range(length)]
+        if promotion:
+            keys = engine.promotions[promotion]
+        number = self.number()
+        ranks = tuple(range(len(engine.kind.shards[0])))
+        engine.loads[number] = ([bytes((g,)) + h for g, h in keys], (), set(ranks))
+        self.do("call", "load", engine.info.engine, number, promotion, keys, ranks)
+
+    @precondition(lambda self: any(engine.loads for engine in self.engines.values()))
+    @rule(data=st.data())
+    def loaded(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.loads]))
+        number = data.draw(st.sampled_from(list(engine.loads)))
+        self.check_load(engine, number)
+        ranks = engine.loads[number][2]
+        rank = data.draw(st.sampled_from(sorted(ranks)))
+        ranks.remove(rank)
+        if not ranks:
+            del engine.loads[number]
+        self.do("call", "loaded", engine.info.engine, rank, number)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def left(self, data: st.DataObject) -> None:
+        self.do("call", "left", data.draw(st.sampled_from(self.tokens)))
+
+    @rule(number=st.integers(0, 1000))
+    def run_io(self, number: int) -> None:
+        self.do("run_io", number)
+
+    @rule(lane=st.sampled_from(("read:", "write:", "hash", "check:", "maintain:", "")))
+    def run_lane(self, lane: str) -> None:
+        self.do("run_lane", lane)
+
+    @rule(number=st.integers(0, 1000))
+    def hang(self, number: int) -> None:
+        self.do("hang", number)
+
+    @rule(tier=st.integers(0, 1), mode=st.sampled_from(("ok", "ok", "ok", *FAILURES)))
+    def tier_mode(self, tier: int, mode: str) -> None:
+        self.do("tier_mode", tier, mode)
+
+    @rule(
+        tier=st.integers(0, 1),
+        kind=st.sampled_from(KINDS[:2]),
+        chunk=st.integers(0, CHUNKS - 1),
+        group=st.integers(0, 1),
+    )
+    def stored_elsewhere(self, tier: int, kind: Kind, chunk: int, group: int) -> None:
+        group %= len(kind.shards)
+        self.do("tier_put", tier, kind.namespace, bytes((group,)) + block_hash(chunk), kind.shards[group])
+
+    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    def flip(self, tier: int, number: int) -> None:
+        self.do("tier_flip", tier, number)
+
+    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    def tier_evicts(self, tier: int, number: int) -> None:
+        self.do("tier_drop", tier, number)
+
+    @rule(
+        weights=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+        policy=st.sampled_from(StorePolicy),
+        selection=st.sampled_from(Selection),
+        pending=st.sampled_from((0, 3 * PAGE, 1 << 30)),
+    )
+    def configure(self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int) -> None:
+        self.do("configure", weights, policy, selection, pending)
+
+    @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
+    def advance(self, seconds: float) -> None:
+        until = self.now + seconds
+        # Ghosts stop writing in the instant they are certain to be gone; the store may reuse their slots from then on.
+        self.ghosts = [g for g in self.ghosts if g.gone_at is None or until < g.gone_at + 60.0]
+        self.do("advance", seconds)
+
+    @rule(
+        what=st.sampled_from(("deliver", "loaded", "cancel", "left", "reserve", "engine", "load")),
+        name=st.sampled_from(NAMES),
+        slot=st.integers(0, SLOTS - 1),
+    )
+    def violate(self, what: str, name: str, slot: int) -> None:
+        """A client that does not keep to the protocol harms nobody."""
+        number = self.number()
+        if what == "deliver":
+            self.do("call", "deliver", name, 7, number)
+        elif what == "loaded":
+            self.do("call", "loaded", name, 0, number)
+        elif what == "cancel":
+            self.do("call", "cancel", name, number)
+        elif what == "left":
+            self.do("call", "left", number + 1_000_000)
+        elif what == "engine":
+            self.do("call", "deliver", "nobody", 0, number)
+        elif what == "load" and name in self.engines:
+            self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
+        elif what == "reserve" and name in self.engines:
+            if all(slot * PAGE not in credits for credits in self.engines[name].credits):
+                self.do("call", "reserve", name, number, 0, block_hash(0), slot * PAGE)
+
+    # What always holds.
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        world = self.driver.world
+        world.check_accounts()
+        accounts = world.store.accounts()
+        sizes = dict.fromkeys(SlotState, 0)
+        ranges = []
+        for slot in world.store._pool.slots():
+            size = slot.segment.kind.slot_bytes
+            sizes[slot.state] += size
+            ranges.append((slot.offset, size))
+            assert (slot.entry is not None) == (slot.state in (SlotState.COMMITTED, SlotState.LEAVING))
+        for state in (s for s in SlotState if s is not SlotState.FREE):
+            assert sizes[state] == getattr(accounts, state.name.lower()), state
+        ranges.sort()
+        assert all(a + size <= b for (a, size), (b, _) in zip(ranges, ranges[1:], strict=False)), "slots overlap"
+
+    @invariant()
+    def nobody_writes_where_a_worker_may_read(self) -> None:
+        for offset, size, reason in self.in_use():
+            assert not self.being_read(offset, size), reason
+
+    @invariant()
+    def no_promotion_is_overdue(self) -> None:
+        assert all(self.now <= deadline + 0.1 for deadline in self.deadlines.values())
+
+    @invariant()
+    def replicas_know_what_the_store_holds(self) -> None:
+        store = self.driver.world.store
+        if len(store._index.changes):
+            return
+        for namespace, replica in self.replicas.items():
+            held = dict(store.presence(namespace))
+            for key in held.keys() | replica.keys():
+                assert replica.get(key, 0) == held.get(key, 0), (namespace[0], key[:3], replica.get(key), held.get(key))
+                entry = store._table.get(namespace, key)
+                assert bool(held.get(key, 0) & 1) == (entry is not None and not entry.leaving)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.wind_down()
+        again = Driver(self.began_fenced)
+        for operation in self.operations:
+            again.apply(operation)
+        assert again.log == self.driver.log, "the same inputs gave different events"
+
+    def longest_run_without_credits(self) -> int:
+        """Bytes in one piece that no engine was given."""
+        pages = [True] * SLOTS
+        for offset, size, _ in self.in_use():
+            pages[offset // PAGE : (offset + size) // PAGE] = [False] * (size // PAGE)
+        return max(len(run) for run in "".join(".x"[free] for free in pages).split(".")) * PAGE
+
+    def wind_down(self) -> None:
+        """Everything comes to an end, and then nothing is held."""
+        for tier in (0, 1):
+            self.do("tier_mode", tier, "ok")
+        if self.fenced:
+            self.unfence()
+        for engine in list(self.engines.values()):
+            for number in list(engine.loads):
+                self.check_load(engine, number)
+                for rank in sorted(engine.loads[number][2]):
+                    self.do("call", "loaded", engine.info.engine, rank, number)
+                del engine.loads[number]
+            for number, (_, _, _, answered) in list(engine.open.items()):
+                del engine.open[number]
+                for rank in engine.kind.writers:
+                    if rank not in answered:
+                        self.do("call", "abort", engine.info.engine, rank, number)
+        self.ghosts = []
+        for name in NAMES:
+            self.do("call", "engine_proven_gone", name)
+        for _ in range(60):
+            self.do("run_lane", "")
+            self.do("advance", 5.0)
+        world = self.driver.world
+        assert not self.deadlines, "a promotion never ended"
+        assert world.store.pending_stores() == 0
+        assert world.store.pinned_bytes == 0
+        accounts = world.store.accounts()
+        assert accounts.reading == accounts.reserved == accounts.quarantined == accounts.leaving == 0
+        for engine in self.engines.values():
+            for group, credits in enumerate(engine.credits):
+                if not credits and not world.store._engines.open[engine.info.engine].kinds[group].segments:
+                    room = self.longest_run_without_credits()
+                    assert room < engine.info.slot_bytes[group], f"{engine.info.engine} starves in an idle store"
+        for name in list(self.engines):
+            self.close_engine(name, True)
+        accounts = world.store.accounts()
+        assert accounts.granted == 0
+        assert accounts.free + accounts.committed + accounts.leaving + accounts.unusable == accounts.pool_bytes
+
+
+def _offset(base: memoryview, part: memoryview) -> int:
+    """Where ``part`` begins in ``base``."""
+
+    def address(view: memoryview) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+    return address(part) - address(base)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
