@@ -1,8 +1,8 @@
 """Finding a real Kubernetes API server for tests, or starting one.
 
-In this order: the cluster of ``KVTIER_TEST_KUBECONFIG``; a throw-away kind cluster where Docker runs; a control plane from
-the binaries in ``KUBEBUILDER_ASSETS``; one from binaries that lie beside the checkout; one built from source where Go is
-installed. A cluster that nobody named is never touched: ``KUBECONFIG`` and ``~/.kube/config`` are not looked at.
+In this order: the cluster of ``KVTIER_TEST_KUBECONFIG``; a throw-away kind cluster where Docker runs; a control plane
+from the binaries in ``KUBEBUILDER_ASSETS``; one from binaries that lie beside the checkout; one built from source where
+Go is installed. A cluster that nobody named is never touched: ``KUBECONFIG`` and ``~/.kube/config`` are not looked at.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class NoClusterError(Exception):
 
 @contextlib.contextmanager
 def cluster(home: Path) -> Iterator[Cluster]:
-    """A cluster for as long as the block runs; ``home`` is an empty directory for its files. Raises ``NoClusterError``."""
+    """A cluster for as long as the block runs; ``home`` is an empty directory for its files. Raises
+    ``NoClusterError``.
+    """
     tried: list[str] = []
     named = _named(tried)
     if named is not None:
@@ -73,7 +75,9 @@ def _named(tried: list[str]) -> Cluster | None:
         tried.append(f"{KUBECONFIG_VARIABLE} is not set")
         return None
     if not context:
-        raise NoClusterError(f"{KUBECONFIG_VARIABLE} is set, but {CONTEXT_VARIABLE} does not say which context tests may use")
+        raise NoClusterError(
+            f"{KUBECONFIG_VARIABLE} is set, but {CONTEXT_VARIABLE} does not say which context tests may use"
+        )
     return Cluster(Path(path), context, own=False, origin=KUBECONFIG_VARIABLE)
 
 
@@ -158,8 +162,12 @@ def _build(go: Path) -> Path:
 def _control_plane(home: Path, assets: Path, origin: str) -> Iterator[Cluster]:
     command = [sys.executable, str(STARTER), str(home), "--assets", str(assets), "--wait-seconds", str(START_SECONDS)]
     for part, binary in (("controllers", "kube-controller-manager"), ("scheduler", "kube-scheduler")):
-        command += ["--without", part] if os.environ.get("KVTIER_TEST_FULL") != "1" or not (assets / binary).exists() else []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        command += (
+            ["--without", part] if os.environ.get("KVTIER_TEST_FULL") != "1" or not (assets / binary).exists() else []
+        )
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         _await_ready(process)
         yield Cluster(home / "kubeconfig", "test", own=True, origin=origin)

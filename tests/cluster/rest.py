@@ -1,4 +1,6 @@
-"""The API server over plain HTTP: JSON in, status and JSON out. No client library stands between a test and an answer."""
+"""The API server over plain HTTP: JSON in, status and JSON out. No client library stands between a test and an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ class Api:
                 self._context.load_cert_chain(pair.name)
 
     def request(
-        self, method: str, path: str, body: Any = None, accept: str = "application/json", content_type: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        accept: str = "application/json",
+        content_type: str = "application/json",
     ) -> tuple[int, Any]:
         """Status and decoded answer, refusals included."""
         headers = {"Accept": accept, "Content-Type": content_type}

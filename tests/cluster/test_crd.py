@@ -14,7 +14,8 @@ from kvtier_operator.api import crd
 from kvtier_operator.api.documents import load_policy, parse
 from kvtier_operator.render import documents, volumes
 from kvtier_operator.render.topology import content_hash, live, pod_placement, structural
-from kvtier_operator.testing.policies import REFUSED, RefusedCase, changed, complete_policy
+from kvtier_operator.testing.policies import changed, complete_policy
+from kvtier_operator.testing.refused import REFUSED, RefusedCase
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -48,20 +49,20 @@ def _create(api: Any, path: str, policy: dict[str, Any]) -> tuple[int, Any]:
     return api.request("POST", f"{path}?dryRun=All&fieldValidation=Strict", policy)
 
 
-def test_the_complete_policy_is_accepted(api: Any, policies: str):
+def test_the_complete_policy_is_accepted(api: Any, policies: str) -> None:
     status, body = _create(api, policies, complete_policy())
     assert status == 201, body
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_accepted(api: Any, policies: str, path: Path):
+def test_examples_are_accepted(api: Any, policies: str, path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         status, body = _create(api, policies, document)
         assert status == 201, body
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_is_refused_by_the_api_server_with_the_message(api: Any, policies: str, case: RefusedCase):
+def test_is_refused_by_the_api_server_with_the_message(api: Any, policies: str, case: RefusedCase) -> None:
     status, body = _create(api, policies, changed(complete_policy(), case.changes))
     assert status == 422, body
     message = body["message"]
@@ -76,7 +77,10 @@ def stored(api: Any, policies: str) -> Any:
     names: list[str] = []
 
     def store(policy: dict[str, Any]) -> dict[str, Any]:
-        policy = changed(policy, {"metadata.namespace": api.namespace, "metadata.name": f"p{len(names)}-{policy['metadata']['name']}"})
+        policy = changed(
+            policy,
+            {"metadata.namespace": api.namespace, "metadata.name": f"p{len(names)}-{policy['metadata']['name']}"},
+        )
         names.append(policy["metadata"]["name"])
         status, body = api.request("POST", policies, policy)
         assert status == 201, body
@@ -102,16 +106,18 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_what_the_server_fills_in_means_what_was_written(stored: Any):
+def test_what_the_server_fills_in_means_what_was_written(stored: Any) -> None:
     for written in (SMALL, complete_policy()):
         back = load_policy(json.dumps(stored(written)))
-        original = load_policy(json.dumps(changed(written, {"metadata.namespace": back.namespace, "metadata.name": back.metadata.name})))
+        original = load_policy(
+            json.dumps(changed(written, {"metadata.namespace": back.namespace, "metadata.name": back.metadata.name}))
+        )
         assert content_hash(back.spec) == content_hash(original.spec)
         assert live(back) == live(original)
         assert structural(back, pod_placement(back)).tiers == structural(original, pod_placement(original)).tiers
 
 
-def test_live_defaults_show_and_structural_ones_do_not(stored: Any):
+def test_live_defaults_show_and_structural_ones_do_not(stored: Any) -> None:
     spec = stored(SMALL)["spec"]
     assert (spec["minLoadTokens"], spec["selection"], spec["rollout"]) == (512, "Cost", {"strategy": "OnPodRestart"})
     assert spec["tiers"][1]["fileSystem"]["lowWatermarkPercent"] == 75
@@ -120,18 +126,20 @@ def test_live_defaults_show_and_structural_ones_do_not(stored: Any):
     assert "readThreads" not in spec["tiers"][1]["fileSystem"]
 
 
-def test_a_null_is_the_same_as_not_written(stored: Any):
-    spec = stored(changed(SMALL, {"spec.engine": None, "spec.minLoadTokens": None, "spec.tiers.0.lmcache": None}))["spec"]
+def test_a_null_is_the_same_as_not_written(stored: Any) -> None:
+    spec = stored(changed(SMALL, {"spec.engine": None, "spec.minLoadTokens": None, "spec.tiers.0.lmcache": None}))[
+        "spec"
+    ]
     assert (spec["minLoadTokens"], "engine" in spec, "lmcache" in spec["tiers"][0]) == (512, False, False)
 
 
-def test_an_unknown_field_is_refused_by_strict_clients(api: Any, policies: str):
+def test_an_unknown_field_is_refused_by_strict_clients(api: Any, policies: str) -> None:
     status, body = _create(api, policies, changed(SMALL, {"spec.minLoadToken": 1}))
     assert status == 400
     assert 'unknown field "spec.minLoadToken"' in body["message"]
 
 
-def test_a_change_that_spoils_a_policy_is_refused(api: Any, policies: str, stored: Any):
+def test_a_change_that_spoils_a_policy_is_refused(api: Any, policies: str, stored: Any) -> None:
     name = stored(SMALL)["metadata"]["name"]
     patch = {"spec": {"breaker": {"failureThreshold": 0}}}
     status, body = api.request("PATCH", f"{policies}/{name}", patch, content_type="application/merge-patch+json")
@@ -139,7 +147,7 @@ def test_a_change_that_spoils_a_policy_is_refused(api: Any, policies: str, store
     assert "spec.breaker.failureThreshold: Invalid value: 0" in body["message"]
 
 
-def test_tiers_are_merged_by_name(api: Any, policies: str, stored: Any):
+def test_tiers_are_merged_by_name(api: Any, policies: str, stored: Any) -> None:
     name = stored(SMALL)["metadata"]["name"]
     weight = {
         "apiVersion": "kvtier.io/v1alpha1",
@@ -188,7 +196,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_status_is_a_subresource_and_shows_in_the_columns(api: Any, policies: str, stored: Any):
+def test_status_is_a_subresource_and_shows_in_the_columns(api: Any, policies: str, stored: Any) -> None:
     policy = stored({**SMALL, "status": STATUS})
     assert "status" not in policy
     name = policy["metadata"]["name"]
@@ -216,13 +224,13 @@ def test_status_is_a_subresource_and_shows_in_the_columns(api: Any, policies: st
     assert cells[6:] == ["ram, disk", "3f9c1a2b", 12]
 
 
-def test_short_name_and_category_are_served(api: Any, policies: str):
+def test_short_name_and_category_are_served(api: Any, policies: str) -> None:
     _, resources = api.request("GET", f"/apis/{crd.GROUP}/{crd.VERSION}")
     resource = next(entry for entry in resources["resources"] if entry["name"] == crd.PLURAL)
     assert (resource["shortNames"], resource["categories"], resource["namespaced"]) == (["kvtp"], ["kvtier"], True)
 
 
-def test_rendered_objects_are_accepted(api: Any, policies: str):
+def test_rendered_objects_are_accepted(api: Any, policies: str) -> None:
     policy = load_policy(json.dumps(changed(complete_policy(), {"metadata.namespace": api.namespace})))
     for document in documents.kubernetes(policy):
         resource = {"ConfigMap": "configmaps", "PersistentVolumeClaim": "persistentvolumeclaims"}.get(document["kind"])
@@ -232,7 +240,7 @@ def test_rendered_objects_are_accepted(api: Any, policies: str):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_rendered_pod_volumes_are_accepted(api: Any, policies: str, path: Path):
+def test_rendered_pod_volumes_are_accepted(api: Any, policies: str, path: Path) -> None:
     for checked in parse(path.read_bytes()):
         policy = checked.policy
         assert policy is not None

@@ -24,7 +24,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-PolicyFile = Annotated[str, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")]
+PolicyFile = Annotated[
+    str, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -63,7 +65,9 @@ def validate(
 @app.command()
 def render(
     file: PolicyFile,
-    policy: Annotated[str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")
+    ] = None,
     topology: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write structural.json and live.json there, for engines on this machine."),
@@ -73,10 +77,13 @@ def render(
     ] = False,
     engine_env: Annotated[
         bool,
-        typer.Option("--engine-env", help="Print the environment that attaches an engine whose command stays as it is."),
+        typer.Option(
+            "--engine-env", help="Print the environment that attaches an engine whose command stays as it is."
+        ),
     ] = False,
     payload: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH."),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -91,22 +98,25 @@ def render(
     ] = None,
     run_directory: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm."),
+        typer.Option(
+            metavar="DIR", help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm."
+        ),
     ] = None,
     http: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="With --topology: where tierd serves metrics; port 0 takes a free one."),
     ] = None,
     daemon: Annotated[
-        Daemon | None, typer.Option(help="With --topology: who starts tierd. Default: Engine, the first engine process.")
+        Daemon | None,
+        typer.Option(help="With --topology: who starts tierd. Default: Engine, the first engine process."),
     ] = None,
     generation: Annotated[int, typer.Option(min=0, help="Number of the live values.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Print what a policy means, with no cluster at hand.
 
-    Alone: all Kubernetes documents, for clusters without the operator. With --topology, --engine-args or --engine-env: what
-    an engine needs; without --topology these two name the directory that pods mount.
+    Alone: all Kubernetes documents, for clusters without the operator. With --topology, --engine-args or --engine-env:
+    what an engine needs; without --topology these two name the directory that pods mount.
     """
     request = rendering.Request(
         file=file,
@@ -134,7 +144,8 @@ def render(
 @app.command()
 def explain(
     field: Annotated[
-        str | None, typer.Argument(metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields.")
+        str | None,
+        typer.Argument(metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -165,5 +176,3 @@ def demo() -> None:
     from kvtier.cli.demo import main as run_demo
 
     raise typer.Exit(run_demo())
-
-

@@ -1,4 +1,6 @@
-"""Printing. What programs read goes out untouched; rich is for people's eyes, and never interprets what a file holds."""
+"""Printing. What programs read goes out untouched; rich is for people's eyes, and never interprets what a file
+holds.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ class Explained:
 
 
 def explain(name: str | None) -> Explained:
-    """Finds a field. Indexes may be written or left out, and `spec.` too. Raises ``ConfigurationError`` with the nearest one."""
+    """Finds a field. Indexes may be written or left out, and `spec.` too. Raises ``ConfigurationError`` with the
+    nearest one.
+    """
     parts = [part for part in re.sub(r"\[[^\]]*\]", "", name or "").split(".") if part]
     if parts and parts[0].lower() in _PREFIXES:
         parts = parts[1:]
@@ -151,7 +153,9 @@ def show(explained: Explained) -> None:
         table = Table.grid(padding=(0, 2))
         for child in explained.children:
             table.add_row(
-                Text(f"    {child.alias}{'*' if child.required else ''}"), Text(child.shape.type_name), Text(child.description)
+                Text(f"    {child.alias}{'*' if child.required else ''}"),
+                Text(child.shape.type_name),
+                Text(child.description),
             )
         out.print(table)
 

@@ -1,4 +1,5 @@
-"""The connector as a directory that an engine's PYTHONPATH can name: the package, and the metadata by which vLLM finds its plugin.
+"""The connector as a directory that an engine's PYTHONPATH can name: the package, and the metadata by which vLLM finds
+its plugin.
 
 Nothing is installed and no package manager is asked; what is written depends only on what engines' images hold already.
 """

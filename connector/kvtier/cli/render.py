@@ -83,7 +83,9 @@ def _policies(request: Request) -> list[KVTierPolicy]:
         return policies
     chosen = [policy for policy in policies if policy.metadata.name == request.policy]
     if not chosen:
-        raise ConfigurationError("--policy", request.policy, "one of " + ", ".join(policy.metadata.name for policy in policies))
+        raise ConfigurationError(
+            "--policy", request.policy, "one of " + ", ".join(policy.metadata.name for policy in policies)
+        )
     return chosen
 
 
@@ -128,7 +130,10 @@ def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
                 tuple(notes),
             )
     else:
-        directory, document = documents.POD_TOPOLOGY_DIRECTORY, structural(policy, pod_placement(policy), request.generation)
+        directory, document = (
+            documents.POD_TOPOLOGY_DIRECTORY,
+            structural(policy, pod_placement(policy), request.generation),
+        )
     if request.engine_args:
         arguments = engine.arguments(directory)
         return Rendered(shlex.join(arguments), arguments, tuple(notes))
@@ -139,7 +144,9 @@ def _environment(request: Request, document: Structural, directory: str, notes: 
     inherited = _inherited(request.env)
     payload = str(request.payload.absolute()) if request.payload is not None else None
     if request.payload is not None and not (request.payload / "kvtier").is_dir():
-        notes.append(f"{request.payload} holds no connector on this machine; kvtier payload {request.payload} writes it")
+        notes.append(
+            f"{request.payload} holds no connector on this machine; kvtier payload {request.payload} writes it"
+        )
     variables = engine.environment(document, directory, payload, inherited)
     notes += engine.conflicts(document, inherited)
     for name, value in variables.items():

@@ -45,7 +45,9 @@ def place(
     paths, notes = local_tier_paths(policy, overrides, str(target / TIERS_DIRECTORY))
     security = policy.spec.security
     placement = Placement(
-        run_directory=str(Path(run_directory).absolute()) if run_directory else local_run_directory(policy, os.getuid()),
+        run_directory=str(Path(run_directory).absolute())
+        if run_directory
+        else local_run_directory(policy, os.getuid()),
         tier_paths=paths,
         http=http or HttpEndpoint(),
         daemon=daemon,

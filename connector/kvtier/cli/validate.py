@@ -90,4 +90,6 @@ def show(report: Report) -> None:
             line.append(f": {refusal.value} is not accepted", style="red")
             error_console().print(line.append(f"; accepted is {refusal.accepted}"))
     for name in duplicates(report):
-        error_console().print(Text(f"{report.file}: {name} is there more than once; applied in order, the last one stays", style="yellow"))
+        error_console().print(
+            Text(f"{report.file}: {name} is there more than once; applied in order, the last one stays", style="yellow")
+        )

@@ -1,11 +1,11 @@
 """Reading the topology directory.
 
-``structural.json`` is read once and has to be right as a whole. ``live.json`` is followed: each value is taken or refused
-by itself, so that one bad value (or a value of a newer version) never takes the others with it, and what was refused keeps
-its last good value.
+``structural.json`` is read once and has to be right as a whole. ``live.json`` is followed: each value is taken or
+refused by itself, so that one bad value (or a value of a newer version) never takes the others with it, and what was
+refused keeps its last good value.
 
-The files may lie on anything that can be mounted, so reading has a deadline and a size limit, and only regular files are
-read. All functions may be called from any thread.
+The files may lie on anything that can be mounted, so reading has a deadline and a size limit, and only regular files
+are read. All functions may be called from any thread.
 """
 
 from __future__ import annotations
@@ -114,25 +114,35 @@ def _check_structural(structural: Structural, name: str) -> None:
     if len(set(names)) != len(names):
         raise ConfigurationError(f"{name}: tiers", ", ".join(names), "every tier has a name of its own")
     if [isinstance(tier, MemoryTierDocument) for tier in structural.tiers] != [True] + [False] * (len(names) - 1):
-        raise ConfigurationError(f"{name}: tiers", ", ".join(tier.kind for tier in structural.tiers), "memory first, and only there")
+        raise ConfigurationError(
+            f"{name}: tiers", ", ".join(tier.kind for tier in structural.tiers), "memory first, and only there"
+        )
     for field, path in (("runDirectory", structural.run_directory), *_paths(structural)):
         if not path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
             raise ConfigurationError(f"{name}: {field}", path, "an absolute path without ..")
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for tier_name in names:
         if tier_name not in structural.live.tiers:
-            raise ConfigurationError(f"{name}: live.tiers", ", ".join(structural.live.tiers), f"values for {tier_name}, too")
+            raise ConfigurationError(
+                f"{name}: live.tiers", ", ".join(structural.live.tiers), f"values for {tier_name}, too"
+            )
     for tier_name, tier in structural.live.tiers.items():
         if tier_name in files and tier.capacity_bytes is None:
-            raise ConfigurationError(f"{name}: live.tiers.{tier_name}.capacityBytes", None, "a file tier's capacity is mandatory")
+            raise ConfigurationError(
+                f"{name}: live.tiers.{tier_name}.capacityBytes", None, "a file tier's capacity is mandatory"
+            )
         if tier.low_watermark_percent >= tier.high_watermark_percent:
             raise ConfigurationError(
-                f"{name}: live.tiers.{tier_name}.lowWatermarkPercent", tier.low_watermark_percent, "below highWatermarkPercent"
+                f"{name}: live.tiers.{tier_name}.lowWatermarkPercent",
+                tier.low_watermark_percent,
+                "below highWatermarkPercent",
             )
 
 
 def _paths(structural: Structural) -> list[tuple[str, str]]:
-    return [(f"tiers.{tier.name}.path", tier.path) for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)]
+    return [
+        (f"tiers.{tier.name}.path", tier.path) for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)
+    ]
 
 
 def load_live(
@@ -154,8 +164,8 @@ def load_live(
 def merge_live(content: bytes, previous: Live, structural: Structural) -> tuple[Live, list[LiveRefusal]]:
     """``content`` over ``previous``, value by value.
 
-    Tiers that ``structural`` lacks are ignored (the policy may have one more already); tiers and fields that are not named
-    keep their values.
+    Tiers that ``structural`` lacks are ignored (the policy may have one more already); tiers and fields that are not
+    named keep their values.
     """
     try:
         document = parse_json(content)
@@ -182,7 +192,11 @@ def _merge_tiers(merge: _Merge, given: Any, previous: Live, structural: Structur
             continue
         fields = given[name]
         if name in memory and isinstance(fields, dict) and fields.get("capacityBytes") is not None:
-            merge.refuse(f"tiers.{name}.capacityBytes", fields["capacityBytes"], "nothing: a memory tier's capacity is structural")
+            merge.refuse(
+                f"tiers.{name}.capacityBytes",
+                fields["capacityBytes"],
+                "nothing: a memory tier's capacity is structural",
+            )
             fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
         if name in files and isinstance(fields, dict) and fields.get("capacityBytes", 1) is None:
             merge.refuse(f"tiers.{name}.capacityBytes", None, "a number of bytes: a file tier's capacity is mandatory")
@@ -219,7 +233,9 @@ class _Merge:
             return previous
         return previous.model_copy(update=self.fields(model, previous, given, f"{prefix}."))
 
-    def fields(self, model: type[BaseModel], previous: BaseModel, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def fields(
+        self, model: type[BaseModel], previous: BaseModel, given: Mapping[str, Any], prefix: str
+    ) -> dict[str, Any]:
         attributes = {info.alias or name: name for name, info in model.model_fields.items()}
         base = previous.model_dump(mode="json", by_alias=True)
         values: dict[str, Any] = {}

@@ -18,7 +18,9 @@ def document_text(document: BaseModel) -> str:
 
 
 def write(directory: Path | str, topology: Topology) -> None:
-    """Writes both files, making the directory if needed. A reader sees the old or the new file, never a half. Raises ``OSError``."""
+    """Writes both files, making the directory if needed. A reader sees the old or the new file, never a half. Raises
+    ``OSError``.
+    """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     write_live(target, topology.live)

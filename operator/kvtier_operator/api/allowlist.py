@@ -40,7 +40,9 @@ class AllowedVolume(Model):
     namespaces: Annotated[list[str], Field(min_length=1, description="Names of namespaces; * is every namespace.")]
     host_path: Annotated[AbsolutePath | None, Field(description="A directory of nodes, and all below it.")] = None
     nfs: Annotated[AllowedExport | None, Field(description="Exports of a server.")] = None
-    mount_options: Annotated[list[str], Field(description="Options that policies may set beside harmless ones.")] = []
+    mount_options: Annotated[
+        list[str], Field(default_factory=list, description="Options that policies may set beside harmless ones.")
+    ]
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(name="one-kind", check=_one_kind),)
 
@@ -67,7 +69,11 @@ def refusals(policy: KVTierPolicy, allowed: Sequence[AllowedVolume]) -> list[Ref
         if volume.host_path is not None:
             prefixes = [entry.host_path for entry in entries if entry.host_path is not None]
             if not any(is_below(volume.host_path.path, prefix) for prefix in prefixes):
-                found.append(Refusal(f"{field}.hostPath.path", shown(volume.host_path.path), _allowed(prefixes, policy.namespace)))
+                found.append(
+                    Refusal(
+                        f"{field}.hostPath.path", shown(volume.host_path.path), _allowed(prefixes, policy.namespace)
+                    )
+                )
         if volume.nfs is not None:
             found.extend(_export(volume.nfs, entries, f"{field}.nfs", policy.namespace))
     return found

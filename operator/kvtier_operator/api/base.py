@@ -58,9 +58,9 @@ class Violation:
 class Rule:
     """A rule over several fields, stated twice: in Python for files and the webhook, in CEL for the API server.
 
-    ``check`` yields what is wrong. ``cel`` is true for what is accepted; ``message`` (static) or ``expression`` (CEL) is
-    what the API server answers, pointing at ``field_path`` below the model. A rule that the schema itself enforces (a
-    duplicate key of a list map, say) has no ``cel``.
+    ``check`` yields what is wrong. ``cel`` is true for what is accepted; ``message`` (static) or ``expression`` (CEL)
+    is what the API server answers, pointing at ``field_path`` below the model. A rule that the schema itself enforces
+    (a duplicate key of a list map, say) has no ``cel``.
     """
 
     name: str

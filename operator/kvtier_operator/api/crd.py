@@ -1,8 +1,8 @@
 """The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd`` writes ``crds/``.
 
-Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields have not: the hash by
-which pods are found outdated covers what was *written*, and a default that the API server filled in could not be told
-from that; the day it changed, every pod would be outdated. The operator applies them when it reads.
+Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields have not: the hash
+by which pods are found outdated covers what was *written*, and a default that the API server filled in could not be
+told from that; the day it changed, every pod would be outdated. The operator applies them when it reads.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and ``maxProperties``, so
 every text, list and map has one.
@@ -150,7 +150,11 @@ def _schema(shape: Shape) -> dict[str, Any]:
         case "list":
             schema = _list(shape)
         case "map":
-            schema = {"type": "object", "additionalProperties": _schema(_known(shape.item)), "maxProperties": shape.max_length}
+            schema = {
+                "type": "object",
+                "additionalProperties": _schema(_known(shape.item)),
+                "maxProperties": shape.max_length,
+            }
             if shape.key is not None and shape.key.pattern is not None:
                 schema["x-kubernetes-validations"] = [_key_rule(shape.key)]
         case "quantity":
@@ -162,7 +166,11 @@ def _schema(shape: Shape) -> dict[str, Any]:
             }
         case "integer":
             schema = {"type": "integer", "format": "int64"}
-            for key, bound in (("minimum", shape.minimum), ("maximum", shape.maximum), ("multipleOf", shape.multiple_of)):
+            for key, bound in (
+                ("minimum", shape.minimum),
+                ("maximum", shape.maximum),
+                ("multipleOf", shape.multiple_of),
+            ):
                 if bound is not None:
                     schema[key] = bound
         case "string":
@@ -228,7 +236,8 @@ def _key_rule(key: Shape) -> dict[str, Any]:
     return _validation(
         f"self.all(key, key.size() <= {key.max_length} && key.matches({_quoted(key.pattern or '')}))",
         f"a key is not accepted; accepted is {key.accepted}",
-        f"self.filter(key, !key.matches({_quoted(key.pattern or '')}))[0] + ' is not accepted; accepted is {key.accepted}'",
+        f"self.filter(key, !key.matches({_quoted(key.pattern or '')}))[0] + ' is not accepted; accepted is "
+        f"{key.accepted}'",
         None,
     )
 
@@ -258,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     directory = Path(given[0] if given else "crds")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE_NAME).write_text(text())
-    print(directory / FILE_NAME)
+    sys.stdout.write(f"{directory / FILE_NAME}\n")
     return 0
 
 

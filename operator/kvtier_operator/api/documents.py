@@ -1,4 +1,5 @@
-"""Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl get -o yaml` prints them.
+"""Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl get -o yaml` prints
+them.
 
 Read as `kubectl` reads: YAML 1.1, but text that looks like a date stays text. Refused beyond that: duplicate keys, keys
 that are no text, anchors that expand a small file into a large one, and documents of other kinds.
@@ -48,7 +49,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self._depth >= MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", self.peek_event().start_mark)
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, problem, self.get_mark())
         self._depth += 1
         try:
             return super().compose_node(parent, index)
@@ -58,7 +60,9 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, value in node.value:
             if key.tag == _MERGE and isinstance(value, yaml.SequenceNode) and len(value.value) > MAX_MERGED:
-                raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_MERGED} merged mappings", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"more than {MAX_MERGED} merged mappings", key.start_mark
+                )
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED * 64:
             raise yaml.constructor.ConstructorError(None, None, "merges that expand", node.start_mark)
@@ -80,7 +84,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", key_node.start_mark)
         written.add(key)
     loader.flatten_mapping(node)
-    mapping.update(loader.construct_mapping(node))
+    mapping.update((str(key), value) for key, value in loader.construct_mapping(node).items())
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
@@ -148,7 +152,7 @@ def _raw_documents(text: str) -> list[Any]:
             return [json.loads(text, object_pairs_hook=_unique)]
         except json.JSONDecodeError:
             pass
-    return list(yaml.load_all(text, Loader=_Loader))  # noqa: S506  (a SafeLoader)
+    return list(yaml.load_all(text, Loader=_Loader))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

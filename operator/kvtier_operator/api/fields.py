@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -26,8 +26,9 @@ KEY = "<key>"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A value's type and bounds. ``kind``: "object" (``model``), "list" (``item``), "map" (``key``, ``item``), "quantity",
-    "integer", "string", "any". ``enum`` restricts a string."""
+    """A value's type and bounds. ``kind``: "object" (``model``), "list" (``item``), "map" (``key``, ``item``),
+    "quantity", "integer", "string", "any". ``enum`` restricts a string.
+    """
 
     kind: str
     model: type[BaseModel] | None = None
@@ -187,7 +188,7 @@ def _replace(shape: Shape, **changes: Any) -> Shape:
     return Shape(**{**values, **changes})
 
 
-@lru_cache(maxsize=None)
+@cache
 def fields_of(model: type[BaseModel]) -> tuple[FieldDocument, ...]:
     """The fields of a model, in order."""
     return tuple(_document(attribute, info) for attribute, info in model.model_fields.items())
@@ -222,7 +223,9 @@ def step(shape: Shape, part: str | int) -> tuple[Shape | None, FieldDocument | N
 
 
 def walk(root: type[BaseModel], path: Path) -> tuple[Shape | None, FieldDocument | None]:
-    """Follows a path from a model: the shape at its end and the last field on it. (None, ...) where it leads nowhere."""
+    """Follows a path from a model: the shape at its end and the last field on it. (None, ...) where it leads
+    nowhere.
+    """
     shape: Shape | None = Shape(kind="object", model=root)
     document: FieldDocument | None = None
     for part in path:

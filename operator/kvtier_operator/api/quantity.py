@@ -1,8 +1,8 @@
 """Kubernetes quantities: `64Gi`, `500M`, `1.5Ti`, `2e9`, `4096`.
 
-The grammar is that of `k8s.io/apimachinery/pkg/api/resource`: a signed decimal number and either a binary suffix (Ki, Mi,
-Gi, Ti, Pi, Ei), a decimal one (n, u, m, none, k, M, G, T, P, E) or an exponent (e or E and an integer). `1E` is an exa,
-`1E3` a thousand.
+The grammar is that of `k8s.io/apimachinery/pkg/api/resource`: a signed decimal number and either a binary suffix (Ki,
+Mi, Gi, Ti, Pi, Ei), a decimal one (n, u, m, none, k, M, G, T, P, E) or an exponent (e or E and an integer). `1E` is an
+exa, `1E3` a thousand.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ MAX_VALUE = (1 << 63) - 1
 """Kubernetes keeps the value of a size in a signed 64-bit integer."""
 PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 
-_PARTS = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?", re.ASCII)
+_PARTS = re.compile(
+    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?", re.ASCII
+)
 _BINARY = {f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL = {letter: Fraction(1000) ** power for power, letter in enumerate("kMGTPE", start=1)}
 _SMALL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000)}
 _SUFFIXES = {**_BINARY, **_DECIMAL, **_SMALL}
+
+
+class QuantityError(ValueError):
+    """What was written is no quantity, or does not fit 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +43,18 @@ class Quantity:
 
     @classmethod
     def parse(cls, written: int | str) -> Quantity:
-        """Reads what a document says. Raises ``ValueError`` when it is no quantity or does not fit 64 bits."""
+        """Reads what a document says. Raises ``QuantityError``."""
         if isinstance(written, bool) or not isinstance(written, int | str):
-            raise ValueError("not an integer or a string")
+            raise QuantityError("not an integer or a string")
         text = str(written)
         match = _PARTS.fullmatch(text) if len(text) <= MAX_TEXT else None
         if match is None:
-            raise ValueError("not a quantity")
+            raise QuantityError("not a quantity")
         number, suffix, exponent = match.groups()
         scale = Fraction(10) ** int(exponent) if exponent else _SUFFIXES.get(suffix, Fraction(1))
         value = Fraction(number) * scale
         if abs(value) > MAX_VALUE:
-            raise ValueError("does not fit 64 bits")
+            raise QuantityError("does not fit 64 bits")
         return cls(text=text, value=value)
 
     @property
@@ -66,7 +72,7 @@ class Quantity:
                 return given
             try:
                 return cls.parse(given)
-            except ValueError as error:
+            except QuantityError as error:
                 raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
 
         return core_schema.no_info_plain_validator_function(

@@ -27,7 +27,8 @@ def text() -> str:
         "",
         f"`apiVersion: {API_VERSION}`, `kind: {KIND}`, namespaced. Short name `{SHORT_NAME}`, category `{CATEGORY}`.",
         "",
-        "**Live** fields change under a running engine. **Structural** fields need a new pod. Sizes are Kubernetes quantities",
+        "**Live** fields change under a running engine. **Structural** fields need a new pod. Sizes are "
+        "Kubernetes quantities",
         "(`64Gi`, `500M`, `1.5Ti`, a number of bytes).",
         "",
         "`kvtier explain FIELD` shows the same for one field, `kvtier validate FILE...` checks files.",
@@ -57,7 +58,14 @@ def _objects(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[Base
 
 def _section(path: str, model: type[BaseModel]) -> list[str]:
     about = " ".join((model.__doc__ or "").split())
-    lines = [f"## {path}", "", about, "", "| field | type | default | change | meaning | accepted |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"## {path}",
+        "",
+        about,
+        "",
+        "| field | type | default | change | meaning | accepted |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [_row(document) for document in fields_of(model)]
     rules = [rule.message for rule in model.rules if rule.message] if issubclass(model, Model) else []
     if rules:
@@ -102,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     file = Path(given[0]) if given else FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text())
-    print(file)
+    sys.stdout.write(f"{file}\n")
     return 0
 
 

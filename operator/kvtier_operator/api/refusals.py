@@ -96,7 +96,9 @@ def _accepted(root: type[BaseModel], path: Path) -> str:
 def _unknown(root: type[BaseModel], path: Path) -> Refusal:
     shape, _ = walk(root, path[:-1])
     name = str(path[-1])
-    known = [document.alias for document in fields_of(shape.model)] if shape is not None and shape.model is not None else []
+    known = (
+        [document.alias for document in fields_of(shape.model)] if shape is not None and shape.model is not None else []
+    )
     meant = nearest(name, known)
     hint = f"{meant} (the nearest known field)" if meant else ", ".join(known) or "no field"
     return Refusal(dotted(path), "unknown field", hint)

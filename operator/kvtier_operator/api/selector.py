@@ -14,10 +14,14 @@ LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 
 LabelKey = Annotated[
-    str, Field(min_length=1, max_length=317, pattern=LABEL_KEY), Accepts("a label key: [prefix/]name, name of at most 63 characters")
+    str,
+    Field(min_length=1, max_length=317, pattern=LABEL_KEY),
+    Accepts("a label key: [prefix/]name, name of at most 63 characters"),
 ]
 LabelValue = Annotated[
-    str, Field(max_length=63, pattern=LABEL_VALUE), Accepts("a label value: at most 63 letters, digits, -, _ and ., as text")
+    str,
+    Field(max_length=63, pattern=LABEL_VALUE),
+    Accepts("a label value: at most 63 letters, digits, -, _ and ., as text"),
 ]
 
 
@@ -55,7 +59,8 @@ class LabelRequirement(Model):
             check=_values_where_needed,
             cel="(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
             message="In and NotIn take at least one value, Exists and DoesNotExist none",
-            expression="'operator ' + self.operator + ' is not accepted with these values; In and NotIn take at least one "
+            expression="'operator ' + self.operator + ' is not accepted with these values; In and NotIn take at "
+            "least one "
             "value, Exists and DoesNotExist none'",
             field_path=".operator",
         ),

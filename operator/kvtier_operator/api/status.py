@@ -58,9 +58,12 @@ class TierStatus(Reported):
     used_bytes: Annotated[Count | None, Field(description="Bytes in use.")] = None
     capacity_bytes: Annotated[Count | None, Field(description="Bytes that may be used.")] = None
     hit_tokens_percent: Annotated[
-        Annotated[int, Field(ge=0, le=100)] | None, Field(description="Of prompt tokens, those loaded from here, last five minutes.")
+        Annotated[int, Field(ge=0, le=100)] | None,
+        Field(description="Of prompt tokens, those loaded from here, last five minutes."),
     ] = None
-    claim_name: Annotated[ShortText | None, Field(description="The claim behind the tier, if the operator made one.")] = None
+    claim_name: Annotated[
+        ShortText | None, Field(description="The claim behind the tier, if the operator made one.")
+    ] = None
 
 
 class SuspendedOwner(Reported):
@@ -95,14 +98,17 @@ class Summary(Reported):
     pods: Annotated[str, Field(max_length=32, description="Attached and selected pods, such as 7/8.")] = ""
     tiers: Annotated[str, Field(max_length=1024, description="Names of the tiers, nearest first.")] = ""
     hit_tokens_percent: Annotated[
-        Annotated[int, Field(ge=0, le=100)] | None, Field(description="Of prompt tokens, those loaded from any tier, last five minutes.")
+        Annotated[int, Field(ge=0, le=100)] | None,
+        Field(description="Of prompt tokens, those loaded from any tier, last five minutes."),
     ] = None
 
 
 class PolicyStatus(Reported):
     """What the operator reports."""
 
-    observed_generation: Annotated[Count | None, Field(description="Generation of the policy this status is about.")] = None
+    observed_generation: Annotated[
+        Count | None, Field(description="Generation of the policy this status is about.")
+    ] = None
     structural_hash: Annotated[
         Annotated[str, Field(max_length=64)] | None,
         Field(description="Of the structural fields as written and the schema version."),
@@ -111,7 +117,9 @@ class PolicyStatus(Reported):
     summary: Annotated[Summary | None, Field(description="In few words, for kubectl's columns.")] = None
     pods: Annotated[PodCounts | None, Field(description="Pods of the policy.")] = None
     skipped_pods: Annotated[
-        list[SkippedPod] | None, MapKey("name"), Field(max_length=16, description="Pods left alone; at most 16 are listed.")
+        list[SkippedPod] | None,
+        MapKey("name"),
+        Field(max_length=16, description="Pods left alone; at most 16 are listed."),
     ] = None
     suspended_owners: Annotated[
         list[SuspendedOwner] | None,

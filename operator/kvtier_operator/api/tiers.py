@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -70,15 +70,20 @@ class MemoryTier(Model):
     capacity: Annotated[
         PositiveQuantity,
         STRUCTURAL,
-        Field(description="What the tier gets, for the whole pod and not per rank; volume and limits add what is needed beside it."),
+        Field(
+            description="What the tier gets, for the whole pod and not per rank; volume and limits add what is "
+            "needed beside it."
+        ),
     ]
-    eviction_policy: Annotated[
-        EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")
-    ] = EvictionPolicy.LRU
+    eviction_policy: Annotated[EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")] = (
+        EvictionPolicy.LRU
+    )
     persistence: Annotated[
         Persistence,
         STRUCTURAL,
-        Field(description="What outlives an engine restart inside the pod: Pod keeps every sealed object, Process none."),
+        Field(
+            description="What outlives an engine restart inside the pod: Pod keeps every sealed object, Process none."
+        ),
     ] = Persistence.POD
 
 
@@ -91,23 +96,24 @@ def _watermarks(tier: FileSystemTier) -> Iterator[Violation]:
         )
 
 
-def _reaches_the_cluster(tier: FileSystemTier) -> Iterator[Violation]:
-    if tier.sharing is not Sharing.CLUSTER:
-        return
-    volume = tier.volume
-    for source in ("emptyDir", "ephemeral"):
-        if source in volume.sources:
+def _no_volume_of_one_pod(source: str) -> Callable[[FileSystemTier], Iterator[Violation]]:
+    def check(tier: FileSystemTier) -> Iterator[Violation]:
+        if tier.sharing is Sharing.CLUSTER and source in tier.volume.sources:
             yield Violation(
                 ("volume", source), "sharing: Cluster", "a volume that all nodes can mount, or sharing: Pod"
             )
-    if volume.claim_template is not None:
-        for index, mode in enumerate(volume.claim_template.access_modes or ()):
-            if mode in ONE_NODE_MODES:
-                yield Violation(
-                    ("volume", "claimTemplate", "accessModes", index),
-                    mode.value,
-                    "ReadWriteMany, since sharing is Cluster",
-                )
+
+    return check
+
+
+def _claim_for_all_nodes(tier: FileSystemTier) -> Iterator[Violation]:
+    claim = tier.volume.claim_template
+    if tier.sharing is not Sharing.CLUSTER or claim is None:
+        return
+    for index, mode in enumerate(claim.access_modes or ()):
+        if mode in ONE_NODE_MODES:
+            path = ("volume", "claimTemplate", "accessModes", index)
+            yield Violation(path, mode.value, "ReadWriteMany, since sharing is Cluster")
 
 
 def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
@@ -135,12 +141,18 @@ class FileSystemTier(Model):
         Integer, LIVE, Field(ge=2, le=100, description="Eviction starts when this share of capacity is used.")
     ] = 90
     low_watermark_percent: Annotated[
-        Integer, LIVE, Field(ge=1, le=99, description="Eviction ends at this share of capacity; below highWatermarkPercent.")
+        Integer,
+        LIVE,
+        Field(ge=1, le=99, description="Eviction ends at this share of capacity; below highWatermarkPercent."),
     ] = 75
     retention_seconds: Annotated[
         Integer,
         LIVE,
-        Field(ge=0, le=315_360_000, description="Age at which data of namespaces that no engine uses any more are removed."),
+        Field(
+            ge=0,
+            le=315_360_000,
+            description="Age at which data of namespaces that no engine uses any more are removed.",
+        ),
     ] = 604_800
     sharing: Annotated[
         Sharing,
@@ -155,14 +167,13 @@ class FileSystemTier(Model):
     sync: Annotated[
         Sync,
         LIVE,
-        Field(description="Data: fsync before a file is published. None: a power cut may cost files, which verification finds."),
+        Field(
+            description="Data: fsync before a file is published. None: a power cut may cost files, which "
+            "verification finds."
+        ),
     ] = Sync.NONE
-    read_threads: Annotated[
-        Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")
-    ] = 8
-    write_threads: Annotated[
-        Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")
-    ] = 4
+    read_threads: Annotated[Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")] = 8
+    write_threads: Annotated[Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")] = 4
     volume: Annotated[Volume, STRUCTURAL, Field(description="Where the directory is; exactly one source.")]
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -177,21 +188,21 @@ class FileSystemTier(Model):
         ),
         Rule(
             name="cluster-empty-dir",
-            check=_reaches_the_cluster,
+            check=_no_volume_of_one_pod("emptyDir"),
             cel="self.sharing != 'Cluster' || !has(self.volume.emptyDir)",
             message=f"emptyDir is not accepted; {_CLUSTER_WORDS}",
             field_path=".volume",
         ),
         Rule(
             name="cluster-ephemeral",
-            check=lambda tier: (),
+            check=_no_volume_of_one_pod("ephemeral"),
             cel="self.sharing != 'Cluster' || !has(self.volume.ephemeral)",
             message=f"ephemeral is not accepted; {_CLUSTER_WORDS}",
             field_path=".volume",
         ),
         Rule(
             name="cluster-access-modes",
-            check=lambda tier: (),
+            check=_claim_for_all_nodes,
             cel="self.sharing != 'Cluster' || !has(self.volume.claimTemplate) || "
             "!has(self.volume.claimTemplate.accessModes) || "
             "self.volume.claimTemplate.accessModes.all(mode, mode == 'ReadWriteMany')",
@@ -207,7 +218,8 @@ class FileSystemTier(Model):
             "!isQuantity(string(self.volume.emptyDir.sizeLimit)) || !isQuantity(string(self.capacity)) || "
             "quantity(string(self.volume.emptyDir.sizeLimit)).compareTo(quantity(string(self.capacity))) >= 0",
             message="emptyDir.sizeLimit must be at least the capacity: the kubelet evicts a pod that exceeds it",
-            expression="string(self.volume.emptyDir.sizeLimit) + ' is not accepted; accepted is at least the capacity (' + "
+            expression="string(self.volume.emptyDir.sizeLimit) + ' is not accepted; accepted is at least the "
+            "capacity (' + "
             "string(self.capacity) + '): the kubelet evicts a pod that exceeds sizeLimit'",
             field_path=".volume.emptyDir.sizeLimit",
         ),
@@ -253,34 +265,51 @@ class Tier(Model):
     """One place where KV may live besides GPU memory."""
 
     name: Annotated[
-        Name, STRUCTURAL, Field(description="Unique among the tiers; names directories and metrics, so it outlives reordering.")
+        Name,
+        STRUCTURAL,
+        Field(description="Unique among the tiers; names directories and metrics, so it outlives reordering."),
     ]
     load_weight: Annotated[
         Integer,
         LIVE,
-        Field(ge=1, le=10_000, description="How much loads from here are favoured; with selection Cost, 100 takes the tier as measured."),
+        Field(
+            ge=1,
+            le=10_000,
+            description="How much loads from here are favoured; with selection Cost, 100 takes the tier as measured.",
+        ),
     ] = 100
     lookup_timeout_milliseconds: Annotated[
         Integer,
         LIVE,
-        Field(ge=1, le=10_000, description="How long a key may be looked for in a tier that has to be asked. No effect on memory."),
+        Field(
+            ge=1,
+            le=10_000,
+            description="How long a key may be looked for in a tier that has to be asked. No effect on memory.",
+        ),
     ] = 50
     load_timeout_seconds: Annotated[
         Integer,
         LIVE,
-        Field(ge=1, le=600, description="How long a request may wait for this tier, lookup included. No effect on memory."),
+        Field(
+            ge=1, le=600, description="How long a request may wait for this tier, lookup included. No effect on memory."
+        ),
     ] = 5
     store_policy: Annotated[
         StorePolicy,
         LIVE,
-        Field(description="What is stored here: All, Reused (what was seen a second time, to spare flash) or None. No effect on memory."),
+        Field(
+            description="What is stored here: All, Reused (what was seen a second time, to spare flash) or "
+            "None. No effect on memory."
+        ),
     ] = StorePolicy.ALL
     max_pending_store_bytes: Annotated[
         NonNegativeQuantity,
         LIVE,
         Field(description="Bytes that may wait to be stored here; what comes on top is dropped and counted."),
     ] = Quantity.parse("1Gi")
-    memory: Annotated[MemoryTier | None, STRUCTURAL, Field(description="Host memory; the first tier, and only it.")] = None
+    memory: Annotated[MemoryTier | None, STRUCTURAL, Field(description="Host memory; the first tier, and only it.")] = (
+        None
+    )
     file_system: Annotated[FileSystemTier | None, STRUCTURAL, Field(description="A directory.")] = None
     lmcache: Annotated[LMCacheTier | None, STRUCTURAL, Field(description="A storage backend of LMCache.")] = None
 

@@ -72,9 +72,7 @@ class ResourceRequests(Model):
 class ClaimResources(Model):
     """Resources of a claim."""
 
-    requests: Annotated[
-        ResourceRequests | None, STRUCTURAL, Field(description="What the claim asks for.")
-    ] = None
+    requests: Annotated[ResourceRequests | None, STRUCTURAL, Field(description="What the claim asks for.")] = None
 
 
 class ClaimSpec(Model):
@@ -128,9 +126,9 @@ class EmptyDirVolume(Model):
         STRUCTURAL,
         Field(description="The kubelet evicts a pod that exceeds it, so it is at least the tier's capacity."),
     ] = None
-    medium: Annotated[
-        Medium, STRUCTURAL, Field(description="What holds it: the node's disk (empty) or Memory.")
-    ] = Medium.DISK
+    medium: Annotated[Medium, STRUCTURAL, Field(description="What holds it: the node's disk (empty) or Memory.")] = (
+        Medium.DISK
+    )
 
 
 class EphemeralVolume(Model):
@@ -145,6 +143,15 @@ class PersistentVolumeClaimVolume(Model):
     claim_name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the claim.")]
 
 
+DIRECTORY_WORDS = "Directory: the administrator prepares the directory, the kubelet would make it for root alone"
+
+
+def _only_directory(given: str) -> str:
+    if given != "Directory":
+        raise PydanticCustomError("host_path_type", "not Directory")
+    return given
+
+
 class HostPathVolume(Model):
     """A directory of the node, prepared by its administrator and allowed for this namespace."""
 
@@ -154,23 +161,17 @@ class HostPathVolume(Model):
         STRUCTURAL,
         Field(
             max_length=32,
-            description="Directory: the kubelet would make a missing one for root alone (mode 0755), so it has to exist.",
+            description="Directory: the kubelet would make a missing one for root alone (mode 0755), so it has "
+            "to exist.",
         ),
-        AfterValidator(lambda given: _only_directory(given)),
-        Accepts("Directory: the administrator prepares the directory, the kubelet would make it for root alone"),
+        AfterValidator(_only_directory),
+        Accepts(DIRECTORY_WORDS),
         Scalar(
             cel="self == 'Directory'",
-            message="accepted is Directory: the administrator prepares the directory, the kubelet would make it for root alone",
-            expression="self + ' is not accepted; accepted is Directory: the administrator prepares the directory, "
-            "the kubelet would make it for root alone'",
+            message=f"accepted is {DIRECTORY_WORDS}",
+            expression=f"self + ' is not accepted; accepted is {DIRECTORY_WORDS}'",
         ),
     ] = "Directory"
-
-
-def _only_directory(given: str) -> str:
-    if given != "Directory":
-        raise PydanticCustomError("host_path_type", "not Directory")
-    return given
 
 
 class NfsVolume(Model):
@@ -226,16 +227,16 @@ class Volume(Model):
     ] = None
     host_path: Annotated[HostPathVolume | None, STRUCTURAL, Field(description="A directory of the node.")] = None
     nfs: Annotated[
-        NfsVolume | None, STRUCTURAL, Field(description="An NFS export; the operator creates PersistentVolume and claim.")
+        NfsVolume | None,
+        STRUCTURAL,
+        Field(description="An NFS export; the operator creates PersistentVolume and claim."),
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="one-source",
             check=_one_source,
-            cel="["
-            + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES)
-            + "].filter(given, given).size() == 1",
+            cel="[" + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES) + "].filter(given, given).size() == 1",
             message=f"a volume has exactly one of {', '.join(VOLUME_SOURCES)}",
             expression=found_parts("self", "source", VOLUME_SOURCES),
         ),

@@ -16,7 +16,8 @@ POD_TOPOLOGY_DIRECTORY = "/etc/kvtier/topology"
 """In pods: where both documents are mounted."""
 STRUCTURAL_ANNOTATION = "kvtier.io/structural"
 MAX_STRUCTURAL_BYTES = 16 << 10
-"""What an annotation may take of a pod; the same limit holds for the ConfigMap, so that a policy can change its mode."""
+"""What an annotation may take of a pod; the same limit holds for the ConfigMap, so that a policy can change its
+mode."""
 
 
 def live_name(policy: KVTierPolicy) -> str:
@@ -30,7 +31,9 @@ def structural_name(policy: KVTierPolicy) -> str:
 
 
 def kubernetes(policy: KVTierPolicy, generation: int = 0) -> list[dict[str, Any]]:
-    """ConfigMaps, PersistentVolumes and claims, in the order in which they can be applied. Raises ``ConfigurationError``."""
+    """ConfigMaps, PersistentVolumes and claims, in the order in which they can be applied. Raises
+    ``ConfigurationError``.
+    """
     document = structural(policy, pod_placement(policy), generation)
     return [
         *volumes.objects(policy),
@@ -44,7 +47,9 @@ def structural_text(document: Structural) -> str:
     text = document_text(document)
     size = len(text.encode())
     if size > MAX_STRUCTURAL_BYTES:
-        raise ConfigurationError("spec", f"{size} bytes as structural document", f"at most {MAX_STRUCTURAL_BYTES} are accepted")
+        raise ConfigurationError(
+            "spec", f"{size} bytes as structural document", f"at most {MAX_STRUCTURAL_BYTES} are accepted"
+        )
     return text
 
 

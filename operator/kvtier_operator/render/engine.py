@@ -8,7 +8,8 @@ from typing import Any
 
 from kvtier.errors import ConfigurationError
 from kvtier.topology.models import Structural
-from kvtier_operator.api.policy import Connector, EngineType, KVTierPolicy
+from kvtier_operator.api.engine import Connector, EngineType
+from kvtier_operator.api.policy import KVTierPolicy
 
 CONNECTOR_CLASS = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
@@ -17,7 +18,7 @@ PLUGIN_NAME = "kvtier"
 
 
 def transfer_config(topology_directory: str) -> dict[str, Any]:
-    """vLLM's KV transfer configuration. ``recompute``, since its own default ends a request whose load failed."""
+    """The KV transfer configuration of vLLM. ``recompute``: its own default ends a request whose load failed."""
     return {
         "kv_connector": CONNECTOR_CLASS,
         "kv_connector_module_path": CONNECTOR_MODULE,

@@ -38,6 +38,7 @@ POD_RUN_DIRECTORY = "/run/kvtier"
 POD_TIERS_DIRECTORY = "/var/lib/kvtier/tiers"
 """In pods: the volume of a file tier is mounted at the tier's name below this."""
 POD_SECRETS_DIRECTORY = "/etc/kvtier/secrets"
+LOOPBACK = HttpEndpoint()
 POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus ask from other pods)
 
 
@@ -50,7 +51,7 @@ class Placement:
 
     run_directory: str
     tier_paths: Mapping[str, str] = field(default_factory=dict)
-    http: HttpEndpoint = HttpEndpoint()
+    http: HttpEndpoint = LOOPBACK
     daemon: Daemon | None = None
     storage_gid: int | None = None
     secrets_directory: str = POD_SECRETS_DIRECTORY
@@ -61,7 +62,9 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
     return Placement(
         run_directory=POD_RUN_DIRECTORY,
         tier_paths={
-            tier.name: f"{POD_TIERS_DIRECTORY}/{tier.name}" for tier in policy.spec.tiers if tier.file_system is not None
+            tier.name: f"{POD_TIERS_DIRECTORY}/{tier.name}"
+            for tier in policy.spec.tiers
+            if tier.file_system is not None
         },
         http=POD_HTTP,
         storage_gid=policy.spec.security.storage_gid,
@@ -83,7 +86,9 @@ def local_tier_paths(policy: KVTierPolicy, overrides: Mapping[str, str], base: s
     known = {tier.name for tier in policy.spec.tiers if tier.file_system is not None}
     for name in overrides:
         if name not in known:
-            raise ConfigurationError("--tier-path", name, f"a file tier of the policy: {', '.join(sorted(known)) or 'it has none'}")
+            raise ConfigurationError(
+                "--tier-path", name, f"a file tier of the policy: {', '.join(sorted(known)) or 'it has none'}"
+            )
     paths: dict[str, str] = {}
     notes: list[str] = []
     for index, tier in enumerate(policy.spec.tiers):
@@ -102,7 +107,10 @@ def local_tier_paths(policy: KVTierPolicy, overrides: Mapping[str, str], base: s
             )
         else:
             paths[tier.name] = f"{base}/{tier.name}"
-            notes.append(f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR sets another")
+            notes.append(
+                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR "
+                f"sets another"
+            )
     return paths, notes
 
 
@@ -112,7 +120,9 @@ def content_hash(spec: PolicySpec) -> str:
     "As written": a field that was left out is not in it, so a changed default outdates nobody; sizes count by value, so
     64Gi and 65536Mi are the same.
     """
-    canonical = json.dumps([SCHEMA_VERSION, _structural_fields(spec)], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    canonical = json.dumps(
+        [SCHEMA_VERSION, _structural_fields(spec)], sort_keys=True, separators=(",", ":"), ensure_ascii=False
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 

@@ -1,7 +1,8 @@
 """What a file tier's volume needs in the cluster: claims, PersistentVolumes, and the volume of a pod. Pure.
 
 Names end in a hash of the policy's uid and the volume's description, so that a re-created policy, or one with another
-export, never meets an object of its predecessor (a claim of the same name would wait for ever behind a Released volume).
+export, never meets an object of its predecessor (a claim of the same name would wait for ever behind a Released
+volume).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ POLICY_LABEL = "kvtier.io/policy"
 TIER_LABEL = "kvtier.io/tier"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "kvtier"}
 NFS_OPTIONS = {"soft": ("soft", "hard", "softerr"), "timeo=50": ("timeo",), "retrans=2": ("retrans",)}
-"""What an NFS mount gets unless the policy says otherwise, and the options that count as saying so: a dead server has to
-end in an error, not in a wait."""
+"""What an NFS mount gets unless the policy says otherwise, and the options that count as saying so: a dead server has
+to end in an error, not in a wait."""
 NFS_NOMINAL_SIZE = "1Gi"
 """PersistentVolume and claim must name a size, and nothing enforces it for NFS. Not the tier's capacity: that is live,
 and the size of a bound claim is not; and a quota on storage should not be charged for it."""
@@ -113,7 +114,11 @@ def _claim(policy: KVTierPolicy, tier: Tier, spec: dict[str, Any]) -> dict[str, 
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": {"name": claim_name(policy, tier), "namespace": policy.namespace, "labels": labels(policy, tier.name)},
+        "metadata": {
+            "name": claim_name(policy, tier),
+            "namespace": policy.namespace,
+            "labels": labels(policy, tier.name),
+        },
         "spec": spec,
     }
 

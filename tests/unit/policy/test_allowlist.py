@@ -21,7 +21,7 @@ def _refused(entries: list[dict[str, Any]], changes: dict[str, Any] | None = Non
     return [refusal.message for refusal in refusals(policy, [validated(AllowedVolume, entry) for entry in entries])]
 
 
-def test_an_empty_list_allows_nothing():
+def test_an_empty_list_allows_nothing() -> None:
     disk, export = _refused([])
     assert "spec.tiers[1].fileSystem.volume.hostPath.path" in disk
     assert '"/mnt/nvme/kv" is not accepted' in disk
@@ -29,28 +29,35 @@ def test_an_empty_list_allows_nothing():
     assert '"nas.example:/kv" is not accepted' in export
 
 
-def test_what_is_listed_for_the_namespace_is_allowed():
+def test_what_is_listed_for_the_namespace_is_allowed() -> None:
     assert _refused([DISK, EXPORT]) == []
 
 
-def test_an_entry_of_another_namespace_does_not_count():
+def test_an_entry_of_another_namespace_does_not_count() -> None:
     assert len(_refused([{**DISK, "namespaces": ["other"]}, EXPORT])) == 1
 
 
 @pytest.mark.parametrize(
     ("path", "below"),
-    [("/mnt/kv", True), ("/mnt/kv/a", True), ("/mnt/kv/", True), ("/mnt/kvx", False), ("/mnt", False), ("/mnt/kv/../x", False)],
+    [
+        ("/mnt/kv", True),
+        ("/mnt/kv/a", True),
+        ("/mnt/kv/", True),
+        ("/mnt/kvx", False),
+        ("/mnt", False),
+        ("/mnt/kv/../x", False),
+    ],
 )
-def test_paths_are_compared_by_component(path: str, below: bool):
+def test_paths_are_compared_by_component(path: str, below: bool) -> None:
     assert is_below(path, "/mnt/kv") is below
 
 
-def test_the_message_names_what_is_allowed():
+def test_the_message_names_what_is_allowed() -> None:
     (message,) = _refused([{**DISK, "hostPath": "/mnt/other"}, EXPORT])
     assert "/mnt/other and below" in message
 
 
-def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed():
+def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed() -> None:
     option = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "nconnect=8"]}
     (message,) = _refused([DISK, EXPORT], option)
     assert "mountOptions[0]" in message
@@ -59,7 +66,9 @@ def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed():
     assert len(_refused([DISK, {**EXPORT, "mountOptions": ["vers=3"]}], option)) == 1
 
 
-@pytest.mark.parametrize("entry", [{"namespaces": ["a"]}, {**DISK, "nfs": EXPORT["nfs"]}, {**DISK, "hostPath": "../x"}, {"hostPath": "/x"}])
-def test_a_wrong_entry_is_refused(entry: dict[str, Any]):
+@pytest.mark.parametrize(
+    "entry", [{"namespaces": ["a"]}, {**DISK, "nfs": EXPORT["nfs"]}, {**DISK, "hostPath": "../x"}, {"hostPath": "/x"}]
+)
+def test_a_wrong_entry_is_refused(entry: dict[str, Any]) -> None:
     with pytest.raises(RefusedError):
         validated(AllowedVolume, entry)

@@ -18,17 +18,17 @@ from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def test_the_crd_has_not_drifted():
+def test_the_crd_has_not_drifted() -> None:
     committed = (REPOSITORY / "crds" / crd.FILE_NAME).read_text()
     assert committed == crd.text(), "run: python -m kvtier_operator.api.crd"
 
 
-def test_the_reference_has_not_drifted():
+def test_the_reference_has_not_drifted() -> None:
     assert (REPOSITORY / reference.FILE).read_text() == reference.text(), "run: python -m kvtier_operator.api.reference"
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples_are_accepted(path: Path):
+def test_examples_are_accepted(path: Path) -> None:
     for checked in parse(path.read_bytes()):
         assert checked.refusals == ()
 
@@ -49,7 +49,7 @@ def _root() -> dict[str, Any]:
     return schema
 
 
-def test_every_text_list_and_map_of_the_schema_has_a_bound():
+def test_every_text_list_and_map_of_the_schema_has_a_bound() -> None:
     for path, schema in _schemas(_root()):
         if path in ("", ".apiVersion", ".kind", ".metadata"):
             continue
@@ -62,7 +62,7 @@ def test_every_text_list_and_map_of_the_schema_has_a_bound():
             assert isinstance(schema["maxProperties"], int), path
 
 
-def test_live_fields_have_their_default_in_the_schema_and_structural_ones_have_not():
+def test_live_fields_have_their_default_in_the_schema_and_structural_ones_have_not() -> None:
     for path, document in all_fields(PolicySpec):
         schema = _at(f"spec.{path}")
         if document.shape.kind == "object":
@@ -83,7 +83,7 @@ def _at(path: str) -> dict[str, Any]:
     return schema
 
 
-def test_every_field_of_the_spec_is_described_and_marked_live_or_structural():
+def test_every_field_of_the_spec_is_described_and_marked_live_or_structural() -> None:
     for path, document in all_fields(PolicySpec):
         assert document.description.endswith("."), path
         assert document.change is not None, path
@@ -115,12 +115,16 @@ def test_every_field_of_the_spec_is_described_and_marked_live_or_structural():
     ],
     ids=lambda path: ".".join(str(part) for part in path),
 )
-def test_these_and_no_other_fields_are_live(path: tuple[str | int, ...]):
+def test_these_and_no_other_fields_are_live(path: tuple[str | int, ...]) -> None:
     _, document = walk(KVTierPolicy, path)
     assert document is not None
     assert document.change is Change.LIVE
 
 
-def test_the_number_of_live_values_is_known():
-    live = [path for path, document in all_fields(PolicySpec) if document.change is Change.LIVE and document.shape.kind != "object"]
+def test_the_number_of_live_values_is_known() -> None:
+    live = [
+        path
+        for path, document in all_fields(PolicySpec)
+        if document.change is Change.LIVE and document.shape.kind != "object"
+    ]
     assert len(live) == 19

@@ -52,19 +52,22 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 class TestValidate:
-    def test_accepts(self, kvtier: Any, policy: Path):
+    def test_accepts(self, kvtier: Any, policy: Path) -> None:
         outcome = kvtier("validate", policy)
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out == f"{policy}: default/chat-70b accepted\n"
 
-    def test_refuses_with_status_two_and_the_message_on_standard_error(self, kvtier: Any, tmp_path: Path):
+    def test_refuses_with_status_two_and_the_message_on_standard_error(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
         outcome = kvtier("validate", bad)
         assert (outcome.status, outcome.out) == (2, "")
-        assert outcome.err == f"{bad}: spec.chunkTokens: 7 is not accepted; accepted is a multiple of 16 from 16 to 65536\n"
+        assert (
+            outcome.err
+            == f"{bad}: spec.chunkTokens: 7 is not accepted; accepted is a multiple of 16 from 16 to 65536\n"
+        )
 
-    def test_checks_several_files_and_goes_on_after_a_refusal(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_checks_several_files_and_goes_on_after_a_refusal(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         (tmp_path / "empty.yaml").write_text("")
         outcome = kvtier("validate", tmp_path / "none.yaml", tmp_path / "empty.yaml", policy)
         assert outcome.status == 2
@@ -72,9 +75,11 @@ class TestValidate:
         assert "an empty file" in outcome.err
         assert "default/chat-70b accepted" in outcome.out
 
-    def test_answers_programs_in_json(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_answers_programs_in_json(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
-        bad.write_text(policy.read_text() + "---\n" + yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
+        bad.write_text(
+            policy.read_text() + "---\n" + yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7}))
+        )
         outcome = kvtier("validate", "--json", policy, bad)
         assert outcome.status == 2
         assert outcome.json["accepted"] is False
@@ -90,24 +95,24 @@ class TestValidate:
             }
         ]
 
-    def test_says_when_a_policy_is_there_twice(self, kvtier: Any, policy: Path):
+    def test_says_when_a_policy_is_there_twice(self, kvtier: Any, policy: Path) -> None:
         policy.write_text(policy.read_text() + "---\n" + policy.read_text())
         outcome = kvtier("validate", policy)
         assert outcome.status == 0
         assert "default/chat-70b is there more than once" in outcome.err
 
-    def test_reads_standard_input(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_reads_standard_input(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(policy.read_bytes())))
         assert kvtier("validate", "-").out == "standard input: default/chat-70b accepted\n"
 
-    def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path):
+    def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.selection": "[red]x[/red]"})))
         assert '"[red]x[/red]" is not accepted' in kvtier("validate", bad).err
 
 
 class TestRender:
-    def test_prints_all_kubernetes_documents(self, kvtier: Any, policy: Path):
+    def test_prints_all_kubernetes_documents(self, kvtier: Any, policy: Path) -> None:
         outcome = kvtier("render", "-f", policy)
         assert outcome.status == 0
         rendered = list(yaml.safe_load_all(outcome.out))
@@ -115,7 +120,7 @@ class TestRender:
         assert kvtier("render", "-f", policy, "--json").json["items"] == rendered
         assert json.loads(rendered[0]["data"]["live.json"])["minLoadTokens"] == 512
 
-    def test_writes_a_topology(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_writes_a_topology(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         target = tmp_path / "topology"
         outcome = kvtier(
             "render", "-f", policy, "--topology", target, "--tier-path", f"nvme={tmp_path}/kv", "--run-directory",
@@ -127,20 +132,22 @@ class TestRender:
         assert (document.run_directory, document.http.host, document.http.port) == (f"{tmp_path}/run", "::1", 0)
         assert (document.daemon, document.live.generation) == ("Sidecar", 3)
 
-    def test_prints_what_it_wrote_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_prints_what_it_wrote_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         answer = kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--json").json
         assert answer["directory"] == str(tmp_path / "t")
         assert answer["structural"] == json.loads((tmp_path / "t" / "structural.json").read_text())
         assert answer["live"] == json.loads((tmp_path / "t" / "live.json").read_text())
 
-    def test_prints_arguments_for_a_shell_and_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_prints_arguments_for_a_shell_and_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         words = shlex.split(kvtier("render", "-f", policy, "--engine-args").out)
         assert json.loads(words[1])["kv_connector_extra_config"] == {"topology": "/etc/kvtier/topology"}
         answer = kvtier("render", "-f", policy, "--engine-args", "--topology", tmp_path / "t", "--json").json
         assert json.loads(answer[1])["kv_connector_extra_config"] == {"topology": str(tmp_path / "t")}
         assert (tmp_path / "t" / "structural.json").exists()
 
-    def test_prints_the_environment(self, kvtier: Any, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_prints_the_environment(
+        self, kvtier: Any, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         outcome = kvtier(
             "render", "-f", policy, "--topology", tmp_path / "t", "--engine-env", "--payload", tmp_path / "p",
@@ -155,12 +162,14 @@ class TestRender:
         assert "holds no connector" in outcome.err
         assert "PYTHONHASHSEED is 3" in outcome.err
 
-    def test_a_variable_that_is_not_set_counts_as_not_there(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_variable_that_is_not_set_counts_as_not_there(
+        self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
         outcome = kvtier("render", "-f", policy, "--engine-env", "--env", "VLLM_PLUGINS", "--json")
         assert outcome.json == {"KVTIER_TOPOLOGY": "/etc/kvtier/topology", "PYTHONHASHSEED": "0"}
 
-    def test_renders_the_same_every_time(self, kvtier: Any, policy: Path):
+    def test_renders_the_same_every_time(self, kvtier: Any, policy: Path) -> None:
         assert kvtier("render", "-f", policy).out == kvtier("render", "-f", policy).out
 
     @pytest.mark.parametrize(
@@ -182,14 +191,16 @@ class TestRender:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,
     )
-    def test_refuses_options_that_make_no_sense(self, kvtier: Any, policy: Path, tmp_path: Path, options: list[str], part: str):
+    def test_refuses_options_that_make_no_sense(
+        self, kvtier: Any, policy: Path, tmp_path: Path, options: list[str], part: str
+    ) -> None:
         words = [str(tmp_path / "T") if word == "T" else word for word in options]
         outcome = kvtier("render", "-f", policy, *words)
         assert (outcome.status, outcome.out) == (2, "")
         assert part in outcome.err
         assert not (tmp_path / "T").exists()
 
-    def test_takes_one_policy_of_several_by_name(self, kvtier: Any, policy: Path, tmp_path: Path):
+    def test_takes_one_policy_of_several_by_name(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         other = changed(yaml.safe_load(policy.read_text()), {"metadata.name": "other"})
         policy.write_text(policy.read_text() + "---\n" + yaml.safe_dump(other))
         assert len(kvtier("render", "-f", policy, "--json").json["items"]) == 4
@@ -198,14 +209,14 @@ class TestRender:
         assert "chat-70b, other" in outcome.err
         assert kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--policy", "other").status == 0
 
-    def test_refuses_a_refused_policy_with_all_messages(self, kvtier: Any, policy: Path):
+    def test_refuses_a_refused_policy_with_all_messages(self, kvtier: Any, policy: Path) -> None:
         policy.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7, "spec.zzz": 1})))
         outcome = kvtier("render", "-f", policy)
         assert (outcome.status, outcome.out) == (2, "")
         assert "spec.chunkTokens: 7" in outcome.err
         assert "spec.zzz" in outcome.err
 
-    def test_a_file_that_is_not_there_is_an_error(self, kvtier: Any, tmp_path: Path):
+    def test_a_file_that_is_not_there_is_an_error(self, kvtier: Any, tmp_path: Path) -> None:
         outcome = kvtier("render", "-f", tmp_path / "none.yaml")
         assert outcome.status == 1
         assert "none.yaml" in outcome.err
@@ -222,13 +233,13 @@ class TestExplain:
             "kvtp.spec.tiers.fileSystem.capacity",
         ],
     )
-    def test_finds_a_field_however_its_path_is_written(self, kvtier: Any, name: str):
+    def test_finds_a_field_however_its_path_is_written(self, kvtier: Any, name: str) -> None:
         outcome = kvtier("explain", name)
         assert outcome.status == 0
         for part in ("spec.tiers.fileSystem.capacity", "quantity", "required", "live: changes under a running engine"):
             assert part in outcome.out
 
-    def test_answers_programs_in_json(self, kvtier: Any):
+    def test_answers_programs_in_json(self, kvtier: Any) -> None:
         answer = kvtier("explain", "spec.chunkTokens", "--json").json
         assert answer == {
             "path": "spec.chunkTokens",
@@ -243,12 +254,12 @@ class TestExplain:
             "fields": [],
         }
 
-    def test_an_object_lists_its_fields_and_rules(self, kvtier: Any):
+    def test_an_object_lists_its_fields_and_rules(self, kvtier: Any) -> None:
         answer = kvtier("explain", "spec.tiers.fileSystem", "--json").json
         assert "spec.tiers.fileSystem.readThreads" in [field["path"] for field in answer["fields"]]
         assert "lowWatermarkPercent must be below highWatermarkPercent" in answer["rules"]
 
-    def test_without_a_field_it_shows_the_tree(self, kvtier: Any):
+    def test_without_a_field_it_shows_the_tree(self, kvtier: Any) -> None:
         assert "claimTemplate object S" in kvtier("explain").out
         paths = [field["path"] for field in kvtier("explain", "--json").json["fields"]]
         assert "spec.tiers[].fileSystem.volume.nfs.server" in paths
@@ -264,19 +275,19 @@ class TestExplain:
             ("spec.breaker.zzz", "failureThreshold, periodSeconds"),
         ],
     )
-    def test_an_unknown_field_is_refused_with_the_nearest(self, kvtier: Any, name: str, part: str):
+    def test_an_unknown_field_is_refused_with_the_nearest(self, kvtier: Any, name: str, part: str) -> None:
         outcome = kvtier("explain", name)
         assert (outcome.status, outcome.out) == (2, "")
         assert part in outcome.err
 
-    def test_every_field_can_be_explained(self, kvtier: Any):
+    def test_every_field_can_be_explained(self, kvtier: Any) -> None:
         for field in kvtier("explain", "--json").json["fields"]:
             if "<key>" not in field["path"]:
                 assert kvtier("explain", field["path"]).status == 0, field["path"]
 
 
 class TestPayload:
-    def test_writes_what_an_interpreter_finds_as_a_plugin(self, kvtier: Any, tmp_path: Path):
+    def test_writes_what_an_interpreter_finds_as_a_plugin(self, kvtier: Any, tmp_path: Path) -> None:
         assert kvtier("payload", tmp_path / "p").out == f"{tmp_path / 'p'}\n"
         program = (
             "import importlib.metadata as m, kvtier; "
@@ -295,7 +306,7 @@ class TestPayload:
             "['kvtier.engines.vllm.plugin:register']",
         ]
 
-    def test_replaces_an_older_one_and_leaves_other_files(self, kvtier: Any, tmp_path: Path):
+    def test_replaces_an_older_one_and_leaves_other_files(self, kvtier: Any, tmp_path: Path) -> None:
         (tmp_path / "kvtier-0.0.1.dist-info").mkdir()
         (tmp_path / "kvtier").mkdir()
         (tmp_path / "kvtier" / "gone.py").write_text("")
@@ -308,23 +319,25 @@ class TestPayload:
         assert not (tmp_path / "kvtier" / "gone.py").exists()
         assert not list(tmp_path.rglob("__pycache__"))
 
-    def test_can_be_read_by_other_users(self, kvtier: Any, tmp_path: Path):
+    def test_can_be_read_by_other_users(self, kvtier: Any, tmp_path: Path) -> None:
         kvtier("payload", tmp_path / "p")
         for path in [tmp_path / "p", *(tmp_path / "p").rglob("*")]:
             assert path.stat().st_mode & 0o044 == 0o044, path
 
 
 class TestWithoutPackages:
-    def test_the_command_says_what_to_install(self, tmp_path: Path):
+    def test_the_command_says_what_to_install(self, tmp_path: Path) -> None:
         for missing in ("typer", "rich"):
             blocked = tmp_path / missing
             blocked.mkdir()
-            (blocked / f"{missing}.py").write_text(f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')")
+            (blocked / f"{missing}.py").write_text(
+                f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')"
+            )
             outcome = _run(["-m", "kvtier.cli.main", "validate", "x"], [blocked])
             assert (outcome.returncode, outcome.stdout) == (1, "")
             assert "install kvtier[cli]" in outcome.stderr
 
-    def test_what_the_demo_uses_needs_pydantic_and_yaml_alone(self):
+    def test_what_the_demo_uses_needs_pydantic_and_yaml_alone(self) -> None:
         program = (
             "import sys, kvtier.cli.payload, kvtier.cli.topology, kvtier.topology.loading, kvtier.topology.writing;"
             "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
@@ -334,7 +347,7 @@ class TestWithoutPackages:
         )
         assert _run(["-c", program], []).stdout == "[]\n"
 
-    def test_version_and_help(self, kvtier: Any):
+    def test_version_and_help(self, kvtier: Any) -> None:
         assert kvtier("--version").out.startswith("kvtier ")
         assert "validate" in kvtier("--help").out
         assert kvtier("nonsense").status == 2

@@ -42,7 +42,7 @@ def _merged(document: Any) -> tuple[Live, dict[str, str]]:
 
 
 class TestMerging:
-    def test_every_value_is_taken(self):
+    def test_every_value_is_taken(self) -> None:
         after, refusals = _merged(
             {
                 "generation": 3,
@@ -82,16 +82,16 @@ class TestMerging:
         }
         assert after.tiers["shared"] == BEFORE.tiers["shared"]
 
-    def test_what_is_not_named_keeps_its_value(self):
+    def test_what_is_not_named_keeps_its_value(self) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"loadWeight": 7}}})
         assert refusals == {}
         assert after.tiers["nvme"] == BEFORE.tiers["nvme"].model_copy(update={"load_weight": 7})
         assert after.model_copy(update={"tiers": BEFORE.tiers}) == BEFORE
 
-    def test_an_unknown_tier_is_ignored(self):
+    def test_an_unknown_tier_is_ignored(self) -> None:
         assert _merged({"tiers": {"later": {"anything": []}}}) == (BEFORE, {})
 
-    def test_one_bad_value_leaves_the_others(self):
+    def test_one_bad_value_leaves_the_others(self) -> None:
         after, refusals = _merged(
             {"selection": "Cheapest", "minLoadTokens": 8, "tiers": {"nvme": {"loadWeight": 0, "loadTimeoutSeconds": 9}}}
         )
@@ -100,12 +100,14 @@ class TestMerging:
         assert (after.tiers["nvme"].load_weight, after.tiers["nvme"].load_timeout_seconds) == (100, 9)
 
     @pytest.mark.parametrize("value", ["100", 100.0, True, None, [], {}, 10_001, -1, 10**30])
-    def test_only_exactly_the_type_and_range_is_taken(self, value: Any):
+    def test_only_exactly_the_type_and_range_is_taken(self, value: Any) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"loadWeight": value}}})
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.loadWeight"})
 
-    def test_a_value_of_a_newer_version_is_refused_alone(self):
-        after, refusals = _merged({"prefetch": 1, "breaker": {"jitter": 1, "periodSeconds": 9}, "tiers": {"nvme": {"ttl": 1}}})
+    def test_a_value_of_a_newer_version_is_refused_alone(self) -> None:
+        after, refusals = _merged(
+            {"prefetch": 1, "breaker": {"jitter": 1, "periodSeconds": 9}, "tiers": {"nvme": {"ttl": 1}}}
+        )
         assert set(refusals) == {"prefetch", "breaker.jitter", "tiers.nvme.ttl"}
         assert after.breaker.period_seconds == 9
 
@@ -120,16 +122,16 @@ class TestMerging:
         ],
         ids=str,
     )
-    def test_watermarks_stay_in_order(self, fields: dict[str, Any], kept: tuple[int, int]):
+    def test_watermarks_stay_in_order(self, fields: dict[str, Any], kept: tuple[int, int]) -> None:
         tier = _merged({"tiers": {"nvme": fields}})[0].tiers["nvme"]
         assert (tier.high_watermark_percent, tier.low_watermark_percent) == kept
 
-    def test_the_capacity_of_memory_is_not_live(self):
+    def test_the_capacity_of_memory_is_not_live(self) -> None:
         after, refusals = _merged({"tiers": {"ram": {"capacityBytes": 1, "loadWeight": 7}}})
         assert (after.tiers["ram"].capacity_bytes, after.tiers["ram"].load_weight) == (None, 7)
         assert set(refusals) == {"tiers.ram.capacityBytes"}
 
-    def test_the_capacity_of_files_cannot_be_taken_away(self):
+    def test_the_capacity_of_files_cannot_be_taken_away(self) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"capacityBytes": None}}})
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.capacityBytes"})
 
@@ -149,11 +151,11 @@ class TestMerging:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_what_is_no_document_changes_nothing(self, document: Any, field: str):
+    def test_what_is_no_document_changes_nothing(self, document: Any, field: str) -> None:
         after, refusals = _merged(document)
         assert (after, set(refusals)) == (BEFORE, {field})
 
-    def test_what_was_accepted_by_a_policy_is_taken_whole(self):
+    def test_what_was_accepted_by_a_policy_is_taken_whole(self) -> None:
         document = BEFORE.model_dump_json(by_alias=True).encode()
         assert _merged(document) == (BEFORE, {})
 
@@ -161,50 +163,56 @@ class TestMerging:
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-            lambda inner: st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from([*Live.model_fields, "tiers", "nvme", "ram", "loadWeight", "capacityBytes"]), inner, max_size=4),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from([*Live.model_fields, "tiers", "nvme", "ram", "loadWeight", "capacityBytes"]),
+                    inner,
+                    max_size=4,
+                )
+            ),
             max_leaves=12,
         )
     )
-    def test_no_document_breaks_what_is_in_force(self, document: Any):
+    def test_no_document_breaks_what_is_in_force(self, document: Any) -> None:
         after, _ = _merged(document)
         assert Live.model_validate_json(after.model_dump_json(by_alias=True)) == after
         assert set(after.tiers) == set(BEFORE.tiers)
 
 
 class TestReading:
-    def test_without_live_values_the_embedded_ones_hold(self, tmp_path: Path):
+    def test_without_live_values_the_embedded_ones_hold(self, tmp_path: Path) -> None:
         writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).unlink()
         assert load_with_refusals(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
 
-    def test_live_values_are_laid_over_the_embedded_ones(self, tmp_path: Path):
+    def test_live_values_are_laid_over_the_embedded_ones(self, tmp_path: Path) -> None:
         writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"minLoadTokens": 7, "selection": 1}')
         topology, refusals = load_with_refusals(tmp_path)
         assert topology.live == BEFORE.model_copy(update={"min_load_tokens": 7})
         assert [refusal.field for refusal in refusals] == ["selection"]
 
-    def test_refused_values_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def test_refused_values_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"selection": 1}')
         load(tmp_path)
         assert "selection: 1 is not accepted" in caplog.text
 
-    def test_a_vanished_file_keeps_what_is_in_force(self, tmp_path: Path):
+    def test_a_vanished_file_keeps_what_is_in_force(self, tmp_path: Path) -> None:
         assert load_live(tmp_path / "none.json", BEFORE, STRUCTURAL) == (BEFORE, [])
 
-    def test_a_directory_in_the_place_of_the_file_is_refused(self, tmp_path: Path):
+    def test_a_directory_in_the_place_of_the_file_is_refused(self, tmp_path: Path) -> None:
         live, refusals = load_live(tmp_path, BEFORE, STRUCTURAL)
         assert live == BEFORE
         assert "not a regular file" in str(refusals[0])
 
-    def test_a_pipe_without_a_writer_does_not_hang(self, tmp_path: Path):
+    def test_a_pipe_without_a_writer_does_not_hang(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(OSError, match="not a regular file"):
             read_bounded(tmp_path / "pipe")
 
-    def test_a_file_above_the_limit_is_refused(self, tmp_path: Path):
+    def test_a_file_above_the_limit_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_bytes(b"x" * MAX_DOCUMENT_BYTES)
         assert len(read_bounded(file)) == MAX_DOCUMENT_BYTES
@@ -212,7 +220,9 @@ class TestReading:
         with pytest.raises(OSError, match="longer than"):
             read_bounded(file)
 
-    def test_a_hung_mount_ends_in_an_error_at_the_deadline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_hung_mount_ends_in_an_error_at_the_deadline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         release = threading.Event()
 
         def hang(path: Path, limit: int) -> bytes:
@@ -227,7 +237,7 @@ class TestReading:
         assert live == BEFORE
         assert "not read within" in str(refusals[0])
 
-    def test_a_swapped_link_is_followed(self, tmp_path: Path):
+    def test_a_swapped_link_is_followed(self, tmp_path: Path) -> None:
         # As the kubelet replaces a ConfigMap: live.json -> ..data/live.json, ..data -> another directory.
         for name, tokens in (("first", 1), ("second", 2)):
             (tmp_path / name).mkdir()
@@ -262,22 +272,25 @@ class TestStructural:
             (lambda document: document.update(runDirectory="run"), "runDirectory"),
             (lambda document: document["live"]["tiers"].pop("nvme"), "values for nvme"),
             (lambda document: document["live"]["tiers"]["nvme"].pop("capacityBytes"), "capacity is mandatory"),
-            (lambda document: document["live"]["tiers"]["nvme"].update(lowWatermarkPercent=99), "below highWatermarkPercent"),
+            (
+                lambda document: document["live"]["tiers"]["nvme"].update(lowWatermarkPercent=99),
+                "below highWatermarkPercent",
+            ),
         ],
     )
-    def test_a_wrong_document_is_refused_with_field_and_file(self, tmp_path: Path, change: Any, part: str):
+    def test_a_wrong_document_is_refused_with_field_and_file(self, tmp_path: Path, change: Any, part: str) -> None:
         path = self._changed(tmp_path, change)
         with pytest.raises(ConfigurationError) as caught:
             load_structural(path)
         assert part in str(caught.value)
         assert STRUCTURAL_FILE in str(caught.value)
 
-    def test_a_missing_directory_is_a_configuration_error(self, tmp_path: Path):
+    def test_a_missing_directory_is_a_configuration_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="No such file"):
             load(tmp_path / "none")
 
     @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
-    def test_what_is_no_json_is_a_configuration_error(self, tmp_path: Path, content: bytes):
+    def test_what_is_no_json_is_a_configuration_error(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / STRUCTURAL_FILE).write_bytes(content)
         with pytest.raises(ConfigurationError):
             load(tmp_path)

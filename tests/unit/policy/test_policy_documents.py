@@ -34,7 +34,7 @@ def _message(text: str | bytes) -> str:
     return "\n".join(refusal.message for refusal in _only(text).refusals)
 
 
-def test_a_small_policy_is_accepted_with_all_defaults():
+def test_a_small_policy_is_accepted_with_all_defaults() -> None:
     policy = _only(SMALL).policy
     assert policy is not None
     spec = policy.spec
@@ -55,12 +55,16 @@ def test_a_small_policy_is_accepted_with_all_defaults():
     assert (spec.isolation.salt, spec.isolation.model_revision, spec.isolation.key_secret_ref.name) == ("", "", "")
     assert spec.security.storage_gid == 3000
     daemon = spec.resources.daemon
-    assert (daemon.requests["cpu"].text, daemon.limits["cpu"].text, spec.resources.memory_policy) == ("1", "8", "Validate")
+    assert (daemon.requests["cpu"].text, daemon.limits["cpu"].text, spec.resources.memory_policy) == (
+        "1",
+        "8",
+        "Validate",
+    )
     assert (spec.attach.mode, spec.attach.start_timeout_seconds, spec.attach.retry_seconds) == ("Webhook", 120, 600)
     assert (spec.rollout.strategy, spec.monitoring.pod_monitor) == ("OnPodRestart", "Auto")
 
 
-def test_a_file_tier_has_the_defaults_of_the_api():
+def test_a_file_tier_has_the_defaults_of_the_api() -> None:
     policy = complete_policy()
     policy["spec"]["tiers"][1] = {
         "name": "disk",
@@ -76,7 +80,7 @@ def test_a_file_tier_has_the_defaults_of_the_api():
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "---\n", "---\n---\n", b""])
-def test_an_empty_file_is_refused(text: str):
+def test_an_empty_file_is_refused(text: str) -> None:
     assert "an empty file is not accepted; accepted is apiVersion kvtier.io/v1alpha1" in _message(text)
 
 
@@ -92,43 +96,43 @@ def test_an_empty_file_is_refused(text: str):
         ("a: *missing", "line 1"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_refused_with_the_place(text: str | bytes, part: str):
+def test_a_file_that_is_no_yaml_is_refused_with_the_place(text: str | bytes, part: str) -> None:
     assert part in _message(text)
 
 
 @pytest.mark.parametrize("text", ["just text", "- a\n- b", "42", "[]"])
-def test_a_document_that_is_no_mapping_is_refused(text: str):
+def test_a_document_that_is_no_mapping_is_refused(text: str) -> None:
     assert "a mapping" in _message(text)
 
 
-def test_a_duplicate_key_is_refused_with_key_and_place():
+def test_a_duplicate_key_is_refused_with_key_and_place() -> None:
     assert "the key 'spec' is there twice" in _message(SMALL + "spec: {}\n")
     assert "line 10" in _message(SMALL + "spec: {}\n")
 
 
-def test_a_duplicate_key_deep_inside_is_refused():
+def test_a_duplicate_key_deep_inside_is_refused() -> None:
     assert "'capacity' is there twice" in _message(SMALL.replace("capacity: 1Gi", "capacity: 1Gi, capacity: 2Gi"))
 
 
-def test_a_duplicate_key_in_json_is_refused():
+def test_a_duplicate_key_in_json_is_refused() -> None:
     assert "'kind' is there twice" in _message('{"kind": "KVTierPolicy", "kind": "KVTierPolicy"}')
 
 
-def test_a_key_that_is_no_text_is_refused():
+def test_a_key_that_is_no_text_is_refused() -> None:
     assert "True is not text" in _message(SMALL + "yes: 1\n")
 
 
-def test_json_is_read_with_tabs_and_a_byte_order_mark():
+def test_json_is_read_with_tabs_and_a_byte_order_mark() -> None:
     text = "\ufeff" + json.dumps(complete_policy(), indent="\t")
     assert _only(text.encode()).policy is not None
 
 
-def test_a_date_stays_text():
+def test_a_date_stays_text() -> None:
     policy = load_policy(SMALL.replace("podSelector: {}", "podSelector: {matchLabels: {released: 2024-01-01}}"))
     assert policy.spec.pod_selector.match_labels == {"released": "2024-01-01"}
 
 
-def test_an_unknown_field_is_named_with_the_nearest_known_one():
+def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
     message = _message(SMALL.replace("capacity:", "capasity:"))
     assert "spec.tiers[0].memory.capasity: unknown field" in message
     assert "capacity (the nearest known field)" in message
@@ -143,28 +147,28 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one():
         ("selektion", "selection"),
     ],
 )
-def test_the_nearest_field_is_found_across_spelling_and_case(written: str, meant: str):
+def test_the_nearest_field_is_found_across_spelling_and_case(written: str, meant: str) -> None:
     message = _message(json.dumps(changed(complete_policy(), {f"spec.{written}": 1})))
     assert f"spec.{written}: unknown field" in message
     assert f"{meant} (the nearest known field)" in message
 
 
-def test_an_unknown_field_that_resembles_none_is_named_with_all_known_ones():
+def test_an_unknown_field_that_resembles_none_is_named_with_all_known_ones() -> None:
     message = _message(json.dumps(changed(complete_policy(), {"spec.breaker.zzz": 1})))
     assert "failureThreshold, periodSeconds" in message
 
 
-def test_an_unknown_field_is_refused_also_when_it_is_null():
+def test_an_unknown_field_is_refused_also_when_it_is_null() -> None:
     assert "spec.zzz: unknown field" in _message(json.dumps(changed(complete_policy(), {"spec.zzz": None})))
 
 
-def test_a_null_is_the_same_as_not_written():
+def test_a_null_is_the_same_as_not_written() -> None:
     with_null = load_policy(json.dumps(changed(complete_policy(), {"spec.engine": None, "spec.chunkTokens": None})))
     assert with_null.spec.chunk_tokens == 256
     assert "engine" not in with_null.spec.model_fields_set
 
 
-def test_everything_that_is_wrong_is_reported_at_once():
+def test_everything_that_is_wrong_is_reported_at_once() -> None:
     wrong = changed(complete_policy(), {"spec.chunkTokens": 7, "spec.tiers.1.loadWeight": 0, "spec.zzz": 1})
     assert {refusal.field for refusal in _only(json.dumps(wrong)).refusals} == {
         "spec.chunkTokens",
@@ -181,23 +185,23 @@ def test_everything_that_is_wrong_is_reported_at_once():
         ({"kind": 7}, "kind"),
     ],
 )
-def test_another_kind_or_version_is_refused_alone(changes: dict[str, Any], field: str):
+def test_another_kind_or_version_is_refused_alone(changes: dict[str, Any], field: str) -> None:
     refusals = _only(json.dumps(changed(complete_policy(), {**changes, "spec.zzz": 1}))).refusals
     assert [refusal.field for refusal in refusals] == [field]
 
 
-def test_a_missing_kind_is_named():
+def test_a_missing_kind_is_named() -> None:
     assert "kind: nothing is not accepted; accepted is KVTierPolicy" in _message("apiVersion: kvtier.io/v1alpha1")
 
 
-def test_several_documents_are_each_reported_with_their_index():
+def test_several_documents_are_each_reported_with_their_index() -> None:
     bad = SMALL.replace("1Gi", "none")
     checked = parse(f"---\n{SMALL}---\n{bad}---\n{SMALL}---\n")
     assert [entry.where for entry in checked] == ["document 0", "document 1", "document 2"]
     assert [entry.policy is not None for entry in checked] == [True, False, True]
 
 
-def test_lists_as_kubectl_prints_them_are_read_item_by_item():
+def test_lists_as_kubectl_prints_them_are_read_item_by_item() -> None:
     items = [complete_policy(), {"apiVersion": "v1", "kind": "Pod"}]
     checked = parse(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
     assert [(entry.where, entry.policy is not None) for entry in checked] == [("item 0", True), ("item 1", False)]
@@ -206,12 +210,12 @@ def test_lists_as_kubectl_prints_them_are_read_item_by_item():
 
 
 @pytest.mark.parametrize("items", [[], None, {}])
-def test_a_list_without_items_is_refused(items: object):
+def test_a_list_without_items_is_refused(items: object) -> None:
     message = _message(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
     assert "a list of at least one policy" in message
 
 
-def test_what_the_api_server_adds_is_accepted():
+def test_what_the_api_server_adds_is_accepted() -> None:
     policy = complete_policy()
     policy["metadata"] |= {
         "uid": "u",
@@ -225,7 +229,7 @@ def test_what_the_api_server_adds_is_accepted():
     assert load_policy(yaml.safe_dump(policy)).metadata.generation == 3
 
 
-def test_one_policy_is_asked_for_where_one_is_needed():
+def test_one_policy_is_asked_for_where_one_is_needed() -> None:
     with pytest.raises(RefusedError, match="2 policies"):
         load_policy(f"{SMALL}---\n{SMALL}")
 
@@ -237,18 +241,20 @@ def test_one_policy_is_asked_for_where_one_is_needed():
         "{a: " * 20_000,
         "- " * 20_000,
         '{"a":' * 5_000 + "1" + "}" * 5_000,
-        "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)),
-        "a: &a {x: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [{','.join(['*a' if i == 0 else f'*b{i - 1}'] * 9)}]}}\n" for i in range(12)),
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)),
+        "a: &a {x: 1}\n"
+        + "".join(f"b{i}: &b{i} {{<<: [{','.join(['*a' if i == 0 else f'*b{i - 1}'] * 9)}]}}\n" for i in range(12)),
         "x" * ((1 << 20) + 1),
     ],
     ids=["flow lists", "flow mappings", "block lists", "json", "aliases", "merges", "long"],
 )
-def test_a_small_file_cannot_become_a_large_one(text: str):
+def test_a_small_file_cannot_become_a_large_one(text: str) -> None:
     begun = time.process_time()
     assert _only(text).policy is None
     assert time.process_time() - begun < 30
 
 
-def test_a_long_value_is_cut_in_messages():
+def test_a_long_value_is_cut_in_messages() -> None:
     refusal = _only(json.dumps(changed(complete_policy(), {"spec.selection": "x" * 5000}))).refusals[0]
     assert len(refusal.value) <= 80

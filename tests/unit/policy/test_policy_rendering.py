@@ -56,7 +56,7 @@ class TestContentHash:
         ],
         ids=str,
     )
-    def test_does_not_change_with_live_fields_and_metadata(self, changes: dict[str, Any]):
+    def test_does_not_change_with_live_fields_and_metadata(self, changes: dict[str, Any]) -> None:
         assert content_hash(_policy(changes).spec) == content_hash(_policy().spec)
 
     @pytest.mark.parametrize(
@@ -86,35 +86,35 @@ class TestContentHash:
         ],
         ids=str,
     )
-    def test_changes_with_every_structural_field(self, changes: dict[str, Any]):
+    def test_changes_with_every_structural_field(self, changes: dict[str, Any]) -> None:
         assert content_hash(_policy(changes).spec) != content_hash(_policy().spec)
 
-    def test_changes_with_the_order_of_tiers(self):
+    def test_changes_with_the_order_of_tiers(self) -> None:
         tiers = complete_policy()["spec"]["tiers"]
         swapped = [tiers[0], tiers[2], tiers[1], tiers[3]]
         assert content_hash(_policy({"spec.tiers": swapped}).spec) != content_hash(_policy().spec)
 
-    def test_takes_sizes_by_value(self):
+    def test_takes_sizes_by_value(self) -> None:
         assert content_hash(_policy({"spec.tiers.0.memory.capacity": "65536Mi"}).spec) == content_hash(_policy().spec)
 
-    def test_does_not_hold_defaults(self):
-        # A field left out and the same field with its default are different texts: a default may change, a text does not.
+    def test_does_not_hold_defaults(self) -> None:
+        # A field left out and the same field with its default are different texts: defaults change, texts do not.
         bare = _policy({"spec.chunkTokens": REMOVED})
         assert bare.spec.chunk_tokens == _policy().spec.chunk_tokens
         assert content_hash(bare.spec) != content_hash(_policy().spec)
 
-    def test_is_the_same_whether_an_object_of_live_fields_was_filled_in(self):
+    def test_is_the_same_whether_an_object_of_live_fields_was_filled_in(self) -> None:
         bare = _policy({"spec.attach": REMOVED})
         filled = _policy({"spec.attach": {"startTimeoutSeconds": 120, "retrySeconds": 600}})
         assert content_hash(bare.spec) == content_hash(filled.spec)
 
-    def test_has_eight_hex_digits_and_never_changes_by_itself(self):
+    def test_has_eight_hex_digits_and_never_changes_by_itself(self) -> None:
         # A new value here means that every pod of every user is reported as outdated after an upgrade.
         assert content_hash(_policy().spec) == "b35c35b8"
 
 
 class TestTopology:
-    def test_documents_hold_what_the_policy_says(self):
+    def test_documents_hold_what_the_policy_says(self) -> None:
         policy = _policy()
         document = structural(policy, pod_placement(policy), generation=4)
         assert [tier.name for tier in document.tiers] == ["ram", "nvme", "shared", "remote"]
@@ -143,7 +143,7 @@ class TestTopology:
         assert document.live.tiers["remote"].capacity_bytes == 1 << 40
         assert document.live.tiers["ram"].capacity_bytes is None
 
-    def test_live_values_are_those_of_the_policy(self):
+    def test_live_values_are_those_of_the_policy(self) -> None:
         values = live(
             _policy(
                 {
@@ -158,53 +158,58 @@ class TestTopology:
         assert (values.breaker.failure_threshold, values.breaker.period_seconds) == (2, 3)
         assert values.tiers["nvme"].sync_data
 
-    def test_a_fraction_of_a_byte_is_rounded_up(self):
+    def test_a_fraction_of_a_byte_is_rounded_up(self) -> None:
         assert live(_policy({"spec.tiers.1.fileSystem.capacity": "1.5"})).tiers["nvme"].capacity_bytes == 2
 
-    def test_a_written_directory_reads_back_as_the_same(self, tmp_path: Path):
+    def test_a_written_directory_reads_back_as_the_same(self, tmp_path: Path) -> None:
         written = local.write(_local(), tmp_path, generation=3)
         assert load(tmp_path) == written.topology
 
-    def test_writing_twice_gives_the_same_bytes(self, tmp_path: Path):
+    def test_writing_twice_gives_the_same_bytes(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             local.write(_local(), tmp_path / name)
         for file in ("structural.json", "live.json"):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
         assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["live.json", "structural.json"]
 
-    def test_the_files_can_be_read_by_other_users(self, tmp_path: Path):
+    def test_the_files_can_be_read_by_other_users(self, tmp_path: Path) -> None:
         local.write(_local(), tmp_path)
         assert (tmp_path / "live.json").stat().st_mode & 0o777 == 0o644
 
-    def test_on_this_machine_the_engine_starts_tierd_and_files_keep_their_group(self, tmp_path: Path):
+    def test_on_this_machine_the_engine_starts_tierd_and_files_keep_their_group(self, tmp_path: Path) -> None:
         document = local.place(_local({"spec.security": REMOVED}), tmp_path).topology.structural
         assert (document.daemon, document.storage_gid, document.http.host) == (Daemon.ENGINE, None, "127.0.0.1")
         named = local.place(_local(), tmp_path, daemon=Daemon.SIDECAR).topology.structural
         assert (named.daemon, named.storage_gid) == (Daemon.SIDECAR, 3000)
 
-    def test_a_directory_given_for_a_tier_wins(self, tmp_path: Path):
-        placed = local.place(_local(), tmp_path, tier_paths={"nvme": str(tmp_path / "x")}, run_directory=str(tmp_path / "run"))
+    def test_a_directory_given_for_a_tier_wins(self, tmp_path: Path) -> None:
+        placed = local.place(
+            _local(), tmp_path, tier_paths={"nvme": str(tmp_path / "x")}, run_directory=str(tmp_path / "run")
+        )
         assert placed.topology.structural.tiers[1].model_dump()["path"] == str(tmp_path / "x")
         assert placed.topology.structural.run_directory == str(tmp_path / "run")
         assert placed.notes == ()
 
-    def test_a_host_path_is_itself_and_other_volumes_get_a_directory_with_a_note(self, tmp_path: Path):
+    def test_a_host_path_is_itself_and_other_volumes_get_a_directory_with_a_note(self, tmp_path: Path) -> None:
         assert local.place(_local(), tmp_path).topology.structural.tiers[1].model_dump()["path"] == "/mnt/nvme/kv"
         for volume in ({"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "c"}}, {"claimTemplate": {}}):
             placed = local.place(_local({"spec.tiers.1.fileSystem.volume": volume}), tmp_path)
             assert placed.topology.structural.tiers[1].model_dump()["path"] == str(tmp_path / "tiers" / "nvme")
             assert next(iter(volume)) in placed.notes[0]
 
-    def test_an_export_needs_a_directory(self, tmp_path: Path):
+    def test_an_export_needs_a_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"nas.example:/kv.*--tier-path shared=DIR"):
             local.place(_policy(), tmp_path)
-        assert local.place(_policy(), tmp_path, tier_paths={"shared": "/mnt"}).topology.structural.tiers[2].name == "shared"
+        assert (
+            local.place(_policy(), tmp_path, tier_paths={"shared": "/mnt"}).topology.structural.tiers[2].name
+            == "shared"
+        )
 
-    def test_a_directory_for_a_tier_that_is_not_there_is_refused(self, tmp_path: Path):
-        with pytest.raises(ConfigurationError, match="disk.*nvme"):
+    def test_a_directory_for_a_tier_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"disk.*nvme"):
             local.place(_local(), tmp_path, tier_paths={"disk": "/mnt"})
 
-    def test_users_and_policies_do_not_meet_in_one_run_directory(self):
+    def test_users_and_policies_do_not_meet_in_one_run_directory(self) -> None:
         policy = _policy()
         directories = {
             local_run_directory(policy, 1),
@@ -215,13 +220,13 @@ class TestTopology:
         assert local_run_directory(policy, 1).startswith("/dev/shm/kvtier-chat-70b-")
         assert local_run_directory(policy, 1) == local_run_directory(policy, 1)
 
-    def test_the_longest_name_leaves_room_for_a_socket(self):
+    def test_the_longest_name_leaves_room_for_a_socket(self) -> None:
         directory = local_run_directory(_policy({"metadata.name": "p" * 63}), os.getuid())
         assert len(f"{directory}/tierd.sock") < 108
 
 
 class TestEngine:
-    def test_arguments_are_vllms(self):
+    def test_arguments_are_vllms(self) -> None:
         flag, value = engine.arguments("/topology")
         assert flag == "--kv-transfer-config"
         assert json.loads(value) == {
@@ -249,24 +254,24 @@ class TestEngine:
     )
     def test_the_environment_extends_what_is_there(
         self, payload: str | None, inherited: dict[str, str], expected: dict[str, str]
-    ):
+    ) -> None:
         document = structural(_policy(), pod_placement(_policy()))
         variables = engine.environment(document, "/topology", payload, inherited)
         assert variables == {"KVTIER_TOPOLOGY": "/topology", **expected}
 
-    def test_a_hash_seed_that_is_set_otherwise_is_reported(self):
+    def test_a_hash_seed_that_is_set_otherwise_is_reported(self) -> None:
         document = structural(_policy(), pod_placement(_policy()))
         assert engine.conflicts(document, {"PYTHONHASHSEED": "0"}) == []
         assert "7" in engine.conflicts(document, {"PYTHONHASHSEED": "7"})[0]
 
     @pytest.mark.parametrize("changes", [{"spec.engine.connector": "LMCache"}, {"spec.engine.type": "ATOM"}])
-    def test_what_is_not_rendered_is_refused(self, changes: dict[str, Any]):
-        with pytest.raises(ConfigurationError, match="spec.engine"):
+    def test_what_is_not_rendered_is_refused(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match=r"spec\.engine"):
             engine.check(_policy(changes))
 
 
 class TestKubernetes:
-    def test_objects_have_stable_names_and_say_whose_they_are(self):
+    def test_objects_have_stable_names_and_say_whose_they_are(self) -> None:
         rendered = documents.kubernetes(_policy())
         assert [(document["kind"], document["metadata"]["name"].split("-shared-")[0]) for document in rendered] == [
             ("PersistentVolume", "kvtier-default-chat-70b"),
@@ -278,19 +283,23 @@ class TestKubernetes:
             assert document["metadata"]["labels"]["kvtier.io/policy"] == "chat-70b"
             assert len(document["metadata"]["name"]) <= 253
 
-    def test_the_config_maps_hold_the_documents(self):
+    def test_the_config_maps_hold_the_documents(self) -> None:
         live_map, structural_map = documents.kubernetes(_policy(), generation=9)[-2:]
         assert json.loads(live_map["data"]["live.json"])["generation"] == 9
         assert json.loads(structural_map["data"]["structural.json"])["contentHash"] == content_hash(_policy().spec)
 
-    def test_a_structural_document_too_long_for_an_annotation_is_refused(self):
+    def test_a_structural_document_too_long_for_an_annotation_is_refused(self) -> None:
         tiers = complete_policy()["spec"]["tiers"][:1] + [
             {"name": f"r{index}", "lmcache": {"url": "redis://" + "h" * 2040}} for index in range(7)
         ]
         with pytest.raises(ConfigurationError, match="at most 16384"):
-            documents.kubernetes(_policy({"spec.tiers": tiers, "spec.isolation.salt": "é" * 256, "spec.isolation.modelRevision": "é" * 256}))
+            documents.kubernetes(
+                _policy(
+                    {"spec.tiers": tiers, "spec.isolation.salt": "é" * 256, "spec.isolation.modelRevision": "é" * 256}
+                )
+            )
 
-    def test_an_export_becomes_a_volume_that_ends_in_an_error_when_its_server_is_gone(self):
+    def test_an_export_becomes_a_volume_that_ends_in_an_error_when_its_server_is_gone(self) -> None:
         volume, claim = volumes.objects(_policy())
         assert volume["spec"]["mountOptions"] == ["nconnect=8", "noatime", "soft", "timeo=50", "retrans=2"]
         assert volume["spec"]["nfs"] == {"server": "nas.example", "path": "/kv"}
@@ -308,14 +317,14 @@ class TestKubernetes:
         ],
         ids=str,
     )
-    def test_mount_options_that_the_policy_sets_stay(self, given: list[str], expected: list[str]):
+    def test_mount_options_that_the_policy_sets_stay(self, given: list[str], expected: list[str]) -> None:
         policy = _policy({"spec.tiers.2.fileSystem.volume.nfs.mountOptions": given})
         assert volumes.objects(policy)[0]["spec"]["mountOptions"] == expected
 
-    def test_the_size_of_an_export_does_not_follow_the_live_capacity(self):
+    def test_the_size_of_an_export_does_not_follow_the_live_capacity(self) -> None:
         assert volumes.objects(_policy()) == volumes.objects(_policy({"spec.tiers.2.fileSystem.capacity": "1Gi"}))
 
-    def test_a_recreated_policy_or_another_export_never_meets_the_objects_of_its_predecessor(self):
+    def test_a_recreated_policy_or_another_export_never_meets_the_objects_of_its_predecessor(self) -> None:
         names = {
             volumes.objects(_policy(changes))[0]["metadata"]["name"]
             for changes in (
@@ -328,7 +337,7 @@ class TestKubernetes:
         }
         assert len(names) == 5
 
-    def test_a_claim_template_becomes_one_claim_with_the_tiers_capacity(self):
+    def test_a_claim_template_becomes_one_claim_with_the_tiers_capacity(self) -> None:
         policy = _local({"spec.tiers.1.fileSystem.volume": {"claimTemplate": {"storageClassName": "fast"}}})
         (claim,) = volumes.objects(policy)
         assert claim["spec"] == {
@@ -363,10 +372,10 @@ class TestKubernetes:
         ],
         ids=str,
     )
-    def test_a_pods_volume_is_what_the_tier_names(self, volume: dict[str, Any], expected: dict[str, Any]):
+    def test_a_pods_volume_is_what_the_tier_names(self, volume: dict[str, Any], expected: dict[str, Any]) -> None:
         policy = _local({"spec.tiers.1.fileSystem.volume": volume})
         assert volumes.pod_volume(policy, policy.spec.tier("nvme")) == expected
 
-    def test_http_endpoints_are_loopback_unless_rendered_for_pods(self, tmp_path: Path):
+    def test_http_endpoints_are_loopback_unless_rendered_for_pods(self, tmp_path: Path) -> None:
         assert local.place(_local(), tmp_path).topology.structural.http == HttpEndpoint()
         assert structural(_policy(), pod_placement(_policy())).http.port == HttpEndpoint().port

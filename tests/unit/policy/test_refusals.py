@@ -8,17 +8,18 @@ import pytest
 import yaml
 
 from kvtier_operator.api.documents import parse
-from kvtier_operator.testing.policies import REFUSED, RefusedCase, changed, complete_policy
+from kvtier_operator.testing.policies import changed, complete_policy
+from kvtier_operator.testing.refused import REFUSED, RefusedCase
 
 
-def test_the_complete_policy_is_accepted():
+def test_the_complete_policy_is_accepted() -> None:
     (checked,) = parse(yaml.safe_dump(complete_policy()))
     assert checked.refusals == ()
     assert checked.policy is not None
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase):
+def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
     matching = [refusal for refusal in checked.refusals if refusal.field == case.field]
     assert matching, [refusal.message for refusal in checked.refusals]
@@ -27,6 +28,6 @@ def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_nothing_else_is_refused_beside_it(case: RefusedCase):
+def test_nothing_else_is_refused_beside_it(case: RefusedCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
     assert len(checked.refusals) == 1, [refusal.message for refusal in checked.refusals]
