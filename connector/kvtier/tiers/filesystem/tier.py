@@ -14,6 +14,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,13 @@ from kvtier.topology.models import FileSystemTierDocument
 TOUCH_SECONDS = 3600.0
 """A hit refreshes a file's time at most this often: enough for the order of eviction to outlive a restart, cheap enough for NFS."""
 _EVICTION_ROUNDS = 3
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return True
 
 
 def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
@@ -148,7 +156,8 @@ class FileSystemTier(Tier):
         return meta
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
-        if error.errno in (errno.EISDIR, errno.ELOOP):
+        # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object that could come back.
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.EINVAL) and not _is_file(path):
             self._discard(ref, path)
             return TierCorruptError(f"{path} is not a file")
         if error.errno == errno.ENOENT:

@@ -1,0 +1,251 @@
+"""Whatever is done to a stored file, it is either the object that was asked for or a miss."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierCorruptError, TierError, TierMissError, TierUnavailableError
+from kvtier.testing.tier_suite import NAMESPACE, buffer, flip, make_object
+from kvtier.tiers.base import ObjectRef, TierLimits
+from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.format import HEADER_BYTES
+from kvtier.tiers.filesystem.scan import TEMPORARY_PREFIX, object_path, process_tag
+from kvtier.topology.models import FileSystemTierDocument
+
+FLIPS = 1_000
+SHARDS = (20_001, 4_096)
+
+
+def open_tier(root: Path, capacity_bytes: int = 1 << 30) -> FileSystemTier:
+    tier = FileSystemTier(
+        FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"), TierLimits(capacity_bytes)
+    )
+    tier.open(lambda *_: None)
+    return tier
+
+
+def path_of(root: Path, ref: ObjectRef) -> Path:
+    return Path(object_path(str(root), ref.namespace, ref.key))
+
+
+def test_each_of_a_thousand_random_flips_is_detected(tmp_path: Path) -> None:
+    tier, chance = open_tier(tmp_path), random.Random(20_26)
+    in_header = 0
+    for number in range(FLIPS):
+        ref, payload, meta = make_object(number % 50, SHARDS)
+        tier.write(ref, payload, meta)
+        path = path_of(tmp_path, ref)
+        size = path.stat().st_size
+        # Every second flip in the header: it is the smaller part.
+        offset = chance.randrange(HEADER_BYTES if number % 2 else size)
+        in_header += offset < HEADER_BYTES
+        flip(path, offset, chance.randrange(8))
+        with pytest.raises(TierCorruptError):
+            tier.read(ref, buffer(payload.nbytes))
+        assert not tier.contains(ref)
+        assert not path.exists()
+    assert 400 < in_header < 800
+
+
+def test_a_flip_of_any_header_byte_is_detected(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    path = path_of(tmp_path, ref)
+    good, into = path.read_bytes(), buffer(payload.nbytes)
+    for offset in range(HEADER_BYTES):
+        flip(path, offset, offset % 8)
+        with pytest.raises((TierCorruptError, TierMissError)):
+            tier.read(ref, into)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(good)
+    assert tier.read(ref, into) == meta
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4_096)
+
+
+def over_long(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(4_096))
+
+
+def one_byte_longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_link_elsewhere(path: Path) -> None:
+    moved = path.with_suffix(".moved")
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+@pytest.mark.parametrize("damage", [truncated, over_long, one_byte_longer, empty, zeros, a_directory, a_link_elsewhere])
+def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    tier = open_tier(tmp_path)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    damage(path_of(tmp_path, ref))
+    with pytest.raises(TierCorruptError):
+        tier.read(ref, buffer(payload.nbytes))
+    assert not tier.contains(ref)
+
+
+def test_an_unreadable_file_is_unavailable_and_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permissions do not bind root, so the refusal is put into the call.
+    tier = open_tier(tmp_path)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(TierUnavailableError, match="EACCES"):
+            tier.read(ref, buffer(payload.nbytes))
+    assert tier.read(ref, buffer(payload.nbytes)) == meta
+
+
+def test_another_object_under_this_name_is_not_believed(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    first, second = make_object(1), make_object(2)
+    tier.write(*first)
+    tier.write(*second)
+    shutil.copy(path_of(tmp_path, first[0]), path_of(tmp_path, second[0]))
+    with pytest.raises(TierCorruptError, match="another object"):
+        tier.read(second[0], buffer(second[1].nbytes))
+
+
+def test_an_object_of_another_namespace_is_not_believed(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    ref, payload, meta = make_object(1)
+    other = ObjectRef("e" * 32, ref.key)
+    tier.write(ref, payload, meta)
+    tier.write(other, payload, meta)
+    shutil.copy(path_of(tmp_path, other), path_of(tmp_path, ref))
+    with pytest.raises(TierCorruptError, match="another object"):
+        tier.read(ref, buffer(payload.nbytes))
+    assert tier.read(other, buffer(payload.nbytes)) == meta
+
+
+def test_a_directory_that_vanished_is_unavailable_and_not_written_beside(tmp_path: Path) -> None:
+    root = tmp_path / "mount"
+    tier = open_tier(root)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    shutil.rmtree(root)
+    with pytest.raises(TierUnavailableError):
+        tier.read(ref, buffer(payload.nbytes))
+    with pytest.raises(TierUnavailableError):
+        tier.write(*make_object(2))
+    assert not root.exists()
+
+
+def test_what_a_killed_process_left_half_written_is_swept_and_never_seen(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    bucket = path_of(tmp_path, ref).parent
+    boot, space, _ = process_tag().split("-")
+    dead = bucket / f"{TEMPORARY_PREFIX}{boot}-{space}-4194305-00ff00ff00ff"
+    alive = bucket / f"{TEMPORARY_PREFIX}{boot}-{space}-1-00ff00ff00ff"
+    elsewhere = bucket / f"{TEMPORARY_PREFIX}{boot}-12345-77-00ff00ff00ff"
+    for each in (dead, alive, elsewhere):
+        each.write_bytes(bytes(8_192))
+    again = open_tier(tmp_path)
+    assert not dead.exists()
+    assert alive.exists()
+    assert elsewhere.exists()
+    assert list(again.keys(NAMESPACE)) == [ref.key]
+    assert again.usage().used_bytes >= tier.usage().used_bytes + 2 * 8_192
+
+
+def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_written(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for seed in range(20):
+        tier.write(*make_object(seed))
+    again = open_tier(tmp_path, capacity_bytes=100_000)
+    assert again.usage().used_bytes > 100_000
+    again.maintain()
+    assert again.usage().used_bytes <= 75_000
+    stored = [path for path in tmp_path.rglob("*.kv")]
+    assert sum(path.stat().st_size for path in stored) <= 75_000
+    assert not again.contains(make_object(0)[0])
+    assert again.contains(make_object(19)[0])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real ext4 file system of 4 MiB."""
+    import subprocess
+
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    if shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
+        pytest.skip("mkfs.ext4 is missing (Debian package e2fsprogs)")
+    image, mount = tmp_path / "image", tmp_path / "mnt"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    tools = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True, env=tools)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, text=True, env=tools)
+    if done.returncode:
+        pytest.skip(f"loop mounts do not work here: {done.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True, env=tools)
+
+
+def test_a_disk_smaller_than_the_budget_costs_a_store_and_makes_room(small_disk: Path) -> None:
+    root = small_disk / "tier"
+    tier = open_tier(root, capacity_bytes=1 << 30)
+    outcomes: list[str] = []
+    for seed in range(300):
+        ref, payload, meta = make_object(seed, (60_000,))
+        try:
+            tier.write(ref, payload, meta)
+            outcomes.append("stored")
+            assert tier.read(ref, buffer(payload.nbytes)) == meta
+        except TierError as error:
+            outcomes.append(error.reason)
+    assert outcomes.count("no_space") > 0
+    assert outcomes[-20:].count("stored") > 0
+    assert set(outcomes) == {"stored", "no_space"}
+    assert not list(root.rglob(f"{TEMPORARY_PREFIX}*"))
+
+
+def test_a_disk_that_turned_read_only_is_unavailable_for_writing_and_serves_on(small_disk: Path) -> None:
+    import subprocess
+
+    root = small_disk / "tier"
+    tier = open_tier(root)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(TierUnavailableError, match="EROFS"):
+        tier.write(*make_object(2))
+    with pytest.raises(TierUnavailableError):
+        tier.check()
+    assert tier.read(ref, buffer(payload.nbytes)) == meta
