@@ -46,8 +46,8 @@ format: install ## let ruff put everything in order
 bench: install ## every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
 
-constraints: ## write constraints.txt anew from pyproject.toml
-	uv pip compile pyproject.toml --all-extras --override overrides.txt --python-version 3.11 --no-header --no-annotate --no-emit-package kvtier --upgrade -o constraints.txt
+constraints: ## write constraints.txt anew: the newest releases that pyproject.toml and overrides.txt allow
+	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml
 
 clean: ## remove what the targets made
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
