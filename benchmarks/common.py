@@ -1,0 +1,49 @@
+"""What the benchmarks share: options, tables, the one ratio at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+
+def options(description: str, *more: Callable[[argparse.ArgumentParser], object]) -> argparse.Namespace:
+    """Command line with ``--json`` and whatever ``more`` adds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    for add in more:
+        add(parser)
+    return parser.parse_args()
+
+
+def machine() -> str:
+    """What the numbers were measured on, without naming the host."""
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+
+
+def report(
+    as_json: bool, title: str, head: Sequence[str], rows: Iterable[Sequence[object]], ratio: float, judged: str
+) -> None:
+    """Prints the table and, last, the ratio with what it is judged by."""
+    table = [[str(cell) for cell in row] for row in rows]
+    if as_json:
+        json.dump(
+            {"title": title, "machine": machine(), "head": list(head), "rows": table, "ratio": ratio, "judged": judged},
+            sys.stdout,
+        )
+        print()
+        return
+    widths = [max(len(row[column]) for row in [list(head), *table]) for column in range(len(head))]
+    print(f"{title} ({machine()})")
+    for row in [list(head), *table]:
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print(f"ratio {ratio:.3f} ({judged})")
+
+
+def progress(text: str) -> None:
+    """One line on a terminal, nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""How long a file tier takes to learn what its directory holds, and what knowing it costs.
+
+The peer is walking the same directory and asking for each file's size and time, without keeping anything: what no index can be faster than. Files
+are sparse and carry no objects; a scan reads none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+
+from kvtier.tiers.base import TierLimits
+from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.scan import object_path
+from kvtier.topology.models import FileSystemTierDocument
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import options, progress, report
+
+NAMESPACE = "c" * 32
+SIZE = 2 * 4096
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Command line."""
+    parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="where to make the files")
+    parser.add_argument("--objects", type=int, default=100_000, help="how many")
+    parser.add_argument("--repeat", type=int, default=3, help="scans; the median counts")
+
+
+def fill(root: Path, objects: int) -> None:
+    """Makes files of the right names and sizes."""
+    for number in range(objects):
+        path = object_path(str(root), NAMESPACE, b"\0" + os.urandom(32))
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        os.ftruncate(descriptor, SIZE)
+        os.close(descriptor)
+        if number % 5_000 == 0:
+            progress(f"making files: {number} of {objects}")
+
+
+def walk(directory: str) -> int:
+    """Counts files and asks for the status of each."""
+    count = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                count += walk(entry.path)
+            else:
+                entry.stat(follow_symlinks=False)
+                count += 1
+    return count
+
+
+def open_tier(root: Path) -> FileSystemTier:
+    """A tier that has scanned."""
+    document = FileSystemTierDocument(name="bench", path=str(root), sharing="Pod")
+    tier = FileSystemTier(document, TierLimits(capacity_bytes=1 << 50))
+    tier.open(lambda *_: None)
+    return tier
+
+
+def main() -> None:
+    """Makes the files, then walks and scans in turns."""
+    chosen = options(__doc__ or "", add_options)
+    root = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen.directory))
+    walks, scans = [], []
+    try:
+        fill(root, chosen.objects)
+        walk(str(root))
+        for turn in range(chosen.repeat):
+            progress(f"turn {turn}")
+            begun = time.perf_counter()
+            found = walk(str(root))
+            walks.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            tier = open_tier(root)
+            scans.append(time.perf_counter() - begun)
+            if tier.usage().objects != chosen.objects or found != chosen.objects:
+                raise SystemExit(f"found {tier.usage().objects} objects and {found} files of {chosen.objects}")
+            del tier
+        tracemalloc.start()
+        tier = open_tier(root)
+        held = tracemalloc.get_traced_memory()[0] / chosen.objects
+        tracemalloc.stop()
+    finally:
+        progress("removing files")
+        shutil.rmtree(root, ignore_errors=True)
+    progress("")
+    walked, scanned = statistics.median(walks), statistics.median(scans)
+    report(
+        chosen.json,
+        f"Scan of {chosen.objects} objects",
+        ("what", "seconds", "objects/s", "bytes/object"),
+        [
+            ("walk alone", f"{walked:.2f}", f"{chosen.objects / walked:,.0f}", "-"),
+            ("tier scan", f"{scanned:.2f}", f"{chosen.objects / scanned:,.0f}", f"{held:.0f}"),
+        ],
+        walked / scanned,
+        "walk / scan in time; bytes per object below 200 are wanted",
+    )
+
+
+if __name__ == "__main__":
+    main()
