@@ -1,0 +1,54 @@
+"""What holds for all tests: their order, and a report that names every skipped test with its reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
+ORDER = ("unit", "faults", "cluster", "engine")  # what fails in seconds comes before what takes minutes
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the quick directories to the front. Inside a directory the order stays."""
+
+    def rank(item: pytest.Item) -> int:
+        directory = item.path.relative_to(REPOSITORY / "tests").parts[0] if REPOSITORY in item.path.parents else ""
+        return ORDER.index(directory) if directory in ORDER else 0
+
+    items.sort(key=rank)
+
+
+def missing_debian_packages() -> list[tuple[str, str]]:
+    """``(package, what needs it)`` of every package in ``tools/debian-packages.txt`` whose command is not here."""
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+    lines = DEBIAN_PACKAGES.read_text(encoding="utf-8").splitlines()
+    rows = [line.split(maxsplit=2) for line in lines if line.strip() and not line.startswith("#")]
+    return [(package, reason) for package, command, reason in rows if shutil.which(command, path=path) is None]
+
+
+def skipped_tests(reports: list[pytest.TestReport | pytest.CollectReport]) -> list[tuple[str, str]]:
+    """``(test, reason)`` of every report of a skip."""
+    rows = []
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        rows.append((report.nodeid, reason.removeprefix("Skipped: ")))
+    return rows
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last section: each skipped test with its reason, and the Debian packages that are missing."""
+    skipped = skipped_tests(terminalreporter.stats.get("skipped", []))
+    missing = missing_debian_packages()
+    terminalreporter.section("skipped tests")
+    for test, reason in skipped:
+        terminalreporter.line(f"{test}: {reason}")
+    if not skipped:
+        terminalreporter.line("none")
+    for package, reason in missing:
+        terminalreporter.line(f"missing Debian package {package}: {reason}")
