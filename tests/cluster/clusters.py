@@ -31,6 +31,8 @@ SOURCE = HERE / "kubernetes" / "source"
 START_SECONDS = 180
 KIND_SECONDS = 600
 BUILD_SECONDS = 3600
+GO_PLACES = ("/usr/local/go/bin/go",)
+"""Where Go's own installer puts it; often not on PATH."""
 CONTROL_PLANE = ("etcd", "kube-apiserver")
 
 
@@ -45,13 +47,17 @@ class Cluster:
 
 
 class NoClusterError(Exception):
-    """There is none, and why."""
+    """There is none, and why: tests are skipped."""
+
+
+class ClusterBrokenError(Exception):
+    """There should be one, and it did not start: tests fail."""
 
 
 @contextlib.contextmanager
 def cluster(home: Path) -> Iterator[Cluster]:
     """A cluster for as long as the block runs; ``home`` is an empty directory for its files. Raises
-    ``NoClusterError``.
+    ``NoClusterError`` and ``ClusterBrokenError``.
     """
     tried: list[str] = []
     named = _named(tried)
@@ -119,7 +125,7 @@ def _assets(tried: list[str]) -> tuple[Path | None, str]:
         if done.returncode == 0 and _complete(Path(done.stdout.strip())):
             return Path(done.stdout.strip()), "binaries beside the checkout"
         tried.append(f"binaries beside the checkout: {done.stderr.strip()}")
-    go = shutil.which("go") or ("/usr/local/go/bin/go" if Path("/usr/local/go/bin/go").exists() else None)
+    go = shutil.which("go") or next((place for place in GO_PLACES if Path(place).exists()), None)
     if go is None:
         tried.append("Go, to build one from source, is not installed")
         return None, ""
@@ -183,7 +189,7 @@ def _control_plane(home: Path, assets: Path, origin: str) -> Iterator[Cluster]:
 
 def _await_ready(process: subprocess.Popen[str]) -> None:
     if process.stdout is None or process.stderr is None:
-        raise NoClusterError("the starter has no output")
+        raise ClusterBrokenError("the starter has no output")
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         readable, _, _ = select.select([process.stdout], [], [], 1.0)
@@ -192,5 +198,5 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
             if line.startswith("ready "):
                 return
             if not line:
-                raise NoClusterError(f"the control plane did not start: {process.stderr.read().strip()}")
-    raise NoClusterError(f"the control plane was not ready in {START_SECONDS} s")
+                raise ClusterBrokenError(f"the control plane did not start: {process.stderr.read().strip()}")
+    raise ClusterBrokenError(f"the control plane was not ready in {START_SECONDS} s")
