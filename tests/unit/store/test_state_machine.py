@@ -11,12 +11,13 @@ import ctypes
 import hashlib
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_world import (
+from tests.unit.store.store_world import (
     CHECKSUMS,
     PAGE,
     DictTier,
@@ -253,9 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
             (o, n, f"{e.info.engine} writes") for e in [*self.engines.values(), *self.ghosts] for o, n in e.writable()
         ]
         base = memoryview(self.driver.world.pool)
-        for memory in self.driver.hung_reads():
-            found.append((_offset(base, memory), len(memory), "hung read"))
-        return found
+        return found + [(_offset(base, memory), len(memory), "hung read") for memory in self.driver.hung_reads()]
 
     def see(self, at: float, event: StoreEvent) -> None:
         if isinstance(event, CreditsGranted):
@@ -397,19 +396,32 @@ class StoreMachine(RuleBasedStateMachine):
                 del engine.open[number]
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), chunks=st.integers(1, 5))
-    def store_prefix(self, data: st.DataObject, chunks: int) -> None:
+    @rule(data=st.data(), start=st.sampled_from((0, 0, 4, 8)), chunks=st.integers(1, 5))
+    def store_prefix(self, data: st.DataObject, start: int, chunks: int) -> None:
         """A prefix is stored as far as credits go, without anything going wrong."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
-        for chunk in range(chunks):
-            for group in range(len(engine.kind.shards)):
-                if engine.credits[group]:
-                    slot, number = engine.credits[group].pop(0), self.number()
-                    engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
-                    self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
-                    for rank in engine.kind.writers:
-                        self.answer_rank(engine, number, rank, True)
-                    del engine.open[number]
+        for chunk in range(start, start + chunks):
+            self.store_chunk(engine, chunk)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), rounds=st.integers(1, 20))
+    def churn(self, data: st.DataObject, rounds: int) -> None:
+        """Chunks that nobody asked for push out what nobody holds."""
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        for _ in range(rounds):
+            self.store_chunk(engine, 1000 + self.number())
+            self.do("run_lane", "hash")
+            self.do("advance", 0.11)
+
+    def store_chunk(self, engine: ModelEngine, chunk: int) -> None:
+        for group in range(len(engine.kind.shards)):
+            if engine.credits[group]:
+                slot, number = engine.credits[group].pop(0), self.number()
+                engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
+                self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+                for rank in engine.kind.writers:
+                    self.answer_rank(engine, number, rank, True)
+                del engine.open[number]
 
     @precondition(lambda self: any(engine.open for engine in self.engines.values()))
     @rule(data=st.data(), delivered=st.sampled_from((True, True, True, False)))
@@ -481,6 +493,18 @@ class StoreMachine(RuleBasedStateMachine):
         keys = [(i % groups, block_hash(start + i // groups)) for i in range(length)]
         if promotion:
             keys = engine.promotions[promotion]
+        self.begin_load(engine, promotion, keys)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def load_what_is_there(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        held = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & 1)
+        if held:
+            keys = data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=4, unique=True))
+            self.begin_load(engine, 0, [(key[0], key[1:]) for key in keys])
+
+    def begin_load(self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]) -> None:
         number = self.number()
         ranks = tuple(range(len(engine.kind.shards[0])))
         engine.loads[number] = ([bytes((g,)) + h for g, h in keys], (), set(ranks))
@@ -574,9 +598,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.do("call", "deliver", "nobody", 0, number)
         elif what == "load" and name in self.engines:
             self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
-        elif what == "reserve" and name in self.engines:
-            if all(slot * PAGE not in credits for credits in self.engines[name].credits):
-                self.do("call", "reserve", name, number, 0, block_hash(0), slot * PAGE)
+        elif (
+            what == "reserve"
+            and name in self.engines
+            and not any(slot * PAGE in credits for credits in self.engines[name].credits)
+        ):
+            self.do("call", "reserve", name, number, 0, block_hash(0), slot * PAGE)
 
     # What always holds.
 
@@ -595,7 +622,7 @@ class StoreMachine(RuleBasedStateMachine):
         for state in (s for s in SlotState if s is not SlotState.FREE):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
         ranges.sort()
-        assert all(a + size <= b for (a, size), (b, _) in zip(ranges, ranges[1:], strict=False)), "slots overlap"
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges)), "slots overlap"
 
     @invariant()
     def nobody_writes_where_a_worker_may_read(self) -> None:
@@ -686,5 +713,5 @@ def _offset(base: memoryview, part: memoryview) -> int:
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
