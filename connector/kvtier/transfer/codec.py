@@ -267,6 +267,8 @@ def _group(
         if not isinstance(tensor, torch.Tensor):
             raise CodecError(f"{name}: no tensor is registered")
         spec = _layer_spec(group.kv_cache_spec, name)
+        if hasattr(spec, "shapes"):  # one page is one state, not one block of tokens
+            raise CodecError(f"{name}: recurrent state is not supported")
         padded = getattr(spec, "page_size_padded", None) is not None
         layout = layer_layout(name, tensor, num_blocks, int(getattr(spec, "page_size_bytes", 0)), padded)
         place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)

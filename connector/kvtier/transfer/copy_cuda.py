@@ -20,12 +20,9 @@ import torch
 
 from kvtier.transfer.base import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.codec import Codec
-from kvtier.transfer.cuda_runtime import relax_capture
+from kvtier.transfer.cuda_runtime import cuda, relax_capture
 from kvtier.transfer.pool import HostPool
 from kvtier.transfer.views import band_views, gather, scatter, word_dtype
-
-cuda: Any = torch.cuda
-"""torch types few of its CUDA calls."""
 
 STAGING_BYTES = 32 << 20
 """Size of one staging buffer: large enough for the DMA's full rate, small enough that the first scatter starts after

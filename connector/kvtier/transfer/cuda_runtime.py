@@ -113,6 +113,7 @@ def unregister(address: int, begins: tuple[int, ...]) -> None:
     """Gives registered ranges back. Nothing may be copied from or to them any more; a refusal has no consequence that
     could be acted on.
     """
+    relax_capture()
     runtime = cuda.cudart()
     for begin in begins:
         runtime.cudaHostUnregister(address + begin)

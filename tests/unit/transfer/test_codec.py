@@ -153,6 +153,16 @@ def test_what_does_not_fit_is_refused_with_a_reason(tensor: object, blocks: int,
         build_codec({"layer.0": tensor}, layout, 16)
 
 
+def test_a_page_that_is_one_state_is_refused() -> None:
+    class State:
+        block_size, page_size_bytes, shapes = 16, 64, ((4, 4),)
+
+    caches = {"mixer": torch.zeros(10, 16)}
+    group = Group(("mixer",), State())  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match="recurrent state"):
+        build_codec(caches, Layout("test", dict(caches), 10, (group,)), 16)
+
+
 def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
     layout = next(iter(LAYOUTS.values()))
     with pytest.raises(CodecError, match="no multiple"):

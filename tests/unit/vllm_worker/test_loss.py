@@ -89,6 +89,21 @@ def test_a_pool_that_the_next_tierd_made_anew_is_mapped_anew(rig: Rig) -> None:
     assert rig.pool()[rig.slot(1) : rig.slot(2)].any(), "the bytes are in the new file"
 
 
+def test_a_tierd_lost_before_its_pool_is_mapped_leaves_a_mapping_for_the_next_one(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, attach=False)
+    try:
+        rig.tierd.welcome(1)
+        rig.tierd.lose()
+        assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
+        rig.tierd.welcome(2)
+        wait_until(lambda: rig.step() and rig.epoch == 2)
+        rig.step(stores=[store_job(3, rig.slot(1), A, epoch=2)])
+        _collect(rig, stores=1)
+        assert rig.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
+    finally:
+        rig.worker.shutdown()
+
+
 def test_asked_to_drain_the_worker_ends_everything_and_then_answers(rig: Rig) -> None:
     rig.engine.hold()
     rig.step(loads=[load_job(7, A, B)], stores=[store_job(3, rig.slot(3), C)])

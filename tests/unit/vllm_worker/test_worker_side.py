@@ -249,6 +249,31 @@ def test_words_for_which_the_client_has_no_room_are_sent_later(rig: Rig) -> None
     assert rig.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
+def test_a_device_that_cannot_be_marked_turns_kvtier_off_and_never_raises(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> object:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(rig.engine, "fence", broken)
+    taken = rig.step(loads=[load_job(7, A)], stores=[store_job(3, rig.slot(1), B)])
+    assert (taken.recving, taken.stores_done, rig.epoch) == ({"request-7"}, {3: 1}, 0)
+    assert "device lost" in rig.worker.off
+
+
+def test_a_client_that_cannot_start_turns_kvtier_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FakeTierd) -> None:
+        raise KeyError("no socket")
+
+    monkeypatch.setattr(FakeTierd, "start", broken)
+    layout = next(iter(every_layout(GEOMETRY)))
+    worker = _worker(tmp_path, layout)
+    worker.register_kv_caches(layout.caches)
+    assert "no socket" in worker.off
+    _step(worker, 1, [load_job(7, A)], [])
+    assert worker.get_finished(set())[1] == {"request-7"}
+
+
 def test_shutdown_drains_and_says_goodbye(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     rig.engine.hold()

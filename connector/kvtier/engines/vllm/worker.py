@@ -137,7 +137,10 @@ class WorkerSide:
             return
         try:
             self._begin(kv_caches)
-        except (KVTierError, RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+        except KVTierError as error:
+            self._turn_off(str(error))
+        except Exception as error:  # a cache never stops an engine
+            logger.exception("KVTier: unexpected failure at start")
             self._turn_off(f"{type(error).__name__}: {error}")
 
     def _begin(self, kv_caches: Mapping[str, object]) -> None:
@@ -175,6 +178,7 @@ class WorkerSide:
         )
 
     def _turn_off(self, reason: str) -> None:
+        self._leave()
         self._off = reason
         self._counters.add("off")
         logger.warning("KVTier: this engine serves without tiers: %s", reason)
@@ -215,11 +219,11 @@ class WorkerSide:
         self._metadata = metadata
         if not metadata.loads and not metadata.cancelled_loads:
             return
+        fence = self._fence() if metadata.loads else None
         if self._thread is None:
             for job in metadata.loads:
                 self._reports.load_refused(job, "off")
             return
-        fence = self._fence() if metadata.loads else None
         self._thread.put_loads(tuple(metadata.loads), tuple(metadata.cancelled_loads), fence)
 
     def wait_for_save(self) -> None:
@@ -230,13 +234,21 @@ class WorkerSide:
         self._stores_of = metadata
         if not metadata.stores:
             return
+        fence = self._fence()
         if self._thread is None:
             self._reports.stores_done(job.reservation for job in metadata.stores)
             return
-        self._thread.put_stores(tuple(metadata.stores), self._fence())
+        self._thread.put_stores(tuple(metadata.stores), fence)
 
     def _fence(self) -> object | None:
-        return self._thread.fence() if self._thread is not None else None
+        """Marks the end of what is launched so far. Without such a mark no copy may start: KVTier goes off."""
+        if self._thread is None:
+            return None
+        try:
+            return self._thread.fence()
+        except RuntimeError as error:
+            self._turn_off(f"the compute stream cannot be marked: {error}")
+            return None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Takes what has ended since the last step: (None, ids of requests whose load has ended)."""
@@ -280,11 +292,15 @@ class WorkerSide:
         """Drains the copies and leaves tierd in order, within ``SHUTDOWN_SECONDS``. Without a proven end of the copies
         no ``Bye`` is sent: tierd then waits until this process is gone.
         """
+        if self._thread is not None:
+            self._off = "shut down"
+        self._leave()
+
+    def _leave(self) -> None:
         thread, client = self._thread, self._client
         self._thread, self._client = None, None
         if thread is None:
             return
-        self._off = "shut down"
         begun = time.monotonic()
         drained = thread.close(SHUTDOWN_SECONDS * 0.75)
         if client is not None and drained:

@@ -24,11 +24,10 @@ class Pin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolReady:
-    """The pool at ``path`` is mapped and registered; or ``problem`` says why not."""
+    """The keeper holds the pool at ``path``; or ``problem`` says why not."""
 
     path: Path
     nbytes: int
-    pool: HostPool | None
     problem: str = ""
 
 
@@ -45,16 +44,16 @@ class PoolKeeper:
         self._busy = False
         self._closed = False
 
-    def holds(self, path: Path, nbytes: int) -> bool:
-        """Whether the mapping is of the file that ``path`` names at this moment."""
+    def held(self, path: Path, nbytes: int) -> HostPool | None:
+        """The mapping, if it is of the file that ``path`` names at this moment."""
         with self._lock:
             held, busy = self._held, self._busy
         if held is None or busy or (held[2], held[3]) != (path, nbytes):
-            return False
+            return None
         try:
-            return file_identity(path) == held[0].identity
+            return held[0] if file_identity(path) == held[0].identity else None
         except OSError:
-            return False
+            return None
 
     def fetch(self, path: Path, nbytes: int, done: Callable[[PoolReady], None]) -> None:
         """Replaces the mapping by one of ``path``; calls ``done`` once. Ignored while one is under way: its ``done``
@@ -89,9 +88,9 @@ class PoolKeeper:
                 self._unpin(old[0], old[1])
             pool, begins = self._pin(open_pool(path, nbytes), lambda: self._closed)
             held = (pool, begins, path, nbytes)
-            ready = PoolReady(path, nbytes, pool)
+            ready = PoolReady(path, nbytes)
         except (OSError, ValueError, RuntimeError, KVTierError) as error:
-            ready = PoolReady(path, nbytes, None, f"{type(error).__name__}: {error}")
+            ready = PoolReady(path, nbytes, f"{type(error).__name__}: {error}")
         with self._lock:
             self._busy = False
             late = self._closed

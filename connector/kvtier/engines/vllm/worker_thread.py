@@ -215,26 +215,31 @@ class TransferThread:
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._welcome = welcome
-        if self._keeper.holds(Path(welcome.pool_path), welcome.pool_bytes):
-            self._reports.epoch = welcome.epoch
-            return
-        if self._engine.pool is not None:
-            self._let_go("lost")
-            self._engine.detach()
-        self._keeper.fetch(Path(welcome.pool_path), welcome.pool_bytes, self.pool_ready)
+        if not self._attach_pool(welcome):
+            if self._engine.pool is not None:
+                self._let_go("lost")
+                self._engine.detach()
+            self._keeper.fetch(Path(welcome.pool_path), welcome.pool_bytes, self.pool_ready)
+
+    def _attach_pool(self, welcome: Welcome) -> bool:
+        """Uses the mapping that the keeper holds, if it is of this tierd's pool."""
+        pool = self._keeper.held(Path(welcome.pool_path), welcome.pool_bytes)
+        if pool is None:
+            return False
+        if self._engine.pool is not pool:
+            self._engine.attach(pool)
+        self._reports.epoch = welcome.epoch
+        return True
 
     def _pool(self, ready: PoolReady) -> None:
         if ready.problem:
             self._counters.add("pool_failures")
             logger.warning("KVTier: this engine serves without tiers, the host pool cannot be used: %s", ready.problem)
         welcome = self._welcome
-        if welcome is None:
+        if welcome is None or self._attach_pool(welcome):
             return
         path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        if ready.pool is not None and self._keeper.holds(path, nbytes):
-            self._engine.attach(ready.pool)
-            self._reports.epoch = welcome.epoch
-        elif ready.pool is not None or (ready.path, ready.nbytes) != (path, nbytes):  # asked for before tierd changed
+        if not ready.problem or (ready.path, ready.nbytes) != (path, nbytes):  # asked for before tierd changed
             self._keeper.fetch(path, nbytes, self.pool_ready)
 
     def _lost(self, reason: str) -> None:
