@@ -454,10 +454,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--object-bytes", type=int, default=64 << 10)
     parser.add_argument("--copy-seconds", type=float, default=0.0)
     parser.add_argument("--never-drain", action="store_true")
+    parser.add_argument("--unresponsive-seconds", type=float, default=10.0, help="when to kill a tierd that hangs")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     topology = load_topology(given.topology)
-    supervisor = Supervisor(given.topology, topology)
+    supervisor = Supervisor(given.topology, topology, unresponsive_seconds=given.unresponsive_seconds)
     supervisor.ensure()
     engine = FakeEngine(
         FakeEngineOptions(

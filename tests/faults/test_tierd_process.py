@@ -1,0 +1,283 @@
+"""tierd and engines as real processes that are killed and stopped. Every byte that comes back is checked by the fake engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd.client import ClientState
+from kvtier.tierd.wire import PROTOCOL
+from kvtier.topology.models import Daemon
+
+OBJECT_BYTES = 64 << 10
+WAIT_SECONDS = 60.0
+
+MakeCase = Callable[..., TierdCase]
+
+
+@pytest.fixture
+def make_case(tmp_path: Path) -> Iterator[MakeCase]:
+    """Makes cases that are closed at the end."""
+    cases: list[TierdCase] = []
+
+    def make(**options: Any) -> TierdCase:
+        directory = tmp_path / f"case-{len(cases)}"
+        directory.mkdir()
+        case = TierdCase(directory, **options)
+        cases.append(case)
+        return case
+
+    yield make
+    for case in cases:
+        case.close()
+
+
+def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_wrong_byte(make_case: MakeCase) -> None:
+    case = make_case(daemon=Daemon.ENGINE, file_bytes=64 << 20)
+    engine = case.engine_process("--keys", "150", "--copy-seconds", "0.004")
+    for round_number in range(1, 4):
+        wait_for(
+            lambda n=round_number: engine.number("attached") >= n and engine.seen()["usable"], "the engine is attached"
+        )  # type: ignore[misc]
+        engine.wait_more("loaded", 20)
+        case.kill_tierd()
+        wait_for(lambda n=round_number: engine.number("lost") >= n, "the engine notices")  # type: ignore[misc]
+    engine.wait_more("loaded", 20)
+    seen = engine.stop()
+    assert seen["wrong"] == 0
+    assert seen["attached"] == 4
+    wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
+
+
+def test_a_tierd_that_was_stopped_for_four_seconds_serves_the_same_engine_again(make_case: MakeCase) -> None:
+    case = make_case(file_bytes=64 << 20)
+    pid = case.start_tierd()
+    engine = case.engine_process("--keys", "100")
+    engine.wait_more("loaded", 20)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: engine.number("attached") == 2 and engine.seen()["usable"], "the engine attached again")
+    engine.wait_more("loaded", 20)
+    assert case.tierd_pid() == pid
+    wait_for(lambda: case.pool("quarantined") == 0, "nothing stays quarantined")
+    assert engine.stop()["wrong"] == 0
+
+
+def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced(make_case: MakeCase) -> None:
+    case = make_case(daemon=Daemon.ENGINE)
+    engine = case.engine_process("--keys", "50", "--unresponsive-seconds", "4")
+    engine.wait_more("loaded", 5)
+    pid = case.tierd_pid()
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: case.tierd_pid() not in (0, pid), "another tierd serves")
+    wait_for(lambda: engine.seen()["usable"], "the engine is attached to it")
+    engine.wait_more("loaded", 5)
+    assert engine.stop()["wrong"] == 0
+
+
+def test_slots_of_a_killed_engine_come_back_once_its_process_is_gone(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    engine = case.engine_process("--keys", "30")
+    engine.wait_more("loaded", 5)
+    assert case.pool("granted") > 0
+    engine.kill()
+    wait_for(lambda: not case.status()["sessions"], "the sessions end")
+    wait_for(
+        lambda: case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == 0, "its slots come back"
+    )
+    wait_for(lambda: case.pool("pinned") == 0, "nothing stays pinned")
+    assert not list((case.run_directory / "sessions").iterdir())
+
+
+def test_a_tierd_whose_only_engine_was_killed_ends_and_removes_the_run_directory(make_case: MakeCase) -> None:
+    case = make_case(daemon=Daemon.ENGINE)
+    engine = case.engine_process("--keys", "30")
+    engine.wait_more("loaded", 5)
+    engine.kill()
+    wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
+
+
+def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(make_case: MakeCase) -> None:
+    common = f"kvtier-test-{uuid.uuid4().hex[:8]}"
+    cases = [make_case(daemon=Daemon.ENGINE, run_directory=Path("/dev/shm") / f"{common}-{name}") for name in "ab"]
+    for round_number in range(10):
+        # Two directories in turn: in one the leftovers are taken over, from the other one they are swept.
+        case = cases[round_number // 2 % 2]
+        engine = case.engine_process("--keys", "30")
+        engine.wait_more("loaded", 3)
+        assert len(list(Path("/dev/shm").glob(f"{common}-*"))) == 1
+        if round_number < 9:
+            case.kill_tierd()
+            engine.kill()
+        else:
+            assert engine.stop()["wrong"] == 0
+    wait_for(lambda: not list(Path("/dev/shm").glob(f"{common}-*")), "nothing is left")
+
+
+def test_two_engines_share_one_tierd_and_what_it_holds(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    first, second = case.engine(), case.engine()
+    assert first.wait("usable", WAIT_SECONDS)
+    assert second.wait("usable", WAIT_SECONDS)
+    assert first.wait("credits", WAIT_SECONDS)
+    assert first.store(1)
+    assert second.wait_for(lambda: second.holds(1), WAIT_SECONDS)
+    assert second.load([1]) == 1
+    first.close()
+    assert second.wait("credits", WAIT_SECONDS)
+    assert second.store(2)
+    assert second.wait_for(lambda: second.holds(2), WAIT_SECONDS)
+    assert second.load([1, 2]) == 2
+    assert (second.seen.wrong, second.seen.lost) == (0, 0)
+
+
+def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    first, second = case.engine(identity="one"), case.engine(identity="two")
+    assert first.wait("usable", WAIT_SECONDS)
+    assert second.wait("usable", WAIT_SECONDS)
+    assert first.wait("credits", WAIT_SECONDS)
+    assert first.store(1)
+    assert first.wait_for(lambda: first.holds(1), WAIT_SECONDS)
+    second.step()
+    assert second.load([1]) == 0
+
+
+def test_a_connector_of_another_version_is_refused_with_both_versions_named(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    other, same = case.engine(protocol="0.0.0/1"), case.engine()
+    assert other.wait_for(lambda: other.client.state is ClientState.REFUSED, WAIT_SECONDS)
+    assert PROTOCOL in other.client.refusal
+    assert "0.0.0/1" in other.client.refusal
+    assert same.wait("usable", WAIT_SECONDS)
+    assert case.counter("sessions_refused") <= 2
+
+
+def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    stubborn = case.engine_process("--keys", "30", "--never-drain")
+    stubborn.wait_more("loaded", 5)
+    case.kill_tierd()
+    case.start_tierd()
+    engine = case.engine()
+    assert engine.wait("usable", WAIT_SECONDS)
+    status = case.status()
+    assert (status["fenced"], status["awaitedWorkers"]) == (True, 1)
+    assert not engine.wait("credits", 2.0)
+    assert not engine.store(1)
+    stubborn.kill()
+    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.store(1)
+    wait_for(lambda: not case.status()["fenced"], "the fence opens")
+
+
+@pytest.mark.parametrize("fencing", [True, False])
+def test_a_slow_copy_under_a_restart_of_tierd_spoils_bytes_exactly_where_there_is_no_fence(
+    make_case: MakeCase, fencing: bool
+) -> None:
+    case = make_case(memory_bytes=16 * OBJECT_BYTES)
+    case.start_tierd()
+    slow = case.engine(copy_seconds=6.0, copy_pieces=64)
+    assert slow.wait("usable", WAIT_SECONDS)
+    assert slow.wait("credits", WAIT_SECONDS)
+    assert slow.begin_store(1_000) is not None
+    wait_for(slow.worker.copying.is_set, "the copy runs")
+    case.kill_tierd()
+    case.start_tierd(fencing=fencing)
+    quick = case.engine()
+    assert quick.wait("usable", WAIT_SECONDS)
+    assert quick.wait("credits", WAIT_SECONDS)
+    # Without a fence the copy still runs; with one it has ended before there were credits.
+    assert slow.worker.copying.is_set() is not fencing
+    stored = list(range(quick.credits))
+    for number in stored:
+        assert quick.store(number)
+    assert quick.wait_for(lambda: all(quick.holds(number) for number in stored), WAIT_SECONDS)
+    wait_for(lambda: not slow.worker.copying.is_set(), "the copy has ended")
+    for number in stored:
+        quick.load([number])
+    assert (quick.seen.wrong == 0) is fencing
+    assert quick.seen.loaded + quick.seen.wrong == len(stored)
+
+
+def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(make_case: MakeCase) -> None:
+    case = make_case(memory_bytes=16 * OBJECT_BYTES)
+    case.start_tierd()
+    frozen = case.engine_process("--keys", "1000", "--copy-seconds", "1.0")
+    wait_for(lambda: frozen.number("stored") >= 1, "the engine stores")
+    frozen.signal(signal.SIGSTOP)
+    wait_for(lambda: not case.status()["sessions"], "its silence is noticed")
+    assert case.pool("quarantined") > 0
+    engine = case.engine()
+    assert engine.wait("credits", WAIT_SECONDS)
+    stored = list(range(2_000, 2_000 + engine.credits))
+    for number in stored:
+        assert engine.store(number)
+    frozen.signal(signal.SIGCONT)
+    wait_for(lambda: frozen.number("attached") == 2, "it attaches again")
+    wait_for(lambda: case.pool("quarantined") == 0, "its old slots come back")
+    engine.step()
+    held = [number for number in stored if engine.holds(number)]
+    for number in held:
+        engine.load([number])
+    assert engine.seen.wrong == 0
+    assert frozen.stop()["wrong"] == 0
+
+
+def test_sigterm_writes_what_is_pending_before_tierd_ends(make_case: MakeCase) -> None:
+    case = make_case(file_bytes=64 << 20)
+    case.start_tierd()
+    engine = case.engine()
+    assert engine.wait("usable", WAIT_SECONDS)
+    stored = 0
+    for number in range(20):
+        assert engine.wait("credits", WAIT_SECONDS)
+        stored += engine.store(number)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in range(stored)), WAIT_SECONDS)
+    case.kill_tierd(signal.SIGTERM)
+    assert len(list(case.files.rglob("*.kv"))) == stored
+    assert list(case.files.glob("*/identity.json"))
+
+
+def test_what_the_file_tier_holds_is_served_by_the_next_tierd(make_case: MakeCase) -> None:
+    case = make_case(file_bytes=64 << 20)
+    case.start_tierd()
+    engine = case.engine()
+    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.store(7)
+    wait_for(lambda: len(list(case.files.rglob("*.kv"))) == 1, "the object is written")
+    case.kill_tierd()
+    case.start_tierd()
+    wait_for(lambda: case.status()["tiers"][1]["state"] == "Healthy", "the tier is scanned")
+    assert engine.wait("usable", WAIT_SECONDS)
+    assert engine.wait_for(lambda: engine.holds(7), WAIT_SECONDS)
+    assert engine.load([7]) == 1
+    assert engine.seen.promoted == 1
+
+
+def test_live_values_reach_tierd_and_engines_while_they_run(make_case: MakeCase) -> None:
+    case = make_case(file_bytes=64 << 20)
+    case.start_tierd()
+    tiers = {**case.live.tiers, "disk": case.live.tiers["disk"].model_copy(update={"capacity_bytes": 32 << 20})}
+    case.retune(case.live.model_copy(update={"generation": 7, "tiers": tiers}))
+    wait_for(lambda: case.status()["appliedGeneration"] == 7, "the generation is applied")
+    wait_for(lambda: case.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied")
+    (case.topology_directory / "live.json").write_text('{"generation": 8, "minLoadTokens": "many"}')
+    wait_for(lambda: case.status()["appliedGeneration"] == 8, "the good value is taken")
+    status = case.status()
+    assert status["liveRefusedTotal"] == 1
+    assert [condition["type"] for condition in status["conditions"]] == ["LiveValuesRefused"]
