@@ -133,8 +133,12 @@ class TierStore:
         engine = self._engines.add(info)
         self._index.open(engine.namespace, engine.persistent)
 
-    def close_engine(self, engine: str, proven: bool) -> None:
-        """An engine is not there any more; ``proven``: nor are its processes, or they have drained every copy."""
+    def close_engine(self, engine: str, proven: bool, expires: bool = True) -> None:
+        """An engine is not there any more; ``proven``: nor are its processes, or they have drained every copy.
+
+        ``expires``: without proof its slots come back after 60 s all the same; False where the owner can see that the
+        processes live, and says ``engine_proven_gone`` in the end.
+        """
         state = self._engine(engine)
         if state is None:
             return
@@ -142,7 +146,7 @@ class TierStore:
             self._promotions.release(promotion)
         slots = self._stores.close(state)
         entries = self._loads.close(state)
-        self._engines.let_go(state, slots, entries, proven)
+        self._engines.let_go(state, slots, entries, proven, expires)
         self._index.close(state.namespace)
 
     def engine_proven_gone(self, engine: str) -> None:

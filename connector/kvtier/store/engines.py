@@ -112,9 +112,11 @@ class Engines:
                 self._shared.count("pool_too_small", "", f"group_{group}")
         return engine
 
-    def let_go(self, engine: EngineState, slots: list[Slot], entries: list[Entry], proven: bool) -> None:
-        """Frees what an engine held, or quarantines it until it is proven gone. ``entries`` are pinned, once per
-        mention."""
+    def let_go(
+        self, engine: EngineState, slots: list[Slot], entries: list[Entry], proven: bool, expires: bool = True
+    ) -> None:
+        """Frees what an engine held, or quarantines it until it is proven gone. ``entries`` are pinned, once per mention.
+        ``expires``: without proof, for ``QUARANTINE_SECONDS``."""
         del self.open[engine.name]
         slots = slots + [slot for group in engine.granted for slot in group.values()]
         quarantine = Quarantine(slots, entries)
@@ -125,6 +127,8 @@ class Engines:
             self._pool.move(slot, SlotState.QUARANTINED, engine.name)
         self._quarantined.setdefault(engine.name, []).append(quarantine)
         self._shared.count("slots_quarantined", "", "", len(slots) + len(entries))
+        if not expires:
+            return
         expire = partial(self._expire, engine.name, quarantine)
         quarantine.timer = self._shared.timers.at(self._shared.clock() + QUARANTINE_SECONDS, expire)
 
