@@ -409,7 +409,9 @@ class FakeEngine:
         if any(not held & MEMORY_BIT for held in bits[:there]):
             promotion = self._numbers
             self.client.send(Promote(promotion=promotion, keys=keys, budget_seconds=budget_seconds))
-            answered = self.wait_for(lambda: promotion in self._promoted or not self.client.attached, budget_seconds + 2)
+            answered = self.wait_for(
+                lambda: promotion in self._promoted or not self.client.attached, budget_seconds + 2
+            )
             result = self._promoted.pop(promotion, None)
             if not answered or result is None or not result.usable:
                 self.seen.load_failed += 1

@@ -93,7 +93,10 @@ class EngineProcess:
     def wait_more(self, name: str, by: int = 1) -> None:
         """Waits until a number has grown."""
         before = self.number(name)
-        wait_for(lambda: self.number(name) >= before + by, f"{name} of the fake engine grows from {before} by {by}: {self.seen()}")
+        wait_for(
+            lambda: self.number(name) >= before + by,
+            f"{name} of the fake engine grows from {before} by {by}: {self.seen()}",
+        )
 
     def signal(self, number: int) -> None:
         """Sends it a signal."""
@@ -134,7 +137,11 @@ class TierdCase:
         live = {"ram": LiveTier()}
         if file_bytes is not None:
             self.files.mkdir(parents=True, exist_ok=True)
-            tiers.append(FileSystemTierDocument(name="disk", path=str(self.files), sharing="Node", read_threads=2, write_threads=2))
+            tiers.append(
+                FileSystemTierDocument(
+                    name="disk", path=str(self.files), sharing="Node", read_threads=2, write_threads=2
+                )
+            )
             live["disk"] = LiveTier(capacity_bytes=file_bytes)
         self.live = Live(generation=1, selection=Selection.WEIGHTED, min_load_tokens=0, tiers=live)
         self.topology = Topology(
@@ -161,7 +168,9 @@ class TierdCase:
         if not fencing:
             command = [sys.executable, "-c", _WITHOUT_FENCE, str(self.topology_directory)]
         with self.log.open("ab") as log:
-            process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
+            )
         self._processes.append(process)
         wait_for(lambda: self.tierd_pid() == process.pid and self.status().get("started"), "tierd serves")
         return process.pid
@@ -193,7 +202,9 @@ class TierdCase:
         if not address:
             return {}
         try:
-            code, text = http_request(int(address["port"]), "GET", "/status", timeout_seconds=5, host=str(address["host"]))
+            code, text = http_request(
+                int(address["port"]), "GET", "/status", timeout_seconds=5, host=str(address["host"])
+            )
         except OSError:
             return {}
         return dict(json.loads(text)) if code == 200 else {}

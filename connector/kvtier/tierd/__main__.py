@@ -16,6 +16,7 @@ from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.tierd.building import WrapTier
 from kvtier.tierd.daemon import EXIT_CANNOT_SERVE, Options, TierDaemon
+from kvtier.tierd.process import ProcessIdentity, pid_namespace
 
 LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
 
@@ -23,12 +24,22 @@ LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
 def parser() -> argparse.ArgumentParser:
     """The daemon's command line."""
     found = argparse.ArgumentParser(prog="python -m kvtier.tierd", description="The tier daemon of KVTier.")
-    found.add_argument("--topology", type=Path, required=True, metavar="DIR", help="directory with structural.json and live.json")
+    found.add_argument(
+        "--topology", type=Path, required=True, metavar="DIR", help="directory with structural.json and live.json"
+    )
     found.add_argument("--run-directory", type=Path, metavar="DIR", help="instead of the one that the topology names")
     found.add_argument("--spawned-by-engine", action="store_true", help="end when no engine is attached any more")
+    found.add_argument(
+        "--spawner", type=_process, metavar="PID:START", help="the process that started it, and when that was started"
+    )
     found.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     found.add_argument("--version", action="version", version=__version__)
     return found
+
+
+def _process(text: str) -> ProcessIdentity:
+    pid, _, start = text.partition(":")
+    return ProcessIdentity(int(pid), int(start), pid_namespace())
 
 
 def run(options: Options) -> int:
@@ -52,6 +63,7 @@ def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = No
             topology_directory=given.topology.absolute(),
             run_directory=None if given.run_directory is None else given.run_directory.absolute(),
             spawned_by_engine=given.spawned_by_engine,
+            spawner=given.spawner,
             wrap_tier=wrap_tier,
         )
     )

@@ -106,7 +106,13 @@ class TierdClient:
         self.refusal = ""
         """Why tierd refused; empty unless the state is REFUSED."""
         self.state = ClientState.ABSENT
-        self.counters: dict[str, int] = {"lost": 0, "refused": 0, "undecodable": 0, "callback_failed": 0, "queue_full": 0}
+        self.counters: dict[str, int] = {
+            "lost": 0,
+            "refused": 0,
+            "undecodable": 0,
+            "callback_failed": 0,
+            "queue_full": 0,
+        }
 
         self._outgoing: deque[bytes] = deque()
         self._overflow = False

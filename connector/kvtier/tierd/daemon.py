@@ -10,13 +10,12 @@ End: on SIGTERM, or, where an engine started it, when nobody is attached any mor
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,33 +28,17 @@ from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore, lanes
 from kvtier.store.threads import ThreadExecutor
 from kvtier.tierd.building import WrapTier, build_tiers, memory_document
+from kvtier.tierd.exchange import Exchange
 from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
-from kvtier.tierd.http import Answer, HttpServer, text
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.outbox import SEND_MESSAGES
 from kvtier.tierd.pool import PoolFile
-from kvtier.tierd.process import fate
-from kvtier.tierd.rundir import (
-    HTTP_NAME,
-    SESSIONS_NAME,
-    FileLock,
-    RunDirectory,
-    replace_atomically,
-    sweep,
-)
-from kvtier.tierd.server import Loop, Place
+from kvtier.tierd.process import Fate, ProcessIdentity, fate
+from kvtier.tierd.reporting import Facts, Reporter
+from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory, sweep
+from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
-from kvtier.tierd.status import (
-    METRICS_CONTENT_TYPE,
-    Condition,
-    SessionStatus,
-    Snapshot,
-    TierStatus,
-    metrics_text,
-    status_json,
-)
 from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
-from kvtier.tiers.base import Tier
 from kvtier.tiers.checksum import preferred
 from kvtier.topology.loading import load
 from kvtier.topology.models import Daemon, Topology
@@ -66,8 +49,6 @@ LINGER_SECONDS = 5.0
 comes back within four seconds."""
 LOCK_SECONDS = 2.0
 """How long the lock may be taken: whoever only looks whether a tierd lives holds it for a moment."""
-HTTP_RETRY_SECONDS = 10.0
-UNHEALTHY_SECONDS = 5.0
 _FLUSH_MILLISECONDS = 300
 _SPAWNER_GONE_SECONDS = 5.0
 
@@ -86,6 +67,7 @@ class Options:
     topology_directory: Path
     run_directory: Path | None = None
     spawned_by_engine: bool = False
+    spawner: ProcessIdentity | None = None
     wrap_tier: WrapTier | None = None
     fencing: bool = True
     blind_seconds: float = BLIND_SECONDS
@@ -139,17 +121,12 @@ class TierDaemon:
         self._loop: Loop | None = None
         self._pool_start: _PoolStart | None = None
         self._io: ThreadExecutor | None = None
-        self._http: HttpServer | None = None
-        self._http_error = ""
-        self._next_http = 0.0
+        self._reporter = Reporter(self._topology.structural, self._run_directory.path, clock)
         self._counters = StoreCounters()
         self._epoch = 0
         self._parent = os.getppid()
         self._empty_since: float | None = None
         self._drain_until: float | None = None
-        self._next_snapshot = 0.0
-        self._snapshot = Snapshot(version=__version__)
-        self._snapshot_at = 0.0
         self._built = build_tiers(self._topology, options.wrap_tier)
         self._follower = LiveFollower(options.topology_directory, structural)
         self._live = self._topology.live
@@ -216,11 +193,17 @@ class TierDaemon:
                 socket,
                 fence,
                 lambda host: Sessions(
-                    host, files, fence, derive, self._next_epoch, fate, self._counters, blind_seconds=options.blind_seconds
+                    host,
+                    files,
+                    fence,
+                    derive,
+                    self._next_epoch,
+                    fate,
+                    self._counters,
+                    blind_seconds=options.blind_seconds,
                 ),
                 self._counters,
                 self._live,
-                self._describe_namespace,
                 self._clock,
             )
             self._loop = loop
@@ -245,19 +228,13 @@ class TierDaemon:
                 self._run_directory.beat(lock)
             self._begin_when_allocated(loop, fence)
             self._apply_live(loop)
-            if now >= self._next_http:
-                self._next_http = now + HTTP_RETRY_SECONDS
-                self._start_http()
-            if now >= self._next_snapshot:
-                self._next_snapshot = now + BEAT_SECONDS
-                self._snapshot = self._take_snapshot(loop, fence)
-                self._snapshot_at = now
+            self._reporter.turn(now, lambda: self._facts(loop, fence))
             if self._over(loop, now):
                 return
 
     def _begin_when_allocated(self, loop: Loop, fence: Fence) -> None:
         start = self._pool_start
-        if start is None or not start.finished or loop.place is not None or loop.no_place:
+        if start is None or not start.finished or loop.exchange is not None or loop.no_pool:
             return
         if start.pool is None:
             loop.give_up(start.error)
@@ -284,7 +261,8 @@ class TierDaemon:
             _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
             loop.unfence_with(lambda: self._unfence(store))
         names = (memory_document(self._topology.structural).name, *(tier.name for tier in self._built.tiers))
-        loop.begin(Place(store, str(pool.path), pool.bytes, names))
+        exchange = Exchange(store, pool.bytes, loop.send, self._counters, self._describe_namespace)
+        loop.begin(exchange, Pool(str(pool.path), pool.bytes, names))
 
     def _unfence(self, store: TierStore) -> None:
         _log.info("every worker of earlier epochs has drained or is gone")
@@ -308,7 +286,7 @@ class TierDaemon:
         if self._stop_requests > 1:
             return True
         if self._stop_requests == 1:
-            loop.stopping = True
+            loop.stop_accepting()
             if self._drain_until is None:
                 self._drain_until = now + self._options.drain_seconds
             return self._drained(loop, now)
@@ -322,7 +300,8 @@ class TierDaemon:
             self._empty_since = now
         if not sessions.had_any:
             # The engine may take minutes before it says hello; one that is gone never will.
-            gone = os.getppid() != self._parent or self._parent == 1
+            spawner = self._options.spawner
+            gone = os.getppid() != self._parent if spawner is None else fate(spawner) is Fate.GONE
             return gone and now - self._empty_since > _SPAWNER_GONE_SECONDS
         if not sessions.left_in_order and (
             now - self._empty_since < self._options.linger_seconds or sessions.quarantined
@@ -335,16 +314,32 @@ class TierDaemon:
     def _drained(self, loop: Loop, now: float) -> bool:
         if self._drain_until is None or now >= self._drain_until:
             return True
-        return loop.place is None or not loop.place.store.pending_stores()
+        return loop.exchange is None or not loop.exchange.store.pending_stores()
+
+    # Reporting.
+
+    def _facts(self, loop: Loop, fence: Fence) -> Facts:
+        start = self._pool_start
+        return Facts(
+            epoch=self._epoch,
+            live=self._live,
+            follower=self._follower,
+            built=self._built,
+            pool=None if start is None else start.pool,
+            pool_error="" if start is None else start.error,
+            store=None if loop.exchange is None else loop.exchange.store,
+            sessions=loop.sessions,
+            fenced=loop.fenced,
+            awaited_workers=len(fence.waiting),
+            counters=self._counters,
+        )
 
     def _close_parts(self) -> None:
         self._follower.stop()
-        if self._http is not None:
-            self._http.close()
+        self._reporter.close()
         if self._io is not None:
             self._io.close()
-        tiers: tuple[Tier, ...] = self._built.tiers
-        for tier in tiers:
+        for tier in self._built.tiers:
             try:
                 tier.close()
             except KVTierError as error:
@@ -353,107 +348,6 @@ class TierDaemon:
             self._pool_start.stop()
             if self._pool_start.pool is not None:
                 self._pool_start.pool.close()
-
-    # Reporting.
-
-    def _start_http(self) -> None:
-        if self._http is not None:
-            return
-        endpoint = self._topology.structural.http
-        routes = {
-            "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(self._snapshot)),
-            "/status": lambda: Answer(200, "application/json", status_json(self._snapshot)),
-            "/healthz": self._health,
-        }
-        try:
-            self._http = HttpServer(endpoint.host, endpoint.port, routes)
-            host, port = self._http.address
-            replace_atomically(
-                self._run_directory.path / HTTP_NAME,
-                json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode(),
-                0o644,
-            )
-            self._http_error = ""
-        except OSError as error:
-            if not self._http_error:
-                _log.error("http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error)
-            self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
-
-    def _health(self) -> Answer:
-        """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
-        age = self._clock() - self._snapshot_at
-        if age > UNHEALTHY_SECONDS:
-            return text(503, f"the loop has not gone round for {age:.1f} s")
-        return text(200, "ok")
-
-    def _conditions(self) -> tuple[Condition, ...]:
-        found = list(self._built.conditions)
-        start = self._pool_start
-        if start is not None and start.error:
-            found.append(Condition("PoolMissing", start.error))
-        if start is not None and start.pool is not None and start.pool.size.condition:
-            found.append(Condition("PoolSmaller", start.pool.size.condition))
-        if self._http_error:
-            found.append(Condition("HttpNotServed", self._http_error))
-        if self._follower.refusals:
-            found.append(Condition("LiveValuesRefused", "; ".join(map(str, self._follower.refusals))))
-        return tuple(found)
-
-    def _take_snapshot(self, loop: Loop, fence: Fence) -> Snapshot:
-        structural = self._topology.structural
-        store = None if loop.place is None else loop.place.store
-        states = {state.name: state for state in store.tier_states()} if store is not None else {}
-        tiers = []
-        for document in structural.tiers:
-            state = states.get(document.name)
-            if state is None:
-                tiers.append(TierStatus(document.name, document.kind, "Unknown"))
-                continue
-            tiers.append(
-                TierStatus(
-                    document.name,
-                    document.kind,
-                    state.state,
-                    state.used_bytes,
-                    state.capacity_bytes,
-                    state.objects,
-                    state.pending_store_bytes,
-                    state.late_reads,
-                    state.last_error,
-                    state.cause,
-                )
-            )
-        ready = {engine.engine for engine in loop.sessions.engines() if engine.open}
-        sessions = tuple(
-            SessionStatus(
-                s.hello.engine, s.hello.role, s.hello.rank, s.hello.pid, s.worker.epoch, s.hello.engine in ready
-            )
-            for s in loop.sessions.all()
-        )
-        pool = asdict(store.accounts()) if store is not None else {}
-        if store is not None:
-            pool["pinned"] = store.pinned_bytes
-        start = self._pool_start
-        if start is not None and start.pool is not None:
-            pool["touched"] = start.pool.touched_bytes
-        return Snapshot(
-            version=__version__,
-            policy=f"{structural.policy.namespace}/{structural.policy.name}",
-            epoch=self._epoch,
-            fenced=loop.fenced,
-            started=store is not None,
-            applied_generation=self._live.generation,
-            live_refused_total=self._follower.refused_total,
-            live_refusals=tuple(map(str, self._follower.refusals)),
-            tiers=tuple(tiers),
-            sessions=sessions,
-            quarantined_processes=loop.sessions.quarantined,
-            awaited_workers=len(fence.waiting),
-            pending_stores=0 if store is None else store.pending_stores(),
-            pool=pool,
-            conditions=self._conditions(),
-            events=dict(self._counters.values),
-        )
 
 
 def _ignore_result(_result: object, error: BaseException | None) -> None:

@@ -94,7 +94,11 @@ class Fence:
     """The workers of earlier epochs that have not drained. Owner's thread only."""
 
     def __init__(
-        self, files: SessionFiles, now: float, fate: Callable[[ProcessIdentity], Fate], blind_seconds: float = BLIND_SECONDS
+        self,
+        files: SessionFiles,
+        now: float,
+        fate: Callable[[ProcessIdentity], Fate],
+        blind_seconds: float = BLIND_SECONDS,
     ) -> None:
         self._files = files
         self._fate = fate
@@ -109,10 +113,12 @@ class Fence:
     def hello(self, worker: AttachedWorker, drained_epoch: int) -> None:
         """A worker attaches and says up to which epoch it has drained."""
         self._resolve(
-            lambda other: other.engine == worker.engine
-            and other.rank == worker.rank
-            and other.process == worker.process
-            and drained_epoch >= other.epoch
+            lambda other: (
+                other.engine == worker.engine
+                and other.rank == worker.rank
+                and other.process == worker.process
+                and drained_epoch >= other.epoch
+            )
         )
 
     def check(self, now: float) -> None:

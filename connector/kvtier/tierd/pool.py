@@ -54,7 +54,9 @@ class PoolFile:
     Raises ``OSError`` when the file cannot be made or mapped, or not even ``MIN_POOL_BYTES`` fit.
     """
 
-    def __init__(self, path: Path, wanted_bytes: int, mode: int = 0o600, keep_going: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, path: Path, wanted_bytes: int, mode: int = 0o600, keep_going: Callable[[], bool] = lambda: True
+    ) -> None:
         self.path = path
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None

@@ -261,7 +261,9 @@ def sweep(own: Path, removed: Callable[[Path], None] | None = None) -> int:
         return 0
     count = 0
     try:
-        names = [entry.name for entry in os.scandir(own.parent) if entry.name.startswith(PREFIX) and entry.name != own.name]
+        names = [
+            entry.name for entry in os.scandir(own.parent) if entry.name.startswith(PREFIX) and entry.name != own.name
+        ]
     except OSError:
         return 0
     for name in names:

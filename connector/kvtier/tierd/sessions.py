@@ -7,7 +7,8 @@ Every opening has an epoch of its own, larger than all before it. So a store tha
 attached to any more, even if tierd itself never went away, and a worker's "drained to epoch N" is about this engine's last life.
 
 Proof that a worker touches no slot any more is one of: its ``Bye``, a ``Hello`` of the same process that has drained the epoch, or
-that its process is gone. Without proof, slots stay in quarantine; where the process cannot be seen, for ``BLIND_SECONDS``.
+that its process is gone. Without proof, slots stay in quarantine: for ``BLIND_SECONDS`` where the process cannot be seen, and for as
+long as it lives where it can (one that is stopped and goes on an hour later finishes its copy then).
 
 Cases of ``hello``:
 
@@ -24,14 +25,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtier.errors import KVTierError
 from kvtier.store.contract import EngineInfo, StoreCounters
 from kvtier.tierd.fence import BLIND_SECONDS, AttachedWorker, Fence, SessionFiles
+from kvtier.tierd.members import Engine, Host, Quarantine, Session
 from kvtier.tierd.process import Fate, ProcessIdentity
-from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
+from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Refused
 from kvtier.tiers.base import aligned
 
 MAX_SESSIONS = 256
@@ -42,105 +42,6 @@ Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 """(identity JSON, codec texts in rank order) -> (namespace as 32 hex digits, canonical text)."""
 
 _log = logging.getLogger("kvtier.tierd")
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One attached process. ``route``: its address at the socket; ``heard``: when it last said something."""
-
-    route: bytes
-    number: int
-    hello: Hello
-    worker: AttachedWorker
-    heard: float
-
-    @property
-    def is_scheduler(self) -> bool:
-        """Whether this is the engine's scheduler side."""
-        return self.hello.role == "scheduler"
-
-    @property
-    def process(self) -> ProcessIdentity:
-        """The process at the other end."""
-        return self.worker.process
-
-    @property
-    def title(self) -> str:
-        """For logs."""
-        role = "scheduler" if self.is_scheduler else f"rank {self.hello.rank}"
-        return f"{self.hello.engine} {role} (process {self.hello.pid})"
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """The members that are there. ``name``: its name in the store; ``ending``: a member has said ``Bye``."""
-
-    engine: str
-    epoch: int
-    scheduler: Session | None = None
-    workers: dict[int, Session] = field(default_factory=dict)
-    info: EngineInfo | None = None
-    canonical: str = ""
-    open: bool = False
-    ending: bool = False
-
-    @property
-    def name(self) -> str:
-        """No two openings have the same one, so that proof about one is never taken for another."""
-        return f"{self.engine}#{self.epoch}"
-
-    @property
-    def ranks(self) -> int:
-        """How many workers belong to it; 0 while the scheduler is not there."""
-        if self.scheduler is None:
-            return 0
-        hello = self.scheduler.hello
-        return hello.ranks or max(hello.writer_ranks, default=0) + 1
-
-    def members(self) -> list[Session]:
-        """Everybody who is there."""
-        return ([] if self.scheduler is None else [self.scheduler]) + list(self.workers.values())
-
-    def member(self, hello: Hello) -> Session | None:
-        """Who is there in the part that ``hello`` wants to play."""
-        return self.scheduler if hello.role == "scheduler" else self.workers.get(hello.rank)
-
-
-@dataclass(slots=True, eq=False)
-class Quarantine:
-    """Workers of an engine that was closed, which have not proven that they touch nothing any more."""
-
-    name: str
-    waiting: list[Session]
-    deadline: float
-
-
-class Host(Protocol):
-    """What happens to the outside."""
-
-    def send(self, route: bytes, message: Message) -> None:
-        """Sends without waiting; a session that does not read is reported later through ``unreachable``."""
-        ...
-
-    def welcome(self, session: Session) -> None:
-        """The session stands."""
-        ...
-
-    def opened(self, engine: Engine) -> None:
-        """All members are there. Raises ``KVTierError`` if the store does not take the engine."""
-        ...
-
-    def closed(self, engine: Engine, proven: bool) -> None:
-        """The engine is not there any more."""
-        ...
-
-    def proven_gone(self, name: str) -> None:
-        """Nobody of this engine touches a slot any more."""
-        ...
-
-    def dropped(self, session: Session) -> None:
-        """Nothing is sent to this session any more."""
-        ...
 
 
 class Sessions:
@@ -307,7 +208,9 @@ class Sessions:
         writers = sorted(set(scheduler.writer_ranks))
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
-            raise ValueError(f"the ranks have {[len(sizes) for sizes in shards]} groups; all must have the same, at least one")
+            raise ValueError(
+                f"the ranks have {[len(sizes) for sizes in shards]} groups; all must have the same, at least one"
+            )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(scheduler.identity, tuple(hello.codec for hello in hellos))
         persistent = not scheduler.volatile_reason

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kvtier
+from kvtier.tierd.process import own_identity
 from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.topology.models import Daemon, Topology
 
@@ -37,12 +38,14 @@ _log = logging.getLogger("kvtier.tierd")
 
 
 def daemon_command(topology_directory: Path, run_directory: Path) -> list[str]:
-    """What starts a tierd for an engine."""
+    """What starts a tierd for this process."""
+    me = own_identity()
     return [
         sys.executable, "-m", "kvtier.tierd",
         "--topology", str(topology_directory),
         "--run-directory", str(run_directory),
         "--spawned-by-engine",
+        "--spawner", f"{me.pid}:{me.start}",
     ]  # fmt: skip
 
 
@@ -55,7 +58,10 @@ def daemon_environment() -> dict[str, str]:
 
 
 class Supervisor:
-    """Sees to it that a tierd lives. ``ensure`` and ``stop`` may be called from any thread, each once."""
+    """Sees to it that a tierd lives. ``ensure`` and ``stop`` may be called from any thread, each once.
+
+    Raises ``ConfigurationError`` for a run directory whose name is too long.
+    """
 
     def __init__(
         self,
@@ -155,7 +161,9 @@ class Supervisor:
             return
         status = child.poll()
         if status is not None:
-            _log.log(logging.INFO if status == 0 else logging.WARNING, "tierd (process %d) ended with %d", child.pid, status)
+            _log.log(
+                logging.INFO if status == 0 else logging.WARNING, "tierd (process %d) ended with %d", child.pid, status
+            )
             self._child = None
             self.counters["exited"] += 1
             self._release_spawn_lock()

@@ -1,0 +1,195 @@
+"""Makes the snapshots that are shown, and keeps the HTTP server that shows them.
+
+An address that cannot be bound is a condition and tried again: tierd's work does not depend on being asked about it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvtier import __version__
+from kvtier.store.contract import StoreCounters
+from kvtier.store.core import TierStore
+from kvtier.tierd.building import BuiltTiers
+from kvtier.tierd.http import Answer, HttpServer, text
+from kvtier.tierd.live import LiveFollower
+from kvtier.tierd.pool import PoolFile
+from kvtier.tierd.rundir import HTTP_NAME, replace_atomically
+from kvtier.tierd.sessions import Sessions
+from kvtier.tierd.status import (
+    METRICS_CONTENT_TYPE,
+    Condition,
+    SessionStatus,
+    Snapshot,
+    TierStatus,
+    metrics_text,
+    status_json,
+)
+from kvtier.topology.models import Live, Structural
+
+SNAPSHOT_SECONDS = 0.5
+HTTP_RETRY_SECONDS = 10.0
+UNHEALTHY_SECONDS = 5.0
+"""Ten snapshots missed: the loop hangs, or this process does not run."""
+
+_log = logging.getLogger("kvtier.tierd")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Where a snapshot comes from. ``store`` is None until the pool is allocated."""
+
+    epoch: int
+    live: Live
+    follower: LiveFollower
+    built: BuiltTiers
+    pool: PoolFile | None
+    pool_error: str
+    store: TierStore | None
+    sessions: Sessions
+    fenced: bool
+    awaited_workers: int
+    counters: StoreCounters
+
+
+class Reporter:
+    """``turn`` and ``close`` are for the loop's thread; requests are answered on their own, from the last snapshot."""
+
+    def __init__(self, structural: Structural, run_directory: Path, clock: Callable[[], float]) -> None:
+        self._structural = structural
+        self._run_directory = run_directory
+        self._clock = clock
+        self._http: HttpServer | None = None
+        self._http_error = ""
+        self._next_http = 0.0
+        self._next_snapshot = 0.0
+        self._snapshot = Snapshot(version=__version__)
+        self._snapshot_at = clock()
+
+    def turn(self, now: float, facts: Callable[[], Facts]) -> None:
+        """Once per turn of the loop."""
+        if now >= self._next_http and self._http is None:
+            self._next_http = now + HTTP_RETRY_SECONDS
+            self._start_http()
+        if now >= self._next_snapshot:
+            self._next_snapshot = now + SNAPSHOT_SECONDS
+            self._snapshot = self._take(facts())
+            self._snapshot_at = now
+
+    def close(self) -> None:
+        """Ends answering."""
+        if self._http is not None:
+            self._http.close()
+
+    def _start_http(self) -> None:
+        endpoint = self._structural.http
+        routes = {
+            "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(self._snapshot)),
+            "/status": lambda: Answer(200, "application/json", status_json(self._snapshot)),
+            "/healthz": self._health,
+        }
+        try:
+            server = HttpServer(endpoint.host, endpoint.port, routes)
+        except OSError as error:
+            if not self._http_error:
+                _log.error("http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error)
+            self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
+            return
+        self._http, self._http_error = server, ""
+        host, port = server.address
+        document = json.dumps({"host": host, "port": port, "pid": os.getpid()})
+        try:
+            replace_atomically(self._run_directory / HTTP_NAME, document.encode(), 0o644)
+        except OSError as error:
+            self._http_error = f"{HTTP_NAME} cannot be written: {error}"
+            _log.error("%s", self._http_error)
+
+    def _health(self) -> Answer:
+        """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
+        age = self._clock() - self._snapshot_at
+        if age > UNHEALTHY_SECONDS:
+            return text(503, f"the loop has not gone round for {age:.1f} s")
+        return text(200, "ok")
+
+    def _take(self, facts: Facts) -> Snapshot:
+        store = facts.store
+        pool = asdict(store.accounts()) if store is not None else {}
+        if store is not None:
+            pool["pinned"] = store.pinned_bytes
+        if facts.pool is not None:
+            pool["touched"] = facts.pool.touched_bytes
+        policy = self._structural.policy
+        return Snapshot(
+            version=__version__,
+            policy=f"{policy.namespace}/{policy.name}",
+            epoch=facts.epoch,
+            fenced=facts.fenced,
+            started=store is not None,
+            applied_generation=facts.live.generation,
+            live_refused_total=facts.follower.refused_total,
+            live_refusals=tuple(map(str, facts.follower.refusals)),
+            tiers=self._tiers(store),
+            sessions=_sessions(facts.sessions),
+            quarantined_processes=facts.sessions.quarantined,
+            awaited_workers=facts.awaited_workers,
+            pending_stores=0 if store is None else store.pending_stores(),
+            pool=pool,
+            conditions=self._conditions(facts),
+            events=dict(facts.counters.values),
+        )
+
+    def _tiers(self, store: TierStore | None) -> tuple[TierStatus, ...]:
+        states = {state.name: state for state in store.tier_states()} if store is not None else {}
+        found = []
+        for document in self._structural.tiers:
+            state = states.get(document.name)
+            if state is None:
+                found.append(TierStatus(document.name, document.kind, "Unknown"))
+                continue
+            found.append(
+                TierStatus(
+                    name=document.name,
+                    kind=document.kind,
+                    state=state.state,
+                    used_bytes=state.used_bytes,
+                    capacity_bytes=state.capacity_bytes,
+                    objects=state.objects,
+                    pending_store_bytes=state.pending_store_bytes,
+                    late_reads=state.late_reads,
+                    last_error=state.last_error,
+                    cause=state.cause,
+                )
+            )
+        return tuple(found)
+
+    def _conditions(self, facts: Facts) -> tuple[Condition, ...]:
+        found = list(facts.built.conditions)
+        if facts.pool_error:
+            found.append(Condition("PoolMissing", facts.pool_error))
+        if facts.pool is not None and facts.pool.size.condition:
+            found.append(Condition("PoolSmaller", facts.pool.size.condition))
+        if self._http_error:
+            found.append(Condition("HttpNotServed", self._http_error))
+        if facts.follower.refusals:
+            found.append(Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals))))
+        return tuple(found)
+
+
+def _sessions(sessions: Sessions) -> tuple[SessionStatus, ...]:
+    ready = {engine.engine for engine in sessions.engines() if engine.open}
+    return tuple(
+        SessionStatus(
+            engine=session.hello.engine,
+            role=session.hello.role,
+            rank=session.hello.rank,
+            pid=session.hello.pid,
+            epoch=session.worker.epoch,
+            ready=session.hello.engine in ready,
+        )
+        for session in sessions.all()
+    )
