@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
+from kvtier.tierd.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
 from kvtier.tierd.wire import (
     BEAT_SECONDS,
     LOST_SECONDS,
@@ -47,8 +47,6 @@ from kvtier.tierd.wire import (
 
 QUEUE_MESSAGES = 16_384
 """Messages of a few hundred engine steps. If tierd has not taken that many, it is not taking any."""
-FIRST_RETRY_SECONDS = 0.2
-LAST_RETRY_SECONDS = 2.0
 REFUSED_RETRY_SECONDS = 30.0
 _IDLE_SECONDS = 60.0
 _FULL_RETRY_SECONDS = 0.05
@@ -126,8 +124,7 @@ class TierdClient:
         self._pid = 0
 
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._connection: Connection | None = None
         self._heard = 0.0
         self._next_beat = 0.0
         self._retry_at = 0.0
@@ -177,7 +174,8 @@ class TierdClient:
         """After a loss: no copy of any epoch up to ``drained_epoch`` runs in this process, its grants are forgotten; attach again."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
-            self._may_attach = True
+            # A call that comes twice must not speak for the next loss.
+            self._may_attach = self._may_attach or self.state is ClientState.WAITING
         self._wake()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
@@ -210,7 +208,7 @@ class TierdClient:
                 self._wait()
                 self._step()
         finally:
-            self._drop_socket()
+            self._disconnect()
             with self._lock:
                 self.state = ClientState.CLOSED
                 self.welcome = None
@@ -222,14 +220,11 @@ class TierdClient:
         now = self._clock()
         poller = zmq.Poller()
         poller.register(self._wake_descriptor, zmq.POLLIN)
-        if self._socket is not None:
+        if self._connection is not None:
             until = self._heard + self._lost_seconds
             if self.state is ClientState.ATTACHED:
                 until = min(until, self._next_beat)
-            # Until the connection stands, being writable is the news; afterwards it would be news all the time.
-            poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if self.state is ClientState.ABSENT else zmq.POLLIN)
-            if self._monitor is not None:
-                poller.register(self._monitor, zmq.POLLIN)
+            self._connection.register(poller, until_connected=self.state is ClientState.ABSENT)
         elif self.state is ClientState.WAITING and not (self._may_attach or self._auto):
             until = now + _IDLE_SECONDS
         else:
@@ -243,24 +238,23 @@ class TierdClient:
 
     def _step(self) -> None:
         now = self._clock()
-        if self._socket is None:
+        connection = self._connection
+        if connection is None:
             if not self._closing:
                 self._try_connect(now)
             return
-        # What has arrived is read before silence is judged: this process may have been asleep, not tierd.
-        self._receive()
-        if self._socket is None:
+        disconnected = connection.disconnected()
+        # What has arrived is read before silence or the end is judged: this process may have been asleep, not tierd.
+        self._receive(connection)
+        if self._connection is not connection:
             return
-        if self._peer_gone():
-            self._receive()
-            if self._socket is not None:
-                self._lose("the connection is closed")
-            return
-        if self.state is ClientState.ABSENT:
-            self._greet(now)
+        if disconnected and self.state is not ClientState.ABSENT:
+            self._lose("the connection is closed")
+        elif self.state is ClientState.ABSENT:
+            self._greet(connection, now)
         elif self.state is ClientState.ATTACHED:
-            self._send_queued(now)
-        if self._socket is not None and self._clock() - self._heard > self._lost_seconds:
+            self._send_queued(connection, now)
+        if self._connection is connection and self._clock() - self._heard > self._lost_seconds:
             if self.state is ClientState.ABSENT:
                 self._heard = now  # Nobody is there yet; ZeroMQ goes on trying.
             else:
@@ -268,38 +262,22 @@ class TierdClient:
 
     def _try_connect(self, now: float) -> None:
         with self._lock:
-            if self.state is ClientState.WAITING:
-                if not (self._may_attach or self._auto):
-                    return
-                self.state = ClientState.ABSENT
-            if now < self._retry_at:
+            if self.state is ClientState.WAITING and not (self._may_attach or self._auto):
                 return
-            if self.state is ClientState.REFUSED:
-                self.state = ClientState.ABSENT
-                self.refusal = ""
-        context = self._context
-        if context is None:
-            return
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, 4096)
-        socket.setsockopt(zmq.RCVHWM, 4096)
-        socket.setsockopt(zmq.RECONNECT_IVL, int(FIRST_RETRY_SECONDS * 1000))
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(LAST_RETRY_SECONDS * 1000))
-        self._socket = socket
+            if now < self._retry_at or self._context is None:
+                return
+            self.state = ClientState.ABSENT
+            self.refusal = ""
         try:
-            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            socket.connect(self._endpoint)
+            self._connection = Connection(self._context, self._endpoint)
         except zmq.ZMQError as error:
             _log.error("%s: %s", self._endpoint, error)
             self._retry_later(now)
             return
         self._heard = now
 
-    def _greet(self, now: float) -> None:
-        socket = self._socket
-        if socket is None or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+    def _greet(self, connection: Connection, now: float) -> None:
+        if not connection.writable:
             return
         try:
             hello = self._hello()
@@ -312,41 +290,36 @@ class TierdClient:
         if self._drained_epoch > hello.drained_epoch:
             hello = msgspec.structs.replace(hello, drained_epoch=self._drained_epoch)
         try:
-            socket.send(encode(hello), zmq.NOBLOCK)
-        except zmq.ZMQError:
+            if not connection.send(encode(hello)):
+                return
+        except zmq.ZMQError as error:
+            _log.warning("hello could not be sent: %s", error)
+            self._retry_later(now)
             return
         self.state = ClientState.GREETING
         self._heard = now
         self._next_beat = now + BEAT_SECONDS
 
-    def _send_queued(self, now: float) -> None:
-        socket = self._socket
-        if socket is None:
-            return
+    def _send_queued(self, connection: Connection, now: float) -> None:
         if self._overflow:
             self._lose("the queue towards it is full")
             return
         try:
-            while self._outgoing:
-                socket.send(self._outgoing[0], zmq.NOBLOCK)
+            while self._outgoing and connection.send(self._outgoing[0]):
                 self._outgoing.popleft()
-            if now >= self._next_beat:
+            if self._outgoing:
+                # tierd does not read. Its silence, or a full queue, decides.
+                self._next_beat = now + _FULL_RETRY_SECONDS
+            elif now >= self._next_beat:
                 self._next_beat = now + BEAT_SECONDS
-                socket.send(_BEAT, zmq.NOBLOCK)
-        except zmq.Again:
-            # tierd does not read. Its silence, or a full queue, decides.
-            self._next_beat = now + _FULL_RETRY_SECONDS
+                connection.send(_BEAT)
         except zmq.ZMQError as error:
             self._lose(str(error))
 
-    def _receive(self) -> None:
+    def _receive(self, connection: Connection) -> None:
         for _ in range(_MAX_RECEIVED_AT_ONCE):
-            socket = self._socket
-            if socket is None:
-                return
-            try:
-                data = socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
+            data = connection.receive()
+            if data is None:
                 return
             self._heard = self._clock()
             try:
@@ -356,9 +329,8 @@ class TierdClient:
                 self._refuse(f"tierd sent what this version ({PROTOCOL}) cannot read: {error}")
                 return
             self._take(message)
-            if self.state is ClientState.GREETING or self.state is ClientState.ATTACHED:
-                continue
-            return
+            if self._connection is not connection:
+                return
 
     def _take(self, message: FromDaemon) -> None:
         if isinstance(message, Beat):
@@ -396,17 +368,6 @@ class TierdClient:
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)
 
-    def _peer_gone(self) -> bool:
-        monitor = self._monitor
-        gone = False
-        while monitor is not None:
-            try:
-                recv_monitor_message(monitor, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                break
-            gone = True
-        return gone and self.state is not ClientState.ABSENT
-
     def _lose(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         with self._lock:
@@ -418,7 +379,7 @@ class TierdClient:
         if not was_attached:
             self._retry_later(self._clock())
             return
-        self._drop_socket()
+        self._disconnect()
         self._retry_at = self._clock() + self._retry_seconds
         self.counters["lost"] += 1
         if not self._closing:
@@ -429,7 +390,7 @@ class TierdClient:
         was_attached = self.state is ClientState.ATTACHED
         if was_attached:
             self._lose(f"it refuses: {reason}")
-        self._drop_socket()
+        self._disconnect()
         with self._lock:
             self.refusal = reason
             self._outgoing.clear()
@@ -442,36 +403,20 @@ class TierdClient:
             self._call(lambda: self._sink(Refused(reason=reason)))
 
     def _retry_later(self, now: float) -> None:
-        self._drop_socket()
+        self._disconnect()
         self._retry_at = now + self._retry_seconds
         self._retry_seconds = min(LAST_RETRY_SECONDS, self._retry_seconds * 2)
 
-    def _drop_socket(self) -> None:
-        socket, monitor = self._socket, self._monitor
-        self._socket = self._monitor = None
-        if socket is None:
-            return
-        if monitor is not None:
-            socket.disable_monitor()
-            monitor.close(0)
-        socket.close(0)
+    def _disconnect(self, last_word: bytes = b"") -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(last_word)
 
     def _finished(self) -> bool:
         """Closing: says ``Bye`` once the queue is empty; True when there is nothing left to do."""
-        socket = self._socket
-        if self.state not in (ClientState.ATTACHED, ClientState.GREETING) or socket is None:
+        if self._connection is None or self.state not in (ClientState.ATTACHED, ClientState.GREETING):
             return True
         if self._outgoing:
             return False
-        try:
-            socket.send(encode(Bye()), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return True
-        # Closing with a linger hands the message to the kernel; with 0 it could be thrown away.
-        if self._monitor is not None:
-            socket.disable_monitor()
-            self._monitor.close(0)
-            self._monitor = None
-        socket.close(500)
-        self._socket = None
+        self._disconnect(encode(Bye()))
         return True
