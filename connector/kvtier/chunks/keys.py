@@ -20,7 +20,9 @@ def join(group: int, block_hash: bytes) -> bytes:
     Raises ``ProtocolError`` for a group or hash that no engine can have.
     """
     if not 0 <= group < MAX_GROUPS or not 0 < len(block_hash) <= MAX_HASH_BYTES:
-        raise ProtocolError(f"group {group} with a hash of {len(block_hash)} bytes; at most 255 and 1 to 63 are accepted")
+        raise ProtocolError(
+            f"group {group} with a hash of {len(block_hash)} bytes; at most 255 and 1 to 63 are accepted"
+        )
     return _PREFIXES[group] + block_hash
 
 

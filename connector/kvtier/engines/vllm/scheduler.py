@@ -23,7 +23,7 @@ from kvtier.chunks.planner import Planner
 from kvtier.engines.vllm.adapters import Adapters
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.scheduler_link import ClientFactory, Clock, Link, tierd_client
-from kvtier.engines.vllm.scheduler_loads import Loads
+from kvtier.engines.vllm.scheduler_loads import LoadCounts, Loads
 from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
 from kvtier.tierd.process import own_identity
@@ -33,6 +33,8 @@ from kvtier.topology.models import Topology
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from kvtier.engines.vllm.metrics import KVTierStats
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +96,7 @@ class SchedulerSide:
 
     def start(self) -> None:
         """Begins to attach to tierd, in the background."""
-        self.link.start(
-            self._make_client(self._run_directory, self._hello, self.link.received, self.link.session_lost)
-        )
+        self.link.start(self._make_client(self._run_directory, self._hello, self.link.received, self.link.session_lost))
 
     def _hello(self) -> Hello:
         identity, process, ranks = self._identity(), own_identity(), self._planner.ranks
@@ -132,20 +132,26 @@ class SchedulerSide:
         tokens = self.loads.offer(state, computed)
         return tokens, bool(tokens)
 
-    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
-        """``update_state_after_alloc``. ``tokens`` 0: nothing is to be loaded, or the load is over (the second call)."""
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], tokens: int) -> bool:
+        """``update_state_after_alloc``. ``tokens`` 0: nothing is to be loaded, or the load is over (the second call).
+
+        True once a load was begun.
+        """
         state = self._state(request)
         if tokens <= 0:
             self.loads.give_up_waiting(state)
-            return
+            return False
         self.loads.begin(state, state.computed, tokens, block_ids[GROUP])
+        return True
 
-    def load_sources(self, request: Request) -> dict[str, int]:
-        """Tokens of the load in flight of a request by "memory" and "lower", as far as this side can know it."""
+    def fail_load(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """``allocated`` broke down: vLLM waits for a report all the same, so the workers get a load that must fail."""
+        self.loads.fail(self._state(request), block_ids[GROUP] if block_ids else ())
+
+    def load_sources(self, request: Request) -> dict[int, int]:
+        """Tokens of the load in flight of a request by the index of the tier they were found in."""
         state = self._states.get(str(request.request_id))
-        if state is None:
-            return {}
-        return self.loads.sources(state)
+        return {} if state is None else self.loads.sources(state)
 
     # Steps.
 
@@ -182,6 +188,14 @@ class SchedulerSide:
             logger.warning("KVTier: this vLLM does not lend its block pool, so nothing is stored")
         loads, cancelled = self.loads.take()
         return StepMetadata(step=self._step, loads=loads, stores=self.stores.take(), cancelled_loads=cancelled)
+
+    def rest_step(self) -> StepMetadata:
+        """``build_connector_meta`` once KVTier is off: only what is owed."""
+        self._step += 1
+        self._steps.clear()
+        self.stores.abandon()
+        loads, cancelled = self.loads.take()
+        return StepMetadata(step=self._step, loads=loads, cancelled_loads=cancelled)
 
     def _storable(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
@@ -227,15 +241,15 @@ class SchedulerSide:
             self.loads.ended(result)
         self.stores.done(report.stores_done)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """``request_finished_all_groups``: its blocks are still there, for the last time."""
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True) -> None:
+        """``request_finished_all_groups``: its blocks are still there, for the last time. ``store``: whether to keep the rest."""
         self.link.drain()
         state = self._states.pop(str(request.request_id), None)
         if state is None:
             return
         loading = state.load != 0
         self.loads.request_over(state)
-        if loading or not state.ready(self._adapters):
+        if loading or not store or not state.ready(self._adapters):
             return
         frontier = state.frontier
         if request.status.name in ALL_EXECUTED and self._steps:
@@ -259,6 +273,17 @@ class SchedulerSide:
         """``has_pending_push_work``: an engine without requests shall go on making steps for stores."""
         self.link.drain()
         return self.stores.worth_stepping_for()
+
+    def take_counts(self, stats: KVTierStats) -> None:
+        """Moves what was counted since the last call into ``stats``."""
+        counts, self.loads.counts = self.loads.counts, LoadCounts()
+        stats.add("offered_tokens", counts.offered_tokens)
+        stats.add_all("loaded_tokens", counts.loaded_tokens)
+        stats.add_all("load_failures", counts.failures)
+        stats.add_all("promotions", counts.promotions)
+        stats.observe_loads(counts.load_seconds)
+        stats.add_all("dropped_stores", self.stores.dropped)
+        self.stores.dropped.clear()
 
     def close(self) -> None:
         """The engine ends."""

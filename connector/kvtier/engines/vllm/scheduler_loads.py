@@ -52,6 +52,8 @@ class ActiveLoad:
     chunk_tokens: tuple[int, ...]
     ranks_left: int
     keys_loaded: int
+    found: tuple[int, ...] = ()
+    """Tiers in which the keys were before they were promoted."""
     tiers: tuple[int, ...] = ()
     reason: str = ""
 
@@ -210,6 +212,7 @@ class Loads:
         self.counts.promotions[message.outcome] += 1
         state.wait.usable = min(message.usable, state.wait.keys)
         state.wait.ended_at = self._clock()
+        state.wait.tiers = message.tiers
 
     def give_up_waiting(self, state: RequestState) -> None:
         """Nobody waits for its promotion any more, and what it pinned may go."""
@@ -244,7 +247,8 @@ class Loads:
         state.answer = None
         block_tokens = planner.groups[0].block_tokens
         chunk_tokens = tuple(part.blocks * block_tokens for part in parts)
-        self._active[number] = ActiveLoad(number, state, first, chunk_tokens, planner.ranks, len(parts))
+        found = wait.tiers if wait is not None else ()
+        self._active[number] = ActiveLoad(number, state, first, chunk_tokens, planner.ranks, len(parts), found)
         self.counts.offered_tokens += tokens
         message = Load(
             load=number,
@@ -310,7 +314,22 @@ class Loads:
         """Loads that have not been reported by every rank."""
         return len(self._active)
 
-    def sources(self, state: RequestState) -> tuple[int, int]:
-        """(tokens, first chunk) of the load in flight of a request; (0, 0) without one."""
+    def sources(self, state: RequestState) -> dict[int, int]:
+        """Tokens of a request's load in flight by the index of the tier where they were found."""
         active = self._active.get(state.load)
-        return (sum(active.chunk_tokens), active.first_chunk) if active is not None else (0, 0)
+        if active is None:
+            return {}
+        found: Counter[int] = Counter()
+        for index, tokens in enumerate(active.chunk_tokens):
+            found[active.found[index] if index < len(active.found) else 0] += tokens
+        return dict(found)
+
+    def fail(self, state: RequestState, blocks: Sequence[int]) -> None:
+        """A job that cannot succeed, for a request whose report is owed and whose load could not be described."""
+        if any(job.request_id == state.request_id for job in self._jobs):
+            return
+        begin = state.computed // self._planner.groups[0].block_tokens
+        self._jobs.append(
+            LoadJob(next(self._numbers), state.request_id, (BlockRun(0, 0, tuple(blocks[begin:])),), MIN_LIMIT_SECONDS)
+        )
+        state.failed = True

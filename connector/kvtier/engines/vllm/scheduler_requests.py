@@ -50,12 +50,16 @@ class Wait:
     epoch: int
     usable: int | None = None
     ended_at: float = 0.0
+    tiers: tuple[int, ...] = ()
 
 
 class RequestState:
     """One request, from its first question to its end. The scheduler's thread only."""
 
     __slots__ = (
+        "_adapter",
+        "_bare",
+        "_keys",
         "answer",
         "asked_at",
         "blocks",
@@ -70,9 +74,6 @@ class RequestState:
         "stores",
         "stores_waited_since",
         "wait",
-        "_adapter",
-        "_bare",
-        "_keys",
     )
 
     def __init__(self, request: Request) -> None:

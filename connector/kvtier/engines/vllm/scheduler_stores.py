@@ -65,8 +65,6 @@ class Stores:
         self.worker_epoch: int | None = None
         """Epoch that the workers' last report named; None: no report since the namespace was opened."""
         self.dropped: Counter[str] = Counter()
-        self.stored_chunks = 0
-        """Chunks that left the GPU since the last ``take_counts``."""
         self._planner = planner
         self._link = link
         self._clock = clock
@@ -191,7 +189,6 @@ class Stores:
             del self._open[reservation]
             self._release(store)
             self._settling.append((now + SETTLING_SECONDS, store.key))
-            self.stored_chunks += 1
 
     def _release(self, store: OpenStore) -> None:
         self._in_flight_bytes -= store.size_bytes
@@ -222,6 +219,11 @@ class Stores:
         self._drop(planned, "reset")
         self._settling.clear()
         self._keys = {store.key for store in self._open.values()}
+
+    def abandon(self) -> None:
+        """KVTier is off: nothing that was planned is sent."""
+        planned, self._planned = self._planned, []
+        self._drop(planned, "off")
 
     @property
     def in_flight(self) -> int:

@@ -1,0 +1,214 @@
+"""What shapes the bytes of this engine's KV, as a mapping that a person can read (DATAPATH 8).
+
+The codec's layout is not in it: the workers know that. What cannot be established is no guess but a reason: then objects stay in RAM and
+live as long as the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.chunks.namespace import canonical
+from kvtier.engines.vllm.scheduler import EngineIdentity
+from kvtier.engines.vllm.weights import model_digest
+from kvtier.topology.models import Structural
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvtier.chunks.planner import Planner
+
+logger = logging.getLogger(__name__)
+
+SEED_SECONDS = 60.0
+"""vLLM draws the seed of its block hashes a moment after it has made the scheduler."""
+FIXED_ROPE = ("default", "linear", "llama3", "yarn", "mrope", "proportional")
+"""Kinds of rotary embedding that do not look at the longest sequence the engine allows."""
+NOT_SHAPING = frozenset(
+    {"_name_or_path", "transformers_version", "architectures_original", "_commit_hash", "torch_dtype", "dtype"}
+)
+
+
+class IdentityBuilder:
+    """Computes the identity once, on whatever thread asks first, and remembers it."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        planner: Planner,
+        structural: Structural,
+        seed: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._config = vllm_config
+        self._planner = planner
+        self._structural = structural
+        self._seed = seed or _none_hash
+        self._known: EngineIdentity | None = None
+
+    def __call__(self) -> EngineIdentity:
+        if self._known is None:
+            mapping, reasons = describe(self._config, self._planner, self._structural, self._wait_for_seed())
+            reason = "; ".join(reasons)
+            if reason:
+                logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
+            self._known = EngineIdentity(canonical(mapping), reason)
+        return self._known
+
+    def _wait_for_seed(self) -> str | None:
+        deadline = time.monotonic() + SEED_SECONDS
+        while (seed := self._seed()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return seed
+
+
+def _none_hash() -> str | None:
+    from vllm.v1.core import kv_cache_utils
+
+    value = getattr(kv_cache_utils, "NONE_HASH", None)
+    return value.hex() if isinstance(value, bytes) else None
+
+
+def describe(
+    config: VllmConfig, planner: Planner, structural: Structural, none_hash: str | None
+) -> tuple[dict[str, object], list[str]]:
+    """(identity, reasons why it does not hold beyond this engine). ``none_hash``: what the chain of block hashes begins with. Blocks:
+    it reads samples of the weights."""
+    import vllm
+
+    reasons: list[str] = []
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    seed_reason = unstable_seed(algorithm, none_hash)
+    if seed_reason:
+        reasons.append(seed_reason)
+    identity: dict[str, object] = {
+        "engine": {"name": "vllm", "version": str(vllm.__version__)},
+        "model": model_source(model, config.load_config, structural.isolation.model_revision, reasons),
+        "configuration": plain(_mapping(model.hf_config), "configuration", reasons),
+        "text_configuration": plain(_mapping(model.hf_text_config), "text_configuration", reasons),
+        "max_model_len": model.max_model_len if rope_depends_on_length(model.hf_text_config) else None,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype_skip_layers": [str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", ())],
+        "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
+        "groups": [str(group) for group in planner.groups],
+        "effective_chunk_tokens": planner.chunk_tokens,
+        "parallel": {
+            "tensor": int(parallel.tensor_parallel_size),
+            "pipeline": int(parallel.pipeline_parallel_size),
+            "ranks": "pipeline-major: rank = pipeline rank x tensor size + tensor rank",
+        },
+        "block_hash": {"algorithm": algorithm, "tokens": planner.hash_tokens, "seed": none_hash or ""},
+        "salt": structural.isolation.salt,
+    }
+    speculative = config.speculative_config
+    if speculative is not None:
+        identity["draft"] = _draft(speculative, config.load_config, reasons)
+    return identity, reasons
+
+
+def unstable_seed(algorithm: str, none_hash: str | None) -> str:
+    """Why block hashes differ from start to start; empty if they do not."""
+    if none_hash is None:
+        return "vLLM's block hashes have no seed that could be read"
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return ""
+    from vllm.v1.core import kv_cache_utils
+
+    if getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None) is not None and "xxhash" not in algorithm:
+        return ""
+    return f"block hashes ({algorithm}) begin with a random seed; set PYTHONHASHSEED to the same value everywhere, 0 for example"
+
+
+def model_source(model: Any, load_config: Any, stated_revision: str, reasons: list[str]) -> dict[str, object]:
+    """Where the weights come from, as something that changes when they do."""
+    name = str(model.model)
+    load_format = str(
+        getattr(getattr(load_config, "load_format", ""), "value", getattr(load_config, "load_format", ""))
+    )
+    source: dict[str, object] = {"load_format": load_format}
+    if stated_revision:
+        return {**source, "name": _short(name), "revision": stated_revision}
+    if getattr(model, "model_weights", ""):
+        reasons.append(f"the weights of {model.model_weights} come from outside; set isolation.modelRevision")
+        return {**source, "name": str(model.model_weights)}
+    directory = Path(name)
+    if directory.is_dir():
+        try:
+            digest, weights = model_digest(directory)
+        except OSError as error:
+            reasons.append(f"the model in {name} cannot be read: {error}")
+            return {**source, "name": name}
+        if load_format == "dummy":
+            return {**source, "digest": digest, "seed": int(model.seed or 0)}
+        if not weights:
+            reasons.append(f"no weight files in {name}; set isolation.modelRevision")
+        return {**source, "digest": digest}
+    if directory.is_file():
+        reasons.append(f"{name} is a single file; set isolation.modelRevision")
+        return {**source, "name": name}
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if not commit:
+        reasons.append(f"the revision of {name} is not known; set isolation.modelRevision")
+    return {**source, "name": name, "revision": str(commit or "")}
+
+
+def _draft(speculative: Any, load_config: Any, reasons: list[str]) -> dict[str, object]:
+    """A draft model's layers may share the KV groups."""
+    draft: dict[str, object] = {"method": str(getattr(speculative, "method", ""))}
+    model = getattr(speculative, "draft_model_config", None)
+    if model is not None:
+        draft["model"] = model_source(model, load_config, "", reasons)
+    return draft
+
+
+def _short(name: str) -> str:
+    """A local path is where this machine happens to keep the model; the stated revision says which it is."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def rope_depends_on_length(text_config: Any) -> bool:
+    """Whether vLLM chooses rotary factors by ``max_model_len`` (longrope, dynamic, and whatever is not known)."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = getattr(text_config, name, None)
+        if isinstance(found, Mapping):
+            nested = [value for value in found.values() if isinstance(value, Mapping)] or [found]
+            for each in nested:
+                if str(each.get("rope_type", each.get("type", "default"))) not in FIXED_ROPE:
+                    return True
+    return False
+
+
+def _mapping(configuration: Any) -> Mapping[str, object]:
+    to_dict = getattr(configuration, "to_dict", None)
+    found = to_dict() if callable(to_dict) else vars(configuration)
+    return found if isinstance(found, Mapping) else {}
+
+
+def plain(value: object, where: str, reasons: list[str]) -> Any:
+    """``value`` in JSON's types. What has no stable text is named in ``reasons``."""
+    if isinstance(value, Mapping):
+        return {
+            str(key): plain(each, f"{where}.{key}", reasons)
+            for key, each in value.items()
+            if str(key) not in NOT_SHAPING
+        }
+    if isinstance(value, list | tuple):
+        return [plain(each, where, reasons) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(each) for each in value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    text = str(value)
+    if " at 0x" in text:
+        reasons.append(f"{where} is a {type(value).__name__}, which has no stable text")
+        return type(value).__name__
+    return text

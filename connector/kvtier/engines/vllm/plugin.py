@@ -1,0 +1,117 @@
+"""Attaches KVTier to a vLLM whose command nobody can change: entry point ``kvtier`` of ``vllm.general_plugins``.
+
+vLLM calls ``register`` in every process that builds engine arguments. Where ``KVTIER_TOPOLOGY`` names a topology directory, and the user
+configured no KV transfer, the engine gets KVTier's connector. Whatever goes wrong is one log line, and the engine starts without.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.engines.vllm import logs
+
+TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
+CONNECTOR_NAME = "KVTierConnector"
+CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
+_WRAPPED = "_kvtier_wrapped"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Called by vLLM; any number of times, in any process. Never raises."""
+    directory = os.environ.get(TOPOLOGY_VARIABLE, "").strip()
+    if not directory:
+        return
+    try:
+        logs.adopt()
+        _wrap(directory)
+    except Exception as error:  # a plugin that raises ends the engine's start
+        logger.exception("KVTier: not attached, this vLLM cannot be: %s", error)
+
+
+def _wrap(directory: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *arguments: Any, **named: Any) -> Any:
+        return attach(self, directory, lambda: original(self, *arguments, **named))
+
+    setattr(create_engine_config, _WRAPPED, True)
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
+    """Makes the engine's configuration with KVTier's connector where that is possible, else as it would have been.
+
+    ``create`` builds it from ``engine_args``.
+    """
+    reason = _why_not(engine_args)
+    if not reason:
+        reason = _prepare(engine_args, directory)
+    if reason:
+        logger.warning("KVTier: not attached: %s", reason)
+        return create()
+    try:
+        config = create()
+        if not getattr(config.model_config, "is_encoder_decoder", False):
+            logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
+            return config
+        reason = "vLLM takes no KV connector for encoder-decoder models"
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user asked for an engine first
+        reason = f"{type(error).__name__}: {error}"
+    engine_args.kv_transfer_config = None
+    config = create()
+    logger.warning("KVTier: not attached: %s", reason)
+    return config
+
+
+def _why_not(engine_args: Any) -> str:
+    """What the user configured that is left alone; empty if nothing."""
+    existing = getattr(engine_args, "kv_transfer_config", None)
+    if existing is not None:
+        name = (
+            existing.get("kv_connector") if isinstance(existing, dict) else getattr(existing, "kv_connector", existing)
+        )
+        return f"a KV transfer configuration ({name}) is there already and is left alone"
+    if getattr(engine_args, "kv_offloading_size", None):
+        return "kv_offloading_size configures vLLM's own offloading, which is left alone"
+    return ""
+
+
+def _prepare(engine_args: Any, directory: str) -> str:
+    """Sets the KV transfer configuration; or says why it cannot be."""
+    from vllm.config import KVTransferConfig
+
+    try:
+        from kvtier.topology.loading import STRUCTURAL_FILE, load_structural
+
+        engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
+        if engine_type != "VLLM":
+            return f"the topology in {directory} is for {engine_type}"
+        # Imported here, where failing costs a log line; vLLM would import it where that ends the start.
+        importlib.import_module(CONNECTOR_MODULE)
+        engine_args.kv_transfer_config = KVTransferConfig(**transfer_config(directory))
+    except Exception as error:  # noqa: BLE001 - the engine starts without, and the caller logs why
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def transfer_config(directory: str) -> dict[str, Any]:
+    """vLLM's KV transfer configuration for KVTier."""
+    return {
+        "kv_connector": CONNECTOR_NAME,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"topology": directory},
+    }
