@@ -25,7 +25,9 @@ class IoExecutor(Protocol):
     start in order as threads become free. ``queued(lane)`` and ``running(lane)`` count calls; a thread that hangs counts as running.
     """
 
-    def submit(self, lane: str, call: Callable[[], object], done: Callable[[object, BaseException | None], None]) -> None: ...
+    def submit(
+        self, lane: str, call: Callable[[], object], done: Callable[[object, BaseException | None], None]
+    ) -> None: ...
 
     def collect(self) -> int:
         """Calls ``done`` of everything that has finished; returns how many. Owner's thread only."""

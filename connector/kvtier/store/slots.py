@@ -138,8 +138,6 @@ class SlotPool:
         segment.free += 1
         if not segment.draining:
             segment.kind.free[slot.offset] = slot
-        elif segment.free == len(segment.slots):
-            self._dissolve(segment)
 
     def available(self, kind: SlotClass) -> int:
         """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free
@@ -148,13 +146,14 @@ class SlotPool:
         found = len(kind.free) + sum(room // size for room in self._room.values())
         for other in self.classes.values():
             if other is not kind and other.free:
-                found += sum(s.bytes // size for s in other.segments.values() if s.free == len(s.slots))
+                whole = (s for s in other.segments.values() if s.free == len(s.slots) and not s.draining)
+                found += sum(s.bytes // size for s in whole)
         return found
 
     def accounts(self) -> Accounts:
-        """Bytes by use. Room that no known slot size fits into is unusable, other room is free."""
+        """Bytes by use. Of unused room, what the smallest known slots fill is free, and the rest unusable."""
         smallest = min(self.classes, default=ALIGNMENT_BYTES)
-        usable_room = sum(size for size in self._room.values() if size >= smallest)
+        usable_room = sum(size // smallest * smallest for size in self._room.values())
         of = self._bytes
         used = sum(of)
         return Accounts(
@@ -181,8 +180,7 @@ class SlotPool:
         self, kind: SlotClass, may_move: Callable[[Slot], bool], may_take: Callable[[SlotClass], bool]
     ) -> list[Segment]:
         """Chooses neighbouring segments of classes that ``may_take`` allows, wide enough for a slot of ``kind``, all of
-        whose slots are free or ``may_move``; marks them draining: each goes back to the pool when its last slot is
-        free.
+        whose slots are free or ``may_move``, and marks them draining: their slots are not handed out any more.
 
         Among the choices, that with the fewest slots to empty wins, ties to the lowest offset. Empty: there is none.
         """
@@ -201,16 +199,31 @@ class SlotPool:
             if cost is not None:
                 run.append((size, segment, cost))
             end = start + size
-            while run and sum(piece[0] for piece in run) >= kind.slot_bytes:
+            while sum(piece[0] for piece in run) >= kind.slot_bytes:
                 total = sum(piece[2] for piece in run)
-                if best is None or total < best_cost:
-                    best, best_cost = [piece[1] for piece in run if piece[1] is not None], total
+                segments = [piece[1] for piece in run if piece[1] is not None]
+                if segments and (best is None or total < best_cost):
+                    best, best_cost = segments, total
                 run = run[1:]
         if best is None:
             return []
         for segment in best:
-            self._start_draining(segment)
+            self._set_draining(segment, True)
         return best
+
+    def finish_draining(self, kind: SlotClass) -> bool:
+        """If all draining segments are empty, makes one of ``kind`` of them; whether it did."""
+        draining = self.draining()
+        if not draining or any(segment.free < len(segment.slots) for segment in draining):
+            return False
+        for segment in draining:
+            self._dissolve(segment)
+        return self._grow(kind)
+
+    def stop_draining(self) -> None:
+        """The draining segments stay what they are."""
+        for segment in self.draining():
+            self._set_draining(segment, False)
 
     def _cost_of_emptying(
         self,
@@ -226,14 +239,16 @@ class SlotPool:
         busy = [slot for slot in segment.slots if slot.state is not SlotState.FREE]
         return len(busy) if all(map(may_move, busy)) else None
 
-    def _start_draining(self, segment: Segment) -> None:
+    def _set_draining(self, segment: Segment, draining: bool) -> None:
         kind = segment.kind
+        segment.draining = draining
         for slot in segment.slots:
-            kind.free.pop(slot.offset, None)
-            kind.leaving -= slot.state is SlotState.LEAVING
-        segment.draining = True
-        if segment.free == len(segment.slots):
-            self._dissolve(segment)
+            if slot.state is SlotState.LEAVING:
+                kind.leaving += -1 if draining else 1
+            elif slot.state is SlotState.FREE and draining:
+                del kind.free[slot.offset]
+            elif slot.state is SlotState.FREE:
+                kind.free[slot.offset] = slot
 
     def _grow(self, kind: SlotClass) -> bool:
         """Cuts a segment for ``kind`` out of the first room that fits one, wholly free segments of other classes
@@ -242,7 +257,8 @@ class SlotPool:
             for other in self.classes.values():
                 if other is not kind:
                     for segment in [s for s in other.segments.values() if s.free == len(s.slots) and not s.draining]:
-                        self._start_draining(segment)
+                        self._set_draining(segment, True)
+                        self._dissolve(segment)
         for start in sorted(self._room):
             size = self._room[start]
             if size >= kind.slot_bytes:

@@ -17,17 +17,19 @@ from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.presence import MEMORY_BIT, PresenceIndex
 from kvtier.store.reads import Read
 from kvtier.store.shared import Shared
-from kvtier.store.slots import Segment, Slot, SlotClass, SlotPool, SlotState
+from kvtier.store.slots import SEGMENTS_PER_POOL, Slot, SlotClass, SlotPool, SlotState
 from kvtier.store.timers import Timer
 
 LEAVING_SECONDS = 0.1
 MAX_CREDITS = 64
 """Free slots that one engine and group may hold: more than a step of chunked prefill completes."""
 CREDIT_SHARE = 4
-"""At most a quarter of the pool is out as credits."""
+"""At most a quarter of the pool is out as credits, but for the one that each engine and group has at least."""
+MAX_ROUNDS = 64
+"""Per pump; what is missing then is found by the next."""
 MAX_RESERVE = 16
 RESERVE_SHARE = 16
-"""Free slots kept back for reads: a sixteenth of the class, at most 16."""
+"""Free slots kept back for reads: a sixteenth of the class's share, at most 16."""
 
 
 class Supply:
@@ -46,6 +48,7 @@ class Supply:
         self._waiting: dict[int, deque[Read]] = {}
         self._leaving: dict[int, tuple[list[Entry], Timer]] = {}
         self._tokens = count(1)
+        self._claimant: SlotClass | None = None
 
     def spare(self, kind: SlotClass) -> int:
         """How many more reads of this class could get a slot, if need be by evicting."""
@@ -63,33 +66,54 @@ class Supply:
         self._waiting[read.kind.slot_bytes].remove(read)
 
     def run(self) -> None:
-        """Hands out what is free, and evicts what will be needed."""
-        kinds: dict[int, SlotClass] = {}
-        pairs = 0
+        """Hands out what is free, and evicts what will be needed; again, for as long as that frees something at once."""
+        for _ in range(MAX_ROUNDS):
+            if not self._round():
+                return
+
+    def _round(self) -> bool:
+        self._drain()
+        shares, target = self._shares()
+        # Who has least of its share comes first.
+        kinds = sorted(
+            (self._pool.classes[size] for size in shares), key=lambda k: k.bytes / max(1, shares[k.slot_bytes])
+        )
+        for kind in kinds:
+            self._serve(kind)
+        reserves = {size: min(MAX_RESERVE, share // size // RESERVE_SHARE) for size, share in shares.items()}
+        wanted = {kind.slot_bytes: self._grant(kind, target, reserves[kind.slot_bytes]) for kind in kinds}
+        freed = False
+        for kind in kinds:
+            needed = wanted[kind.slot_bytes] + reserves[kind.slot_bytes]
+            missing = self._missing(kind, needed)
+            if missing > 0:
+                freed = self._reclaim(kind, shares) or freed
+                missing = self._missing(kind, needed)
+            if missing > 0:
+                freed = self._evict(kind, missing) or freed
+        return freed
+
+    def _shares(self) -> tuple[dict[int, int], int]:
+        """Bytes of the pool that each slot size in use may count on, and how many credits each engine and group gets.
+
+        Fair is room for as many objects of each group of each engine: a prefix needs one of each.
+        """
+        users: dict[int, int] = {}
         for engine in self._engines.open.values():
             for kind in engine.kinds:
-                kinds[kind.slot_bytes] = kind
-                pairs += 1
+                users[kind.slot_bytes] = users.get(kind.slot_bytes, 0) + 1
         for size, waiting in self._waiting.items():
             if waiting:
-                kinds.setdefault(size, self._pool.classes[size])
-        for kind in kinds.values():
-            self._serve(kind)
-        wanted = self._grant(pairs)
-        for kind in kinds.values():
-            missing = self._missing(kind, wanted)
-            if missing > 0 and self._reclaim(kind, kinds):
-                missing = self._missing(kind, wanted)
-            if missing > 0:
-                self._evict(kind, missing)
+                users.setdefault(size, 1)
+        one_of_each = max(1, sum(size * number for size, number in users.items()))
+        shares = {size: self._pool.pool_bytes * size * number // one_of_each for size, number in users.items()}
+        return shares, max(1, min(MAX_CREDITS, self._pool.pool_bytes // CREDIT_SHARE // one_of_each))
 
-    def _missing(self, kind: SlotClass, wanted: dict[int, int]) -> int:
+    def _missing(self, kind: SlotClass, needed: int) -> int:
         waiting = self._waiting.get(kind.slot_bytes)
-        needed = wanted.get(kind.slot_bytes, 0) + self._reserve(kind) + (len(waiting) if waiting else 0)
-        return needed - self._pool.available(kind) - kind.leaving
-
-    def _reserve(self, kind: SlotClass) -> int:
-        return min(MAX_RESERVE, self._pool.pool_bytes // kind.slot_bytes // RESERVE_SHARE)
+        coming = sum(s.bytes for s in self._pool.draining()) // kind.slot_bytes if self._claimant is kind else 0
+        supply = self._pool.available(kind) + kind.leaving + coming
+        return needed + (len(waiting) if waiting else 0) - supply
 
     def _serve(self, kind: SlotClass) -> None:
         waiting = self._waiting.get(kind.slot_bytes)
@@ -101,19 +125,19 @@ class Supply:
             if self.begin is not None:
                 self.begin(read, slot)
 
-    def _grant(self, pairs: int) -> dict[int, int]:
-        """Tops up credits; returns how many are still missing per slot size."""
-        missing: dict[int, int] = {}
+    def _grant(self, kind: SlotClass, target: int, reserve: int) -> int:
+        """Tops up the credits of one class; returns how many are still missing."""
+        missing = 0
+        if kind.slot_bytes > self._pool.pool_bytes:
+            return missing
         for engine in self._engines.open.values():
-            for group, kind in enumerate(engine.kinds):
-                capacity = self._pool.pool_bytes // kind.slot_bytes
-                target = min(capacity, max(1, min(MAX_CREDITS, capacity // CREDIT_SHARE // pairs)))
-                held = engine.granted[group]
+            for group, held in enumerate(engine.granted):
                 short = target - len(held)
-                if short <= 0:
+                if engine.kinds[group] is not kind or short <= 0:
                     continue
                 slots = []
-                for _ in range(min(short, self._pool.available(kind) - self._reserve(kind))):
+                spare = self._pool.available(kind) - reserve
+                for _ in range(min(short, max(spare, 0 if held else 1))):  # one even at the expense of reads
                     slot = self._pool.take(kind, SlotState.GRANTED, engine.name, group)
                     if slot is None:
                         break
@@ -121,10 +145,11 @@ class Supply:
                     slots.append(slot.offset)
                 if slots:
                     self._shared.emit(CreditsGranted(engine.name, group, tuple(slots)))
-                missing[kind.slot_bytes] = missing.get(kind.slot_bytes, 0) + short - len(slots)
+                missing += short - len(slots)
         return missing
 
-    def _evict(self, kind: SlotClass, number: int) -> int:
+    def _evict(self, kind: SlotClass, number: int) -> bool:
+        """Sends away so many objects of a class; True if any slot is free at once."""
         policy = self._table.policy(kind)
         victims: list[Entry] = []
         while len(victims) < number:
@@ -132,23 +157,21 @@ class Supply:
             if victim is None:
                 break
             victims.append(victim)
-        self._announce(victims)
-        return len(victims)
+        return self._announce(victims)
 
-    def _reclaim(self, kind: SlotClass, used: dict[int, SlotClass]) -> bool:
-        """Takes room from classes that no open engine uses, and from those above an equal share while this one is
-        below; before the class evicts its own, for else it would never grow. One choice at a time; True if room is free
-        at once."""
-        draining = self._pool.draining()
-        if draining:
-            self._empty(draining)
+    def _reclaim(self, kind: SlotClass, shares: dict[int, int]) -> bool:
+        """Takes room from classes that no open engine uses, and from those above their share while this one is below its
+        own; before the class evicts its own, for else it would never grow. One choice at a time; True if room is free at
+        once."""
+        if self._pool.draining():
             return False
-        share = self._pool.pool_bytes // len(used)
-        below = kind.bytes + kind.slot_bytes <= share
+        # By a whole segment, so that two classes near their shares do not take turns.
+        step = max(kind.slot_bytes, self._pool.pool_bytes // SEGMENTS_PER_POOL)
+        below = kind.bytes + step <= shares[kind.slot_bytes]
         has_none = not kind.segments
 
         def may_take(other: SlotClass) -> bool:
-            return has_none or other.slot_bytes not in used or (below and other.bytes > share)
+            return has_none or other.slot_bytes not in shares or (below and other.bytes > shares[other.slot_bytes])
 
         def may_move(slot: Slot) -> bool:
             return slot.entry is not None and slot.entry.pins == 0
@@ -156,34 +179,44 @@ class Supply:
         chosen = self._pool.drain(kind, may_move, may_take)
         if not chosen:
             return False
+        self._claimant = kind
         self._shared.count("segments_reclaimed", "", "", len(chosen))
-        self._empty(chosen)
-        return not self._pool.draining()
+        return self._drain()
 
-    def _empty(self, segments: list[Segment]) -> None:
-        """Sends away what is in segments that go back to the pool, objects that came to be held meanwhile excepted."""
-        slots = [slot for segment in segments for slot in segment.slots]
-        self._announce([s.entry for s in slots if s.entry is not None and not s.entry.pins and not s.entry.leaving])
+    def _drain(self) -> bool:
+        """Goes on with what ``_reclaim`` began; True if that has given room."""
+        draining = self._pool.draining()
+        if not draining or self._claimant is None:
+            return False
+        entries = [slot.entry for segment in draining for slot in segment.slots if slot.entry is not None]
+        if any(entry.pins for entry in entries):
+            # Somebody came to need one of the objects, for nobody knows how long: another choice will do.
+            self._pool.stop_draining()
+            return False
+        self._announce([entry for entry in entries if not entry.leaving])
+        return self._pool.finish_draining(self._claimant)
 
-    def _announce(self, victims: list[Entry]) -> None:
-        """Tells the schedulers that these objects, held by nobody, are leaving; at once gone where there is none to
-        tell."""
+    def _announce(self, victims: list[Entry]) -> bool:
+        """Tells the schedulers that these objects, held by nobody, are leaving. Where there is none to tell they are gone
+        at once: True."""
         by_namespace: dict[str, list[Entry]] = {}
         for entry in victims:
             by_namespace.setdefault(entry.namespace, []).append(entry)
+        gone = False
         for namespace, entries in by_namespace.items():
             token = next(self._tokens)
             for entry in entries:
                 self._table.leave(entry, token)
                 self._pool.move(entry.slot, SlotState.LEAVING)
             if self._index.is_open(namespace):
-                timer = self._shared.timers.at(
-                    self._shared.clock() + LEAVING_SECONDS, partial(self._gone, token, "unanswered")
-                )
+                until = self._shared.clock() + LEAVING_SECONDS
+                timer = self._shared.timers.at(until, partial(self._gone, token, "unanswered"))
                 self._leaving[token] = (entries, timer)
                 self._shared.emit(KeysLeaving(namespace, token, tuple(entry.key for entry in entries)))
             else:
                 self._remove(token, entries)
+                gone = True
+        return gone
 
     def leaving_keys(self, namespace: str) -> set[bytes]:
         """Keys of a namespace that are announced as leaving."""

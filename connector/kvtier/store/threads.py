@@ -94,9 +94,8 @@ class ThreadExecutor:
             failure: BaseException | None = None
             try:
                 result = call()
-            except (
-                BaseException
-            ) as error:  # a thread of the pool outlives whatever its call raises; the owner judges it
+            except BaseException as error:  # noqa: BLE001
+                # A thread of the pool outlives whatever its call raises; the owner judges it.
                 failure = error
             with pool.ready:
                 pool.running -= 1

@@ -62,7 +62,7 @@ class ManualExecutor:
         self.pending.remove(call)
         try:
             call.result = call.call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - as a thread would
             call.error = error
         self._finished.append(call)
 
