@@ -163,7 +163,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker
         if worker is None:
             return None, None
-        return self._guarded("get_finished", lambda: worker.get_finished(finished_req_ids), (None, None))
+        nothing: tuple[set[str] | None, set[str] | None] = (None, None)
+        return self._guarded("get_finished", lambda: worker.get_finished(finished_req_ids), nothing)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """0.32, in place of ``get_finished``."""
@@ -194,10 +195,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         side = self._scheduler
+        nothing: tuple[int | None, bool] = (0, False)
         if side is None or self._off:
-            return 0, False
+            return nothing
         return self._guarded(
-            "get_num_new_matched_tokens", lambda: side.matched_tokens(request, num_computed_tokens), (0, False)
+            "get_num_new_matched_tokens", lambda: side.matched_tokens(request, num_computed_tokens), nothing
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -219,9 +221,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if not num_external_tokens:
             return {}
+        none: dict[int, int] = {}
         sources: dict[Any, int] = {}
         if side is not None:
-            found = self._guarded("get_external_cache_hit_sources", lambda: side.load_sources(request), {})
+            found = self._guarded("get_external_cache_hit_sources", lambda: side.load_sources(request), none)
             for tier, tokens in found.items():
                 source = CacheHitSource.HOST if tier == 0 else CacheHitSource.DISK
                 sources[source] = sources.get(source, 0) + tokens

@@ -85,7 +85,7 @@ class KVTierStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds another rank's, or the scheduler's."""

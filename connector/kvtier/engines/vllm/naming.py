@@ -20,4 +20,4 @@ def engine_name(vllm_config: VllmConfig) -> str:
     rank = getattr(parallel, "data_parallel_index", None)
     if rank is None:
         rank = getattr(parallel, "data_parallel_rank", 0)
-    return f"{engine or 'engine'}/dp{int(rank)}"
+    return f"{engine or 'engine'}/dp{rank or 0}"

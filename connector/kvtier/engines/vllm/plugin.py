@@ -47,7 +47,7 @@ def _wrap(directory: str) -> None:
         return attach(self, directory, lambda: original(self, *arguments, **named))
 
     setattr(create_engine_config, _WRAPPED, True)
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:

@@ -190,8 +190,8 @@ class Loads:
         chosen = choose(link.live.selection, sources, weights, tokens).chosen
         if chosen is None or chosen.tiers == (0,) or chosen.tokens < max(1, link.live.min_load_tokens):
             return False
-        budget = max(link.tier(index).load_timeout_seconds for index in chosen.tiers if index)
-        budget -= now - asked_at
+        limit = max(link.tier(index).load_timeout_seconds for index in chosen.tiers if index)
+        budget = limit - (now - asked_at)
         if budget <= 0:
             return False
         if state.stores and not self._stores_took_too_long(state, now):
