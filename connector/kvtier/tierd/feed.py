@@ -135,7 +135,7 @@ class Feeds:
         for _ in range(PIECES_PER_TURN):
             snapshot = feed.snapshot
             if snapshot is None:
-                return
+                break
             piece = list(islice(snapshot, SNAPSHOT_KEYS))
             if piece or feed.first:
                 self._delta(route, feed, piece, [], feed.first)

@@ -1,0 +1,129 @@
+"""The HTTP server's manners, and what it shows."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.testing.engine_process import http_request
+from kvtier.tierd import http as module
+from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text
+from kvtier.tierd.status import Condition, SessionStatus, Snapshot, TierStatus, metrics_text, status_json
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    def broken() -> module.Answer:
+        raise ValueError("no")
+
+    found = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text(200, "ok"), "/broken": broken})
+    yield found
+    found.close()
+
+
+def raw(server: HttpServer, request: bytes) -> bytes:
+    with socket.create_connection(server.address, timeout=20) as connection:
+        connection.sendall(request)
+        answer = b""
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def test_get_and_head_are_answered_and_nothing_else(server: HttpServer) -> None:
+    port = server.address[1]
+    assert http_request(port, "GET", "/healthz") == (200, "ok\n")
+    assert http_request(port, "GET", "/healthz?verbose") == (200, "ok\n")
+    assert http_request(port, "HEAD", "/healthz") == (200, "")
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert http_request(port, method, "/healthz")[0] == 405
+    assert http_request(port, "GET", "/secret")[0] == 404
+    assert http_request(port, "GET", "/broken")[0] == 500
+    assert raw(server, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_a_request_without_end_is_cut_off(server: HttpServer) -> None:
+    answer = raw(server, b"GET /healthz HTTP/1.1\r\nX: " + b"a" * MAX_REQUEST_BYTES)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
+
+
+def test_slow_clients_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_SECONDS", 0.3)
+    server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text(200, "ok")})
+    slow = [socket.create_connection(server.address, timeout=20) for _ in range(MAX_CLIENTS + 4)]
+    deadline = time.monotonic() + 20
+    while server.rejected < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.rejected == 4
+    while time.monotonic() < deadline:
+        try:
+            if http_request(server.address[1], "GET", "/healthz")[0] == 200:
+                break
+        except OSError:
+            time.sleep(0.02)
+    assert http_request(server.address[1], "GET", "/healthz")[0] == 200
+    for connection in slow:
+        connection.close()
+    server.close()
+
+
+def test_an_address_in_use_is_an_os_error(server: HttpServer) -> None:
+    with pytest.raises(OSError, match=r"in use"):
+        HttpServer("127.0.0.1", server.address[1], {})
+
+
+def test_closing_ends_the_thread(server: HttpServer) -> None:
+    server.close()
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-http":
+            thread.join(10)
+
+
+SNAPSHOT = Snapshot(
+    version="1",
+    epoch=4,
+    applied_generation=9,
+    live_refused_total=2,
+    tiers=(TierStatus("ram", "memory", "Healthy", 10, 20, 3), TierStatus("far", "lmcache", "Unknown")),
+    sessions=(SessionStatus("e", "worker", 0, 1, 4, True),),
+    pool={"pool_bytes": 20, "free": 10},
+    conditions=(Condition("PoolSmaller", "why"),),
+    events={("reads", "disk", "corrupt"): 5},
+)
+
+
+def test_status_shows_tiers_pool_conditions_and_generation() -> None:
+    document = json.loads(status_json(SNAPSHOT))
+    assert document["tiers"][0]["usedBytes"] == 10
+    assert document["tiers"][1]["state"] == "Unknown"
+    assert document["pool"] == {"poolBytes": 20, "free": 10}
+    assert document["conditions"] == [{"type": "PoolSmaller", "message": "why"}]
+    assert (document["appliedGeneration"], document["epoch"], document["sessions"][0]["pid"]) == (9, 4, 1)
+
+
+def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics_text(SNAPSHOT).decode())
+        for sample in family.samples
+    }
+    assert samples["kvtier_tier_used_bytes", (("tier", "ram"),)] == 10
+    assert samples["kvtier_tier_capacity_bytes", (("tier", "ram"),)] == 20
+    assert samples["kvtier_tier_objects", (("tier", "ram"),)] == 3
+    assert samples["kvtier_tier_state", (("state", "Healthy"), ("tier", "ram"))] == 1
+    assert samples["kvtier_tier_state", (("state", "Unknown"), ("tier", "ram"))] == 0
+    assert samples["kvtier_pool_bytes", (("use", "free"),)] == 10
+    assert samples["kvtier_sessions", (("role", "worker"),)] == 1
+    assert samples["kvtier_events_total", (("name", "reads"), ("reason", "corrupt"), ("tier", "disk"))] == 5
+    assert samples["kvtier_live_generation", ()] == 9
+    assert samples["kvtier_live_refused_total", ()] == 2
+    assert samples["kvtier_epoch", ()] == 4

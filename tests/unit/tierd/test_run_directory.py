@@ -1,0 +1,100 @@
+"""Locks, leftovers and the epoch in the run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigurationError
+from kvtier.tierd.rundir import ALIVE_NAME, RunDirectory, sweep
+
+
+def make(parent: Path, name: str = "kvtier-a", shared: bool = False) -> RunDirectory:
+    return RunDirectory(parent / name, shared=shared)
+
+
+def test_the_last_one_that_leaves_removes_it(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    first.join()
+    second.join()
+    (first.path / "pool").write_bytes(b"x" * 10)
+    assert not first.leave()
+    assert first.path.exists()
+    assert second.leave()
+    assert not first.path.exists()
+    assert not second.leave()
+
+
+def test_a_pods_volume_is_never_removed_and_belongs_to_both_containers(tmp_path: Path) -> None:
+    directory = make(tmp_path, shared=True)
+    directory.join()
+    assert directory.path.joinpath(ALIVE_NAME).stat().st_mode & 0o777 == 0o666
+    assert not directory.leave()
+    assert directory.path.exists()
+
+
+def test_one_daemon_at_a_time_and_looking_does_not_disturb_looking(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    first.join()
+    assert not second.daemon_lives()
+    lock = first.try_daemon_lock()
+    assert lock is not None
+    assert second.try_daemon_lock() is None
+    assert second.daemon_lives()
+    before = second.last_beat()
+    first.beat(lock)
+    assert second.last_beat() != before
+    lock.close()
+    assert not second.daemon_lives()
+
+
+def test_the_epoch_is_kept_and_a_broken_one_jumps_ahead(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    directory.join()
+    assert directory.read_epoch() == 0
+    directory.write_epoch(7)
+    assert directory.read_epoch() == 7
+    (directory.path / "epoch").write_text("seven")
+    assert directory.read_epoch() > 1_000_000
+
+
+def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) -> None:
+    own, living, dead, foreign = (make(tmp_path, f"kvtier-{name}") for name in ("own", "living", "dead", "foreign"))
+    for directory in (own, living, dead):
+        directory.join()
+    (dead.path / "pool").write_bytes(b"x")
+    assert dead._alive is not None
+    dead._alive.close()  # what the kernel does when a process is killed
+    foreign.path.mkdir()
+    (foreign.path / ALIVE_NAME).write_text("somebody else's")
+    (tmp_path / "kvtier-file").write_text("")
+    (tmp_path / "other").mkdir()
+    assert sweep(own.path) == 1
+    assert sorted(os.listdir(tmp_path)) == ["kvtier-file", "kvtier-foreign", "kvtier-living", "kvtier-own", "other"]
+
+
+def test_a_directory_with_a_name_of_its_own_sweeps_nothing(tmp_path: Path) -> None:
+    dead = make(tmp_path, "kvtier-dead")
+    dead.join()
+    assert dead._alive is not None
+    dead._alive.close()
+    assert sweep(tmp_path / "mine") == 0
+
+
+def test_joining_again_after_somebody_removed_it_makes_it_anew(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    directory.join()
+    for name in os.listdir(directory.path):
+        path = directory.path / name
+        path.rmdir() if path.is_dir() else path.unlink()
+    directory.path.rmdir()
+    directory.rejoin()
+    assert (directory.path / ALIVE_NAME).exists()
+    assert directory.leave()
+
+
+def test_a_path_that_no_socket_fits_into_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="runDirectory"):
+        RunDirectory(tmp_path / ("x" * 100))
