@@ -1,0 +1,161 @@
+"""The executor with real threads."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.errors import TierUnavailableError
+from kvtier.store import threads
+from kvtier.store.jobs import Job
+from kvtier.store.threads import ThreadExecutor
+
+PATIENCE_SECONDS = 30.0
+
+
+def collect_until(executor: ThreadExecutor, condition: Callable[[], bool]) -> None:
+    """Collects, sleeping on the descriptor, until the condition holds."""
+    while not condition():
+        readable, _, _ = select.select([executor], [], [], PATIENCE_SECONDS)
+        assert readable, "nothing finished in time"
+        executor.collect()
+
+
+def test_results_and_errors_come_back_on_the_owners_thread() -> None:
+    executor = ThreadExecutor({"hash": 1})
+    found: list[object] = []
+    where: list[threading.Thread] = []
+
+    def done(result: object, error: BaseException | None) -> None:
+        found.append((result, type(error)))
+        where.append(threading.current_thread())
+
+    executor.submit("hash", lambda: 1, done)
+    executor.submit("hash", lambda: 1 // 0, done)
+    collect_until(executor, lambda: len(found) == 2)
+    assert found == [(1, type(None)), (None, ZeroDivisionError)]
+    assert set(where) == {threading.current_thread()}
+    executor.close()
+
+
+def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_was_given() -> None:
+    executor = ThreadExecutor({"read:disk": 2})
+    gate = threading.Event()
+    begun: list[int] = []
+    both = threading.Semaphore(0)
+
+    def call(number: int) -> None:
+        begun.append(number)
+        both.release()
+        gate.wait(PATIENCE_SECONDS)
+
+    finished: list[object] = []
+    for number in range(5):
+        executor.submit("read:disk", lambda n=number: call(n), lambda r, e: finished.append(r))  # type: ignore[misc]
+    for _ in range(2):
+        assert both.acquire(timeout=PATIENCE_SECONDS)
+    assert sorted(begun) == [0, 1]
+    assert (executor.running("read:disk"), executor.queued("read:disk")) == (2, 3)
+    gate.set()
+    collect_until(executor, lambda: len(finished) == 5)
+    assert (executor.running("read:disk"), executor.queued("read:disk")) == (0, 0)
+    executor.close()
+
+
+def test_a_hung_call_keeps_its_thread_and_no_other_lane_notices() -> None:
+    executor = ThreadExecutor({"read:nfs": 1, "read:disk": 1})
+    gate, begun = threading.Event(), threading.Event()
+    finished: list[object] = []
+
+    def hang() -> None:
+        begun.set()
+        gate.wait(PATIENCE_SECONDS)
+
+    executor.submit("read:nfs", hang, lambda r, e: finished.append("nfs"))
+    assert begun.wait(PATIENCE_SECONDS)
+    executor.submit("read:disk", lambda: None, lambda r, e: finished.append("disk"))
+    collect_until(executor, lambda: finished == ["disk"])
+    assert executor.running("read:nfs") == 1
+    gate.set()
+    executor.close()
+
+
+def test_the_owner_is_woken_once_for_all_that_waits() -> None:
+    woken: list[int] = []
+    executor = ThreadExecutor({"hash": 1}, wake=lambda: woken.append(1))
+    finished: list[object] = []
+    for _ in range(3):
+        executor.submit("hash", lambda: None, lambda r, e: finished.append(r))
+    collect_until(executor, lambda: len(finished) == 3)
+    assert 1 <= len(woken) <= 3
+    executor.close()
+
+
+def test_a_queue_has_a_bound_and_what_exceeds_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_QUEUED", 1)
+    executor = ThreadExecutor({"hash": 1})
+    gate, begun = threading.Event(), threading.Event()
+    errors: list[BaseException | None] = []
+
+    def hang() -> None:
+        begun.set()
+        gate.wait(PATIENCE_SECONDS)
+
+    executor.submit("hash", hang, lambda r, e: errors.append(e))
+    assert begun.wait(PATIENCE_SECONDS)
+    executor.submit("hash", lambda: None, lambda r, e: errors.append(e))
+    executor.submit("hash", lambda: None, lambda r, e: errors.append(e))
+    executor.collect()
+    assert [type(error) for error in errors] == [TierUnavailableError]
+    gate.set()
+    collect_until(executor, lambda: len(errors) == 3)
+    executor.close()
+
+
+def test_a_closed_executor_begins_nothing_and_its_idle_threads_end() -> None:
+    executor = ThreadExecutor({"hash": 2})
+    finished: list[BaseException | None] = []
+    executor.submit("hash", lambda: None, lambda r, e: finished.append(e))
+    collect_until(executor, lambda: len(finished) == 1)
+    before = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-hash")]
+    executor.close()
+    for thread in before:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    executor.submit("hash", lambda: None, lambda r, e: finished.append(e))
+    executor.collect()
+    assert isinstance(finished[1], TierUnavailableError)
+
+
+def test_a_process_with_hung_calls_exits() -> None:
+    code = (
+        "import threading\n"
+        "from kvtier.store.threads import ThreadExecutor\n"
+        "executor = ThreadExecutor({'read:nfs': 1})\n"
+        "begun = threading.Event()\n"
+        "executor.submit('read:nfs', lambda: (begun.set(), threading.Event().wait()), lambda r, e: None)\n"
+        "begun.wait(30)\n"
+    )
+    path = os.pathsep.join(sys.path)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, env={"PYTHONPATH": path}).returncode == 0
+
+
+def test_of_a_thread_that_begins_a_job_and_an_owner_that_revokes_it_exactly_one_wins() -> None:
+    executor = ThreadExecutor({"hash": 2})
+    ran: list[int] = []
+    ended: list[int] = []
+    jobs = []
+    for number in range(500):
+        job = Job(lambda: 0.0, lambda n=number: ran.append(n), lambda r, e, n=number: ended.append(n))  # type: ignore[misc]
+        jobs.append(job.submit(executor, "hash"))
+    revoked = [number for number, job in enumerate(jobs) if job.revoke()]
+    collect_until(executor, lambda: len(ended) + len(revoked) == 500)
+    assert sorted(ran + revoked) == list(range(500))
+    assert sorted(ended + revoked) == list(range(500))
+    executor.close()

@@ -1,0 +1,231 @@
+"""When a lower tier is given up for a while, and how it comes back."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.store.store_world import World, live
+
+from kvtier.errors import TierUnavailableError
+from kvtier.store.contract import Outcome
+from kvtier.topology.models import LiveTier
+
+
+def failing(world: World) -> None:
+    world.tier.fail = lambda: TierUnavailableError("EIO")
+
+
+def state(world: World) -> str:
+    return world.store.tier_states()[1].state
+
+
+def broken(threshold: int = 3) -> World:
+    """A world whose tier has just failed so often in a row that its breaker opened."""
+    world = World(values=live(threshold=threshold, period=10, disk=LiveTier()))
+    world.engine()
+    world.lower(*range(10))
+    failing(world)
+    for chunk in range(threshold):
+        world.promote(chunk)
+        world.settle()
+    return world
+
+
+def test_failures_in_a_row_open_the_breaker_and_nothing_is_read_or_written() -> None:
+    world = broken()
+    assert state(world) == "BreakerOpen"
+    assert world.store.tier_states()[1].cause == "unavailable"
+    assert world.counted("breaker_opened", "disk", "unavailable") == 1
+    promotion = world.promote(9)
+    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    world.put(20)
+    world.io.run_all("hash")
+    world.pump()
+    assert world.calls("read:") == world.calls("write:") == []
+    assert world.counted("tier_writes_dropped", "disk", "breaker") == 1
+
+
+def test_a_success_between_failures_begins_the_row_anew() -> None:
+    world = World(values=live(threshold=2, disk=LiveTier()))
+    world.engine()
+    world.lower(0, 1, 2)
+    for chunk, fails in ((0, True), (1, False), (2, True)):
+        world.tier.fail = None
+        if fails:
+            failing(world)
+        world.promote(chunk)
+        world.settle()
+    assert state(world) == "Degraded"
+
+
+def test_after_the_period_one_probe_decides() -> None:
+    world = broken()
+    world.advance(9.9)
+    assert world.calls("check:") == []
+    world.advance(0.1)
+    assert len(world.calls("check:")) == 1
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "BreakerOpen"
+    world.tier.fail = None
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "Healthy"
+    assert world.counted("breaker_closed", "disk") == 1
+    promotion = world.promote(9)
+    world.settle()
+    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+
+
+def test_a_probe_that_hangs_is_not_followed_by_another() -> None:
+    world = broken()
+    world.advance(10.0)
+    world.io.hold(world.calls("check:")[0])
+    world.advance(100.0)
+    assert len(world.calls("check:")) == 1
+
+
+def test_what_waits_at_a_tier_whose_breaker_opens_is_taken_back_at_once() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0, 1)
+    failing(world)
+    failed, waiting = world.promote(0), world.promote(1, budget=100.0)
+    world.io.run(world.calls("read:")[0])
+    world.pump()
+    assert world.ends(failed)[0].outcome is Outcome.FAILED
+    assert world.ends(waiting)[0].outcome is Outcome.FAILED
+    assert world.store.accounts().reading == 0
+
+
+def test_a_deadline_missed_by_a_read_that_has_only_just_begun_is_not_the_tiers_failure() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0)
+    world.promote(0, budget=0.5)
+    world.advance(0.4)
+    world.io.hold(world.calls("read:")[0])
+    world.advance(0.2)
+    assert state(world) == "Healthy"
+
+
+def test_a_deadline_missed_by_a_read_that_waited_in_its_queue_is_not_the_tiers_failure() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0)
+    world.promote(0, budget=3.0)
+    world.advance(3.0)
+    assert state(world) == "Healthy"
+
+
+def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers_failure() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0)
+    world.promote(0, budget=1.5)
+    world.io.hold(world.calls("read:")[0])
+    world.advance(1.5)
+    assert state(world) == "BreakerOpen"
+    assert world.counted("tier_late_reads", "disk") == 1
+
+
+def test_a_slow_tier_is_late_only_at_three_times_its_usual_time() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier(load_timeout_seconds=60)))
+    world.engine()
+    world.lower(*range(4))
+    for chunk in range(2):
+        promotion = world.promote(chunk, budget=60.0)
+        call = world.calls("read:")[0]
+        world.io.hold(call)
+        world.advance(2.0)
+        world.io.run(call)
+        world.pump()
+        assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    world.promote(2, budget=4.0)
+    world.io.hold(world.calls("read:")[0])
+    world.advance(5.0)
+    assert state(world) == "Healthy"
+    world.promote(3, budget=7.0)
+    world.io.hold(world.calls("read:")[1])
+    world.advance(8.0)
+    assert state(world) == "BreakerOpen"
+
+
+def test_half_of_the_read_threads_hung_opens_the_breaker_whatever_the_threshold() -> None:
+    world = World(values=live(threshold=100, period=10, disk=LiveTier()), read_threads=4)
+    world.engine()
+    world.lower(0, 1)
+    world.promote(0, 1, budget=2.0)
+    calls = world.calls("read:")
+    for call in calls:
+        world.io.hold(call)
+    world.advance(2.0)
+    assert state(world) == "BreakerOpen"
+    assert world.store.tier_states()[1].cause == "hung"
+    assert world.store.tier_states()[1].late_reads == 2
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "BreakerOpen"
+    for call in calls:
+        world.io.run(call)
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "Healthy"
+
+
+def test_a_tier_that_is_not_open_yet_is_not_used_and_one_that_cannot_be_opened_is_tried_again() -> None:
+    world = World(values=live(period=10, disk=LiveTier()), opened=False)
+    world.engine()
+    assert state(world) == "Unknown"
+    failing(world)
+    world.settle()
+    assert state(world) == "BreakerOpen"
+    world.tier.fail = None
+    world.advance(10.0)
+    world.settle()
+    assert state(world) == "Healthy"
+
+
+def test_upkeep_runs_every_few_seconds_one_at_a_time_and_not_while_the_breaker_is_open() -> None:
+    world = World()
+    world.advance(5.0)
+    (call,) = world.calls("maintain:")
+    world.io.hold(call)
+    world.advance(60.0)
+    assert world.calls("maintain:") == [call]
+    world.io.run(call)
+    world.pump()
+    world.advance(5.0)
+    assert len(world.calls("maintain:")) == 1
+
+
+def test_live_limits_reach_the_tier_at_once() -> None:
+    world = World()
+    world.store.configure(live(disk=LiveTier(capacity_bytes=77, high_watermark_percent=80, sync_data=True)))
+    limits = world.tier.limits
+    assert limits is not None
+    assert (limits.capacity_bytes, limits.high_watermark_percent, limits.sync_data) == (77, 80, True)
+
+
+def test_an_error_that_is_no_tier_error_is_a_failure_like_any_other() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0)
+    world.tier.fail = lambda: ValueError("a bug")  # type: ignore[return-value, assignment]
+    promotion = world.promote(0)
+    world.settle()
+    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.counted("tier_reads_failed", "disk", "unexpected") == 1
+
+
+@pytest.mark.parametrize("name", ["ram", "disk"])
+def test_every_tier_reports_its_state(name: str) -> None:
+    world = World()
+    world.engine()
+    world.put(0)
+    world.settle()
+    (found,) = [tier for tier in world.store.tier_states() if tier.name == name]
+    assert found.state == "Healthy"
+    assert found.objects == 1
