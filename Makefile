@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 
-.PHONY: help install demo test test-unit test-engine test-cluster lint format bench constraints clean
+.PHONY: help install demo test test-unit test-engine test-cluster lint format generate bench constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +45,10 @@ format: install ## let ruff put everything in order
 
 bench: install ## every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
+
+generate: install ## write crds/ and the reference page anew from the policy models
+	@$(PYTHON) -m kvtier_operator.api.crd
+	@$(PYTHON) -m kvtier_operator.api.reference
 
 constraints: ## write constraints.txt anew: the newest releases that pyproject.toml and overrides.txt allow
 	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml

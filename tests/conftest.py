@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def skipped_tests(reports: list[pytest.TestReport | pytest.CollectReport]) -> li
     return rows
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The last section: each skipped test with its reason, and the Debian packages that are missing."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """The last section, after pytest's own: each skipped test with its reason, and the Debian packages that are missing."""
+    yield
     skipped = skipped_tests(terminalreporter.stats.get("skipped", []))
     missing = missing_debian_packages()
     terminalreporter.section("skipped tests")

@@ -1,0 +1,85 @@
+"""What is installed is what the repository says, with exact versions and from nowhere in particular."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import kvtier
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PINNED = re.compile(r"[a-z0-9._-]+==[0-9][A-Za-z0-9.+!]*")
+
+STOCK_IMAGE = {"blake3", "msgspec", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "pyzmq"}
+"""What vLLM's own image holds; torch comes with it as well and is not declared."""
+
+
+def lines(name: str) -> list[str]:
+    return (REPOSITORY / name).read_text().splitlines()
+
+
+def pins() -> dict[str, str]:
+    split = (line.partition("==") for line in lines("constraints.txt"))
+    return {canonicalize_name(name): version for name, _, version in split}
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "overrides.txt", "tools/uv.txt"])
+def test_every_line_names_a_package_and_its_exact_version(name: str) -> None:
+    assert lines(name)
+    assert [line for line in lines(name) if not PINNED.fullmatch(line)] == []
+
+
+def test_no_package_is_pinned_twice() -> None:
+    assert len(pins()) == len(lines("constraints.txt"))
+
+
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_every_requirement_is_pinned_at_a_version_that_it_allows(extra: str) -> None:
+    for requirement in map(Requirement, EXTRAS[extra] if extra else PROJECT["dependencies"]):
+        if requirement.name == "kvtier":
+            continue
+        assert Version(pins()[canonicalize_name(requirement.name)]) in requirement.specifier, str(requirement)
+
+
+def test_an_override_is_pinned_at_the_version_it_asks_for() -> None:
+    for line in lines("overrides.txt"):
+        name, _, version = line.partition("==")
+        assert pins()[name] == version
+
+
+def test_what_builds_the_package_is_pinned_too() -> None:
+    system = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]
+    for requirement in map(Requirement, system["requires"]):
+        assert Version(pins()[requirement.name]) in requirement.specifier
+
+
+def test_the_connector_needs_only_what_a_stock_engine_image_holds() -> None:
+    assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} == STOCK_IMAGE
+
+
+def test_the_installed_distribution_has_the_command_the_daemon_and_the_plugin() -> None:
+    distribution = metadata.distribution("kvtier")
+    assert distribution.version == kvtier.__version__
+    entries = {(entry.group, entry.name): entry.value for entry in distribution.entry_points}
+    assert entries["console_scripts", "kvtier"] == "kvtier.cli.main:main"
+    assert entries["console_scripts", "kvtier-tierd"] == "kvtier.tierd.__main__:main"
+    assert entries["vllm.general_plugins", "kvtier"] == "kvtier.engines.vllm.plugin:register"
+
+
+def test_every_entry_point_can_be_loaded_but_the_one_that_needs_an_engine() -> None:
+    for entry in metadata.distribution("kvtier").entry_points:
+        if entry.group == "console_scripts":
+            assert callable(entry.load())
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert f"## {kvtier.__version__}" in (REPOSITORY / "CHANGELOG.md").read_text()
