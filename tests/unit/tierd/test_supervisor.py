@@ -1,0 +1,120 @@
+"""Starting a daemon and starting it again, with programs that are quick to start in its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd import supervisor as module
+from kvtier.tierd.supervisor import Supervisor
+from kvtier.topology.models import Daemon
+
+LIVES = """
+import fcntl, os, sys, time
+directory = sys.argv[1]
+alive = os.open(directory + "/alive", os.O_RDWR)
+fcntl.flock(alive, fcntl.LOCK_SH)
+lock = os.open(directory + "/tierd.lock", os.O_RDWR | os.O_CREAT)
+while True:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+    except OSError:
+        time.sleep(0.01)
+for _ in range(int(sys.argv[2])):
+    os.utime(lock)
+    time.sleep(0.05)
+if sys.argv[3] == "hang":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.05)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[TierdCase]:
+    found = TierdCase(tmp_path, daemon=Daemon.ENGINE)
+    yield found
+    found.close()
+
+
+def make(case: TierdCase, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0) -> Supervisor:
+    command = [sys.executable, "-S", "-c", LIVES, str(case.run_directory), str(beats), then]
+    return Supervisor(case.topology_directory, case.topology, command=command, unresponsive_seconds=unresponsive)
+
+
+def kill_and_stop(supervisor: Supervisor) -> None:
+    child = supervisor._child
+    if child is not None:
+        child.kill()
+        child.wait()
+    supervisor.stop(5)
+
+
+def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCase) -> None:
+    first, second = make(case), make(case)
+    first.ensure()
+    second.ensure()
+    wait_for(lambda: first._run_directory.daemon_lives() and first._spawn_lock is None, "the daemon lives")
+    assert first.child
+    assert not second.child
+    second.stop(5)
+    kill_and_stop(first)
+    wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
+
+
+def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdCase) -> None:
+    supervisor = make(case, beats=1)
+    supervisor.ensure()
+    wait_for(lambda: supervisor.counters["spawned"] >= 3, "it is started again and again")
+    assert supervisor._backoff > 0.15
+    kill_and_stop(supervisor)
+
+
+def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase) -> None:
+    first, second = make(case), make(case)
+    first.ensure()
+    second.ensure()
+    wait_for(lambda: first._run_directory.daemon_lives() and first._spawn_lock is None, "the daemon lives")
+    first._stop.set()
+    child = first._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    wait_for(lambda: second.child, "the other one starts a daemon")
+    first.stop(5)
+    kill_and_stop(second)
+
+
+def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdCase) -> None:
+    supervisor = make(case, beats=5, then="hang", unresponsive=0.5)
+    supervisor.ensure()
+    first = supervisor.child
+    wait_for(lambda: supervisor.counters["killed_unresponsive"] >= 1, "it is killed")
+    wait_for(lambda: supervisor.child not in (0, first), "another one is started")
+    kill_and_stop(supervisor)
+
+
+def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdCase) -> None:
+    supervisor = Supervisor(case.topology_directory, case.topology, command=["/does/not/exist"])
+    supervisor.ensure()
+    wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
+    supervisor.stop(5)
+    assert not case.run_directory.exists()
+
+
+def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
+    case = TierdCase(tmp_path, daemon=Daemon.SIDECAR)
+    supervisor = make(case)
+    supervisor.ensure()
+    supervisor.stop(5)
+    assert supervisor.counters["spawned"] == 0
+    assert not case.run_directory.exists()
