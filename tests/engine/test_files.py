@@ -61,21 +61,23 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def damaged(sidecar: EngineCase, plain: Plain) -> dict[str, list[int]]:
-    """One stored prompt for each kind of damage, all of its files damaged, and RAM emptied by a new daemon."""
+    """One stored prompt for each kind of damage, RAM emptied by a new daemon, and all of the prompt's files damaged."""
     sidecar.set_faults()
     requests = sidecar.requests()
-    prompts = {}
-    for number, (kind, damage) in enumerate(DAMAGES.items()):
+    prompts, files = {}, {}
+    for number, kind in enumerate(DAMAGES):
         tokens = prompts[kind] = prompt(4 * CHUNK_TOKENS + 5, 200 + number)
         before = set(sidecar.files())
         assert requests.run(tokens) == plain.tokens(tokens)
         sidecar.settle_stores()
-        fresh = set(sidecar.files()) - before
-        assert len(fresh) == 4
-        for path in fresh:
-            damage(path)
+        files[kind] = set(sidecar.files()) - before
+        assert len(files[kind]) == 4
     sidecar.restart_daemon(signal.SIGKILL)
     sidecar.wait_attached()
+    # After the new daemon has scanned the directory: it counts on every one of them.
+    for kind, damage in DAMAGES.items():
+        for path in files[kind]:
+            damage(path)
     return prompts
 
 
@@ -86,7 +88,7 @@ def test_a_damaged_file_is_a_miss(sidecar: EngineCase, plain: Plain, damaged: di
     with sidecar.loads() as loads:
         assert sidecar.requests().run(damaged[kind]) == plain.tokens(damaged[kind])
     assert loads.tokens == 0
-    assert sidecar.tier_failures() > failures
+    sidecar.wait_for(lambda: sidecar.tier_failures() > failures, "no failed read was counted")
 
 
 def test_the_chunks_before_a_damaged_one_are_loaded(faultless: EngineCase, plain: Plain) -> None:
@@ -154,8 +156,8 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
             if path.is_dir() and len(path.name) == 32 and path != first_namespace
         ]
         # Even under the other's name, an object is refused: its header says whose it is.
-        for path in first_namespace.rglob("*.kv"):
-            shutil.copyfile(path, other_namespace / path.relative_to(first_namespace))
+        for path in other_namespace.rglob("*.kv"):
+            shutil.copyfile(first_namespace / path.relative_to(other_namespace), path)
         case.kill_daemon()
         case.wait_attached()
         case.empty_gpu_cache()
@@ -163,7 +165,7 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
         with case.loads("disk") as loads:
             assert case.requests().run(tokens) == expected
         assert loads.tokens == 0
-        assert case.tier_failures() > failures
+        case.wait_for(lambda: case.tier_failures() > failures, "no failed read was counted")
     finally:
         reference.kill()
         case.close()

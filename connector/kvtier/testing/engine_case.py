@@ -350,19 +350,21 @@ class EngineCase:
         return not any(tier["pendingStoreBytes"] for tier in status["tiers"])
 
     def wait_attached(self) -> None:
-        """Waits until scheduler and worker of the engine are attached to the living daemon and it grants."""
+        """Waits until scheduler and worker of the engine are attached to the living daemon, and the engine knows every file."""
+        self.wait_for(self._attached, "the engine is not attached")
 
-        def attached() -> bool:
-            if self.engine is not None and self.engine.alive():
-                self.engine.call("settle")
-            status = self.status()
-            if status is None or status["fenced"]:
-                return False
-            ready = {session["role"] for session in status["sessions"] if session["ready"] and session["epoch"] == status["epoch"]}
-            return ready == {"scheduler", "worker"}
-
-        self.wait_for(attached, "the engine is not attached")
-        time.sleep(SNAPSHOT_SECONDS)
+    def _attached(self) -> bool:
+        status = self.status()
+        if status is None or status["fenced"]:
+            return False
+        epoch = status["epoch"]
+        roles = {each["role"] for each in status["sessions"] if each["ready"] and each["epoch"] == epoch}
+        if roles != {"scheduler", "worker"} or not self.drive("settle"):
+            return False
+        known = self.drive("connector")
+        if not known.get("usable") or {known["epoch"], known["worker_epoch"]} != {epoch}:
+            return False
+        return bool(known["replica"] >= len(list((self.files_root / known["namespace"]).rglob("*.kv"))))
 
     def daemon_pid(self) -> int:
         """Process id of the living daemon."""

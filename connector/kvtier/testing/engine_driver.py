@@ -21,6 +21,8 @@ Commands (``do``), with their arguments:
     Prometheus text of the samples that start with the prefix.
 ``state {}``
     {waiting, running, requests, free_blocks}: how many requests the scheduler holds in which state.
+``connector {}``
+    what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
 ``asks {}``
     how many times the connector was asked for a hit, by request id.
 """
@@ -169,6 +171,18 @@ class Driver:
             "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
 
+    def connector(self) -> dict[str, Any]:
+        """What KVTier's scheduler side says of itself."""
+        side = getattr(self.scheduler.connector, "_scheduler", None)
+        if side is None:
+            return {}
+        ready = side.link.ready
+        return {
+            **side.snapshot(),
+            "namespace": ready.namespace if ready is not None else "",
+            "worker_epoch": side.stores.worker_epoch or 0,
+        }
+
     def asks(self) -> dict[str, int]:
         """How often the connector was asked for a hit, by request."""
         return dict(self.asked)
@@ -191,7 +205,7 @@ def main() -> None:
         getattr(importlib.import_module(module), function)()
     driver = Driver(options)
     answer({"result": "ready"})
-    commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "asks")
+    commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "connector", "asks")
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("do")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -30,6 +31,7 @@ START_SECONDS = 240.0
 
 
 SILENT_RESETS = 5
+_SEGMENT = re.compile(r" /dev/shm/(psm_|sem\.mp-)[^/ ]*$")
 
 
 class EngineProcessError(RuntimeError):
@@ -99,24 +101,25 @@ class ManagedProcess:
 
     def kill(self) -> None:
         """SIGKILL to the whole group, and waits until it is gone."""
-        descendants = _descendants(self.pid)
+        segments = _shared_segments(self.pid)
         self.signal_group(signal.SIGKILL)
         self.process.wait(30)
-        # Engine workers may sit in sessions of their own; their parent's death alone does not end them at once. A daemon
-        # that detached itself on purpose has no parent any more, or ends by its own rules: it is left alone.
-        for each in descendants:
-            try:
-                if os.getpgid(each.pid) == self.pid:
-                    each.kill()
-            except (psutil.Error, OSError):
-                continue
+        # Python's own cleaner of shared memory sits in the same group and dies with it.
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
+def _shared_segments(group: int) -> set[Path]:
+    """Shared memory and semaphores of Python's multiprocessing that the processes of a group have mapped."""
+    found: set[Path] = set()
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                found |= {Path(line.split()[-1]) for line in maps.splitlines() if _SEGMENT.search(line)}
+        except OSError:
+            continue
+    return found
 
 
 def tierd_processes(topology: Path) -> list[psutil.Process]:
