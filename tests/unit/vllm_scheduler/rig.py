@@ -100,7 +100,7 @@ class FakeClient:
                 pool_bytes=1 << 30,
                 tiers=("ram", "disk", "nfs"),
                 settings=settings,
-            )  # fmt: skip
+            )
         )
 
     def ready(self, namespace: str = "a" * 32, snapshot: bool = True) -> None:

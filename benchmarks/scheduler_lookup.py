@@ -1,0 +1,235 @@
+"""What a lookup costs on the scheduler's thread: a long prompt against a replica with many keys, nothing but this process involved.
+
+Timed is the whole hook, ``get_num_new_matched_tokens`` behind the connector's guard: naming the chunks, looking them up, deciding. Requests are
+asked once each, as at their first question, and then again, as vLLM does in every step in which it cannot admit one. The ratio is the
+worst median of a first question over the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
+
+from common import options, progress, report
+from kvtier.chunks.planner import Group, GroupKind, Planner
+from kvtier.engines.vllm.scheduler import EngineIdentity, SchedulerSide
+from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
+from kvtier.topology.models import (
+    FileSystemTierDocument,
+    Live,
+    LiveTier,
+    MemoryTierDocument,
+    PolicyIdentity,
+    Selection,
+    Structural,
+    Topology,
+)
+
+TARGET_SECONDS = 1e-3
+RAM, DISK = 1, 2
+DELTA_KEYS = 4096
+
+
+class _Client:
+    """An attached client whose messages go nowhere."""
+
+    attached, epoch = True, 1
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def start(self) -> None:
+        """Attached from the beginning."""
+
+    def send(self, message: Message) -> bool:
+        self.sent.append(message)
+        return True
+
+    def close(self, timeout_seconds: float) -> None:
+        """Nothing to close."""
+
+
+class _Request:
+    """vLLM's Request as far as a lookup goes. Hashes are random: their cost is vLLM's."""
+
+    lora_request = prompt_embeds = None
+    skip_reading_prefix_cache = resumable = False
+
+    def __init__(self, name: str, tokens: int, block: int) -> None:
+        self.request_id = name
+        self.num_tokens = tokens
+        self.num_computed_tokens = 0
+        self.block_hashes = [hashlib.sha256(f"{name}/{number}".encode()).digest() for number in range(tokens // block)]
+
+
+def topology() -> Topology:
+    """RAM and one file tier."""
+    live = Live(
+        selection=Selection.WEIGHTED,
+        min_load_tokens=512,
+        tiers={"ram": LiveTier(), "disk": LiveTier(capacity_bytes=1 << 40)},
+    )
+    structural = Structural(
+        policy=PolicyIdentity(namespace="bench", name="bench"),
+        content_hash="bench",
+        run_directory="/dev/shm/kvtier-bench",
+        tiers=[
+            MemoryTierDocument(name="ram", capacity_bytes=1 << 40),
+            FileSystemTierDocument(name="disk", path="/var/kv", sharing="Node"),
+        ],
+        live=live,
+    )
+    return Topology(structural=structural, live=live)
+
+
+class Bench:
+    """A scheduler side with a replica of ``keys`` keys, asked about prompts of ``tokens`` tokens."""
+
+    def __init__(self, tokens: int, chunk: int, block: int, keys: int) -> None:
+        self.tokens, self.block = tokens, block
+        self.planner = Planner.build([Group(GroupKind.FULL, block)], chunk, block)
+        self.client = _Client()
+        self.side = SchedulerSide(
+            topology(), self.planner, "bench/dp0", lambda: EngineIdentity("{}"), client=lambda *_: self.client
+        )
+        self.side.start()
+        link = self.side.link
+        link.received(
+            Welcome(
+                protocol=PROTOCOL, epoch=1, session=1, pool_path="", pool_bytes=1, tiers=("ram", "disk"), settings=""
+            )
+        )
+        link.received(Ready(namespace="0" * 32, slot_bytes=(1 << 20,), persistent=True))
+        self._sequence = 0
+        self._add([], snapshot=True)
+        self.hold((b"\0" + hashlib.sha256(str(number).encode()).digest() for number in range(keys)), RAM)
+        self._numbers = iter(range(1, 1 << 30))
+
+    def _add(self, added: list[tuple[bytes, int]], snapshot: bool = False) -> None:
+        self._sequence += 1
+        self.side.link.received(Delta(sequence=self._sequence, added=tuple(added), snapshot=snapshot))
+
+    def hold(self, keys: Iterable[bytes], bits: int) -> None:
+        """Puts keys into the replica."""
+        piece: list[tuple[bytes, int]] = []
+        for key in keys:
+            piece.append((key, bits))
+            if len(piece) == DELTA_KEYS:
+                self._add(piece)
+                piece = []
+        self._add(piece)
+
+    def request(self, present: float, bits: int = RAM) -> Any:
+        """A new request of which this share of chunks is present, from the first on."""
+        request = _Request(f"r{next(self._numbers)}", self.tokens, self.block)
+        stride = self.planner.hashes_per_chunk
+        hashes = request.block_hashes[stride - 1 :: stride]
+        self.hold((b"\0" + each for each in hashes[: int(len(hashes) * present)]), bits)
+        return request
+
+    def ask(self, request: Any, computed: int = 0) -> int | None:
+        """The hook."""
+        return self.side.matched_tokens(request, computed)[0]
+
+    def forget(self, request: Any) -> None:
+        """Ends a request, with whatever it waits for."""
+        request.status = SimpleNamespace(name="FINISHED_ABORTED")
+        self.side.finished(request, ([],))
+
+    def first(self, present: float, bits: int, rounds: int, expected: int | None) -> list[float]:
+        """Seconds of first questions."""
+        took = []
+        for _ in range(rounds):
+            request = self.request(present, bits)
+            begun = time.perf_counter()
+            answer = self.ask(request)
+            took.append(time.perf_counter() - begun)
+            if answer != expected:
+                raise SystemExit(f"answered {answer} instead of {expected}")
+            self.forget(request)
+        return took
+
+    def again(self, present: float, bits: int, rounds: int) -> list[float]:
+        """Seconds of further questions of one request."""
+        request = self.request(present, bits)
+        self.ask(request)
+        took = []
+        for _ in range(rounds * 10):
+            begun = time.perf_counter()
+            self.ask(request)
+            took.append(time.perf_counter() - begun)
+        self.forget(request)
+        return took
+
+    def promoted(self, rounds: int) -> list[float]:
+        """Seconds of the question after a promotion has ended."""
+        took = []
+        for _ in range(rounds):
+            request = self.request(1.0, DISK)
+            self.ask(request)
+            promote = [message for message in self.client.sent if isinstance(message, Promote)][-1]
+            self.side.link.received(Promoted(promotion=promote.promotion, usable=len(promote.keys), outcome="whole"))
+            begun = time.perf_counter()
+            self.ask(request)
+            took.append(time.perf_counter() - begun)
+            self.forget(request)
+            self.client.sent.clear()
+        return took
+
+
+def main() -> None:
+    """Runs the benchmark."""
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tokens", type=int, default=131_072, help="length of the prompts")
+        parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk")
+        parser.add_argument("--block", type=int, default=16, help="tokens of an engine's block")
+        parser.add_argument("--keys", type=int, default=1_000_000, help="keys in the replica")
+        parser.add_argument("--rounds", type=int, default=100, help="questions of each kind")
+
+    given = options(__doc__.splitlines()[0], more)
+    progress(f"filling a replica with {given.keys} keys")
+    bench = Bench(given.tokens, given.chunk, given.block, given.keys)
+    whole = given.tokens // given.chunk * given.chunk
+    half = int(given.tokens // given.chunk * 0.5) * given.chunk
+    cases: list[tuple[str, bool, Callable[[], list[float]]]] = [
+        ("all in RAM", True, lambda: bench.first(1.0, RAM, given.rounds, whole)),
+        ("half in RAM", True, lambda: bench.first(0.5, RAM, given.rounds, half)),
+        ("none", True, lambda: bench.first(0.0, RAM, given.rounds, 0)),
+        ("all in a file tier (asks for promotion)", True, lambda: bench.first(1.0, DISK, given.rounds, None)),
+        ("again, all in RAM", False, lambda: bench.again(1.0, RAM, given.rounds)),
+        ("again, none", False, lambda: bench.again(0.0, RAM, given.rounds)),
+        ("again, while it waits", False, lambda: bench.again(1.0, DISK, given.rounds)),
+        ("after a promotion", False, lambda: bench.promoted(given.rounds)),
+    ]
+    rows, worst = [], 0.0
+    for name, judged, measure in cases:
+        progress(name)
+        took = sorted(measure())
+        median = statistics.median(took)
+        if judged:
+            worst = max(worst, median)
+        rows.append((name, f"{median * 1e6:.1f}", f"{took[int(len(took) * 0.99)] * 1e6:.1f}", f"{took[-1] * 1e6:.1f}"))
+    progress("")
+    report(
+        given.json,
+        f"One question on the scheduler's thread: {given.tokens} tokens, chunks of {given.chunk}, replica of {given.keys} keys",
+        ("case", "median us", "99 % us", "worst us"),
+        rows,
+        worst / TARGET_SECONDS,
+        f"worst median of a first question over {TARGET_SECONDS * 1e3:g} ms; 1 or less is the target",
+    )
+
+
+if __name__ == "__main__":
+    main()
