@@ -39,6 +39,7 @@ REST_TOKENS = 17
 """Shorter than a block, and no chunk is completed by it and the generated tokens."""
 NEW_TOKENS = 16
 STORE_SECONDS = 60.0
+ATTACH_SECONDS = 60.0
 COMPUTED, FROM_RAM, AFTER_KILL, CONTROL = "first time", "GPU cache emptied", "after the kill", "wrong KV on purpose"
 LOADED = "vllm:kvtier_loaded_tokens_total"
 
@@ -172,6 +173,7 @@ class Demo:
         with self.display.step("Starting the engine again"):
             server = self.place.start_server()
             server.wait_ready()
+            self._wait_attached()
         self._second_life(Asker(server, prompts, tiers), reference)
         return self._result(prompts, len(others) + len(own), version)
 
@@ -184,7 +186,16 @@ class Demo:
             engine.stop()
             server = server or self.place.start_server()
             server.wait_ready()
+            self._wait_attached()
         return server, reference
+
+    def _wait_attached(self) -> None:
+        """An engine serves before its tiers are there; the demo wants to show the tiers from the first prompt on."""
+        deadline = time.monotonic() + ATTACH_SECONDS
+        while not self.place.attached():
+            if time.monotonic() > deadline:
+                raise DemoError(f"engine and tier daemon did not come together in {ATTACH_SECONDS:.0f} s")
+            time.sleep(0.05)
 
     def _first_life(
         self, server: EngineServer, asker: Asker, reference: Reference, prompts: Prompts

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvtier.cli import payload, topology
 from kvtier.cli.demo_engine import DemoError, Installation, engine_environment
@@ -104,15 +105,26 @@ class Workplace:
         kill_tierd(self.topology)
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
-    def file_tier(self) -> TierState | None:
-        """What the daemon says about its file tier; None while it does not answer."""
+    def _status(self) -> dict[str, Any]:
+        """What the daemon says about itself; empty while it does not answer."""
         try:
             address = json.loads((self.run_directory / "http.json").read_text())
             status, text = http_request(address["port"], "GET", "/status", timeout_seconds=5, host=address["host"])
-            tiers = json.loads(text)["tiers"] if status == 200 else []
+            document: dict[str, Any] = json.loads(text) if status == 200 else {}
         except (OSError, ValueError, KeyError):
-            return None
-        for tier in tiers:
+            return {}
+        return document
+
+    def attached(self) -> bool:
+        """Whether the engine's two sides share an open namespace and every tier knows what it holds."""
+        status = self._status()
+        roles = {session["role"] for session in status.get("sessions", ()) if session["ready"]}
+        states = {tier["state"] for tier in status.get("tiers", ())}
+        return roles == {"scheduler", "worker"} and states == {"Healthy"}
+
+    def file_tier(self) -> TierState | None:
+        """What the daemon says about its file tier; None while it does not answer."""
+        for tier in self._status().get("tiers", ()):
             if tier["name"] == FILE_TIER:
                 return TierState(int(tier["objects"]), int(tier["pendingStoreBytes"]))
         return None
