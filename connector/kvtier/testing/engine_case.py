@@ -364,7 +364,8 @@ class EngineCase:
         known = self.drive("connector")
         if not known.get("usable") or {known["epoch"], known["worker_epoch"]} != {epoch}:
             return False
-        return bool(known["replica"] >= len(list((self.files_root / known["namespace"]).rglob("*.kv"))))
+        namespace = self.files_root / known["namespace"]
+        return bool(known["replica"] >= sum(path.is_file() for path in namespace.rglob("*.kv")))
 
     def daemon_pid(self) -> int:
         """Process id of the living daemon."""
