@@ -20,8 +20,10 @@ ASKS_WITHOUT_WAITING = 12
 def _stored(case: EngineCase, plain: Plain, seed: int) -> list[int]:
     """A prompt whose chunks are in files and in no RAM, and whose blocks the GPU cache does not hold."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, seed)
+    before = len(case.files())
     assert case.requests().run(tokens) == plain.tokens(tokens)
     case.settle_stores()
+    assert len(case.files()) == before + CHUNKS
     case.restart_daemon(signal.SIGKILL)
     case.wait_attached()
     case.empty_gpu_cache()

@@ -52,6 +52,7 @@ WAIT_SECONDS = 60.0
 LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
 LOAD_FAILURES = "vllm:kvtier_load_failures_total"
 DAEMON_EVENTS = "kvtier_events_total"
+AWAITED_STATES = ("Unknown", "BreakerOpen")
 READ_FAILURES = ("tier_reads_failed", "tier_reads_timed_out")
 SNAPSHOT_SECONDS = 0.6
 """The daemon renews what it shows each half second."""
@@ -350,12 +351,13 @@ class EngineCase:
         return not any(tier["pendingStoreBytes"] for tier in status["tiers"])
 
     def wait_attached(self) -> None:
-        """Waits until scheduler and worker of the engine are attached to the living daemon, and the engine knows every file."""
+        """Waits until scheduler and worker of the engine are attached to the living daemon, its tiers work, and the engine
+        knows every file."""
         self.wait_for(self._attached, "the engine is not attached")
 
     def _attached(self) -> bool:
         status = self.status()
-        if status is None or status["fenced"]:
+        if status is None or status["fenced"] or any(each["state"] in AWAITED_STATES for each in status["tiers"]):
             return False
         epoch = status["epoch"]
         roles = {each["role"] for each in status["sessions"] if each["ready"] and each["epoch"] == epoch}
