@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.store.contract import Accounts, Clock, EngineInfo, IoExecutor, StoreCounters, StoreEvent
+from kvtier.store.deciding import Decider
 from kvtier.store.engines import Engines, EngineState
+from kvtier.store.estimates import PromptShape
 from kvtier.store.eviction import Lru
 from kvtier.store.loads import Loads
 from kvtier.store.lower import LowerTier, LowerTiers, TierState
@@ -85,9 +87,8 @@ class TierStore:
         self._engines = Engines(shared, self._pool, self._table)
         self._supply = Supply(shared, self._pool, self._table, self._index, self._engines)
         self._reads = Reads(shared, self._pool, self._table, self._index, self._lowers, self._supply)
-        self._promotions = Promotions(
-            shared, self._table, self._lowers, self._reads, self._supply, topology.live.selection
-        )
+        self._decider = Decider(shared, self._lowers, topology.live.selection)
+        self._promotions = Promotions(shared, self._table, self._lowers, self._reads, self._supply, self._decider)
         self._loads = Loads(shared, self._table, self._index, self._lowers, self._promotions, self._supply)
         self._stores = Stores(shared, self._pool, self._table, self._index, self._supply)
         # Half of the pool may be pinned by sealing, and half by writes to lower tiers: a hung disk must leave room for
@@ -95,7 +96,7 @@ class TierStore:
         self._sealer = Sealer(shared, self._table, pool_bytes // 2)
         self._writes = WriteThrough(shared, self._table, self._lowers, pool_bytes // 2 // max(1, len(tiers)))
         self._connect()
-        self._weigh_memory(topology.live)
+        self._apply(topology.live)
 
     def _connect(self) -> None:
         self._supply.begin = self._reads.begin
@@ -182,14 +183,15 @@ class TierStore:
 
     def configure(self, live: Live) -> None:
         """Takes over live settings at once."""
-        self._promotions.selection = live.selection
-        self._weigh_memory(live)
+        self._decider.selection = live.selection
+        self._apply(live)
         self._lowers.configure(live)
 
-    def _weigh_memory(self, live: Live) -> None:
+    def _apply(self, live: Live) -> None:
+        self._decider.min_load_tokens = live.min_load_tokens
         memory = live.tiers.get(self._memory_name)
         if memory is not None:
-            self._promotions.memory_weight = memory.load_weight
+            self._decider.memory_weight = memory.load_weight
 
     # Stores.
 
@@ -213,12 +215,20 @@ class TierStore:
 
     # Loads.
 
-    def promote(self, engine: str, promotion: int, keys: Sequence[tuple[int, bytes]], budget_seconds: float) -> None:
-        """Brings the longest usable prefix of ``keys`` into pinned slots; answered by exactly one
-        ``PromotionEnded``."""
+    def promote(
+        self,
+        engine: str,
+        promotion: int,
+        keys: Sequence[tuple[int, bytes]],
+        budget_seconds: float,
+        shape: PromptShape | None = None,
+    ) -> None:
+        """Brings the usable prefix of ``keys`` that is worth it into pinned slots; answered by exactly one
+        ``PromotionEnded``. ``budget_seconds``: the longest wait from now on. ``shape``: needed by selection ``Cost``, which
+        takes the longest prefix without it."""
         state = self._engine(engine)
         if state is not None:
-            self._promotions.begin(state, promotion, keys, budget_seconds)
+            self._promotions.begin(state, promotion, keys, budget_seconds, shape)
 
     def cancel(self, engine: str, promotion: int) -> None:
         """Nobody waits for this promotion, or will load what it brought."""

@@ -15,13 +15,13 @@ from kvtier.store.clock import RequestClock
 from kvtier.store.estimates import IMMEDIATE, Prefill, TierEstimate
 from kvtier.store.selection import Candidate, Decision, candidates
 
-MAX_CANDIDATES = 32
+MAX_CANDIDATES = 8
 """Of a prefix that changes its tier more often, what is in RAM and the longest are compared."""
-STAGES = 4
-"""With four stages or more, what has arrived extends the clock of any load that is faster than recomputing until the next
-stage is there, whatever the share of attention."""
+STAGES = (2, 4)
+"""Each stage pays the latency again, so as few as do. With four, what has arrived extends the clock of any load that is faster
+than recomputing until the next stage is there, whatever the share of attention."""
 SPREAD_FACTOR = 2.0
-MARGIN = 0.01
+MARGIN = 0.03
 """A key that is expected within this much of the clock's end is expected too late, and so is one that usual deviations
 (``SPREAD_FACTOR`` times the mean) would make late."""
 
@@ -119,8 +119,8 @@ def _rate(question: Question, prefill: Prefill, candidate: Candidate) -> Candida
     at_once = _expect(question, prefill, candidate, 1)
     if not at_once.cut:
         return at_once
-    in_stages = _expect(question, prefill, candidate, STAGES)
-    return min(at_once, in_stages, key=lambda c: (c.cut, c.ready_seconds))
+    ways = [at_once, *(_expect(question, prefill, candidate, stages) for stages in STAGES)]
+    return min(ways, key=lambda c: (c.cut, c.ready_seconds))
 
 
 def _expect(question: Question, prefill: Prefill, candidate: Candidate, stages: int) -> Candidate:

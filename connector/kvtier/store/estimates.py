@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.store.fitting import Sample, fit
 
@@ -139,7 +139,7 @@ class TierModel:
     meanwhile, other batches' reads included.
 
     A read that was given up counts with its true end, however late. A batch that takes longer than expected counts with its
-    age while it is under way, so a tier that answers nothing looks slower every second.
+    age while it is under way, so a tier that gets stuck looks slower every second; one that answers nothing at all, at once.
     """
 
     def __init__(self, threads: int) -> None:
@@ -149,6 +149,7 @@ class TierModel:
         self.last_began_at = -math.inf
         self._batches: deque[Batch] = deque(maxlen=WINDOW)
         self._delivered = (0, 0)
+        self._last_ended_at = -math.inf
         self._settled: TierEstimate | None = None
         self._stale = False
 
@@ -170,14 +171,23 @@ class TierModel:
         self.queued_reads += 1
         self.queued_bytes += size_bytes
 
-    def ended(self, batch: Batch, now: float, size_bytes: int, good: bool) -> None:
+    def hangs(self, size_bytes: int) -> None:
+        """One read is not expected to end any more: nothing waits behind it. Its batch goes on counting with its age."""
+        self.queued_reads -= 1
+        self.queued_bytes -= size_bytes
+
+    def ended(self, batch: Batch, now: float, size_bytes: int, good: bool, hung: bool = False) -> None:
         """One read has returned. One that failed soon says nothing about speed; one that failed late does."""
+        if hung:
+            self.queued_reads += 1
+            self.queued_bytes += size_bytes
         if not good and not self._is_late(batch, now):
             self.withdrawn(batch, size_bytes)
             return
         self._leave(batch, size_bytes)
         self._delivered = (self._delivered[0] + 1, self._delivered[1] + size_bytes)
         batch.ended_at, batch.last = now, self._delivered
+        self._last_ended_at = max(self._last_ended_at, now)
 
     def withdrawn(self, batch: Batch, size_bytes: int) -> None:
         """One read was taken back before it began."""
@@ -190,20 +200,37 @@ class TierModel:
         batch.open_bytes -= size_bytes
         self.queued_reads -= 1
         self.queued_bytes -= size_bytes
-        self._stale = True
+        if batch.open == 0:
+            self._stale = True
 
     # What is expected.
 
-    def estimate(self, now: float) -> TierEstimate | None:
-        """What the tier does at ``now``; None before ``MIN_LOADS`` loads. Up to 0.5 ms where anything has happened."""
+    def settled(self, now: float) -> TierEstimate | None:
+        """What the tier has done so far; None before ``MIN_LOADS`` loads. 0.3 ms after a load has ended."""
         if self._stale:
             self._settled, self._stale = self._fit(now, ()), False
+        return self._settled
+
+    def estimate(self, now: float) -> TierEstimate | None:
+        """The same, with what is late at ``now`` taken into account."""
+        self.settled(now)
         late = [batch for batch in self._batches if batch.open and self._is_late(batch, now)]
-        return self._fit(now, late) if late else self._settled
+        if not late:
+            return self._settled
+        silent = now - max(late[0].began_at, self._last_ended_at)
+        if silent <= self._allowed(late[0]):
+            return self._fit(now, late)
+        # Not one read has ended since: whoever comes next waits as long again, for all that is known.
+        if self._settled is None:
+            return TierEstimate(silent, math.inf)
+        return replace(self._settled, latency_seconds=max(self._settled.latency_seconds, silent))
 
     def _is_late(self, batch: Batch, now: float) -> bool:
-        expected = UNKNOWN_SECONDS if self._settled is None else self._settled.seconds(*self._work(batch))
-        return now - batch.began_at > expected
+        return now - batch.began_at > self._allowed(batch)
+
+    def _allowed(self, batch: Batch) -> float:
+        """How long a batch may take before it is late."""
+        return UNKNOWN_SECONDS if self._settled is None else self._settled.seconds(*self._work(batch))
 
     def _work(self, batch: Batch) -> tuple[int, int]:
         """Rounds and bytes that the tier was, or has to be, through with since the batch began for it to be there."""

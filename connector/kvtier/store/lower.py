@@ -12,6 +12,7 @@ from functools import partial
 
 from kvtier.errors import TierError, TierMissError, TierNoSpaceError
 from kvtier.store.breaker import NegativeCache, TierBreaker
+from kvtier.store.estimates import TierModel
 from kvtier.store.jobs import Job
 from kvtier.store.presence import MEMORY_BIT, PresenceIndex
 from kvtier.store.shared import Shared
@@ -66,6 +67,7 @@ class LowerTier:
         self.late_reads = 0
         self.pending_store_bytes = 0
         self.average_read_seconds: float | None = None
+        self.model = TierModel(threads)
         self.last_error = ""
 
     @property

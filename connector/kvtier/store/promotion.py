@@ -1,49 +1,46 @@
 """Promotions: bringing the usable prefix of a request's keys into pinned slots, on the request's clock.
 
 Each promotion ends exactly once: when everything it still hopes for has arrived or cannot come, when its clock is out,
-or when it is cancelled. What arrived in one piece from the start stays pinned until a load or a cancellation names the
+or when it is cancelled. The selection says which part of the prefix is worth it, and whether to read it in stages; what
+arrives in order moves the clock (clock.py). What arrived in one piece from the start stays pinned until a load or a cancellation names the
 promotion, or ``LEASE_SECONDS`` later, so that a scheduler that forgot cannot keep slots for ever.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from kvtier.store.clock import RequestClock
 from kvtier.store.contract import Outcome, PromotionEnded
+from kvtier.store.deciding import Decider, usable_shape
 from kvtier.store.engines import EngineState
-from kvtier.store.lower import LowerTiers
+from kvtier.store.estimates import Batch, PromptShape
+from kvtier.store.lower import LowerTier, LowerTiers
 from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.reads import Read, Reads
-from kvtier.store.selection import choose
 from kvtier.store.shared import Shared
 from kvtier.store.supply import Supply
 from kvtier.store.timers import Timer
-from kvtier.topology.models import Selection
 
 LEASE_SECONDS = 60.0
 MAX_PROMOTIONS = 1_024
 """Per engine, ended ones with a lease included. A scheduler lets 32 requests wait at a time."""
 MAX_BUDGET_SECONDS = 600.0
+MAX_PARALLEL = 1 << 30
+"""Reads of a promotion that may be under way where the selection does not say: all; threads are the limit."""
 
 
 class Promotion:
     """One promotion of one engine. ``entries[i]`` is pinned where not None; keys from ``limit`` on are given up;
-    ``reads`` has what is still hoped for, by position."""
+    ``reads`` has what is under way, by position, ``ahead`` what is not begun, by tier; at most ``parallel`` of a tier are
+    under way at a time. ``there``: how many keys are there in order. ``clock`` counts from ``started_at``."""
 
     __slots__ = (
-        "_owner",
-        "ended",
-        "engine",
-        "entries",
-        "keys",
-        "limit",
-        "number",
-        "reads",
-        "started_at",
-        "tiers",
-        "timer",
-    )
+        "_owner", "ahead", "batches", "clock", "ended", "ends", "engine", "entries", "groups", "keys", "limit", "number",
+        "parallel", "reads", "sources", "started_at", "there", "tiers", "timer",
+    )  # fmt: skip
 
     def __init__(
         self, owner: Promotions, engine: EngineState, number: int, keys: list[bytes], entries: list[Entry | None]
@@ -52,12 +49,33 @@ class Promotion:
         self.engine = engine
         self.number = number
         self.keys = keys
+        self.groups: Sequence[int] = ()
         self.entries = entries
+        self.sources: list[int] = []
         self.tiers = [0] * len(entries)
         self.limit = len(entries)
         self.reads: dict[int, Read] = {}
+        self.ahead: dict[int, deque[int]] = {}
+        self.batches: dict[int, Batch] = {}
+        self.parallel = MAX_PARALLEL
+        self.clock = RequestClock(0.0)
+        self.ends: tuple[int, ...] = ()
+        self.started_at = 0.0
+        self.there = 0
         self.timer: Timer | None = None
         self.ended = False
+
+    def advance(self) -> bool:
+        """Takes in what has arrived in order; True if that is more than before."""
+        before = self.there
+        while self.there < self.limit and self.entries[self.there] is not None:
+            self.there += 1
+        return self.there > before
+
+    def deadline(self) -> float:
+        """Until when to wait, as things stand."""
+        arrived = self.ends[self.there - 1] if self.there and self.ends else 0
+        return self.started_at + self.clock.seconds(arrived)
 
     def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
         """A read for this promotion has ended well."""
@@ -68,50 +86,69 @@ class Promotion:
         self._owner.lost(self, position, reason)
 
 
+class Trial:
+    """Waits for the reads by which a tier that was judged too slow is measured again. Nobody waits for it."""
+
+    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
+        """The object stays in RAM for as long as it is nobody's victim."""
+
+    def lost(self, position: int, reason: str) -> None:
+        """The tier's model knows."""
+
+
 class Promotions:
     """All promotions. Owner's thread only."""
 
     def __init__(
-        self, shared: Shared, table: MemoryTable, lowers: LowerTiers, reads: Reads, supply: Supply, selection: Selection
+        self, shared: Shared, table: MemoryTable, lowers: LowerTiers, reads: Reads, supply: Supply, decider: Decider
     ) -> None:
-        self.selection = selection
-        self.memory_weight = 100
+        self._decider = decider
         self._shared = shared
         self._table = table
         self._lowers = lowers
         self._reads = reads
         self._supply = supply
 
-    def begin(self, engine: EngineState, number: int, keys: Sequence[tuple[int, bytes]], budget_seconds: float) -> None:
+    def begin(
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        budget_seconds: float,
+        shape: PromptShape | None = None,
+    ) -> None:
         """Starts a promotion; it may end before this returns."""
         shared = self._shared
         if number in engine.promotions:
             shared.violation("promotion_twice")
             return
+        if shape is not None and not usable_shape(shape, len(keys)):
+            shared.violation("prompt_shape")
+            shape = None
         budget = min(budget_seconds, MAX_BUDGET_SECONDS) if budget_seconds > 0 else 0.0
-        promotion, sources = self._plan(engine, number, keys, budget > 0)
+        promotion = self._plan(engine, number, keys, budget, shape)
         promotion.keys += [b""] * (len(keys) - len(promotion.keys))
         engine.promotions[number] = promotion
         shared.count("promotions")
-        for position, source in enumerate(sources):
-            if source and not self._want(promotion, position, keys[position][0]):
-                self._give_up(promotion, position)
-                promotion.limit = position
-                break
-        if promotion.reads:
-            promotion.timer = shared.timers.at(shared.clock() + budget, partial(self._out_of_time, promotion))
-        else:
-            self._end(promotion, False)
+        promotion.advance()
+        self._read_on(promotion)
+        self._end_or_wait(promotion)
 
     def _plan(
-        self, engine: EngineState, number: int, keys: Sequence[tuple[int, bytes]], may_read: bool
-    ) -> tuple[Promotion, list[int]]:
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        budget_seconds: float,
+        shape: PromptShape | None,
+    ) -> Promotion:
         """Finds where each key of the longest prefix would come from, and pins those in RAM; then cuts to what is worth
         it."""
         sources: list[int] = []
+        sizes: list[int] = []
         names: list[bytes] = []
         entries: list[Entry | None] = []
-        needed: dict[int, int] = {}
+        room: dict[int, int] = {}
         stopped = ""
         if len(engine.promotions) >= MAX_PROMOTIONS:
             keys, stopped = (), "too_many_promotions"
@@ -121,37 +158,102 @@ class Promotions:
                 self._shared.violation("unknown_group")
                 break
             entry = self._table.get(engine.namespace, key)
+            size = 0
             if entry is not None:
                 if entry.leaving:
                     self._supply.rescue(entry)
                 self._table.pin(entry)
                 source = 0
             else:
-                found = self._source(engine, group, key, needed) if may_read else "no_time"
+                found = self._source(engine, group, key, room) if budget_seconds > 0 else "no_time"
                 if isinstance(found, str):
                     stopped = found
                     break
                 source = found
+                # What is being read already brings nothing more to read.
+                size = 0 if self._reads.get(engine.namespace, key) else engine.info.slot_bytes[group]
             sources.append(source)
+            sizes.append(size)
             names.append(key)
             entries.append(entry)
         if stopped:
             self._shared.count("promotions_cut", "", stopped)
-        if sources:
-            weights = [self.memory_weight] + [lower.settings.load_weight for lower in self._lowers.all]
-            decision = choose(self.selection, sources, weights, [1] * len(sources))
-            length = decision.chosen.keys if decision.chosen is not None else 0
-            self._shared.count("selections", "", decision.reason)
-            if length < len(sources):
-                self._shared.count("promotions_cut", "", "selection")
-                for entry in entries[length:]:
-                    if entry is not None:
-                        self._table.unpin(entry)
-                del sources[length:], names[length:], entries[length:]
-        return Promotion(self, engine, number, names, entries), sources
+        groups = [group for group, _ in keys[: len(sources)]]
+        waited = shape.waited_seconds if shape is not None else 0.0
+        decision, clock = self._decider.decide(sources, sizes, shape, budget_seconds + waited)
+        chosen = decision.chosen
+        length = chosen.keys if chosen is not None else 0
+        for tier in decision.too_slow:
+            self._try(engine, self._lowers.all[tier - 1], names, groups, sources)
+        if length < len(sources):
+            self._shared.count("promotions_cut", "", "selection")
+            for entry in entries[length:]:
+                if entry is not None:
+                    self._table.unpin(entry)
+            del sources[length:], names[length:], entries[length:]
+        promotion = Promotion(self, engine, number, names, entries)
+        promotion.groups, promotion.sources = groups, sources
+        for position, source in enumerate(sources):
+            if source:
+                promotion.ahead.setdefault(source, deque()).append(position)
+        if chosen is not None and chosen.parallel:
+            promotion.parallel = chosen.parallel
+        promotion.clock, promotion.ends = clock, shape.ends if shape is not None else ()
+        promotion.started_at = self._shared.clock() - waited
+        return promotion
 
-    def _source(self, engine: EngineState, group: int, key: bytes, needed: dict[int, int]) -> int | str:
-        """Index of the tier that would bring a key that is not in RAM, or why none can."""
+    def _try(
+        self, engine: EngineState, lower: LowerTier, names: list[bytes], groups: list[int], sources: list[int]
+    ) -> None:
+        """Measures a tier that was judged too slow: one round of what it would have been read, for nobody."""
+        if not self._decider.trial_due(lower):
+            return
+        self._shared.count("tier_trials", lower.name)
+        trial, batch = Trial(), lower.model.begin(self._shared.clock())
+        positions = [position for position, source in enumerate(sources) if source == lower.index]
+        for position in positions[: lower.read_threads]:
+            group, key = groups[position], names[position]
+            if self._supply.spare(engine.kinds[group]) <= lower.read_threads:
+                return  # Slots are scarce: a measurement is not worth what it would evict.
+            if self._reads.get(engine.namespace, key) is None:
+                self._reads.wait(self._read(engine, key, group, lower, batch), trial, position)
+
+    def _read_on(self, promotion: Promotion) -> None:
+        """Begins as many reads as may be under way."""
+        under_way: dict[int, int] = {}
+        for position in promotion.reads:
+            source = promotion.sources[position]
+            under_way[source] = under_way.get(source, 0) + 1
+        for source, ahead in promotion.ahead.items():
+            running = under_way.get(source, 0)
+            while ahead and running < promotion.parallel:
+                position = ahead.popleft()
+                if position >= promotion.limit:
+                    ahead.clear()
+                elif self._want(promotion, position):
+                    running += position in promotion.reads
+                else:
+                    promotion.limit = position
+                    self._give_up(promotion, position)
+        promotion.advance()
+
+    def _end_or_wait(self, promotion: Promotion) -> None:
+        """Ends a promotion that has nothing to wait for, and sets the others' clocks."""
+        if promotion.ended:
+            return
+        if not promotion.reads:
+            self._end(promotion, False)
+            return
+        deadline = promotion.deadline()
+        timer = promotion.timer
+        if timer is None or timer.when < deadline:
+            if timer is not None:
+                timer.cancel()
+            promotion.timer = self._shared.timers.at(deadline, partial(self._out_of_time, promotion))
+
+    def _source(self, engine: EngineState, group: int, key: bytes, room: dict[int, int]) -> int | str:
+        """Index of the tier that would bring a key that is not in RAM, or why none can. ``room``: by slot size, how many
+        reads this promotion may still add."""
         if self._shared.fenced:
             return "fenced"
         if not engine.persistent:
@@ -163,27 +265,43 @@ class Promotions:
         if lower is None:
             return "absent"
         kind = engine.kinds[group]
-        count = needed.get(kind.slot_bytes, 0) + 1
-        if count > self._supply.spare(kind):
+        if kind.slot_bytes not in room:
+            room[kind.slot_bytes] = self._supply.spare(kind)
+        if room[kind.slot_bytes] <= 0:
             return "no_slot"
-        needed[kind.slot_bytes] = count
+        room[kind.slot_bytes] -= 1
         return lower.index
 
-    def _want(self, promotion: Promotion, position: int, group: int) -> bool:
-        engine, key = promotion.engine, promotion.keys[position]
+    def _want(self, promotion: Promotion, position: int) -> bool:
+        """Has one key brought; False if nothing can bring it any more."""
+        engine, key, group = promotion.engine, promotion.keys[position], promotion.groups[position]
+        entry = self._table.get(engine.namespace, key)
+        if entry is not None:
+            # It has come otherwise since the promotion began.
+            if entry.leaving:
+                self._supply.rescue(entry)
+            self._table.pin(entry)
+            promotion.entries[position] = entry
+            return True
         read = self._reads.get(engine.namespace, key)
         if read is None:
             lower = self._lowers.best_for(engine.namespace, key)
             if lower is None:
                 return False
-            info = engine.info
-            read = self._reads.add(
-                engine.namespace, key, engine.kinds[group], info.shard_bytes[group], info.slot_bytes[group], lower
-            )
+            batch = promotion.batches.get(lower.index)
+            if batch is None:
+                batch = lower.model.begin(self._shared.clock(), promotion.parallel)
+                promotion.batches[lower.index] = batch
+            read = self._read(engine, key, group, lower, batch)
         promotion.tiers[position] = read.lower.index
         promotion.reads[position] = read
         self._reads.wait(read, promotion, position)
         return True
+
+    def _read(self, engine: EngineState, key: bytes, group: int, lower: LowerTier, batch: Batch) -> Read:
+        info = engine.info
+        shards, size = info.shard_bytes[group], info.slot_bytes[group]
+        return self._reads.add(engine.namespace, key, engine.kinds[group], shards, size, lower, batch)
 
     def arrived(self, promotion: Promotion, position: int, entry: Entry, tier_index: int) -> None:
         """A key is there."""
@@ -192,8 +310,9 @@ class Promotions:
         self._table.pin(entry)
         promotion.entries[position] = entry
         promotion.tiers[position] = tier_index
-        if not promotion.reads:
-            self._end(promotion, False)
+        promotion.advance()
+        self._read_on(promotion)
+        self._end_or_wait(promotion)
 
     def lost(self, promotion: Promotion, position: int, reason: str) -> None:
         """A key cannot come: what follows it is of no use."""
@@ -202,8 +321,8 @@ class Promotions:
         self._shared.count("promotions_cut", "", reason)
         promotion.limit = min(promotion.limit, position)
         self._give_up(promotion, promotion.limit)
-        if not promotion.reads:
-            self._end(promotion, False)
+        self._read_on(promotion)
+        self._end_or_wait(promotion)
 
     def _give_up(self, promotion: Promotion, start: int) -> None:
         """Lets go of everything from position ``start`` on. Later keys first, so that earlier ones are evicted

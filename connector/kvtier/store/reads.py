@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import TierCorruptError
+from kvtier.store.estimates import Batch
 from kvtier.store.jobs import Job
 from kvtier.store.lower import LowerTier, LowerTiers, reason_of
 from kvtier.store.memory import Entry, MemoryTable
@@ -21,6 +22,9 @@ from kvtier.tiers.base import ObjectMeta, ObjectRef
 
 if TYPE_CHECKING:
     from kvtier.store.supply import Supply
+
+JOIN_FACTOR = 1.5
+"""Half of all reads end after their estimate, which is a median; one that has taken half as long again is past it."""
 
 
 class Waiter(Protocol):
@@ -40,8 +44,8 @@ class Read:
     failed."""
 
     __slots__ = (
-        "created_at", "job", "key", "kind", "late", "lower", "namespace", "payload_bytes", "shard_bytes",
-        "slot", "timer", "tried", "waiters",
+        "batch", "created_at", "due_at", "job", "key", "kind", "late", "lower", "namespace", "payload_bytes",
+        "shard_bytes", "slot", "timer", "tried", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +65,10 @@ class Read:
         self.payload_bytes = payload_bytes
         self.lower = lower
         self.created_at = now
+        self.batch: Batch | None = None
+        """What its tier's model counts it in."""
+        self.due_at: float | None = None
+        """Past this it has taken longer than expected; None where nothing is expected."""
         self.slot: Slot | None = None
         self.job: Job | None = None
         self.timer: Timer | None = None
@@ -95,6 +103,8 @@ class Reads:
 
     def joinable(self, read: Read, now: float) -> bool:
         """Whether somebody may still start to wait for it: not past its estimate (DATAPATH 2)."""
+        if read.due_at is not None:
+            return not read.late and now <= read.due_at
         return not read.late and now - read.created_at <= read.lower.late_seconds
 
     def add(
@@ -105,14 +115,17 @@ class Reads:
         shard_bytes: tuple[int, ...],
         payload_bytes: int,
         lower: LowerTier,
+        batch: Batch | None = None,
     ) -> Read:
-        """Starts a read of a key that is neither in RAM nor being read."""
+        """Starts a read of a key that is neither in RAM nor being read. ``batch``: of the reads asked for together."""
         read = Read(namespace, key, kind, shard_bytes, payload_bytes, lower, self._shared.clock())
         self._reads[namespace, key] = read
         slot = self._pool.take(kind, SlotState.READING)
         if slot is None:
             self._supply.wait(read)
         else:
+            # One that has to wait for its slot does not count in the batch: that is not the tier's time.
+            read.batch = batch
             self.begin(read, slot)
         return read
 
@@ -125,11 +138,31 @@ class Reads:
         shared, lower, slot = self._shared, read.lower, read.slot
         if slot is None:
             return
+        self._expect(read)
         into = shared.view(slot.offset, read.payload_bytes)
         work = partial(lower.tier.read, ObjectRef(read.namespace, read.key), into)
         read.job = Job(shared.clock, work, partial(self._returned, read)).submit(shared.io, f"read:{lower.name}")
         limit = shared.clock() + lower.settings.load_timeout_seconds
         read.timer = shared.timers.at(limit, partial(self._out_of_time, read))
+
+    def _expect(self, read: Read) -> None:
+        model, now = read.lower.model, self._shared.clock()
+        if read.batch is None:
+            read.batch = model.begin(now)
+        model.submitted(read.batch, read.payload_bytes)
+        estimate = model.settled(now)
+        if estimate is not None:
+            rounds = -(-model.queued_reads // model.threads)
+            read.due_at = now + JOIN_FACTOR * estimate.seconds(rounds, model.queued_bytes)
+
+    def _revoke(self, read: Read) -> bool:
+        """Takes the call back; False if it has begun."""
+        if read.job is None or not read.job.revoke():
+            return False
+        if read.batch is not None:
+            read.lower.model.withdrawn(read.batch, read.payload_bytes)
+            read.batch = None
+        return True
 
     def wait(self, read: Read, waiter: Waiter, position: int) -> None:
         """``waiter`` is told when the key arrives or cannot come."""
@@ -146,7 +179,7 @@ class Reads:
         if read.slot is None:
             self._supply.stop_waiting(read)
             self._forget(read)
-        elif read.job is not None and read.job.revoke():
+        elif self._revoke(read):
             self._release(read)
 
     def blame(self, read: Read) -> None:
@@ -154,6 +187,7 @@ class Reads:
         if read.late or read.job is None or read.job.seconds(self._shared.clock()) <= read.lower.late_seconds:
             return
         read.late = True
+        read.lower.model.hangs(read.payload_bytes)
         self._lowers.note_late(read.lower)
 
     def committed(self, entry: Entry) -> None:
@@ -168,7 +202,7 @@ class Reads:
         for read in list(self._reads.values()):
             if read.lower is not lower or self._reads.get((read.namespace, read.key)) is not read:
                 continue
-            if read.slot is None or (read.job is not None and read.job.revoke()):
+            if read.slot is None or self._revoke(read):
                 self._next_tier(read, "breaker")
 
     def _out_of_time(self, read: Read) -> None:
@@ -178,7 +212,7 @@ class Reads:
         self.blame(read)
         if self._reads.get((read.namespace, read.key)) is not read:
             return
-        if read.job is not None and read.job.revoke():
+        if self._revoke(read):
             self._next_tier(read, "tier_timeout")
         else:
             self._lose(read, "tier_timeout")
@@ -188,13 +222,19 @@ class Reads:
         if read.timer is not None:
             read.timer.cancel()
             read.timer = None
-        if read.late:
+        was_late = read.late
+        if was_late:
             read.late = False
             lower.late_reads -= 1
         if error is None and (not isinstance(result, ObjectMeta) or result.shard_bytes != read.shard_bytes):
             error = TierCorruptError(
                 f"shards of {getattr(result, 'shard_bytes', None)} bytes instead of {read.shard_bytes}"
             )
+        if read.batch is not None:
+            ended_at = job.finished_at if job is not None else None
+            now = self._shared.clock() if ended_at is None else ended_at
+            lower.model.ended(read.batch, now, read.payload_bytes, error is None, was_late)
+            read.batch = None
         if error is not None:
             reason = reason_of(error)
             self._shared.count("tier_reads_failed", lower.name, reason)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.store.clock import RequestClock
-from kvtier.store.cost import IMMEDIATE, MAX_CANDIDATES, Question, Source, TierOutlook, choose_by_cost
-from kvtier.store.estimates import Prefill, TierEstimate
+from kvtier.store.cost import MAX_CANDIDATES, Question, Source, TierOutlook, choose_by_cost
+from kvtier.store.estimates import IMMEDIATE, Prefill, TierEstimate
 
 CHUNK = 256
 MIB = 1 << 20
@@ -74,6 +74,11 @@ def test_what_is_queued_at_a_tier_counts() -> None:
 
 def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_keep_the_clock_going() -> None:
     decision = choose_by_cost(ask([1] * 8, tier(1.2)))
+    assert decision.chosen is not None
+    assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 4, False)
+    # Where attention dominates, the first half of a prompt is a quarter of the work, and buys a quarter of the time.
+    attention = Prefill(0.0, 25e-6 / (8 * CHUNK))
+    decision = choose_by_cost(ask([1] * 8, tier(1.2), prefill=attention))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 2, False)
 

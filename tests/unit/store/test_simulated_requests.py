@@ -1,0 +1,178 @@
+"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.store.estimates import Prefill
+from kvtier.testing.simulated_request import Choice, Simulation
+from kvtier.testing.simulated_tier import OUTCOMES, ReadPlan, SimulatedTier
+from kvtier.topology.models import Selection
+
+MIB = 1 << 20
+ENGINES = {"8B on one H200": (Prefill(22.3e-6, 2.1e-10), 32 * MIB), "small and slow": (Prefill(400e-6, 4e-9), 4 * MIB)}
+"""Prefill speed, and bytes of a chunk of 256 tokens."""
+PROMPTS = (512, 1_024, 2_048, 8_192, 32_768)
+STEPS_PER_DECADE = 4
+BANDWIDTHS = [10 ** (6 + i / STEPS_PER_DECADE) for i in range(4 * STEPS_PER_DECADE + 1)]
+
+
+def measured(simulation: Simulation) -> Simulation:
+    """With prompts that nobody has, so that the engine's speed is known."""
+    for tokens in (4_096, 16_384):
+        simulation.run(simulation.prompt(tokens), choice=Choice.RECOMPUTE)
+    return simulation
+
+
+def warm(simulation: Simulation) -> Simulation:
+    """With loads too, so that the tier's speed is known."""
+    measured(simulation)
+    for tokens in (4_096, 2_048, 8_192, 16_384):
+        simulation.run(simulation.prompt(tokens))
+        simulation.quiet()
+    return simulation
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS, ids=lambda bandwidth: f"{bandwidth / 1e6:.0f} MB/s")
+@pytest.mark.parametrize("in_order", [False, True], ids=["shared", "in order"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_recomputing(
+    engine: str, in_order: bool, bandwidth: float
+) -> None:
+    prefill, chunk_bytes = ENGINES[engine]
+    tier = SimulatedTier("disk", bandwidth, latency_seconds=1e-4, in_order=in_order)
+    simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
+    for tokens in PROMPTS:
+        chosen = simulation.run(simulation.prompt(tokens))
+        simulation.quiet()
+        loaded = simulation.run(simulation.prompt(tokens), choice=Choice.LOAD)
+        simulation.quiet()
+        best = min(loaded.first_token_seconds, chosen.recompute_seconds)
+        assert chosen.first_token_seconds <= 1.05 * best, (tokens, loaded.over_recompute)
+        if loaded.over_recompute > 1.05:
+            assert chosen.usable == 0
+
+
+def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> None:
+    prefill, chunk_bytes = ENGINES["small and slow"]
+    tier = SimulatedTier("disk", 1e6)
+    simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
+    tier.bytes_per_second = 1e9
+    asked_at = simulation.clock.now
+    reads = tier.reads
+    before = simulation.store.counters.values.get(("tier_trials", "disk", ""), 0)
+    while (request := simulation.run(simulation.prompt(4_096))).usable == 0:
+        assert request.first_token_seconds == request.recompute_seconds
+        simulation.pass_time(2.0)
+        assert simulation.clock.now < asked_at + 120, "a tier that has recovered is not used"
+    trials = simulation.store.counters.values["tier_trials", "disk", ""] - before
+    assert trials <= 1 + (simulation.clock.now - asked_at) / 30
+    assert tier.reads - reads - 16 <= trials * 8
+
+
+def test_a_tier_that_hangs_costs_half_of_recomputing_once_and_then_nothing() -> None:
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    tier = SimulatedTier("disk", 20e9)
+    simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
+    tier.plan = lambda _number, _now: ReadPlan(hangs=True)
+    costs = [simulation.run(simulation.prompt(8_192)).over_recompute for _ in range(12)]
+    assert costs[0] == pytest.approx(1.5)
+    assert costs[1:] == [1.0] * 11
+
+
+def test_what_arrived_in_order_before_the_tier_stopped_is_used() -> None:
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    tier = SimulatedTier("disk", 20e9, in_order=True)
+    simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
+    first = tier.reads
+    tier.plan = lambda number, _now: ReadPlan(hangs=number - first >= 20)
+    request = simulation.run(simulation.prompt(8_192))
+    assert request.usable == 20
+    assert request.over_recompute <= 1.5 + 1e-6
+
+
+def test_two_requests_with_one_prefix_read_it_once() -> None:
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    tier = SimulatedTier("disk", 20e9)
+    simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
+    before = tier.reads
+    keys = simulation.prompt(8_192)
+    both = [simulation.ask(keys), simulation.ask(keys)]
+    for request in both:
+        simulation.finish(request)
+        assert request.usable == 32
+    assert tier.reads - before == 32
+
+
+def test_under_weighted_the_time_limit_alone_ends_a_wait() -> None:
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    tier = SimulatedTier("disk", 1e6)
+    simulation = measured(
+        Simulation(prefill, [tier], chunk_bytes=chunk_bytes, selection=Selection.WEIGHTED, load_timeout_seconds=5)
+    )
+    request = simulation.run(simulation.prompt(8_192))
+    assert request.waited_seconds == pytest.approx(5.0)
+
+
+latencies = st.sampled_from((0.0, 1e-4, 1e-2, 0.1, 1.0, 30.0, 1e4))
+plans = st.builds(
+    ReadPlan,
+    latency_seconds=latencies,
+    bytes_per_second=st.sampled_from((1e3, 1e6, 1e8, 3e9, math.inf)),
+    hangs=st.sampled_from((False, False, False, True)),
+    outcome=st.sampled_from(("good", "good", "good", *OUTCOMES)),
+)
+acts = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 3), st.sampled_from((512, 2_048, 6_400))),
+    st.tuples(st.just("ask"), st.integers(0, 3), st.sampled_from((512, 2_048, 6_400))),
+    st.tuples(st.just("pass"), st.sampled_from((0.001, 0.01, 0.1, 1.0, 40.0))),
+    st.tuples(st.just("plans"), st.lists(plans, min_size=1, max_size=6)),
+    st.tuples(st.just("bandwidth"), st.sampled_from((1e3, 1e6, 1e8, 3e9, 1e11))),
+    st.tuples(st.just("claim"), st.integers(0, 3), st.integers(0, 24), st.booleans()),
+    st.tuples(st.just("release")),
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(acts=st.lists(acts, min_size=3, max_size=25), slots=st.sampled_from((8, 40, 400)), seconds=st.integers(1, 600))
+def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
+    acts: list[tuple[object, ...]], slots: int, seconds: int
+) -> None:
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    script: list[ReadPlan] = [ReadPlan()]
+    good = ReadPlan()
+
+    def plan(number: int, _now: float) -> ReadPlan:
+        return script[number % len(script)]
+
+    tiers = [SimulatedTier("disk", 3e9, plan), SimulatedTier("nfs", 1e9, lambda _n, _t: good)]
+    simulation = measured(
+        Simulation(prefill, tiers, chunk_bytes=chunk_bytes, slots=slots, load_timeout_seconds=seconds)
+    )
+    prompts = [simulation.keys(1_000_000 + i, 6_400) for i in range(4)]
+    for i, keys in enumerate(prompts):
+        simulation.place(keys, [1 + (i == 1 and chunk % 7 == 6) for chunk in range(25)])
+    requests = []
+    for name, *values in acts:
+        if name == "ask":
+            number, tokens = values
+            requests.append(simulation.ask(prompts[number][: tokens // 256], tokens))
+        elif name == "pass":
+            simulation.pass_time(values[0])
+        elif name == "plans":
+            script[:] = values[0]
+        elif name == "bandwidth":
+            tiers[0].bytes_per_second = values[0]
+        elif name == "claim":
+            number, chunk, present = values
+            tiers[0].claim("5" * 32, b"\0" + prompts[number][chunk], present)
+            simulation.settle()
+        else:
+            tiers[0].release()
+    for request in requests:
+        simulation.finish(request)
+        assert request.first_token_seconds <= 1.5 * request.recompute_seconds * (1 + 1e-6)
