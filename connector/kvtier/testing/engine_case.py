@@ -353,6 +353,8 @@ class EngineCase:
     def wait_attached(self) -> None:
         """Waits until scheduler and worker of the engine are attached to the living daemon, its tiers work, and the engine
         knows every file."""
+        # What the daemon shows may be older than what just happened to it.
+        time.sleep(SNAPSHOT_SECONDS)
         self.wait_for(self._attached, "the engine is not attached")
 
     def _attached(self) -> bool:
@@ -364,7 +366,7 @@ class EngineCase:
         if roles != {"scheduler", "worker"} or not self.drive("settle"):
             return False
         known = self.drive("connector")
-        if not known.get("usable") or {known["epoch"], known["worker_epoch"]} != {epoch}:
+        if not known.get("usable") or not known["credits"] or {known["epoch"], known["worker_epoch"]} != {epoch}:
             return False
         namespace = self.files_root / known["namespace"]
         return bool(known["replica"] >= sum(path.is_file() for path in namespace.rglob("*.kv")))

@@ -181,6 +181,7 @@ class Driver:
             **side.snapshot(),
             "namespace": ready.namespace if ready is not None else "",
             "worker_epoch": side.stores.worker_epoch or 0,
+            "credits": sum(len(slots) for slots in side.link.credits),
         }
 
     def asks(self) -> dict[str, int]:
