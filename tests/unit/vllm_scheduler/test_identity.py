@@ -261,3 +261,10 @@ def test_it_is_computed_once(tmp_path: Path) -> None:
     assert calls == [1]
     assert builder().volatile_reason == ""
     assert json.loads(builder().text)["effective_chunk_tokens"] == 64
+
+
+def test_an_identity_that_cannot_be_established_means_ram_of_this_engine_only(tmp_path: Path) -> None:
+    config = _config(_model(tmp_path / "m"))
+    config.cache_config = None
+    identity = IdentityBuilder(config, _planner(), topology().structural, lambda: SEED)()
+    assert "cannot be established" in identity.volatile_reason

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.vllm_scheduler.rig import CHUNK, DISK, NFS, RAM, FakeRequest, Rig, topology
+from tests.unit.vllm_scheduler.rig import CHUNK, DISK, NFS, RAM, SLOT_BYTES, FakeRequest, Rig, topology
 
-from kvtier.engines.vllm.scheduler_loads import MAX_WAITING, PINNED_SECONDS
+from kvtier.engines.vllm.scheduler_loads import LEAST_BYTES_PER_SECOND, MAX_WAITING, PINNED_SECONDS
 from kvtier.tierd.wire import Cancel, Load, Promote
 
 
@@ -172,7 +172,7 @@ def test_a_promoted_load_has_the_rest_of_the_requests_clock(rig: Rig) -> None:
     rig.client.promoted(promote.promotion, 4)
     rig.admit(request, 0, rig.ask(request) or 0)
     (job,) = rig.build().loads
-    assert job.limit_seconds == pytest.approx(3.05)
+    assert job.limit_seconds == pytest.approx(3.05 + 4 * SLOT_BYTES / LEAST_BYTES_PER_SECOND)
 
 
 def test_where_promoted_tokens_came_from_is_known_when_the_load_begins(rig: Rig) -> None:

@@ -52,12 +52,20 @@ class IdentityBuilder:
 
     def __call__(self) -> EngineIdentity:
         if self._known is None:
-            mapping, reasons = describe(self._config, self._planner, self._structural, self._wait_for_seed())
-            reason = "; ".join(reasons)
-            if reason:
-                logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
-            self._known = EngineIdentity(canonical(mapping), reason)
+            try:
+                self._known = self._establish()
+            except Exception as error:
+                # Whatever a model's configuration holds: without an identity there still is RAM.
+                logger.exception("KVTier: objects stay in RAM and end with this engine: its identity cannot be established")
+                self._known = EngineIdentity("{}", f"the identity cannot be established: {type(error).__name__}: {error}")
         return self._known
+
+    def _establish(self) -> EngineIdentity:
+        mapping, reasons = describe(self._config, self._planner, self._structural, self._wait_for_seed())
+        reason = "; ".join(reasons)
+        if reason:
+            logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
+        return EngineIdentity(canonical(mapping), reason)
 
     def _wait_for_seed(self) -> str | None:
         deadline = time.monotonic() + SEED_SECONDS

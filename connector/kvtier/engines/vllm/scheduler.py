@@ -25,6 +25,7 @@ from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.scheduler_link import ClientFactory, Clock, Link, tierd_client
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, Loads
 from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
+from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
 from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import PROTOCOL, Hello
@@ -80,7 +81,8 @@ class SchedulerSide:
         clock: Clock = time.monotonic,
     ) -> None:
         self.link = Link(topology, len(planner.groups))
-        self.loads = Loads(planner, self.link, clock)
+        self.prefill = PrefillSpeed(clock)
+        self.loads = Loads(planner, self.link, clock, self.prefill.estimate)
         self.stores = Stores(planner, self.link, clock)
         self._planner = planner
         self._engine = engine
@@ -166,14 +168,18 @@ class SchedulerSide:
                 state.lose_blocks()
         tables = self._tables(output)
         step = _Step(self._step)
+        work = StepWork()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
+                work.others += scheduled
                 continue
             state.scheduled = True
+            request = state.request
+            work.add(request.num_computed_tokens, scheduled, request.num_tokens)
             if state.excluded:
                 continue
-            tokens = state.request.num_computed_tokens + scheduled
+            tokens = request.num_computed_tokens + scheduled
             frontier = state.frontier
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
@@ -181,6 +187,7 @@ class SchedulerSide:
                 if storable > frontier.next_chunk and state.ready(self._adapters):
                     self.stores.plan(state, tables(state), storable, last=False)
         self._steps.append(step)
+        self.prefill.built(self._step, work)
         if len(self._steps) > MAX_UNREPORTED_STEPS:
             self._steps.popleft()
         if self.stores.pool is None and not self._said_no_pool:
@@ -193,6 +200,7 @@ class SchedulerSide:
         """``build_connector_meta`` once KVTier is off: only what is owed."""
         self._step += 1
         self._steps.clear()
+        self.prefill.forget()
         self.stores.abandon()
         loads, cancelled = self.loads.take()
         return StepMetadata(step=self._step, loads=loads, cancelled_loads=cancelled)
@@ -234,6 +242,7 @@ class SchedulerSide:
             return
         self.link.drain()
         self.stores.worker_epoch = report.attached_epoch
+        self.prefill.reported(report.step)
         while self._steps and self._steps[0].number <= report.step:
             for state, generation, tokens in self._steps.popleft().requests:
                 state.frontier.executed(generation, tokens)

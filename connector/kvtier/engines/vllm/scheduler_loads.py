@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -23,8 +23,12 @@ from kvtier.chunks.planner import Planner
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
 from kvtier.engines.vllm.scheduler_link import Clock, Link
 from kvtier.engines.vllm.scheduler_requests import Answer, RequestState, Wait
+from kvtier.engines.vllm.scheduler_speed import CopySpeed
+from kvtier.store.clock import LOSS_SHARE
+from kvtier.store.estimates import Prefill
 from kvtier.store.selection import choose
 from kvtier.tierd.wire import MEMORY_BIT, Cancel, Load, Promote, Promoted
+from kvtier.topology.models import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ CLOCK_SLACK_SECONDS = 0.1
 WORKER_SLACK_SECONDS = 0.05
 MIN_LIMIT_SECONDS = 1.0
 """A worker's limit for a load: what it copies lies in RAM, and a busy machine must not turn that into a failure."""
+LEAST_BYTES_PER_SECOND = 2 << 30
+"""Copying is given the time it takes at this rate, a fraction of any link a GPU is on."""
 REFRESH_SECONDS = 0.05
 """How long an answer is given again although keys were added since."""
 STORE_WAIT_SECONDS = 1.0
@@ -72,7 +78,11 @@ class LoadCounts:
 class Loads:
     """All loads of one engine. The scheduler's thread only. Numbers of loads and promotions are unique in the engine's life."""
 
-    def __init__(self, planner: Planner, link: Link, clock: Clock) -> None:
+    def __init__(
+        self, planner: Planner, link: Link, clock: Clock, prefill: Callable[[], Prefill | None] = lambda: None
+    ) -> None:
+        self._prefill = prefill
+        self._copies = CopySpeed()
         self._planner = planner
         self._link = link
         self._clock = clock
@@ -145,7 +155,7 @@ class Loads:
             promoted = self._promote(state, computed, first, bits, now)
             if promoted:
                 return None
-        if in_ram < least:
+        if in_ram < least or not self._ram_is_worth_it(computed, in_ram, now):
             return self._answer(state, computed, 0, now)
         if state.stores and not self._stores_took_too_long(state, now):
             # It was preempted while it was being stored; a moment later the rest of it is there as well.
@@ -161,6 +171,13 @@ class Loads:
                 break
             found.append(chunk_bits)
         return found
+
+    def _ram_is_worth_it(self, computed: int, tokens: int, now: float) -> bool:
+        prefill = self._prefill() if self._link.live.selection is Selection.COST else None
+        if prefill is None or self._copies.beats(tokens, prefill.seconds(computed, computed + tokens), now):
+            return True
+        self.counts.promotions["ram_slower_than_recomputing"] += 1
+        return False
 
     def _stores_took_too_long(self, state: RequestState, now: float) -> bool:
         if state.stores_waited_since is None:
@@ -192,18 +209,49 @@ class Loads:
             return False
         limit = max(link.tier(index).load_timeout_seconds for index in chosen.tiers if index)
         budget = limit - (now - asked_at)
+        prefill = self._prefill() if link.live.selection is Selection.COST else None
+        if prefill is not None:
+            # What tierd's own clock comes to at most; it holds here too, should tierd not answer.
+            end = planner.tokens(first + chosen.keys)
+            budget = min(budget, (1 + LOSS_SHARE) * prefill.seconds(computed, end) - (now - asked_at))
         if budget <= 0:
             return False
         if state.stores and not self._stores_took_too_long(state, now):
             return True
         number = next(self._numbers)
-        if not link.send(Promote(promotion=number, keys=state.named(first, chosen.keys), budget_seconds=budget)):
+        if not link.send(self._promotion(number, state, computed, first, chosen.keys, budget, now - asked_at)):
             return False
         state.answer = None
         state.promoted = True
         state.wait = Wait(number, first, chosen.keys, now + budget + CLOCK_SLACK_SECONDS, link.epoch)
         self._waiting[number] = state
         return True
+
+    def _promotion(
+        self,
+        number: int,
+        state: RequestState,
+        computed: int,
+        first: int,
+        keys: int,
+        budget_seconds: float,
+        waited_seconds: float,
+    ) -> Promote:
+        """Under ``Cost`` tierd decides, so it is told what computing the prompt would cost."""
+        named = state.named(first, keys)
+        if self._link.live.selection is not Selection.COST:
+            return Promote(promotion=number, keys=named, budget_seconds=budget_seconds)
+        prefill = self._prefill() or Prefill(0.0, 0.0)
+        return Promote(
+            promotion=number,
+            keys=named,
+            budget_seconds=budget_seconds,
+            start_tokens=computed,
+            ends=tuple(self._planner.tokens(first + i + 1) for i in range(keys)),
+            alpha=prefill.alpha,
+            beta=prefill.beta,
+            waited_seconds=waited_seconds,
+        )
 
     def _promoted(self, message: Promoted) -> None:
         state = self._waiting.pop(message.promotion, None)
@@ -242,6 +290,7 @@ class Loads:
         if wait is not None:
             self._waiting.pop(wait.promotion, None)
             limit = max(limit, wait.deadline - CLOCK_SLACK_SECONDS + WORKER_SLACK_SECONDS - now)
+        limit += sum(self._link.slot_bytes) * len(parts) / LEAST_BYTES_PER_SECOND
         self._jobs.append(LoadJob(number, state.request_id, runs, limit))
         state.load = number
         state.answer = None
@@ -280,6 +329,8 @@ class Loads:
             tier = active.tiers[index] if index < len(active.tiers) else 0
             self.counts.loaded_tokens[self._link.tier_name(tier)] += tokens
         self.counts.load_seconds.append(result.seconds)
+        if active.keys_loaded == len(active.chunk_tokens):
+            self._copies.observe(sum(active.chunk_tokens), result.seconds)
         if active.keys_loaded < len(active.chunk_tokens):
             state.failed = True
             state.frontier.move_back(active.first_chunk + active.keys_loaded)
