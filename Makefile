@@ -1,7 +1,7 @@
 # Every target can be the first command on a fresh machine.
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
 .PHONY: help install demo test test-unit test-engine test-cluster lint format generate bench constraints clean
 
