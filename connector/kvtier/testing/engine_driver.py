@@ -23,6 +23,10 @@ Commands (``do``), with their arguments:
     {waiting, running, requests, free_blocks}: how many requests the scheduler holds in which state.
 ``connector {}``
     what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
+``set {variables}``
+    sets environment variables of the engine's process.
+``copies {}``
+    copies under way by direction, where ``kvtier.testing.slow_copies`` is installed.
 ``asks {}``
     how many times the connector was asked for a hit, by request id.
 """
@@ -184,6 +188,17 @@ class Driver:
             "credits": sum(len(slots) for slots in side.link.credits),
         }
 
+    def set(self, variables: dict[str, str]) -> None:
+        """Sets environment variables."""
+        os.environ.update(variables)
+
+    def copies(self) -> dict[str, int]:
+        """Copies under way."""
+        from kvtier.testing import slow_copies
+
+        slow_copies.move_due()
+        return slow_copies.running()
+
     def asks(self) -> dict[str, int]:
         """How often the connector was asked for a hit, by request."""
         return dict(self.asked)
@@ -206,7 +221,7 @@ def main() -> None:
         getattr(importlib.import_module(module), function)()
     driver = Driver(options)
     answer({"result": "ready"})
-    commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "connector", "asks")
+    commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "connector", "asks", "set", "copies")
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("do")

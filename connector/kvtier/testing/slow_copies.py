@@ -2,27 +2,39 @@
 blocks and slots are then.
 
 The plain CPU engine has moved everything when ``submit`` returns, so it cannot show what happens when blocks or slots are given to
-someone else under a running copy. This one does. ``install`` makes the workers of this process use it; it is meant for
-``engine_driver``'s hooks.
+someone else under a running copy. This one does. ``install`` makes the connectors of this process use it; it is meant for
+``engine_driver``'s hooks. What it does is said by variables of this process's environment, looked at each time:
+
+* ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), also one that has begun;
+* ``KVTIER_TEST_UNREFERENCED``: not empty: source blocks of stores are not referenced, against DATAPATH 5;
+* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as done at once, so nobody waits for them, against DATAPATH 4 and 5.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtier.transfer.base import Copy, CopyHandle, Direction
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.copy_cpu import CpuCopyEngine
 
-DELAYS = {Direction.TO_DEVICE: "KVTIER_TEST_LOAD_COPY_SECONDS", Direction.TO_HOST: "KVTIER_TEST_STORE_COPY_SECONDS"}
-"""Variables that say how long a copy takes; 0 where unset."""
+SECONDS = {Direction.TO_DEVICE: "KVTIER_TEST_LOAD_SECONDS", Direction.TO_HOST: "KVTIER_TEST_STORE_SECONDS"}
+UNREFERENCED = "KVTIER_TEST_UNREFERENCED"
+UNDRAINED = "KVTIER_TEST_UNDRAINED"
+LOOK_SECONDS = 0.002
+
+_engines: list[SlowCopyEngine] = []
 
 
 class SlowCopyEngine(CpuCopyEngine):
-    """Copies that take ``seconds[direction]`` each and run side by side."""
+    """Copies that take a while each and run side by side. ``environment`` is looked at all the time.
+
+    Unlike other copy engines it may be asked by a second thread to move what is due, as a device would without being asked.
+    """
 
     kind = "slow-cpu"
 
@@ -30,49 +42,95 @@ class SlowCopyEngine(CpuCopyEngine):
         self,
         kv_caches: Mapping[str, object],
         codec: Codec,
-        seconds: Mapping[Direction, float],
+        environment: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(kv_caches, codec)
-        self._seconds = seconds
+        self._environment = environment
         self._clock = clock
         self._sleep = sleep
+        self._lock = threading.Lock()
         self._waiting: list[tuple[float, CopyHandle, Sequence[Copy]]] = []
+        _engines.append(self)
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Copies that have begun and not moved their bytes, by direction."""
+        waiting = [handle.direction for _, handle, _ in self._waiting]
+        return {direction.value: waiting.count(direction) for direction in Direction}
 
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:
-        self._waiting.append((self._clock() + self._seconds[handle.direction], handle, tuple(copies)))
-        self._move_due()
+        with self._lock:
+            self._waiting.append((self._clock(), handle, tuple(copies)))
+        self.move_due()
 
     def _ready(self, handle: CopyHandle) -> bool:
-        self._move_due()
+        self.move_due()
+        if self._environment.get(UNDRAINED):
+            return True
         return all(waiting is not handle for _, waiting, _ in self._waiting)
 
     def _drain(self) -> None:
-        while self._waiting:
-            self._sleep(max(0.0, min(due for due, _, _ in self._waiting) - self._clock()))
-            self._move_due()
+        self.move_due()
+        while self._waiting and not self._environment.get(UNDRAINED):
+            self._sleep(LOOK_SECONDS)
+            self.move_due()
 
-    def _move_due(self) -> None:
-        now = self._clock()
-        due = [each for each in self._waiting if each[0] <= now]
-        self._waiting = [each for each in self._waiting if each[0] > now]
-        for _, handle, copies in due:
-            for copy in copies:
-                self._move(copy, handle.direction)
+    def _due(self, begun: float, handle: CopyHandle) -> bool:
+        return begun + float(self._environment.get(SECONDS[handle.direction]) or 0) <= self._clock()
+
+    def move_due(self) -> None:
+        """Moves the bytes of every copy whose time has come. Any thread."""
+        with self._lock:
+            for each in [each for each in self._waiting if self._due(each[0], each[1])]:
+                for copy in each[2]:
+                    self._move(copy, each[1].direction)
+                self._waiting.remove(each)
 
 
-def make_slow_engine(kv_caches: Mapping[str, Any], codec: Codec) -> SlowCopyEngine:
-    """A slow engine with the delays of the environment; none during the proof at start, which needs no lateness."""
-    seconds = {direction: float(os.environ.get(variable, "0")) for direction, variable in DELAYS.items()}
-    return SlowCopyEngine(kv_caches, codec, seconds)
+class ForgetfulPool:
+    """vLLM's block pool as the scheduler side sees it; forgets to reference blocks while told to."""
+
+    def __init__(self, pool: Any, environment: Mapping[str, str]) -> None:
+        self._pool = pool
+        self._environment = environment
+        self.blocks = pool.blocks
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """References the blocks, or not."""
+        if not self._environment.get(UNREFERENCED):
+            self._pool.touch(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Gives the references back, if there are any."""
+        if not self._environment.get(UNREFERENCED):
+            self._pool.free_blocks(ordered_blocks)
+
+
+def running() -> dict[str, int]:
+    """Copies under way in this process, by direction."""
+    total = {direction.value: 0 for direction in Direction}
+    for engine in _engines:
+        for direction, count in engine.running.items():
+            total[direction] += count
+    return total
+
+
+def move_due() -> None:
+    """Moves what is due in every engine of this process."""
+    for engine in _engines:
+        engine.move_due()
 
 
 def install() -> None:
-    """Workers made in this process from here on copy slowly."""
+    """Connectors made in this process from here on copy slowly."""
+    from kvtier.engines.vllm.scheduler import SchedulerSide
     from kvtier.engines.vllm.worker import WorkerSide
 
     defaults = WorkerSide.__init__.__kwdefaults__
     if defaults is None or "copy_engine" not in defaults:
         raise RuntimeError("the worker side takes no copy engine")
-    defaults["copy_engine"] = make_slow_engine
+    defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
+    bind = SchedulerSide.bind
+    SchedulerSide.bind = lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))  # type: ignore[method-assign]

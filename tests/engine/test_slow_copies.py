@@ -1,0 +1,116 @@
+"""Copies that are as late as a GPU's: the rules that hold blocks and slots while one runs are what keeps tokens right.
+
+Each test runs twice, with the rule in force and with it switched off. Wrong tokens in the second case show that the first one
+could have failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_requests import Plain, Requests
+from kvtier.testing.slow_copies import SECONDS, UNDRAINED, UNREFERENCED
+from kvtier.testing.tiny_model import prompt
+from kvtier.transfer.base import Direction
+
+CHUNKS = 10
+STORE, LOAD = SECONDS[Direction.TO_HOST], SECONDS[Direction.TO_DEVICE]
+FOR_EVER = "3600"
+
+with_and_without = pytest.mark.parametrize("kept", [True, False], ids=["with the rule", "without it"])
+
+
+@pytest.fixture(scope="module")
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
+    case = EngineCase(scratch / "slow", model, payload)
+    try:
+        # 64 blocks of 32 tokens: three other prompts of 900 tokens have used every one of them.
+        case.start(kvtier_hooks=["kvtier.testing.slow_copies:install"], kv_cache_memory_bytes=4 << 20, max_model_len=1024)
+        case.wait_attached()
+        yield case
+    finally:
+        case.close()
+
+
+@pytest.fixture
+def requests(case: EngineCase) -> Iterator[Requests]:
+    yield case.requests()
+    case.drive("set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: ""})
+    case.settle_stores()
+
+
+def _others(seed: int) -> list[list[int]]:
+    return [prompt(900, seed + index) for index in range(3)]
+
+
+def _wait_copying(case: EngineCase, direction: Direction) -> None:
+    case.wait_for(lambda: case.drive("copies")[direction.value] > 0, "no copy has begun")
+
+
+@with_and_without
+def test_source_blocks_of_a_store_stay_until_they_are_copied(
+    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + kept)
+    case.drive("set", variables={STORE: FOR_EVER, UNREFERENCED: "" if kept else "1"})
+    assert requests.run(tokens) == plain.tokens(tokens)
+    _wait_copying(case, Direction.TO_HOST)
+    for other in _others(710 + 10 * kept):
+        assert requests.run(other) == plain.tokens(other)
+    case.drive("set", variables={STORE: "0"})
+    case.settle_stores()
+    case.empty_gpu_cache()
+    with case.loads("ram") as loads:
+        answer = requests.run(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert (answer == plain.tokens(tokens)) is kept
+
+
+@with_and_without
+def test_a_load_is_over_when_its_copies_are(case: EngineCase, requests: Requests, plain: Plain, kept: bool) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 730 + kept)
+    assert requests.run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    for other in _others(740 + 10 * kept):
+        requests.run(other)
+    case.empty_gpu_cache()
+    case.drive("set", variables={LOAD: FOR_EVER, UNDRAINED: "" if kept else "1"})
+    with case.loads("ram") as loads:
+        name = requests.add(tokens)
+        case.step_until(name, "WAITING_FOR_REMOTE_KVS")
+        _wait_copying(case, Direction.TO_DEVICE)
+        requests.engine.call("step", count=20)
+        assert requests.engine.call("state")["requests"][name].endswith("WAITING_FOR_REMOTE_KVS") is kept
+        if kept:
+            case.drive("set", variables={LOAD: "0"})
+        answer = requests.finish([name])[name]["tokens"]
+        case.drive("set", variables={LOAD: "0"})
+        case.drive("copies")
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert (answer == plain.tokens(tokens)) is kept
+
+
+@with_and_without
+def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_over(
+    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 760 + kept)
+    others = _others(770 + 10 * kept)[:2]
+    assert requests.run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    case.empty_gpu_cache()
+    case.drive("set", variables={LOAD: FOR_EVER, UNDRAINED: "" if kept else "1"})
+    name = requests.add(tokens)
+    case.step_until(name, "WAITING_FOR_REMOTE_KVS")
+    _wait_copying(case, Direction.TO_DEVICE)
+    requests.abort(name)
+    names = [requests.add(other, 40) for other in others]
+    requests.engine.call("step", count=20)
+    case.drive("set", variables={LOAD: "0"})
+    case.drive("copies")
+    answers = requests.finish(names)
+    assert ([answers[name]["tokens"] for name in names] == plain.together(others, 40)) is kept
