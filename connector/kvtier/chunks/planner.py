@@ -77,6 +77,16 @@ def effective_chunk_tokens(groups: Sequence[Group], chunk_tokens: int) -> int:
     return effective
 
 
+def check_served(groups: Sequence[Group]) -> None:
+    """Raises ``UnsupportedGeometryError`` for groups that the planner does not serve."""
+    if len(groups) != 1 or groups[0].kind is not GroupKind.FULL:
+        raise UnsupportedGeometryError(f"one full-attention group is served, this model has {_numbers(groups)}")
+
+
+def _numbers(groups: Sequence[Group]) -> str:
+    return "; ".join(f"group {number}: {group}" for number, group in enumerate(groups)) or "no KV cache group"
+
+
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Arithmetic over chunks. Everything is O(1), except where it says otherwise. Any thread.
@@ -93,13 +103,11 @@ class Planner:
     @classmethod
     def build(cls, groups: Sequence[Group], chunk_tokens: int, hash_tokens: int, ranks: int = 1) -> Planner:
         """The planner for an engine; ``chunk_tokens`` as the topology asks. Raises ``UnsupportedGeometryError``."""
-        numbers = "; ".join(f"group {number}: {group}" for number, group in enumerate(groups)) or "no KV cache group"
-        if len(groups) != 1 or groups[0].kind is not GroupKind.FULL:
-            raise UnsupportedGeometryError(f"one full-attention group is served, this model has {numbers}")
+        check_served(groups)
         effective = effective_chunk_tokens(groups, chunk_tokens)
         if hash_tokens < 1 or effective % hash_tokens:
             raise UnsupportedGeometryError(
-                f"block hashes of {hash_tokens} tokens do not divide chunks of {effective}; {numbers}"
+                f"block hashes of {hash_tokens} tokens do not divide chunks of {effective}; {_numbers(groups)}"
             )
         if ranks < 1:
             raise UnsupportedGeometryError(f"{ranks} ranks; at least one holds the KV cache")

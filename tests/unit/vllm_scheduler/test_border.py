@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.unit.vllm_scheduler.rig import BLOCK, CHUNK, Rig, topology
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -17,7 +18,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.chunks.planner import GroupKind, UnsupportedGeometryError
 from kvtier.engines.vllm import connector as connector_module
@@ -42,7 +42,10 @@ def _sliding(block: int = BLOCK) -> SlidingWindowSpec:
 
 def _caches(*specs: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK)
+    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    if hasattr(caches, "hash_block_size"):
+        caches.hash_block_size = BLOCK
+    return caches
 
 
 def _config(directory: Path, policy: str = "recompute", **parallel: Any) -> Any:
@@ -53,7 +56,17 @@ def _config(directory: Path, policy: str = "recompute", **parallel: Any) -> Any:
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"topology": str(directory)},
         ),
-        parallel_config=SimpleNamespace(**{"world_size": 1, "rank": 0, "data_parallel_index": 2, **parallel}),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        parallel_config=SimpleNamespace(
+            **{
+                "world_size": 1,
+                "rank": 0,
+                "data_parallel_index": 2,
+                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+                **parallel,
+            }
+        ),
     )
 
 
@@ -153,7 +166,8 @@ def test_a_connector_that_is_off_still_gives_vllm_what_it_needs(tmp_path: Path) 
     worker.start_load_kv(None)
     worker.wait_for_save()
     assert worker.get_finished(set()) == (None, None)
-    assert worker.get_transfer_results(set()).finished_recving == set()
+    if hasattr(base, "KVConnectorTransferResults"):  # 0.32
+        assert worker.get_transfer_results(set()).finished_recving == set()
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
     worker.shutdown()
@@ -222,6 +236,7 @@ def test_a_report_that_cannot_be_taken_does_not_end_the_engine(
 
 
 def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> None:
+    CacheHitSource = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
     rig = _attached(connector)
     request = rig.request(300)
     rig.hold(request.keys(0, 4))

@@ -23,7 +23,7 @@ def _stats() -> KVTierStats:
 
 
 def test_they_cross_processes_as_plain_data() -> None:
-    data = _stats().to_dict()
+    data = _stats().data
     assert json.loads(json.dumps(data)) == data
 
 
@@ -83,8 +83,8 @@ def _metrics(types: _Types) -> KVTierPromMetrics:
 def test_they_appear_with_the_engines_labels() -> None:
     types = _Types()
     metrics = _metrics(types)
-    metrics.observe(_stats().to_dict(), 1)
-    metrics.observe(_stats().to_dict(), 1)
+    metrics.observe(_stats().data, 1)
+    metrics.observe(_stats().data, 1)
     text = types.text()
     assert 'vllm:kvtier_loaded_tokens_total{engine="1",model_name="m",tier="disk"} 128.0' in text
     assert 'vllm:kvtier_offered_tokens_total{engine="1",model_name="m"} 512.0' in text
@@ -100,7 +100,7 @@ def test_data_that_cannot_be_recorded_does_not_end_the_server(data: dict[str, An
 
 def test_an_engine_that_is_not_known_is_ignored() -> None:
     types = _Types()
-    _metrics(types).observe(_stats().to_dict(), 9)
+    _metrics(types).observe(_stats().data, 9)
     assert "loaded_tokens_total{" not in types.text()
 
 

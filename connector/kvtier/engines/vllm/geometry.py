@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.chunks.planner import Group, GroupKind, Planner, UnsupportedGeometryError
+from kvtier.chunks.planner import Group, GroupKind, Planner, UnsupportedGeometryError, check_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +22,7 @@ def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_t
         if size != 1:
             raise UnsupportedGeometryError(f"{name} is {size}; 1 is served")
     groups = [group_of(group) for group in kv_cache_config.kv_cache_groups]
+    check_served(groups)  # before vLLM is asked for its block sizes, which it has its own conditions for
     return Planner.build(groups, chunk_tokens, hash_tokens(vllm_config, kv_cache_config), int(parallel.world_size))
 
 
