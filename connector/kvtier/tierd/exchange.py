@@ -20,6 +20,7 @@ from kvtier.store.contract import (
     StoreEvent,
 )
 from kvtier.store.core import TierStore
+from kvtier.store.estimates import Prefill, PromptShape
 from kvtier.tierd.feed import Feeds
 from kvtier.tierd.members import Engine, Session
 from kvtier.tierd.wire import (
@@ -41,6 +42,14 @@ from kvtier.tierd.wire import (
     Resync,
     Slots,
 )
+
+
+def _shape(message: Promote) -> PromptShape | None:
+    """What a promotion says about its prompt."""
+    if not message.ends:
+        return None
+    prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
+    return PromptShape(message.start_tokens, message.ends, prefill, message.waited_seconds)
 
 
 class Exchange:
@@ -141,7 +150,7 @@ class Exchange:
             for reservation, group, key, slot in message.items:
                 store.reserve(name, reservation, group, key, slot)
         elif isinstance(message, Promote):
-            store.promote(name, message.promotion, message.keys, message.budget_seconds)
+            store.promote(name, message.promotion, message.keys, message.budget_seconds, _shape(message))
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):

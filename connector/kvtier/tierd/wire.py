@@ -100,11 +100,20 @@ class Promote(Message, frozen=True, kw_only=True):
 
     ``keys``: (group, key) in prefix order. Answered by exactly one ``Promoted``. The slots stay pinned until a ``Load``
     or ``Cancel`` names the promotion.
+
+    For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key beginning at
+    ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta (b^2 - a^2)`` seconds (both 0: not known
+    yet). Without ``ends`` the longest prefix is read. ``waited_seconds``: how long the request's clock has been running.
     """
 
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
     budget_seconds: float
+    start_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    alpha: float = 0.0
+    beta: float = 0.0
+    waited_seconds: float = 0.0
 
 
 class Cancel(Message, frozen=True, kw_only=True):
