@@ -58,7 +58,7 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
     case = EngineCase(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start()
+        case.start(kvtier_hooks=["kvtier.testing.slow_copies:install"])
         yield case
     finally:
         case.close()
@@ -66,8 +66,9 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 
 @pytest.fixture
 def faultless(sidecar: EngineCase) -> Iterator[EngineCase]:
-    """``sidecar`` with a living daemon, no faults and an empty GPU prefix cache."""
+    """``sidecar`` with a living daemon and no faults."""
     sidecar.set_faults()
     sidecar.wait_attached()
     yield sidecar
     sidecar.set_faults()
+    sidecar.set_copy_seconds(0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_case import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineCase
 from kvtier.testing.engine_requests import Plain
 from kvtier.testing.tiny_model import prompt
 
@@ -115,16 +116,35 @@ def blow(request: pytest.FixtureRequest, faultless: EngineCase) -> Iterator[sign
     faultless.wait_attached()
 
 
+def _lose_daemon_under_a_copy(case: EngineCase, blow: signal.Signals) -> None:
+    """A new daemon must not touch a slot before the worker's copy is over; the engine knows only that the old one is silent."""
+    os.kill(case.daemon_pid(), blow)
+    if blow is signal.SIGKILL:
+        case.start_daemon()
+        case.wait_for(lambda: (case.status() or {}).get("started", False), "the new daemon has no pool")
+        time.sleep(SNAPSHOT_SECONDS)
+        status = case.status()
+        assert status is not None
+        assert status["fenced"]
+    else:
+        case.wait_for(lambda: not case.drive("connector")["usable"], "the engine does not notice")
+    assert sum(case.drive("copies").values()) > 0
+    case.set_copy_seconds(0)
+
+
 def test_the_daemon_is_lost_while_a_request_loads(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
     requests = faultless.requests()
     assert requests.run(tokens) == plain.tokens(tokens)
     faultless.settle_stores()
     faultless.empty_gpu_cache()
+    failures = faultless.load_failures()
+    faultless.set_copy_seconds(3600)
     name = requests.add(tokens)
-    faultless.step_until(name, "WAITING_FOR_REMOTE_KVS", "RUNNING")
-    os.kill(faultless.daemon_pid(), blow)
+    faultless.wait_copying("to_device")
+    _lose_daemon_under_a_copy(faultless, blow)
     assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
+    assert faultless.load_failures() > failures
 
 
 def test_the_daemon_is_lost_while_a_request_waits(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
@@ -139,14 +159,13 @@ def test_the_daemon_is_lost_while_a_request_waits(faultless: EngineCase, plain: 
 
 def test_the_daemon_is_lost_while_a_request_stores(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
     prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
-    faultless.set_faults(write={"delay_seconds": 0.2})
     requests = faultless.requests()
+    faultless.set_copy_seconds(3600)
     names = [requests.add(tokens, 30) for tokens in prompts]
-    requests.engine.call("step", count=3)
-    os.kill(faultless.daemon_pid(), blow)
+    faultless.wait_copying("to_host")
+    _lose_daemon_under_a_copy(faultless, blow)
     answers = requests.finish(names)
     assert [answers[name]["tokens"] for name in names] == plain.together(prompts, 30)
-    faultless.set_faults()
     faultless.restart_daemon(signal.SIGKILL)
     faultless.wait_attached()
     faultless.empty_gpu_cache()

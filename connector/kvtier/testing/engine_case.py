@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.testing import slow_copies
 from kvtier.testing.engine_process import (
     DrivenEngine,
     EngineProcessError,
@@ -234,6 +235,19 @@ class EngineCase:
         fresh = self.faults.with_suffix(".new")
         fresh.write_text(json.dumps(faults))
         fresh.replace(self.faults)
+
+    def set_copy_seconds(self, seconds: float) -> None:
+        """How long copies take on an engine with ``kvtier.testing.slow_copies``."""
+        self.drive("set", variables={variable: str(seconds) for variable in slow_copies.SECONDS.values()})
+
+    def wait_copying(self, direction: str) -> None:
+        """Steps until a slow copy runs; ``direction``: "to_device" or "to_host"."""
+
+        def copying() -> bool:
+            self.drive("step")
+            return bool(self.drive("copies")[direction])
+
+        self.wait_for(copying, "no copy has begun")
 
     def daemon_pids(self) -> list[int]:
         """Process ids of the daemons that serve this topology."""
