@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing import slow_copies
 from kvtier.testing.engine_process import (
     DrivenEngine,
     EngineProcessError,
@@ -238,7 +237,9 @@ class EngineCase:
 
     def set_copy_seconds(self, seconds: float) -> None:
         """How long copies take on an engine with ``kvtier.testing.slow_copies``."""
-        self.drive("set", variables={variable: str(seconds) for variable in slow_copies.SECONDS.values()})
+        from kvtier.testing.slow_copies import SECONDS  # imports torch
+
+        self.drive("set", variables={variable: str(seconds) for variable in SECONDS.values()})
 
     def wait_copying(self, direction: str) -> None:
         """Steps until a slow copy runs; ``direction``: "to_device" or "to_host"."""
