@@ -9,11 +9,12 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli import explain as explaining
+from kvtier.cli import explain_plan as planning
 from kvtier.cli import payload as payloads
 from kvtier.cli import render as rendering
 from kvtier.cli import validate as validating
 from kvtier.cli.console import error_console, printed, printed_json
-from kvtier.topology.models import Daemon
+from kvtier.topology.models import Daemon, Selection
 
 app = typer.Typer(
     name="kvtier",
@@ -155,6 +156,63 @@ def explain(
         printed_json(explaining.as_json(explained))
     else:
         explaining.show(explained)
+
+
+@app.command("explain-plan")
+def explain_plan(
+    prompt_tokens: Annotated[int, typer.Argument(metavar="PROMPT_TOKENS", min=1, help="Length of the prompt.")],
+    held: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=TOKENS", help="What a tier holds of the prompt; several, in the prompt's order."),
+    ],
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A topology directory instead of a policy.")
+    ] = None,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MS,GB/S", help="Latency in ms and bandwidth in GB/s of a tier; without: not measured."
+        ),
+    ] = None,
+    queued: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=CHUNKS", help="Chunks that others wait for at a tier.")
+    ] = None,
+    in_gpu: Annotated[int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens that the GPU still holds.")] = 0,
+    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV bytes of a token; 131072 for Llama 3 8B.")] = 131_072,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Prefill speed of the engine; without this and --alpha: not measured.")
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Seconds per token, instead: computing a to b takes alpha (b-a) + beta (b^2-a^2)."),
+    ] = None,
+    beta: Annotated[float, typer.Option(help="With --alpha: the share of attention.")] = 0.0,
+    selection: Annotated[Selection | None, typer.Option(help="Instead of the policy's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Explain which part of a prompt would be loaded, from which tiers, and how long it would be waited for."""
+    numbers = planning.Numbers(
+        prompt_tokens=prompt_tokens,
+        held=tuple(held),
+        speeds=tuple(speed or ()),
+        queued=tuple(queued or ()),
+        in_gpu_tokens=in_gpu,
+        bytes_per_token=bytes_per_token,
+        tokens_per_second=tokens_per_second,
+        alpha=alpha,
+        beta=beta,
+    )
+    explained = planning.explain(planning.topology_of(file, policy, topology), numbers, selection)
+    if as_json:
+        printed_json(planning.as_json(explained))
+    else:
+        planning.show(explained)
 
 
 @app.command()

@@ -61,32 +61,37 @@ class Rendered:
 
 def render(request: Request) -> Rendered:
     """Does what was asked for. Raises ``ConfigurationError`` (refused) and ``OSError`` (files)."""
-    policies = _policies(request)
+    policies = chosen_policies(request.file, request.policy)
     _check_options(request)
     if request.topology is None and not request.engine_args and not request.engine_env:
         rendered = [document for policy in policies for document in documents.kubernetes(policy, request.generation)]
         text = yaml.dump_all(rendered, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
         return Rendered(text, {"apiVersion": "v1", "kind": "List", "items": rendered})
-    if len(policies) != 1:
-        names = ", ".join(policy.metadata.name for policy in policies)
-        raise ConfigurationError(request.file, names, "one policy, chosen with --policy NAME, is rendered at a time")
-    return _for_engine(request, policies[0])
+    return _for_engine(request, chosen_policy(request.file, request.policy))
 
 
-def _policies(request: Request) -> list[KVTierPolicy]:
-    checked = parse(files.read(request.file))
+def chosen_policies(file: str, name: str | None) -> list[KVTierPolicy]:
+    """The policies of a file, all or those of that name. Raises ``ConfigurationError`` (refused) and ``OSError``."""
+    checked = parse(files.read(file))
     refusals = [refusal for entry in checked for refusal in entry.refusals]
     if refusals:
         raise RefusedError(refusals)
     policies = [entry.policy for entry in checked if entry.policy is not None]
-    if request.policy is None:
+    if name is None:
         return policies
-    chosen = [policy for policy in policies if policy.metadata.name == request.policy]
+    chosen = [policy for policy in policies if policy.metadata.name == name]
     if not chosen:
-        raise ConfigurationError(
-            "--policy", request.policy, "one of " + ", ".join(policy.metadata.name for policy in policies)
-        )
+        raise ConfigurationError("--policy", name, "one of " + ", ".join(policy.metadata.name for policy in policies))
     return chosen
+
+
+def chosen_policy(file: str, name: str | None) -> KVTierPolicy:
+    """The one policy that a file holds, or that was chosen by name."""
+    policies = chosen_policies(file, name)
+    if len(policies) != 1:
+        names = ", ".join(policy.metadata.name for policy in policies)
+        raise ConfigurationError(file, names, "one policy, chosen with --policy NAME, is rendered at a time")
+    return policies[0]
 
 
 def _check_options(request: Request) -> None:
