@@ -244,7 +244,7 @@ class TierdCase:
                 process.kill()
                 process.wait(WAIT_SECONDS)
         pid = self.tierd_pid()
-        if pid and _lives(pid):
+        if pid not in (0, os.getpid()) and _lives(pid):
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda: not _lives(pid), "tierd is gone")
         shutil.rmtree(self.run_directory, ignore_errors=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,6 +79,8 @@ class Loop:
         self._counters = counters
         self._live = live
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with the object, not before: I/O threads and signal handlers may wake a loop that has ended.
+        weakref.finalize(self, os.close, self._wake_descriptor)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_descriptor, zmq.POLLIN)
@@ -100,8 +103,8 @@ class Loop:
         """Ends a wait. Any thread, and signal handlers."""
         try:
             os.eventfd_write(self._wake_descriptor, 1)
-        except OSError:
-            # Awake already, or ended.
+        except BlockingIOError:
+            # Woken 2**64 times already.
             return
 
     def begin(self, exchange: Exchange, pool: Pool) -> None:
@@ -150,8 +153,6 @@ class Loop:
         for session in self.sessions.all():
             self._queue(session.route, Bye(reason=reason))
         self._outbox.flush(now)
-        descriptor, self._wake_descriptor = self._wake_descriptor, -1
-        os.close(descriptor)
 
     # The turn.
 

@@ -65,7 +65,11 @@ def test_a_swapped_symlink_is_noticed(tmp_path: Path) -> None:
 
 def test_a_malformed_value_is_refused_alone_and_counted_once(tmp_path: Path) -> None:
     follower = make(tmp_path)
-    swap(tmp_path, "1", {"generation": 2, "minLoadTokens": "many", "tiers": {"disk": {"loadWeight": 0, "syncData": True}}})
+    swap(
+        tmp_path,
+        "1",
+        {"generation": 2, "minLoadTokens": "many", "tiers": {"disk": {"loadWeight": 0, "syncData": True}}},
+    )
     follower.poll()
     follower.poll()
     disk = follower.live.tiers["disk"]

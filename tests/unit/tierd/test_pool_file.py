@@ -47,7 +47,9 @@ def test_what_workers_wrote_is_still_there_for_the_next_tierd_also_after_touchin
     second.close()
 
 
-def test_touching_changes_nothing_where_the_kernel_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_changes_nothing_where_the_kernel_cannot_populate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_populate", lambda *_: None)
     pool = PoolFile(tmp_path / "pool", 4 * MIB)
     pool.memory[-4:] = b"last"

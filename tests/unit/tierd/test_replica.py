@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvtier.tierd.replica import Replica
-from kvtier.tierd.wire import Delta, LeftAck, Leaving
+from kvtier.tierd.wire import Delta, Leaving, LeftAck
 
 
 def keys(count: int) -> list[bytes]:

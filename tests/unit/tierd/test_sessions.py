@@ -53,7 +53,13 @@ class World:
         self.fence = Fence(self.files, self.now, self.fate)
         self.counters = StoreCounters()
         self.sessions = Sessions(
-            self, self.files, self.fence, lambda text, codecs: ("ab" * 16, text), self.next_epoch, self.fate, self.counters
+            self,
+            self.files,
+            self.fence,
+            lambda text, codecs: ("ab" * 16, text),
+            self.next_epoch,
+            self.fate,
+            self.counters,
         )
 
     def fate(self, process: ProcessIdentity) -> Fate:
@@ -140,7 +146,7 @@ def test_an_identity_that_does_not_hold_gets_a_namespace_of_its_own_each_time(wo
     for name in ("a", "b"):
         world.hello(b"s" + name.encode(), hello("scheduler", name, volatile_reason="seed"))
         world.hello(b"w" + name.encode(), hello("worker", name))
-        engine = [each for each in world.sessions.engines() if each.engine == name][0]
+        engine = next(each for each in world.sessions.engines() if each.engine == name)
         assert engine.info is not None
         assert not engine.info.persistent
         found.append(engine.info.namespace)

@@ -1,0 +1,289 @@
+"""A whole tierd in this process, spoken to over its socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvtier.testing.fake_engine import FakeEngine, FakeEngineOptions, block_hash
+from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd import outbox as outbox_module
+from kvtier.tierd.daemon import Options, TierDaemon
+from kvtier.tierd.process import own_identity
+from kvtier.tierd.wire import (
+    PROTOCOL,
+    SOCKET_NAME,
+    Bye,
+    Credits,
+    Deliver,
+    Delta,
+    Hello,
+    Message,
+    Promote,
+    Promoted,
+    Ready,
+    Refused,
+    Reserve,
+    ResetCache,
+    Resync,
+    Settings,
+    Slots,
+    Welcome,
+    decode_from_daemon,
+    encode,
+)
+from kvtier.topology.models import HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
+from kvtier.topology.writing import write
+
+WAIT_SECONDS = 20.0
+
+
+class Peer:
+    """One session by hand."""
+
+    def __init__(self, case: TierdCase, **hello: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.connect(f"ipc://{case.run_directory / SOCKET_NAME}")
+        me = own_identity()
+        fields: dict[str, Any] = {"protocol": PROTOCOL, "engine": "e", "pid": me.pid, "process_start": me.start}
+        self.send(Hello(**(fields | {"pid_namespace": me.pid_namespace} | hello)))
+
+    def send(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
+    def receive(self, kind: type[Message], seconds: float = WAIT_SECONDS) -> Any:
+        deadline = time.monotonic() + seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            if self.socket.poll(int(remaining * 1000) + 1):
+                message = decode_from_daemon(self.socket.recv())
+                if isinstance(message, kind):
+                    return message
+        raise TimeoutError(kind.__name__)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+Start = Callable[..., TierDaemon]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[TierdCase]:
+    found = TierdCase(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def start(case: TierdCase) -> Iterator[Start]:
+    """Starts daemons in threads; they are stopped at the end."""
+    running: list[tuple[TierDaemon, threading.Thread]] = []
+
+    def begin(**options: Any) -> TierDaemon:
+        daemon = TierDaemon(Options(case.topology_directory, **options))
+        thread = threading.Thread(target=daemon.run, daemon=True)
+        thread.start()
+        running.append((daemon, thread))
+        wait_for(lambda: case.status().get("started"), "tierd serves")
+        return daemon
+
+    yield begin
+    for daemon, thread in running:
+        daemon.stop()
+        daemon.stop()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def peers(case: TierdCase) -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def make(**hello: Any) -> Peer:
+        made.append(Peer(case, **hello))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.close()
+
+
+def pair(peers: Callable[..., Peer], engine: str = "e") -> tuple[Peer, Peer]:
+    scheduler = peers(role="scheduler", engine=engine, identity="{}")
+    worker = peers(role="worker", engine=engine, codec="c", shard_bytes=(65_536,))
+    return scheduler, worker
+
+
+def store(scheduler: Peer, worker: Peer, slots: list[int], number: int) -> bytes:
+    slot = slots.pop()
+    scheduler.send(Reserve(items=((number, 0, block_hash(number), slot),)))
+    worker.send(Deliver(reservations=(number,)))
+    return b"\0" + block_hash(number)
+
+
+def test_a_stored_object_is_announced_and_a_reset_hides_it(start: Start, peers: Callable[..., Peer]) -> None:
+    start()
+    scheduler, worker = pair(peers)
+    ready = scheduler.receive(Ready)
+    slots = list(scheduler.receive(Credits).slots)
+    assert scheduler.receive(Delta) == Delta(sequence=1, snapshot=True)
+    key = store(scheduler, worker, slots, 1)
+    assert scheduler.receive(Delta) == Delta(sequence=2, added=((key, 1),))
+    scheduler.send(Resync())
+    assert scheduler.receive(Delta) == Delta(sequence=3, added=((key, 1),), snapshot=True)
+    scheduler.send(ResetCache())
+    again = scheduler.receive(Ready)
+    assert again.namespace != ready.namespace
+    assert not again.persistent
+    empty = scheduler.receive(Delta)
+    assert (empty.snapshot, empty.added) == (True, ())
+
+
+def test_a_promotion_is_answered_also_where_the_engine_is_not_open(start: Start, peers: Callable[..., Peer]) -> None:
+    start()
+    scheduler = peers(role="scheduler", identity="{}")
+    scheduler.receive(Welcome)
+    scheduler.send(Promote(promotion=4, keys=((0, block_hash(1)),), budget_seconds=1.0))
+    assert scheduler.receive(Promoted) == Promoted(promotion=4, usable=0, outcome="failed")
+
+
+def test_who_speaks_without_a_session_is_told_that_there_is_none(start: Start, peers: Callable[..., Peer]) -> None:
+    start()
+    peer = peers(role="scheduler", protocol="0/0")
+    assert isinstance(peer.receive(Refused), Refused)
+    peer.send(Deliver(reservations=(1,)))
+    assert "no such session" in peer.receive(Bye).reason
+
+
+def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
+    start: Start, peers: Callable[..., Peer]
+) -> None:
+    start()
+    scheduler = peers(role="scheduler", engine="bad", identity="[")
+    worker = peers(role="worker", engine="bad", codec="c", shard_bytes=(65_536,))
+    assert "JSON" in worker.receive(Refused).reason
+    assert "JSON" in scheduler.receive(Refused).reason
+    pair(peers, "good")[0].receive(Ready)
+
+
+def test_objects_larger_than_the_pool_are_refused_with_the_numbers(start: Start, peers: Callable[..., Peer]) -> None:
+    start()
+    scheduler = peers(role="scheduler", identity="{}")
+    peers(role="worker", codec="c", shard_bytes=(1 << 30,))
+    assert str(1 << 30) in scheduler.receive(Refused).reason
+
+
+def test_words_that_cannot_be_read_end_that_session_alone(
+    case: TierdCase, start: Start, peers: Callable[..., Peer]
+) -> None:
+    start()
+    first, _ = pair(peers, "first")
+    second, _ = pair(peers, "second")
+    first.receive(Ready)
+    second.receive(Ready)
+    first.socket.send(b"\xc1")
+    wait_for(lambda: {s["engine"] for s in case.status()["sessions"]} == {"second"}, "only the other engine is there")
+
+
+def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
+    case: TierdCase, start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "QUEUE_MESSAGES", 50)
+    start()
+    deaf = peers(role="scheduler", engine="deaf", identity="{}")
+    peers(role="worker", engine="deaf", codec="c", shard_bytes=(65_536,))
+    wait_for(lambda: len(case.status()["sessions"]) == 2, "both sessions stand")
+    keys = tuple((0, block_hash(number)) for number in range(64))
+    for number in range(200_000):
+        # Each is answered, and the answers are not read.
+        try:
+            deaf.socket.send(encode(Promote(promotion=number, keys=keys, budget_seconds=0.001)), zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        if number % 100 == 0 and not case.status()["sessions"]:
+            break
+    wait_for(lambda: not case.status()["sessions"], "the deaf one is not attached any more")
+    pair(peers, "other")[0].receive(Ready)
+
+
+def test_live_values_are_pushed_to_who_is_attached(case: TierdCase, start: Start, peers: Callable[..., Peer]) -> None:
+    start()
+    scheduler, _ = pair(peers)
+    scheduler.receive(Ready)
+    case.retune(case.live.model_copy(update={"generation": 5}))
+    assert '"generation":5' in scheduler.receive(Settings).settings
+
+
+def test_a_port_in_use_is_a_condition_and_no_death(case: TierdCase, peers: Callable[..., Peer]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = HttpEndpoint(port=taken.getsockname()[1])
+        structural = case.topology.structural.model_copy(update={"http": endpoint})
+        write(case.topology_directory, Topology(structural=structural, live=case.live))
+        daemon = TierDaemon(Options(case.topology_directory))
+        thread = threading.Thread(target=daemon.run, daemon=True)
+        thread.start()
+        wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
+        pair(peers)[0].receive(Ready)
+        assert "cannot be served" in daemon._reporter._http_error
+        daemon.stop()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(case: TierdCase, start: Start) -> None:
+    tiers = [*case.topology.structural.tiers, LMCacheTierDocument(name="far", url="redis://nowhere")]
+    live = case.live.model_copy(update={"tiers": {**case.live.tiers, "far": LiveTier()}})
+    structural = case.topology.structural.model_copy(update={"tiers": tiers, "live": live})
+    write(case.topology_directory, Topology(structural=structural, live=live))
+    start()
+    status = case.status()
+    assert [(tier["name"], tier["state"]) for tier in status["tiers"]] == [("ram", "Healthy"), ("far", "Unknown")]
+    assert "far" in status["conditions"][0]["message"]
+
+
+def test_a_second_daemon_in_the_same_directory_ends_at_once(case: TierdCase, start: Start) -> None:
+    start()
+    assert TierDaemon(Options(case.topology_directory)).run() == 3
+    assert case.status()["started"]
+
+
+def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
+    case: TierdCase, start: Start, peers: Callable[..., Peer]
+) -> None:
+    from kvtier.tierd.wire import Load, Loaded
+
+    start()
+    scheduler, worker = pair(peers)
+    slots = list(scheduler.receive(Credits).slots)
+    slot = slots[-1]
+    scheduler.receive(Delta)
+    store(scheduler, worker, slots, 1)
+    scheduler.receive(Delta)
+    scheduler.send(Load(load=7, promotion=0, keys=((0, block_hash(1)), (0, block_hash(2)))))
+    assert worker.receive(Slots) == Slots(load=7, slots=(slot,), tiers=(0,))
+    wait_for(lambda: case.pool("pinned") == 65_536, "it is pinned")
+    worker.send(Loaded(load=7))
+    wait_for(lambda: case.pool("pinned") == 0, "it is not pinned any more")
+
+
+def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start) -> None:
+    start()
+    engine = FakeEngine(FakeEngineOptions(run_directory=case.run_directory))
+    engine.start()
+    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.wait("usable", WAIT_SECONDS)
+    assert engine.store(1)
+    assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
+    assert engine.load([1, 2]) == 1
+    engine.close()
+    wait_for(lambda: not case.status()["sessions"], "both sessions end")
+    assert case.counter("sessions_vanished") == 0
