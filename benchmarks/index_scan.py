@@ -92,7 +92,7 @@ def main() -> None:
             del tier
         tracemalloc.start()
         tier = open_tier(root)
-        held = tracemalloc.get_traced_memory()[0] / chosen.objects
+        held = tracemalloc.get_traced_memory()[0] / tier.usage().objects
         tracemalloc.stop()
     finally:
         progress("removing files")

@@ -3,12 +3,13 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import TierCorruptError, TierError, TierMissError, TierUnavailableError
+from kvtier.testing.damage import DAMAGES, Damage
 from kvtier.testing.tier_suite import NAMESPACE, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
@@ -66,41 +67,8 @@ def test_a_flip_of_any_header_byte_is_detected(tmp_path: Path) -> None:
     assert tier.read(ref, into) == meta
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 4_096)
-
-
-def over_long(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(bytes(4_096))
-
-
-def one_byte_longer(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"x")
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def a_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_link_elsewhere(path: Path) -> None:
-    moved = path.with_suffix(".moved")
-    path.rename(moved)
-    path.symlink_to(moved)
-
-
-@pytest.mark.parametrize("damage", [truncated, over_long, one_byte_longer, empty, zeros, a_directory, a_link_elsewhere])
-def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damage: Damage) -> None:
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)
@@ -188,7 +156,7 @@ def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_wr
     assert again.usage().used_bytes > 100_000
     again.maintain()
     assert again.usage().used_bytes <= 75_000
-    stored = [path for path in tmp_path.rglob("*.kv")]
+    stored = list(tmp_path.rglob("*.kv"))
     assert sum(path.stat().st_size for path in stored) <= 75_000
     assert not again.contains(make_object(0)[0])
     assert again.contains(make_object(19)[0])

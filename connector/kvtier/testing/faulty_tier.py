@@ -1,11 +1,14 @@
 """A wrapper that makes any tier slow, hanging, failing, lying or full, by a plan that may change at any time.
 
 The faults are those of storage: what the wrapped tier would have seen below itself. Wrong bytes are put where a read delivers them
-*before* verification only by changing the storage itself; this wrapper's ``corrupt`` raises what a verifying tier raises.
+*before* verification only by changing the storage itself (``damage.py``); this wrapper's ``corrupt`` raises what a verifying tier raises,
+and leaves other bytes in the caller's memory, as a read that failed may.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierLimits, TierUsage
+from kvtier.tiers.filesystem.direct import tier_error
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
 MAX_HANG_SECONDS = 3_600.0
@@ -23,7 +27,8 @@ MAX_HANG_SECONDS = 3_600.0
 class Fault:
     """What happens to the operations named. ``after``: how many calls are left alone first; ``times``: how many are hit, None for all.
 
-    ``kind``: "latency" (``seconds`` before the call), "hang" (until released), "unavailable", "corrupt", "vanished", "no_space".
+    ``kind``: "latency" (``seconds`` before the call), "hang" (until released), "unavailable", "corrupt", "vanished", "no_space", or
+    "errno": whatever the file tier makes of the error number in ``number``.
     """
 
     kind: str
@@ -31,6 +36,7 @@ class Fault:
     seconds: float = 0.0
     after: int = 0
     times: int | None = None
+    number: int = errno.EIO
 
 
 _ERRORS: dict[str, Callable[[str], Exception]] = {
@@ -39,7 +45,7 @@ _ERRORS: dict[str, Callable[[str], Exception]] = {
     "vanished": TierMissError,
     "no_space": TierNoSpaceError,
 }
-KINDS = ("latency", "hang", *_ERRORS)
+KINDS = ("latency", "hang", "errno", *_ERRORS)
 
 
 class FaultyTier(Tier):
@@ -82,6 +88,8 @@ class FaultyTier(Tier):
             released.wait(MAX_HANG_SECONDS)
             with self._lock:
                 self.hanging -= 1
+        elif fault.kind == "errno":
+            raise tier_error(OSError(fault.number, os.strerror(fault.number)), f"{self.name}: {operation}, as planned")
         else:
             raise _ERRORS[fault.kind](f"{self.name}: {operation} fails as planned ({fault.kind})")
 
@@ -121,7 +129,11 @@ class FaultyTier(Tier):
 
     def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
         """Struck as "read"."""
-        self._strike("read")
+        try:
+            self._strike("read")
+        except TierCorruptError:
+            into[:] = b"\xa5" * into.nbytes
+            raise
         return self.inner.read(ref, into)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:

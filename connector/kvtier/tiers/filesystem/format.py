@@ -115,7 +115,7 @@ def verify_payload(payload: memoryview, meta: ObjectMeta) -> None:
         if checksum.digest(payload[start:end]) != digest:
             raise TierCorruptError(f"the checksum of shard {number} does not match")
         start += aligned(size)
-        if any(payload[end:start]):
+        if start - end != payload[end:start].tobytes().count(0):
             raise TierCorruptError(f"the padding behind shard {number} is not zero")
 
 

@@ -1,0 +1,79 @@
+"""What happens to stored files behind a tier's back. Each takes the path of an object's file and changes what is there.
+
+A tier over files has to find out every one of ``DAMAGES``, at the latest when it reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.tiers.base import ALIGNMENT_BYTES
+
+Damage = Callable[[Path], None]
+
+
+def truncated(path: Path) -> None:
+    """A page is missing at the end."""
+    os.truncate(path, path.stat().st_size - ALIGNMENT_BYTES)
+
+
+def one_byte_shorter(path: Path) -> None:
+    """A byte is missing at the end."""
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def over_long(path: Path) -> None:
+    """A page too much."""
+    with path.open("ab") as file:
+        file.write(bytes(ALIGNMENT_BYTES))
+
+
+def one_byte_longer(path: Path) -> None:
+    """A byte too much."""
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def empty(path: Path) -> None:
+    """Nothing left."""
+    os.truncate(path, 0)
+
+
+def zeros(path: Path) -> None:
+    """The right length, never written: what some file systems leave after a power cut."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def torn(path: Path) -> None:
+    """The second half was never written."""
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    os.truncate(path, size)
+
+
+def a_directory(path: Path) -> None:
+    """A directory under the file's name."""
+    path.unlink()
+    path.mkdir()
+
+
+def a_link_elsewhere(path: Path) -> None:
+    """A symbolic link to the good file."""
+    moved = path.with_suffix(".moved")
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+DAMAGES: tuple[Damage, ...] = (
+    truncated,
+    one_byte_shorter,
+    over_long,
+    one_byte_longer,
+    empty,
+    zeros,
+    torn,
+    a_directory,
+    a_link_elsewhere,
+)

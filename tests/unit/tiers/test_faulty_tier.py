@@ -1,0 +1,108 @@
+"""The fault wrapper does what its plan says, and nothing else."""
+
+import errno
+import threading
+
+import pytest
+
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierMissError,
+    TierNoSpaceError,
+    TierUnavailableError,
+)
+from kvtier.testing.dict_tier import DictTier
+from kvtier.testing.faulty_tier import OPERATIONS, Fault, FaultyTier
+from kvtier.testing.tier_suite import buffer, make_object
+
+
+@pytest.fixture
+def tier() -> FaultyTier:
+    tier = FaultyTier(DictTier())
+    tier.write(*make_object(1))
+    return tier
+
+
+def test_a_fault_strikes_the_calls_it_names_and_no_other(tier: FaultyTier) -> None:
+    tier.set_fault(Fault("unavailable", ("write",), after=1, times=1))
+    tier.write(*make_object(2))
+    with pytest.raises(TierUnavailableError):
+        tier.write(*make_object(3))
+    tier.write(*make_object(3))
+    assert tier.usage().objects == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("unavailable", TierUnavailableError),
+        ("corrupt", TierCorruptError),
+        ("vanished", TierMissError),
+        ("no_space", TierNoSpaceError),
+    ],
+)
+def test_each_kind_is_the_error_that_a_tier_raises(tier: FaultyTier, kind: str, error: type[TierError]) -> None:
+    ref, payload, meta = make_object(1)
+    tier.set_fault(Fault(kind))
+    with pytest.raises(error):
+        tier.read(ref, buffer(payload.nbytes))
+    tier.set_fault(None)
+    assert tier.read(ref, buffer(payload.nbytes)) == meta
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.EIO, TierUnavailableError), (errno.ENOSPC, TierNoSpaceError), (errno.ESTALE, TierUnavailableError)],
+)
+def test_an_error_number_becomes_what_the_file_tier_makes_of_it(
+    tier: FaultyTier, number: int, error: type[TierError]
+) -> None:
+    tier.set_fault(Fault("errno", ("write",), number=number))
+    with pytest.raises(error, match=errno.errorcode[number]):
+        tier.write(*make_object(2))
+
+
+def test_a_corrupt_read_leaves_other_bytes_in_memory(tier: FaultyTier) -> None:
+    ref, payload, _ = make_object(1)
+    into = buffer(payload.nbytes)
+    into[:] = payload
+    tier.set_fault(Fault("corrupt"))
+    with pytest.raises(TierCorruptError):
+        tier.read(ref, into)
+    assert into != payload
+
+
+def test_latency_is_waited_for_by_the_clock_that_was_given() -> None:
+    slept: list[float] = []
+    tier = FaultyTier(DictTier(), slept.append)
+    tier.set_fault(Fault("latency", OPERATIONS, seconds=0.25))
+    tier.write(*make_object(1))
+    tier.check()
+    assert slept == [0.25, 0.25]
+
+
+def test_what_hangs_is_let_go_by_the_next_plan(tier: FaultyTier) -> None:
+    ref, payload, meta = make_object(1)
+    tier.set_fault(Fault("hang"))
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(tier.read(ref, buffer(payload.nbytes))))
+    thread.start()
+    hung = threading.Event()
+    while not tier.hanging and not hung.wait(0.001):
+        continue
+    assert results == []
+    assert tier.contains(ref)
+    tier.set_fault(None)
+    thread.join(60)
+    assert results == [meta]
+    assert tier.hanging == 0
+
+
+def test_closing_lets_go_of_what_hangs(tier: FaultyTier) -> None:
+    tier.set_fault(Fault("hang", ("check",)))
+    thread = threading.Thread(target=tier.check)
+    thread.start()
+    tier.close()
+    thread.join(60)
+    assert not thread.is_alive()
