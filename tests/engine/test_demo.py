@@ -59,7 +59,9 @@ def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, b
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, before: set[str], tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
-        demo = subprocess.Popen(COMMAND, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        demo = subprocess.Popen(
+            COMMAND, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 120
         # Engines are being started by then, one of them perhaps with its daemon.

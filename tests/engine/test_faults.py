@@ -174,7 +174,9 @@ def test_the_daemon_is_lost_while_a_request_stores(faultless: EngineCase, plain:
     assert requests.run_together(prompts, 30) == plain.together(prompts, 30)
 
 
-def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(faultless: EngineCase, plain: Plain) -> None:
+def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(
+    faultless: EngineCase, plain: Plain
+) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 390)
     requests = faultless.requests()
     for _ in range(10):

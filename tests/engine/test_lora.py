@@ -48,7 +48,10 @@ def test_adapters_share_neither_with_the_base_model_nor_with_each_other(
     tokens = prompt(5 * CHUNK_TOKENS + 5, 500)
     requests = case.requests()
     kinds: list[dict[str, object]] = [{}]
-    kinds += [{"lora": {"name": name, "number": number, "path": path}} for number, (name, path) in enumerate(adapters.items(), 1)]
+    kinds += [
+        {"lora": {"name": name, "number": number, "path": path}}
+        for number, (name, path) in enumerate(adapters.items(), 1)
+    ]
     expected = [plain_lora.tokens(tokens, **kind) for kind in kinds]
     assert len({tuple(answer) for answer in expected}) == 3
     with case.loads() as loads:

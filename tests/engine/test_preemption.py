@@ -7,6 +7,7 @@ from pathlib import Path
 from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
 from kvtier.testing.engine_requests import Plain
 from kvtier.testing.tiny_model import prompt
+from kvtier_operator.render.engine import transfer_config
 
 
 def test_preempted_requests_give_the_same_tokens(model: Path, payload: Path, scratch: Path, plain: Plain) -> None:
@@ -15,7 +16,10 @@ def test_preempted_requests_give_the_same_tokens(model: Path, payload: Path, scr
     prompts = [prefix + prompt(150 + 17 * index, 401 + index) for index in range(6)]
     try:
         # 32 blocks of 32 tokens: room for two of the six requests at their full length.
-        case.start(kv_cache_memory_bytes=2 << 20, max_model_len=768)
+        # Attached by configuration, as --kv-transfer-config would; everywhere else it is the environment.
+        case.start(
+            kv_cache_memory_bytes=2 << 20, max_model_len=768, kv_transfer_config=transfer_config(str(case.topology))
+        )
         case.wait_attached()
         requests = case.requests()
         for _ in range(3):

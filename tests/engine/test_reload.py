@@ -46,7 +46,9 @@ def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was
     assert loads.tokens == 700 // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-@pytest.mark.parametrize("length", [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS])
+@pytest.mark.parametrize(
+    "length", [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS]
+)
 def test_prompts_that_end_at_a_boundary_come_back_from_ram(
     case: EngineCase, requests: Requests, plain: Plain, length: int
 ) -> None:
@@ -73,7 +75,9 @@ def test_a_gpu_hit_that_ends_inside_a_chunk_loads_only_the_blocks_that_miss(
     assert loads.tokens == 9 * CHUNK_TOKENS - BLOCK_TOKENS
 
 
-def test_generated_tokens_come_back_as_part_of_a_longer_prompt(case: EngineCase, requests: Requests, plain: Plain) -> None:
+def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
+    case: EngineCase, requests: Requests, plain: Plain
+) -> None:
     tokens = prompt(3 * CHUNK_TOKENS - 20, 130)
     answer = requests.run(tokens, 100)
     assert answer == plain.tokens(tokens, 100)
@@ -110,7 +114,9 @@ def test_requests_with_different_cache_salts_do_not_share(case: EngineCase, requ
     assert loads.tokens == 5 * CHUNK_TOKENS
 
 
-def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(case: EngineCase, requests: Requests, plain: Plain) -> None:
+def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(
+    case: EngineCase, requests: Requests, plain: Plain
+) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 170)
     name = requests.add(tokens, 200)
     requests.engine.call("step", count=4)
@@ -124,7 +130,9 @@ def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(case: EngineCase
     assert loads.tokens > 0
 
 
-def test_a_request_aborted_while_it_loads_leaves_nothing_wrong(case: EngineCase, requests: Requests, plain: Plain) -> None:
+def test_a_request_aborted_while_it_loads_leaves_nothing_wrong(
+    case: EngineCase, requests: Requests, plain: Plain
+) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 180)
     assert requests.run(tokens) == plain.tokens(tokens)
     case.settle_stores()

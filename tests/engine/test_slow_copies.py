@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
 from kvtier.testing.engine_requests import Plain, Requests
-from kvtier.testing.slow_copies import SECONDS, UNDRAINED, UNREFERENCED
+from kvtier.testing.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED
 from kvtier.testing.tiny_model import prompt
 from kvtier.transfer.base import Direction
 
@@ -29,7 +29,9 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
     case = EngineCase(scratch / "slow", model, payload)
     try:
         # 64 blocks of 32 tokens: three other prompts of 900 tokens have used every one of them.
-        case.start(kvtier_hooks=["kvtier.testing.slow_copies:install"], kv_cache_memory_bytes=4 << 20, max_model_len=1024)
+        case.start(
+            kvtier_hooks=["kvtier.testing.slow_copies:install"], kv_cache_memory_bytes=4 << 20, max_model_len=1024
+        )
         case.wait_attached()
         yield case
     finally:
@@ -39,7 +41,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 @pytest.fixture
 def requests(case: EngineCase) -> Iterator[Requests]:
     yield case.requests()
-    case.drive("set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: ""})
+    case.drive("set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: "", CUT_SLOTS: ""})
     case.settle_stores()
 
 
@@ -118,3 +120,22 @@ def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_ove
     case.drive("copies")
     answers = requests.finish(names)
     assert ([answers[name]["tokens"] for name in names] == plain.together(others, 40)) is kept
+
+
+@pytest.mark.parametrize("left", [0, 1, 4], ids=lambda left: f"{left} chunks left")
+def test_a_load_of_which_a_part_is_gone_brings_the_rest_and_is_not_offered_again(
+    case: EngineCase, requests: Requests, plain: Plain, left: int
+) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 790 + left)
+    assert requests.run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    case.empty_gpu_cache()
+    failures = case.load_failures()
+    case.drive("set", variables={CUT_SLOTS: str(left)})
+    name = requests.add(tokens)
+    with case.loads("ram") as loads:
+        answer = requests.finish([name])[name]["tokens"]
+    assert answer == plain.tokens(tokens)
+    assert loads.tokens == left * CHUNK_TOKENS
+    assert case.load_failures() == failures + 1
+    assert requests.engine.call("asks")[name] <= 3

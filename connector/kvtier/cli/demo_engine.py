@@ -78,7 +78,7 @@ class Installation:
 
     def options(self) -> dict[str, object]:
         """Keyword arguments of ``vllm.LLM``, the model excepted."""
-        return {
+        options: dict[str, object] = {
             "skip_tokenizer_init": True,
             "dtype": self.model.dtype,
             "enforce_eager": True,
@@ -90,6 +90,10 @@ class Installation:
             "seed": 0,
             "enable_prefix_caching": True,
         }
+        if self.gpu:
+            # Two engines start at once; each makes sure that this share of the memory is free.
+            options["gpu_memory_utilization"] = 0.4
+        return options
 
     def arguments(self) -> list[str]:
         """The same as flags of the API server."""

@@ -88,9 +88,7 @@ ENGINE_OPTIONS: dict[str, object] = {
 """Options of ``vllm.LLM`` for a tiny CPU engine; every test starts from these."""
 
 
-def start_plain(
-    model: Path, payload: Path, log: Path, python: str = sys.executable, **options: object
-) -> DrivenEngine:
+def start_plain(model: Path, payload: Path, log: Path, python: str = sys.executable, **options: object) -> DrivenEngine:
     """Starts an engine without KVTier; does not wait for it."""
     environment = {**os.environ, **quiet_environment(), **cpu_environment(), "PYTHONPATH": str(payload)}
     environment.pop("KVTIER_TOPOLOGY", None)
@@ -141,7 +139,9 @@ class EngineCase:
         ]
         if tuning.file_bytes is not None:
             tiers.append(
-                FileSystemTierDocument(name="disk", path=str(self.files_root), sharing="Node", read_threads=4, write_threads=2)
+                FileSystemTierDocument(
+                    name="disk", path=str(self.files_root), sharing="Node", read_threads=4, write_threads=2
+                )
             )
         structural = Structural(
             policy=PolicyIdentity(namespace="test", name=self.directory.name),
@@ -210,7 +210,15 @@ class EngineCase:
     def start_daemon(self, python: str = sys.executable) -> None:
         """Starts a daemon with fault hooks (for ``Daemon.SIDECAR``) and waits until it serves."""
         known = self._http_address()
-        argv = [python, "-m", "kvtier.testing.faulty_tierd", "--topology", str(self.topology), "--faults", str(self.faults)]
+        argv = [
+            python,
+            "-m",
+            "kvtier.testing.faulty_tierd",
+            "--topology",
+            str(self.topology),
+            "--faults",
+            str(self.faults),
+        ]
         self.daemon = ManagedProcess(argv, self.environment(), self.directory / "tierd.log")
         self.wait_for(
             lambda: self._http_address() not in (None, known) and self.status() is not None,

@@ -221,7 +221,20 @@ def main() -> None:
         getattr(importlib.import_module(module), function)()
     driver = Driver(options)
     answer({"result": "ready"})
-    commands = ("add", "step", "finish", "abort", "settle", "reset_prefix_cache", "metrics", "state", "connector", "asks", "set", "copies")
+    commands = (
+        "add",
+        "step",
+        "finish",
+        "abort",
+        "settle",
+        "reset_prefix_cache",
+        "metrics",
+        "state",
+        "connector",
+        "asks",
+        "set",
+        "copies",
+    )
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("do")

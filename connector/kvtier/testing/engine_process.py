@@ -64,9 +64,7 @@ class ManagedProcess:
         with log.open("ab") as output:
             pipes.setdefault("stdin", subprocess.DEVNULL)
             pipes.setdefault("stdout", output)
-            self.process = subprocess.Popen(
-                argv, env=dict(environment), stderr=output, start_new_session=True, **pipes
-            )
+            self.process = subprocess.Popen(argv, env=dict(environment), stderr=output, start_new_session=True, **pipes)
 
     @property
     def pid(self) -> int:
@@ -127,8 +125,10 @@ def tierd_processes(topology: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         command = process.info["cmdline"] or []
-        if process.info["status"] != psutil.STATUS_ZOMBIE and str(topology) in command and any(
-            "tierd" in word for word in command
+        if (
+            process.info["status"] != psutil.STATUS_ZOMBIE
+            and str(topology) in command
+            and any("tierd" in word for word in command)
         ):
             found.append(process)
     return found
@@ -193,9 +193,7 @@ class EngineServer(ManagedProcess):
                 time.sleep(0.1)
         raise EngineProcessError(f"the engine was not ready after {timeout_seconds:.0f} s:\n{self.log_tail()}")
 
-    def request(
-        self, method: str, path: str, body: object = None, timeout_seconds: float = 60
-    ) -> tuple[int, str]:
+    def request(self, method: str, path: str, body: object = None, timeout_seconds: float = 60) -> tuple[int, str]:
         """One HTTP request; returns status and body."""
         return http_request(self.port, method, path, body, timeout_seconds)
 

@@ -7,6 +7,7 @@ someone else under a running copy. This one does. ``install`` makes the connecto
 
 * ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), also one that has begun;
 * ``KVTIER_TEST_UNREFERENCED``: not empty: source blocks of stores are not referenced, against DATAPATH 5;
+* ``KVTIER_TEST_CUT_SLOTS``: not empty: so many keys of a load are announced, the rest is gone;
 * ``KVTIER_TEST_UNDRAINED``: not empty: copies count as done at once, so nobody waits for them, against DATAPATH 4 and 5.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvtier.tierd.wire import Message, Slots
 from kvtier.transfer.base import Copy, CopyHandle, Direction
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.copy_cpu import CpuCopyEngine
@@ -25,6 +27,7 @@ from kvtier.transfer.copy_cpu import CpuCopyEngine
 SECONDS = {Direction.TO_DEVICE: "KVTIER_TEST_LOAD_SECONDS", Direction.TO_HOST: "KVTIER_TEST_STORE_SECONDS"}
 UNREFERENCED = "KVTIER_TEST_UNREFERENCED"
 UNDRAINED = "KVTIER_TEST_UNDRAINED"
+CUT_SLOTS = "KVTIER_TEST_CUT_SLOTS"
 LOOK_SECONDS = 0.002
 
 _engines: list[SlowCopyEngine] = []
@@ -123,14 +126,25 @@ def move_due() -> None:
         engine.move_due()
 
 
+def _cut(message: Message) -> Message:
+    """``message``, shortened if it announces slots and that is asked for: what was evicted after it had been promised."""
+    if isinstance(message, Slots) and os.environ.get(CUT_SLOTS):
+        count = int(os.environ[CUT_SLOTS])
+        return Slots(load=message.load, slots=message.slots[:count], tiers=message.tiers[:count])
+    return message
+
+
 def install() -> None:
     """Connectors made in this process from here on copy slowly."""
     from kvtier.engines.vllm.scheduler import SchedulerSide
     from kvtier.engines.vllm.worker import WorkerSide
+    from kvtier.engines.vllm.worker_thread import TransferThread
 
     defaults = WorkerSide.__init__.__kwdefaults__
     if defaults is None or "copy_engine" not in defaults:
         raise RuntimeError("the worker side takes no copy engine")
     defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
+    take_message = TransferThread.message
+    TransferThread.message = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
     bind = SchedulerSide.bind
     SchedulerSide.bind = lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))  # type: ignore[method-assign]

@@ -89,7 +89,9 @@ class TinyLlama:
 CPU_LLAMA = TinyLlama()
 """For CPU engines: float32, where greedy output is the same across processes, chunked or not."""
 
-GPU_LLAMA = TinyLlama(hidden=512, heads=4, kv_heads=2, head_dim=128, intermediate=1024, dtype="bfloat16", max_tokens=8192)
+GPU_LLAMA = TinyLlama(
+    hidden=512, heads=4, kv_heads=2, head_dim=128, intermediate=1024, dtype="bfloat16", max_tokens=8192
+)
 """For GPU engines: bfloat16 and a head size that FlashAttention takes."""
 
 

@@ -1,0 +1,81 @@
+"""Selection by cost with a real vLLM: what the engine measures of itself reaches the daemon, and bounds what a bad tier costs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, DAEMON_EVENTS, EngineCase, Tuning
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.tiny_model import prompt
+from kvtier.topology.models import Daemon, Live, Selection
+
+CHUNKS = 16
+LOAD_TIMEOUT_SECONDS = 60
+
+
+class CostCase(EngineCase):
+    """Decides by cost."""
+
+    def live(self, generation: int = 1) -> Live:
+        return super().live(generation).model_copy(update={"selection": Selection.COST})
+
+    def selections(self) -> dict[str, int]:
+        """How often the daemon decided, by reason."""
+        found = {}
+        for name, value in self.daemon_metrics().items():
+            if name.startswith(DAEMON_EVENTS) and 'name="selections"' in name:
+                found[name.split('reason="')[1].split('"')[0]] = int(value)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
+    tuning = Tuning(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=LOAD_TIMEOUT_SECONDS)
+    case = CostCase(scratch / "cost", model, payload, tuning)
+    try:
+        case.start_daemon()
+        case.start()
+        case.wait_attached()
+        yield case
+    finally:
+        case.close()
+
+
+@pytest.fixture(scope="module")
+def stored(cost: CostCase, plain: Plain) -> list[list[int]]:
+    """Prompts whose computation told the engine how fast it is, and which lie in files now and nowhere else."""
+    prompts = [prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + i) for i in range(6)]
+    for tokens in prompts:
+        assert cost.requests().run(tokens) == plain.tokens(tokens)
+    cost.settle_stores()
+    cost.restart_daemon(signal.SIGKILL)
+    cost.wait_attached()
+    cost.empty_gpu_cache()
+    return prompts
+
+
+def test_the_daemon_decides_with_the_speed_that_the_engine_has_measured(
+    cost: CostCase, plain: Plain, stored: list[list[int]]
+) -> None:
+    assert cost.requests().run(stored[0]) == plain.tokens(stored[0])
+    time.sleep(1.0)
+    reasons = cost.selections()
+    assert sum(reasons.values()) >= 1
+    assert "longest_without_estimate" not in reasons
+    assert set(reasons) <= {"tier_without_estimate", "least_time", "recomputing_is_faster"}
+
+
+def test_a_tier_that_hangs_costs_a_fraction_of_its_time_limit(
+    cost: CostCase, plain: Plain, stored: list[list[int]]
+) -> None:
+    cost.set_faults(read={"hang": True})
+    expected = [plain.tokens(tokens) for tokens in stored[1:4]]
+    began = time.monotonic()
+    assert [cost.requests().run(tokens) for tokens in stored[1:4]] == expected
+    # Computing such a prompt takes a fraction of a second on any machine.
+    assert time.monotonic() - began < LOAD_TIMEOUT_SECONDS / 2
