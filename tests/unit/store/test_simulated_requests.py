@@ -176,3 +176,12 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     for request in requests:
         simulation.finish(request)
         assert request.first_token_seconds <= 1.5 * request.recompute_seconds * (1 + 1e-6)
+    # And nothing is held any more once everything has come back, however late.
+    script[:] = [ReadPlan()]
+    tiers[0].bytes_per_second = 1e11
+    tiers[0].release()
+    simulation.quiet()
+    simulation.settle()
+    accounts = simulation.store.accounts()
+    assert (simulation.store.pinned_bytes, accounts.reading) == (0, 0)
+    assert sum(getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes") == accounts.pool_bytes
