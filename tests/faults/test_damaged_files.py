@@ -152,6 +152,8 @@ def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_wr
     tier = open_tier(tmp_path)
     for seed in range(20):
         tier.write(*make_object(seed))
+        # Times of files are no finer than a clock tick, in which several are written.
+        os.utime(path_of(tmp_path, make_object(seed)[0]), (1_000_000 + seed, 1_000_000 + seed))
     again = open_tier(tmp_path, capacity_bytes=100_000)
     assert again.usage().used_bytes > 100_000
     again.maintain()
