@@ -51,10 +51,12 @@ def fill(root: Path, objects: int) -> None:
 
 
 def walk(directory: str) -> int:
-    """Counts files and asks for the status of each."""
+    """Counts files and asks for the status of each. The tier's own records are left out."""
     count = 0
     with os.scandir(directory) as entries:
         for entry in entries:
+            if entry.name.startswith("."):
+                continue
             if entry.is_dir(follow_symlinks=False):
                 count += walk(entry.path)
             else:
@@ -89,7 +91,7 @@ def main() -> None:
             scans.append(time.perf_counter() - begun)
             if tier.usage().objects != chosen.objects or found != chosen.objects:
                 raise SystemExit(f"found {tier.usage().objects} objects and {found} files of {chosen.objects}")
-            del tier
+            tier.close()
         tracemalloc.start()
         tier = open_tier(root)
         held = tracemalloc.get_traced_memory()[0] / tier.usage().objects

@@ -108,9 +108,7 @@ class LMCacheTierDocument(Document):
     credentials_directory: str | None = None
 
 
-TierDocument = Annotated[
-    MemoryTierDocument | FileSystemTierDocument | LMCacheTierDocument, Field(discriminator="kind")
-]
+TierDocument = Annotated[MemoryTierDocument | FileSystemTierDocument | LMCacheTierDocument, Field(discriminator="kind")]
 
 
 class PolicyIdentity(Document):

@@ -15,12 +15,16 @@ def _header(path: Path) -> dict[str, dict[str, object]]:
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header: dict[str, dict[str, object]] = json.loads(content[8 : 8 + length])
-    assert len(content) == 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values() if "dtype" in entry)  # type: ignore[index]
+    assert len(content) == 8 + length + max(
+        int(entry["data_offsets"][1]) for entry in header.values() if "dtype" in entry
+    )  # type: ignore[index]
     return header
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    contents = [(write_llama(tmp_path / str(i), seed=s) / "model.safetensors").read_bytes() for i, s in enumerate((0, 0, 1))]
+    contents = [
+        (write_llama(tmp_path / str(i), seed=s) / "model.safetensors").read_bytes() for i, s in enumerate((0, 0, 1))
+    ]
     assert contents[0] == contents[1] != contents[2]
 
 

@@ -56,8 +56,12 @@ class IdentityBuilder:
                 self._known = self._establish()
             except Exception as error:
                 # Whatever a model's configuration holds: without an identity there still is RAM.
-                logger.exception("KVTier: objects stay in RAM and end with this engine: its identity cannot be established")
-                self._known = EngineIdentity("{}", f"the identity cannot be established: {type(error).__name__}: {error}")
+                logger.exception(
+                    "KVTier: objects stay in RAM and end with this engine: its identity cannot be established"
+                )
+                self._known = EngineIdentity(
+                    "{}", f"the identity cannot be established: {type(error).__name__}: {error}"
+                )
         return self._known
 
     def _establish(self) -> EngineIdentity:
