@@ -64,8 +64,8 @@ def direct_works(directory: Path) -> bool:
         page.close()
 
 
-def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> None:
-    """Fills both buffers from a file that must be exactly as long. Raises ``OSError`` or ``TierCorruptError``."""
+def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
+    """Fills both buffers from a file that must be exactly as long: its modification time. Raises ``OSError`` or ``TierCorruptError``."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct and is_aligned(payload) else 0)
     descriptor = os.open(path, flags)
     try:
@@ -76,6 +76,7 @@ def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) 
         if found.st_size != expected:
             raise TierCorruptError(f"{path} has {found.st_size} bytes, the object {expected}")
         _transfer(descriptor, [header, payload], os.preadv)
+        return found.st_mtime
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,6 @@
 """What a directory holds, in memory: sizes, order of use, bytes charged.
 
-One integer per object (size in 4 KiB units and a use counter) keeps a million objects below 200 bytes each. Every method may
+One integer per object (size in 4 KiB units, the refresh that met it, a use counter) keeps a million objects below 200 bytes each. Every method may
 be called from any thread; none does I/O.
 """
 
@@ -15,6 +15,10 @@ from kvtier.tiers.base import ALIGNMENT_BYTES, TierUsage
 _SIZE_BITS = 24
 """Sizes up to 64 GiB in units of 4 KiB; the use counter has the rest."""
 _SIZE_MASK = (1 << _SIZE_BITS) - 1
+_PASS_BITS = 8
+"""Which refresh met the object last, modulo 256: two that differ by a multiple of it are never confused, as each drops what it did not meet."""
+_PASS_MASK = (1 << _PASS_BITS) - 1
+_USE_SHIFT = _SIZE_BITS + _PASS_BITS
 
 
 class Index:
@@ -29,11 +33,13 @@ class Index:
         self._count = 0
         self._used = 0
         self._reserved = 0
+        self._extra = 0
         self._uses = 0
+        self._pass = 0
         self._capacity = capacity_bytes
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """Changes the budget; what is above it is for ``victims``."""
+        """Changes the capacity that ``usage`` states."""
         with self._lock:
             self._capacity = capacity_bytes
 
@@ -49,15 +55,12 @@ class Index:
     def usage(self) -> TierUsage:
         """Bytes of objects, files being written and descriptions."""
         with self._lock:
-            return TierUsage(self._used + self._reserved, self._capacity, self._count)
+            return TierUsage(self._used + self._extra + self._reserved, self._capacity, self._count)
 
-    def reserve(self, size_bytes: int) -> bool:
-        """Charges a file that is about to be written; False if it would exceed the capacity."""
+    def reserve(self, size_bytes: int) -> None:
+        """A file is about to be written."""
         with self._lock:
-            if self._used + self._reserved + size_bytes > self._capacity:
-                return False
             self._reserved += size_bytes
-            return True
 
     def release(self, size_bytes: int) -> None:
         """A reserved file was not published after all."""
@@ -76,16 +79,21 @@ class Index:
             return self._put(namespace, key, size_bytes)
 
     def charge(self, size_bytes: int) -> None:
-        """Bytes of something that is no object."""
+        """Bytes of something that is no object, in addition."""
         with self._lock:
-            self._used += size_bytes
+            self._extra += size_bytes
+
+    def set_extra(self, size_bytes: int) -> None:
+        """Bytes of everything that is no object."""
+        with self._lock:
+            self._extra = size_bytes
 
     def _put(self, namespace: str, key: bytes, size_bytes: int) -> bool:
         objects = self._objects.setdefault(namespace, {})
         before = objects.get(key)
-        units = -(-size_bytes // ALIGNMENT_BYTES)
+        units = min(-(-size_bytes // ALIGNMENT_BYTES), _SIZE_MASK)
         self._uses += 1
-        objects[key] = self._uses << _SIZE_BITS | min(units, _SIZE_MASK)
+        objects[key] = self._uses << _USE_SHIFT | self._pass << _SIZE_BITS | units
         if before is None:
             self._count += 1
             self._used += units * ALIGNMENT_BYTES
@@ -100,7 +108,7 @@ class Index:
             value = objects.get(key) if objects is not None else None
             if objects is not None and value is not None:
                 self._uses += 1
-                objects[key] = self._uses << _SIZE_BITS | (value & _SIZE_MASK)
+                objects[key] = self._uses << _USE_SHIFT | (value & (1 << _USE_SHIFT) - 1)
 
     def remove(self, namespace: str, key: bytes) -> bool:
         """The object is gone; False if it was not known."""
@@ -115,20 +123,50 @@ class Index:
                 self._objects.pop(namespace, None)
             return True
 
-    def victims(self, target_bytes: int) -> list[tuple[str, bytes]]:
-        """The least recently used objects that have to go so that ``target_bytes`` are used; they stay until removed."""
+    def oldest(self, surplus_bytes: int) -> list[tuple[str, bytes, int]]:
+        """The least recently used objects that together have ``surplus_bytes``, each with a value for ``unchanged``; they stay until
+        removed."""
+        if surplus_bytes <= 0:
+            return []
         with self._lock:
-            surplus = self._used + self._reserved - target_bytes
-            if surplus <= 0:
-                return []
             everything = [(value, namespace, key) for namespace, key, value in self._all()]
         heapq.heapify(everything)
-        chosen: list[tuple[str, bytes]] = []
-        while everything and surplus > 0:
+        chosen: list[tuple[str, bytes, int]] = []
+        while everything and surplus_bytes > 0:
             value, namespace, key = heapq.heappop(everything)
-            surplus -= (value & _SIZE_MASK) * ALIGNMENT_BYTES
-            chosen.append((namespace, key))
+            surplus_bytes -= (value & _SIZE_MASK) * ALIGNMENT_BYTES
+            chosen.append((namespace, key, value >> _USE_SHIFT))
         return chosen
+
+    def unchanged(self, namespace: str, key: bytes, value: int) -> bool:
+        """Whether the object is there and was not used since ``oldest`` named it."""
+        return self._objects.get(namespace, {}).get(key, 0) >> _USE_SHIFT == value
+
+    # Refreshing.
+
+    def begin_pass(self) -> None:
+        """A refresh begins; what it does not ``meet`` is for ``unmet``."""
+        with self._lock:
+            self._pass = (self._pass + 1) & _PASS_MASK
+
+    def meet(self, namespace: str, key: bytes) -> bool:
+        """The refresh found the object; False if it is not known."""
+        with self._lock:
+            objects = self._objects.get(namespace)
+            value = objects.get(key) if objects is not None else None
+            if objects is None or value is None:
+                return False
+            objects[key] = value & ~(_PASS_MASK << _SIZE_BITS) | self._pass << _SIZE_BITS
+            return True
+
+    def unmet(self) -> list[tuple[str, bytes]]:
+        """Objects that the refresh did not find; they may be gone."""
+        with self._lock:
+            return [
+                (namespace, key)
+                for namespace, key, value in self._all()
+                if value >> _SIZE_BITS & _PASS_MASK != self._pass
+            ]
 
     def _all(self) -> Iterator[tuple[str, bytes, int]]:
         for namespace, objects in self._objects.items():

@@ -25,6 +25,9 @@ ABANDONED_SECONDS = 3600.0
 """A temporary of a process that cannot be asked (another host, another pod) is abandoned after this long."""
 
 
+_COPY_SECONDS = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One object file. ``used_at``: its modification time, which a hit refreshes now and then."""
@@ -33,6 +36,24 @@ class Found:
     key: bytes
     size_bytes: int
     used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One directory of objects, or (``second`` empty) one above. ``other_bytes``: of what is in it and no object."""
+
+    namespace: str
+    first: str
+    second: str
+    path: str
+    objects: list[Found]
+    other_bytes: int
+    empty: bool
+
+    @property
+    def entries(self) -> int:
+        """What listing it has cost: names looked at, and the directory."""
+        return len(self.objects) + 1
 
 
 @dataclass(slots=True)
@@ -68,71 +89,115 @@ def abandoned(name: str, age_seconds: float) -> bool:
     if age_seconds > ABANDONED_SECONDS:
         return True
     match = _TEMPORARY.fullmatch(name)
-    if match is None or match[2] != _pid_space():
+    # Another boot may be another host whose first process-number space has the same number as the one here.
+    if match is None or match[2] != _pid_space() or match[1] != _boot():
         return False
-    return match[1] != _boot() or (int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}"))
+    return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
 
 
-def scan(root: Path, now: float, report: ScanReport) -> Iterator[Found]:
-    """Yields every object below ``root`` and removes abandoned temporaries. Names that are not ours are left alone.
+def scan(root: Path, now: float, report: ScanReport, *, sweep: bool = True) -> Iterator[Bucket]:
+    """Yields every directory with its objects, in the order of names, and (``sweep``) removes abandoned temporaries and what is no
+    whole object. Names that are not ours are left alone.
 
-    Raises ``OSError`` only if the root itself cannot be read.
+    ``now``: seconds since the epoch, by the file system's clock or one near it. Raises ``OSError`` only if the root itself cannot be read.
     """
     with os.scandir(root) as entries:
-        namespaces = [entry for entry in entries if _NAMESPACE.fullmatch(entry.name)]
+        namespaces = sorted(entry.name for entry in entries if _NAMESPACE.fullmatch(entry.name))
+    reader = _Reader(now, report, sweep)
     for namespace in namespaces:
-        for entry in _children(namespace.path, report):
-            if _BUCKET.fullmatch(entry.name):
-                for inner in _children(entry.path, report):
-                    if _BUCKET.fullmatch(inner.name):
-                        yield from _bucket(namespace.name, inner.path, now, report)
-            else:
-                _other(entry, now, report)
+        top = f"{root}/{namespace}"
+        yield from reader.above(namespace, "", top)
+        for first in reader.buckets:
+            yield from reader.above(namespace, first, f"{top}/{first}")
+            for second in reader.buckets:
+                bucket = reader.bucket(namespace, first, second, f"{top}/{first}/{second}")
+                if bucket is not None:
+                    yield bucket
 
 
-def _children(path: str, report: ScanReport) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except OSError:
-        report.unreadable += 1
-        return []
+class _Reader:
+    """Reads single directories."""
 
+    def __init__(self, now: float, report: ScanReport, sweep: bool) -> None:
+        self.buckets: list[str] = []
+        self._now = now
+        self._report = report
+        self._sweep = sweep
 
-def _bucket(namespace: str, path: str, now: float, report: ScanReport) -> Iterator[Found]:
-    for entry in _children(path, report):
-        match = _OBJECT.fullmatch(entry.name)
-        if match is None:
-            _other(entry, now, report)
-            continue
+    def above(self, namespace: str, first: str, path: str) -> Iterator[Bucket]:
+        """A directory of directories; ``buckets`` are those."""
+        found = self._children(path)
+        names = [entry.name for entry in found or () if _BUCKET.fullmatch(entry.name)]
+        self.buckets = sorted(names)
+        if found is None:
+            return
+        other = sum(self._other(entry) for entry in found if not _BUCKET.fullmatch(entry.name))
+        yield Bucket(namespace, first, "", path, [], other, not found)
+
+    def bucket(self, namespace: str, first: str, second: str, path: str) -> Bucket | None:
+        """A directory of objects; None if it cannot be read."""
+        found = self._children(path)
+        if found is None:
+            return None
+        objects: list[Found] = []
+        other = 0
+        for entry in found:
+            match = _OBJECT.fullmatch(entry.name)
+            if match is None:
+                other += self._other(entry)
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self._report.unreadable += 1
+                continue
+            if status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES:
+                objects.append(Found(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime))
+                continue
+            # Not a whole object: it can never be read. A young one may be a copy that somebody else is making.
+            self._report.ignored += 1
+            young = self._now - status.st_mtime < _COPY_SECONDS
+            if young or not self._sweep or not _removed(entry.path):
+                other += status.st_size
+        return Bucket(namespace, first, second, path, objects, other, not found)
+
+    def _children(self, path: str) -> list[os.DirEntry[str]] | None:
+        try:
+            with os.scandir(path) as entries:
+                return list(entries)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            self._report.unreadable += 1
+            return None
+
+    def _other(self, entry: os.DirEntry[str]) -> int:
+        report = self._report
         try:
             status = entry.stat(follow_symlinks=False)
         except OSError:
             report.unreadable += 1
-            continue
-        if status.st_size <= HEADER_BYTES or status.st_size % ALIGNMENT_BYTES:
-            # Not a whole object: it can never be read, and must not stay uncounted.
-            report.ignored += 1
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-            continue
-        yield Found(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
+            return 0
+        if entry.name.startswith(TEMPORARY_PREFIX):
+            if self._sweep and abandoned(entry.name, self._now - status.st_mtime) and _removed(entry.path):
+                report.temporaries_removed += 1
+                return 0
+            report.temporaries_kept_bytes += status.st_size
+        elif entry.is_file(follow_symlinks=False):
+            report.other_bytes += status.st_size
+        else:
+            return 0
+        return status.st_size
 
 
-def _other(entry: os.DirEntry[str], now: float, report: ScanReport) -> None:
+def _removed(path: str) -> bool:
     try:
-        status = entry.stat(follow_symlinks=False)
-        if entry.name.startswith(TEMPORARY_PREFIX) and abandoned(entry.name, now - status.st_mtime):
-            os.unlink(entry.path)
-            report.temporaries_removed += 1
-            return
+        os.unlink(path)
     except OSError:
-        report.unreadable += 1
-        return
-    if entry.name.startswith(TEMPORARY_PREFIX):
-        report.temporaries_kept_bytes += status.st_size
-    elif entry.is_file(follow_symlinks=False):
-        report.other_bytes += status.st_size
+        return False
+    return True
 
 
 def object_path(root: str, namespace: str, key: bytes) -> str:

@@ -1,11 +1,8 @@
-"""The file system tier: a directory within a budget.
+"""The file system tier: a directory within a budget, which other processes may use as well (layout.py).
 
-    <root>/<namespace>/identity.json              why this namespace is one of its own, for people
-    <root>/<namespace>/<2 hex>/<2 hex>/<key>.kv   one object (format.py)
-    <root>/.../.tmp-<boot>-<pid space>-<pid>-<random>   being written
-
-A file appears under its name whole, by a rename, or not at all. The budget is charged before a file is begun, so the directory never
-exceeds it. What is read is verified before it is believed; what is not what it should be is removed.
+A file appears under its name whole, by a rename, or not at all, and only within bytes that the directory's ledger granted before it was
+begun (keeper.py, ledger.py), so the directory never exceeds its capacity. What is read is verified before it is believed; what is not what it
+should be is removed.
 """
 
 from __future__ import annotations
@@ -21,17 +18,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierCapabilities, TierLimits, TierUsage
+from kvtier.tiers.base import (
+    ObjectMeta,
+    ObjectRef,
+    OnChange,
+    Tier,
+    TierCapabilities,
+    TierLimits,
+    TierUsage,
+    aligned,
+)
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import direct
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, read_header, verify_payload, write_header
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.scan import TEMPORARY_PREFIX, ScanReport, object_path, process_tag, scan
+from kvtier.tiers.filesystem.keeper import TOUCH_SECONDS, Keeper
+from kvtier.tiers.filesystem.layout import IDENTITY, Modes
+from kvtier.tiers.filesystem.placing import place
+from kvtier.tiers.filesystem.scan import ScanReport, object_path
 from kvtier.topology.models import FileSystemTierDocument
-
-TOUCH_SECONDS = 3600.0
-"""A hit refreshes a file's time at most this often: enough for the order of eviction to outlive a restart, cheap enough for NFS."""
-_EVICTION_ROUNDS = 3
 
 
 def _is_file(path: str) -> bool:
@@ -46,7 +51,8 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 
 class FileSystemTier(Tier):
-    """See the module's text. ``gid``: group of the files made, None for the process's own. ``wall``: seconds since the epoch.
+    """See the module's text. ``gid``: group of the files made, None for the process's own. ``wall``: seconds since the epoch. ``clock``: monotonic
+    seconds, for leases.
 
     Raises nothing in the constructor; ``open`` says what is wrong with the directory.
     """
@@ -57,6 +63,7 @@ class FileSystemTier(Tier):
         limits: TierLimits,
         gid: int | None = None,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = document.name
         self.capabilities = TierCapabilities(persistent=True, shared=document.sharing != "Pod", indexed=True)
@@ -65,44 +72,55 @@ class FileSystemTier(Tier):
         self._root = Path(document.path)
         self._direct_io = document.direct_io
         self._limits = limits
-        self._gid = gid
-        self._file_mode, self._directory_mode = (0o640, 0o750) if gid is None else (0o660, 0o2770)
+        self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
         self._wall = wall
         self._index = Index(limits.capacity_bytes)
         self._on_change: OnChange = _ignore
         self._headers = threading.local()
         self._described: set[str] = set()
-        self._evicting = threading.Lock()
-        self._closed = False
-        self._tag = process_tag()
+        self.keeper = Keeper(
+            self._root,
+            self._index,
+            lambda: self._limits,
+            self._modes,
+            shared=self.capabilities.shared,
+            on_change=self._changed,
+            clock=clock,
+        )
 
     # Life.
 
     def open(self, on_change: OnChange) -> None:
         """Probes the mount, scans, reports every object. Raises ``TierUnavailableError`` if the directory cannot be used."""
         self._on_change = on_change
+        self.keeper.start()
         try:
-            self._make(self._root)
             works = self._direct_io != "Never" and direct.direct_works(self._root)
-            if self._direct_io == "Always" and not works:
-                raise TierUnavailableError(f"{self._root}: direct I/O does not work here, and directIO is Always")
-            self.direct = works
-            found = sorted(scan(self._root, self._wall(), self.report), key=lambda each: each.used_at)
         except OSError as error:
             raise direct.tier_error(error, str(self._root)) from error
-        self._index.charge(self.report.other_bytes + self.report.temporaries_kept_bytes)
-        for each in found:
-            if self._index.add(each.namespace, each.key, each.size_bytes):
-                on_change(each.namespace, each.key, True)
+        if self._direct_io == "Always" and not works:
+            raise TierUnavailableError(f"{self._root}: direct I/O does not work here, and directIO is Always")
+        self.direct = works
+        self.report = self.keeper.first_pass().result.report
+        self.keeper.run()
 
     def close(self) -> None:
-        """Nothing is evicted or written any more; calls under way end by themselves."""
-        self._closed = True
+        """Nothing is evicted or written any more; calls under way end by themselves. Grants and office go back, if the storage answers
+        within seconds."""
+        self.keeper.stop()
 
     def configure(self, limits: TierLimits) -> None:
-        """Takes over changed limits; a lowered capacity is reached by the next ``maintain``."""
+        """Takes over changed limits. A lowered capacity is reached within seconds, and by the next ``maintain`` at the latest."""
+        lowered = limits.capacity_bytes < self._limits.capacity_bytes
         self._limits = limits
         self._index.set_capacity(limits.capacity_bytes)
+        if lowered:
+            # What was granted by the measure of the old capacity may be all of the new one.
+            self.keeper.allowance.recall()
+        self.keeper.wake()
+
+    def _changed(self, namespace: str, key: bytes, present: bool) -> None:
+        self._on_change(namespace, key, present)
 
     # Answers from memory.
 
@@ -143,7 +161,7 @@ class FileSystemTier(Tier):
         path = self._path(ref)
         header = self._header()
         try:
-            direct.read_file(path, header, into, self.direct)
+            modified = direct.read_file(path, header, into, self.direct)
             meta = read_header(header, ref, into.nbytes)
             verify_payload(into, meta)
         except TierCorruptError:
@@ -152,7 +170,10 @@ class FileSystemTier(Tier):
         except OSError as error:
             raise self._read_error(ref, path, error) from error
         self._index.touch(ref.namespace, ref.key)
-        self._refresh(path)
+        if self._wall() - modified > TOUCH_SECONDS:
+            with contextlib.suppress(OSError):
+                # By the file system's clock, which all who share it can compare; and this needs no ownership.
+                os.utime(path)
         return meta
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
@@ -166,11 +187,6 @@ class FileSystemTier(Tier):
             self._forget(ref)
         return direct.tier_error(error, path)
 
-    def _refresh(self, path: str) -> None:
-        with contextlib.suppress(OSError):
-            if self._wall() - os.stat(path).st_mtime > TOUCH_SECONDS:
-                os.utime(path, (self._wall(), self._wall()))
-
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
         if self._index.contains(ref.namespace, ref.key):
@@ -182,9 +198,9 @@ class FileSystemTier(Tier):
             write_header(header, ref, meta)
         except ValueError as error:
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
-        self._make_room(size)
+        self._index.reserve(size)
         try:
-            self._write(ref, header, payload, meta)
+            place(self.keeper, self._root, self._path(ref), size, self._modes, self._writing(header, payload, meta))
         except TierError:
             self._index.release(size)
             raise
@@ -194,90 +210,68 @@ class FileSystemTier(Tier):
         if self._index.publish(ref.namespace, ref.key, size):
             self._on_change(ref.namespace, ref.key, True)
 
-    def _write(self, ref: ObjectRef, header: memoryview, payload: memoryview, meta: ObjectMeta) -> None:
+    def _writing(self, header: memoryview, payload: memoryview, meta: ObjectMeta) -> Callable[[str], None]:
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         clear_padding(payload, meta)
-        path = self._path(ref)
-        directory = os.path.dirname(path)
-        self._make(Path(directory))
-        temporary = f"{directory}/{TEMPORARY_PREFIX}{self._tag}-{os.urandom(6).hex()}"
-        try:
+
+        def write(temporary: str) -> None:
             direct.write_file(
                 temporary,
                 header,
                 payload,
                 direct=self.direct,
-                mode=self._file_mode,
-                gid=self._gid,
+                mode=self._modes.file,
+                gid=self._modes.gid,
                 sync=self._limits.sync_data,
             )
-            os.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+
+        return write
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = direct.tier_error(error, str(self._root))
         if isinstance(mapped, TierNoSpaceError):
-            # The file system is fuller than the budget says: give up a twentieth of what is there, for the next ones.
-            self._evict(int(self._index.usage().used_bytes * 0.95))
+            # The file system is fuller than the budget says: a part of what is there goes, for the next ones.
+            with contextlib.suppress(TierError):
+                self.keeper.full()
         if isinstance(mapped, TierMissError):
             return TierUnavailableError(f"{self._root} has vanished, or a directory below it")
         return mapped
 
-    def _make_room(self, size: int) -> None:
-        if self._closed:
-            raise TierUnavailableError(f"{self.name} is closed")
-        for _ in range(_EVICTION_ROUNDS):
-            if self._index.reserve(size):
-                return
-            self._evict(self._low_watermark() - size)
-        raise TierNoSpaceError(
-            f"{self.name}: {size} bytes do not fit beside {self._index.usage().used_bytes} of {self._limits.capacity_bytes}"
-        )
-
-    def _low_watermark(self) -> int:
-        return self._limits.capacity_bytes * self._limits.low_watermark_percent // 100
-
-    def _evict(self, target_bytes: int) -> None:
-        """Down to ``target_bytes``, oldest first. One thread evicts at a time; others wait, as they need the room."""
-        with self._evicting:
-            for namespace, key in self._index.victims(max(target_bytes, 0)):
-                try:
-                    self.delete(ObjectRef(namespace, key))
-                except TierError:
-                    return
-
     def delete(self, ref: ObjectRef) -> None:
         """Removes the file; see the base class."""
+        path, generation = self._path(ref), self.keeper.generation()
         try:
-            os.unlink(self._path(ref))
+            size = os.lstat(path).st_size
+            os.unlink(path)
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise direct.tier_error(error, self._path(ref)) from error
+            raise direct.tier_error(error, path) from error
+        else:
+            if generation >= 0:
+                self.keeper.removed.append((ref.namespace, path, size, generation))
         self._forget(ref)
 
     def maintain(self) -> None:
-        """Evicts from the high to the low watermark, and from above the capacity."""
-        if self._closed:
-            return
-        high = self._limits.capacity_bytes * self._limits.high_watermark_percent // 100
-        if self._index.usage().used_bytes > high:
-            self._evict(self._low_watermark())
+        """Keeps the limits, if this process is the directory's janitor; hears what other processes did."""
+        if not self.keeper.stopping:
+            self.keeper.maintain()
 
     def check(self) -> None:
-        """Writes, reads and removes one small object outside every namespace."""
+        """Writes, reads and removes one small object outside every namespace. Room for it is set aside."""
         meta = ObjectMeta((4096,), preferred().kind, (preferred().digest(memoryview(bytes(4096))),))
         ref = ObjectRef(f"{0:032x}", os.urandom(8))
         page = memoryview(mmap.mmap(-1, 4096))
         header = self._header()
-        path = f"{self._root}/.probe-{self._tag}-{ref.key.hex()}"
+        if not self.keeper.writer.registered:
+            self.keeper.turn()
+        path = self.keeper.writer.working_path()
         try:
             write_header(header, ref, meta)
-            direct.write_file(path, header, page, direct=self.direct, mode=self._file_mode, gid=self._gid, sync=False)
+            direct.write_file(
+                path, header, page, direct=self.direct, mode=self._modes.file, gid=self._modes.gid, sync=False
+            )
             direct.read_file(path, header, page, self.direct)
             verify_payload(page, read_header(header, ref, 4096))
         except OSError as error:
@@ -290,20 +284,26 @@ class FileSystemTier(Tier):
         """Writes, once, why the namespace is one of its own. ``text``: its canonical JSON. May block."""
         if namespace in self._described:
             return
-        directory = self._root / namespace
-        path, data = directory / "identity.json", text.encode()
-        temporary = directory / f"{TEMPORARY_PREFIX}{self._tag}-{os.urandom(6).hex()}"
+        path, data = self._root / namespace / IDENTITY, text.encode()
+
+        def write(temporary: str) -> None:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._modes.file)
+            with os.fdopen(descriptor, "wb") as file:
+                if self._modes.gid is not None:
+                    os.fchown(descriptor, -1, self._modes.gid)
+                    os.fchmod(descriptor, self._modes.file)
+                file.write(data)
+
         try:
-            self._make(directory)
-            if not path.exists():
-                temporary.write_bytes(data)
-                os.rename(temporary, path)
+            if path.exists():
+                # An engine uses the namespace: its retention begins anew.
+                with contextlib.suppress(PermissionError):
+                    os.utime(path)
+            else:
+                place(self.keeper, self._root, str(path), aligned(len(data)), self._modes, write)
                 self._index.charge(len(data))
         except OSError as error:
             raise direct.tier_error(error, str(path)) from error
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         self._described.add(namespace)
 
     # Helpers.
@@ -319,31 +319,11 @@ class FileSystemTier(Tier):
             self._headers.buffer = buffer
         return buffer
 
-    def _make(self, directory: Path) -> None:
-        """Makes the directories between root and ``directory``; the root's parent has to be there."""
-        try:
-            os.mkdir(directory, self._directory_mode)
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            if directory == self._root:
-                raise
-            self._make_parent(directory)
-            self._make(directory)
-            return
-        if self._gid is not None:
-            os.chown(directory, -1, self._gid)
-            os.chmod(directory, self._directory_mode)
-
-    def _make_parent(self, directory: Path) -> None:
-        if directory.parent == self._root and not self._root.is_dir():
-            # The mount is gone: writing beside it, into whatever is below, would fill the wrong disk.
-            raise OSError(errno.ESTALE, "the tier's directory has vanished", str(self._root))
-        self._make(directory.parent)
-
     def _discard(self, ref: ObjectRef, path: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(path)
+            # How long it was is not certain, so nothing is taken off the books before they are counted.
+            self.keeper.doubt()
         self._forget(ref)
 
     def _forget(self, ref: ObjectRef) -> None:

@@ -1,0 +1,473 @@
+"""What a tier does beside its objects: keeps its own leases, is the janitor or watches him, refreshes the index.
+
+One thread per tier runs ``turn`` again and again; a thread that needs a grant runs it as well. Everything that may block is below one lock, which
+lookups never take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtier.errors import TierError, TierNoSpaceError, TierUnavailableError
+from kvtier.tiers.base import OnChange, TierLimits
+from kvtier.tiers.filesystem.allowance import Allowance, Taken
+from kvtier.tiers.filesystem.direct import tier_error
+from kvtier.tiers.filesystem.index import Index
+from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
+from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, Watch
+from kvtier.tiers.filesystem.refresh import Pass
+from kvtier.tiers.filesystem.scan import ABANDONED_SECONDS
+from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant
+from kvtier.tiers.filesystem.writer import Writer
+
+_log = logging.getLogger("kvtier.tiers.filesystem")
+
+GRANT_SECONDS = 2.0
+"""A store waits this long for a grant, then it is dropped: twice what the janitor may take to look, less than what a store may wait."""
+BUSY_SECONDS = 0.02
+_BUSY_FOR_SECONDS = 2.0
+REFRESH_SECONDS = 10.0
+"""Between two refreshes of a directory that other processes write; a refresh takes at most a third of the time."""
+RECOUNT_SECONDS = 3600.0
+"""Between two counts of a directory that only this process writes."""
+ENTRIES_PER_SECOND = 5_000
+"""Pace of a refresh: a few per cent of one core on a local disk, and what an NFS server answers beside its work."""
+_STEP_ENTRIES = 2_000
+TOUCH_SECONDS = 3600.0
+"""A hit refreshes a file's time at most this often: enough for the order of eviction to outlive a restart, cheap enough for NFS."""
+MIN_RETENTION_SECONDS = 2 * TOUCH_SECONDS
+"""Use is noted no more often than ``TOUCH_SECONDS``: a shorter retention would remove what is in use."""
+_STOP_SECONDS = 2.0
+
+
+class Keeper:
+    """See the module's text. ``clock``: monotonic seconds. ``shared``: other processes write here.
+
+    ``turn``, ``obtain`` and ``first_pass`` block as long as the storage does. Errors are ``TierError``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        index: Index,
+        limits: Callable[[], TierLimits],
+        modes: Modes,
+        *,
+        shared: bool,
+        on_change: OnChange,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.allowance = Allowance()
+        self.writer = Writer(root, modes, self.allowance)
+        self.janitor: Janitor | None = None
+        self.last_error = ""
+        self.removed: deque[tuple[str, str, int, int]] = deque(maxlen=100_000)
+        """Files that this tier deleted: namespace, path, bytes, the ledger's generation before."""
+        self._root = root
+        self._index = index
+        self._limits = limits
+        self._modes = modes
+        self._shared = shared
+        self._on_change = on_change
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._watch = Watch()
+        self._fence = 0
+        self._looked_at = float("-inf")
+        self._quantum = 0
+        self._hot_until = float("-inf")
+        self._pass: Pass | None = None
+        self._pass_at = float("-inf")
+        self._paced_at = 0.0
+        self._pass_began = float("inf")
+        self._recount_at = float("-inf")
+        self._pass_started = 0.0
+        self._root_identity: tuple[int, int] | None = None
+
+    # Life.
+
+    def start(self) -> None:
+        """Takes part: a directory of its own, the janitor's office if it is free. Raises ``TierError``."""
+        with self._locked(None), self._mapped():
+            self._stopping = False
+            make_directory(self._root, self._modes)
+            self._root_identity = None
+            self._turn(self._clock(), supersede=True)
+
+    def first_pass(self) -> Pass:
+        """Reads the whole directory, at full speed; the leases are kept meanwhile. Raises ``TierError``."""
+        with self._locked(None), self._mapped():
+            return self._full_pass()
+
+    def run(self) -> None:
+        """Starts the thread."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._wake), name="kvtier-file-tier", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Gives grants and office back, if the storage allows it within a short time."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def leave(self) -> None:
+        """Gives everything back, in the calling thread."""
+        with self._locked(None), self._mapped():
+            now = self._clock()
+            self.writer.close(now)
+            if self.janitor is not None:
+                with contextlib.suppress(DeposedError):
+                    self.janitor.serve(now)
+                    self.janitor.announce(now, released=True)
+                self.janitor = None
+            self._pass = None
+            self._watch = Watch()
+            self.writer.revoked()
+
+    def wake(self) -> None:
+        """Has the thread look at once."""
+        self._hot_until = self._clock() + BEAT_SECONDS
+        self._wake.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the tier was closed."""
+        return self._stopping
+
+    def pause_seconds(self) -> float:
+        """How long the thread may rest."""
+        return BUSY_SECONDS if self._clock() < self._hot_until else BEAT_SECONDS
+
+    # Grants.
+
+    def obtain(self, size_bytes: int) -> Taken:
+        """Bytes to write. Raises ``TierNoSpaceError`` if there is no room, or nobody to grant it in time, and ``TierUnavailableError``."""
+        taken = self.allowance.take(size_bytes)
+        if taken is not None:
+            low = self.janitor is None and 2 * self.allowance.room_bytes() < self._quantum
+            if low and self._clock() >= self._hot_until:
+                self.wake()
+            return taken
+        if self._stopping:
+            raise TierUnavailableError(f"{self._root}: the tier is closed")
+        if size_bytes > self._limits().capacity_bytes:
+            raise TierNoSpaceError(f"{self._root}: {size_bytes} bytes are more than the capacity")
+        deadline = time.monotonic() + GRANT_SECONDS
+        denials = self.allowance.denials
+        waiter = self.allowance.enter(size_bytes)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                with self._locked(max(left, 0.01)), self._mapped():
+                    taken = self.allowance.take(size_bytes)
+                    if taken is not None:
+                        return taken
+                    self._turn(self._clock())
+                taken = self.allowance.take(size_bytes)
+                if taken is not None:
+                    return taken
+                if self.allowance.denials != denials:
+                    raise TierNoSpaceError(f"{self._root}: no room for {size_bytes} bytes within the capacity")
+                if left <= 0:
+                    raise TierNoSpaceError(f"{self._root}: no grant for {size_bytes} bytes within {GRANT_SECONDS:g} s")
+                self.allowance.wait(min(BUSY_SECONDS, left))
+        finally:
+            self.allowance.leave(waiter)
+
+    def may_rename(self, taken: Taken) -> bool:
+        """The check before a file gets its name: the grant counts and the lease is good."""
+        return self.allowance.valid(taken) and self.writer.alive(self._clock())
+
+    def full(self) -> None:
+        """The file system has no room: something has to go, now if this is the janitor. Raises ``TierError``."""
+        with self._locked(GRANT_SECONDS), self._mapped():
+            if self.writer.registered:
+                self.writer.note("full")
+            self._turn(self._clock())
+
+    def doubt(self) -> None:
+        """The books may charge too much: a count is wanted."""
+        if self.janitor is not None:
+            self.janitor.recount_wanted = True
+
+    def generation(self) -> int:
+        """The ledger's generation; odd while it counts, -1 where this is not the janitor."""
+        janitor = self.janitor
+        return -1 if janitor is None else janitor.ledger.generation
+
+    # Turning.
+
+    def turn(self) -> None:
+        """One round. Raises ``TierError``."""
+        with self._locked(None), self._mapped():
+            self._turn(self._clock())
+
+    def maintain(self) -> None:
+        """A round that does not rest before the limits are kept. Raises ``TierError``."""
+        with self._locked(None), self._mapped():
+            self._turn(self._clock())
+            while self.janitor is not None and (self._enforce() or self.janitor.hungry) and not self._stopping:
+                if self.janitor.hungry:
+                    self._full_pass()
+                self._beats(self._clock())
+
+    def _turn(self, now: float, *, supersede: bool = False) -> None:
+        self._take_part(now)
+        self._beats(now, supersede=supersede)
+        janitor = self.janitor
+        if janitor is not None:
+            if self._enforce():
+                self._hot_until = max(self._hot_until, self._clock() + BUSY_SECONDS)
+            if self.janitor is not None and self.janitor.hungry and not supersede:
+                self._full_pass()
+                self._beats(self._clock())
+        if not supersede:
+            self._pass_step(self._clock())
+
+    def _take_part(self, now: float) -> None:
+        if self.writer.registered:
+            return
+        found = os.stat(self._root)
+        identity = (found.st_dev, found.st_ino)
+        if self._root_identity not in (None, identity) and not (self._root / CONTROL).is_dir():
+            # The mount is gone, and this is what was below it: not to be filled.
+            raise OSError(errno.ESTALE, "another directory has taken the tier's place", str(self._root))
+        self._root_identity = identity
+        make_control(self._root, self._modes)
+        self.writer.register(now)
+
+    def _beats(self, now: float, *, supersede: bool = False) -> None:
+        """Everything that must not wait for long: leases, wishes, answers."""
+        if self.janitor is None:
+            self._look(now, supersede)
+        self.writer.settle()
+        self._wish()
+        self.writer.flush(now)
+        if not self.writer.registered:
+            self._take_part(now)
+        if self.janitor is not None:
+            self._serve(now, supersede)
+            self._look(now, False)
+            self.writer.settle()
+            self.writer.flush(now)
+
+    def _wish(self) -> None:
+        wanted, least = self.allowance.wanted()
+        room = self.allowance.room_bytes()
+        if wanted:
+            self._hot_until = self._clock() + _BUSY_FOR_SECONDS
+            self.writer.ask(wanted, least)
+        elif self.janitor is None and self._quantum and room and 2 * room < self._quantum:
+            self.writer.ask(self._quantum, 1)
+
+    def _serve(self, now: float, supersede: bool) -> None:
+        janitor = self.janitor
+        if janitor is None:
+            return
+        self._credit(janitor)
+        try:
+            if janitor.serve(now, supersede=self.writer.name if supersede else ""):
+                self._hot_until = self._clock() + _BUSY_FOR_SECONDS
+        except DeposedError:
+            self._deposed()
+
+    def _deposed(self) -> None:
+        _log.warning("%s: another process has become the janitor", self._root)
+        self.janitor = None
+        self._pass = None
+        self._watch = Watch()
+
+    def _credit(self, janitor: Janitor) -> None:
+        while self.removed:
+            namespace, path, size_bytes, generation = self.removed.popleft()
+            if generation == janitor.ledger.generation and not generation % 2:
+                janitor.credit(namespace, path, size_bytes)
+            else:
+                janitor.recount_wanted = True
+
+    def _look(self, now: float, supersede: bool) -> None:
+        """Reads the janitor's record; takes the office if it is free."""
+        ledger = read_ledger(self._root, self._fence) if self._fence else None
+        if ledger is None:
+            self._fence = top_fence(self._root, fresh=True)
+            ledger = read_ledger(self._root, self._fence) if self._fence else None
+        if ledger is not None:
+            self._quantum = int(ledger.get("quantum", 0))
+            if self.writer.registered:
+                self.writer.collect(self._fence, ledger)
+        if self.janitor is not None or not vacant(ledger, self._fence, self._watch, now, supersede=supersede):
+            return
+        inherited = claim(self._root, self._fence, self.writer.name, self._modes)
+        self._watch = Watch()
+        if inherited is None:
+            self._fence = top_fence(self._root, fresh=True)
+            return
+        self._fence = inherited.fence
+        self._pass = None
+        self.janitor = Janitor(
+            self._root, self.writer.name, inherited, self._limits, self._index, self._modes, self._forget
+        )
+        self._serve(now, supersede)
+
+    def _forget(self, namespace: str, key: bytes) -> None:
+        if self._index.remove(namespace, key):
+            self._on_change(namespace, key, False)
+
+    def _enforce(self) -> bool:
+        janitor = self.janitor
+        if janitor is None:
+            return False
+        try:
+            return janitor.enforce(self._clock())
+        except DeposedError:
+            self._deposed()
+            return False
+
+    # Passes.
+
+    def _begin_pass(self) -> Pass:
+        janitor = self.janitor
+        if janitor is not None:
+            self._credit(janitor)
+            janitor.begin_count()
+        now = self.writer.server_time or time.time()
+        self._pass = Pass(
+            self._root,
+            self._index,
+            self._on_change,
+            now,
+            None if janitor is None else self._counted,
+            self._pass_began,
+        )
+        self._pass_began = now
+        self._pass_started = self._paced_at = self._clock()
+        return self._pass
+
+    def _counted(self, size_bytes: int, position: tuple[str, str, str]) -> None:
+        if self.janitor is not None:
+            self.janitor.ledger.saw(size_bytes)
+            self.janitor.position = position
+
+    def _full_pass(self) -> Pass:
+        """A whole pass at once. Leases are kept and wishes are answered meanwhile."""
+        if self.janitor is not None and self._pass is not None:
+            self.janitor.abort_count()
+        current = self._begin_pass()
+        last = self._clock()
+        while not self._stepped(current, _STEP_ENTRIES):
+            if self._clock() - last >= BEAT_SECONDS:
+                last = self._clock()
+                self._beats(last)
+                if self._pass is not current:
+                    current = self._begin_pass()
+        return current
+
+    def _pass_step(self, now: float) -> None:
+        if self._pass is None:
+            wanted = self.janitor is not None and self.janitor.recount_wanted
+            if now < (self._recount_at if wanted else self._pass_at):
+                return
+            if not self._shared and self.janitor is None:
+                return
+            self._begin_pass()
+            return
+        budget = int((now - self._paced_at) * ENTRIES_PER_SECOND)
+        if budget > 0:
+            self._paced_at = now
+            self._stepped(self._pass, min(budget, ENTRIES_PER_SECOND))
+
+    def _stepped(self, current: Pass, budget: int) -> bool:
+        if not current.step(budget):
+            return False
+        now = self._clock()
+        self._pass = None
+        took = now - self._pass_started
+        self._recount_at = now + max(REFRESH_SECONDS, 3 * took)
+        self._pass_at = now + max(REFRESH_SECONDS if self._shared else RECOUNT_SECONDS, 3 * took)
+        self._index.set_extra(current.result.other_bytes)
+        if self.janitor is not None:
+            self.janitor.end_count(now)
+            self._retire(current)
+        return True
+
+    def _retire(self, current: Pass) -> None:
+        """Removes namespaces that no engine has used for the retention."""
+        if self.janitor is None:
+            return
+        horizon = current.began_at - max(self._limits().retention_seconds, MIN_RETENTION_SECONDS)
+        for namespace, newest in current.result.newest.items():
+            if newest < horizon:
+                _log.info("%s: namespace %s was not used since its retention", self._root, namespace)
+                self.janitor.remove_namespace(namespace)
+        _sweep_probes(self._root, current.began_at)
+
+    # Helpers.
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            mapped = tier_error(error, str(self._root))
+            if not isinstance(mapped, TierNoSpaceError):
+                mapped = TierUnavailableError(str(mapped))
+            raise mapped from error
+
+    @contextlib.contextmanager
+    def _locked(self, seconds: float | None) -> Iterator[None]:
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise TierNoSpaceError(f"{self._root}: the directory's books could not be reached in time")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _sweep_probes(root: Path, now: float) -> None:
+    """Files of ``direct_works`` whose process was killed meanwhile."""
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(".probe-") and now - entry.stat().st_mtime > ABANDONED_SECONDS:
+                os.unlink(entry.path)
+
+
+def _run(keeper_of: weakref.ref[Keeper], wake: threading.Event) -> None:
+    """The thread. It keeps no tier alive: one that was dropped without being closed ends it."""
+    while True:
+        keeper = keeper_of()
+        if keeper is None:
+            return
+        pause = keeper.pause_seconds()
+        del keeper
+        wake.wait(pause)
+        wake.clear()
+        keeper = keeper_of()
+        if keeper is None:
+            return
+        try:
+            if keeper.stopping:
+                keeper.leave()
+                return
+            keeper.turn()
+            keeper.last_error = ""
+        except TierError as error:
+            if str(error) != keeper.last_error:
+                _log.warning("%s", error)
+            keeper.last_error = str(error)
