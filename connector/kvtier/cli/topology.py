@@ -78,4 +78,8 @@ def write(
         generation=generation,
     )
     writing.write(placed.directory, placed.topology)
+    own = placed.directory / TIERS_DIRECTORY
+    if any(getattr(tier, "path", "").startswith(f"{own}/") for tier in placed.topology.structural.tiers):
+        # tierd makes a tier's directory but not its parent: where a mount is missing, that would be the wrong disk.
+        own.mkdir(exist_ok=True)
     return placed

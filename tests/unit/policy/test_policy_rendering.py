@@ -172,6 +172,20 @@ class TestTopology:
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
         assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["live.json", "structural.json"]
 
+    def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(self, tmp_path: Path) -> None:
+        written = local.write(_local(), tmp_path)
+        own = tmp_path / local.TIERS_DIRECTORY
+        below = [
+            tier.path for tier in written.topology.structural.tiers if getattr(tier, "path", "").startswith(str(own))
+        ]
+        assert own.is_dir() == bool(below)
+
+    def test_a_tier_whose_place_was_named_gets_no_other(self, tmp_path: Path) -> None:
+        policy = _local()
+        names = [tier.name for tier in policy.spec.tiers if tier.file_system is not None]
+        local.write(policy, tmp_path, tier_paths={name: str(tmp_path / "x" / name) for name in names})
+        assert not (tmp_path / local.TIERS_DIRECTORY).exists()
+
     def test_the_files_can_be_read_by_other_users(self, tmp_path: Path) -> None:
         local.write(_local(), tmp_path)
         assert (tmp_path / "live.json").stat().st_mode & 0o777 == 0o644
