@@ -12,7 +12,7 @@ import pytest
 from kvtier.cli import topology as local
 from kvtier.errors import ConfigurationError
 from kvtier.topology.loading import load
-from kvtier.topology.models import Daemon, HttpEndpoint, LiveTier
+from kvtier.topology.models import Daemon, FileSystemTierDocument, HttpEndpoint, LiveTier
 from kvtier_operator.api.documents import load_policy
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.render import documents, engine, volumes
@@ -173,12 +173,11 @@ class TestTopology:
         assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["live.json", "structural.json"]
 
     def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(self, tmp_path: Path) -> None:
-        written = local.write(_local(), tmp_path)
-        own = tmp_path / local.TIERS_DIRECTORY
-        below = [
-            tier.path for tier in written.topology.structural.tiers if getattr(tier, "path", "").startswith(str(own))
-        ]
-        assert own.is_dir() == bool(below)
+        written = local.write(_local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path)
+        disk = written.topology.structural.tiers[1]
+        assert isinstance(disk, FileSystemTierDocument)
+        assert Path(disk.path).parent == tmp_path / local.TIERS_DIRECTORY
+        assert Path(disk.path).parent.is_dir()
 
     def test_a_tier_whose_place_was_named_gets_no_other(self, tmp_path: Path) -> None:
         policy = _local()
