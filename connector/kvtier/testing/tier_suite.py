@@ -141,8 +141,11 @@ class TierSuite:
 
     def test_an_object_larger_than_the_budget_is_refused(self, tier: Tier) -> None:
         tier.configure(TierLimits(self.small_capacity_bytes, 90, 50))
+        tier.write(*make_object(0))
         with pytest.raises(TierNoSpaceError):
             tier.write(*make_object(1, (self.small_capacity_bytes + 1,)))
+        # No eviction helps, so nothing may go for what cannot come.
+        assert tier.contains(make_object(0)[0])
 
     def test_what_persists_is_there_after_a_restart(self, tier: Tier, tmp_path: Path) -> None:
         if not tier.capabilities.persistent:
