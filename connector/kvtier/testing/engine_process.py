@@ -31,7 +31,7 @@ START_SECONDS = 240.0
 
 
 SILENT_RESETS = 5
-_SEGMENT = re.compile(r" /dev/shm/(psm_|sem\.mp-)[^/ ]*$")
+_SEGMENT = re.compile(r" /dev/shm/(psm_|sem\.)[^/ ]*$")
 
 
 class EngineProcessError(RuntimeError):
@@ -108,7 +108,7 @@ class ManagedProcess:
 
 
 def _shared_segments(group: int) -> set[Path]:
-    """Shared memory and semaphores of Python's multiprocessing that the processes of a group have mapped."""
+    """Shared memory and semaphores, those of Python libraries, that the processes of a group have mapped."""
     found: set[Path] = set()
     for process in psutil.process_iter():
         try:
