@@ -130,12 +130,12 @@ def test_two_engines_share_one_tierd_and_what_it_holds(make_case: MakeCase) -> N
     first, second = case.engine(), case.engine()
     assert first.wait("usable", WAIT_SECONDS)
     assert second.wait("usable", WAIT_SECONDS)
-    assert first.wait("credits", WAIT_SECONDS)
+    assert first.wait("can_store", WAIT_SECONDS)
     assert first.store(1)
     assert second.wait_for(lambda: second.holds(1), WAIT_SECONDS)
     assert second.load([1]) == 1
     first.close()
-    assert second.wait("credits", WAIT_SECONDS)
+    assert second.wait("can_store", WAIT_SECONDS)
     assert second.store(2)
     assert second.wait_for(lambda: second.holds(2), WAIT_SECONDS)
     assert second.load([1, 2]) == 2
@@ -148,7 +148,7 @@ def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: Ma
     first, second = case.engine(identity="one"), case.engine(identity="two")
     assert first.wait("usable", WAIT_SECONDS)
     assert second.wait("usable", WAIT_SECONDS)
-    assert first.wait("credits", WAIT_SECONDS)
+    assert first.wait("can_store", WAIT_SECONDS)
     assert first.store(1)
     assert first.wait_for(lambda: first.holds(1), WAIT_SECONDS)
     second.step()
@@ -180,7 +180,7 @@ def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead
     assert not engine.wait("credits", 2.0)
     assert not engine.store(1)
     stubborn.kill()
-    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(1)
     wait_for(lambda: not case.status()["fenced"], "the fence opens")
 
@@ -193,14 +193,14 @@ def test_a_slow_copy_under_a_restart_of_tierd_spoils_bytes_exactly_where_there_i
     case.start_tierd()
     slow = case.engine(copy_seconds=6.0, copy_pieces=64)
     assert slow.wait("usable", WAIT_SECONDS)
-    assert slow.wait("credits", WAIT_SECONDS)
+    assert slow.wait("can_store", WAIT_SECONDS)
     assert slow.begin_store(1_000) is not None
     wait_for(slow.worker.copying.is_set, "the copy runs")
     case.kill_tierd()
     case.start_tierd(fencing=fencing)
     quick = case.engine()
     assert quick.wait("usable", WAIT_SECONDS)
-    assert quick.wait("credits", WAIT_SECONDS)
+    assert quick.wait("can_store", WAIT_SECONDS)
     # Without a fence the copy still runs; with one it has ended before there were credits.
     assert slow.worker.copying.is_set() is not fencing
     stored = list(range(quick.credits))
@@ -223,7 +223,7 @@ def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(make_ca
     wait_for(lambda: not case.status()["sessions"], "its silence is noticed")
     assert case.pool("quarantined") > 0
     engine = case.engine()
-    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
     stored = list(range(2_000, 2_000 + engine.credits))
     for number in stored:
         assert engine.store(number)
@@ -245,7 +245,7 @@ def test_sigterm_writes_what_is_pending_before_tierd_ends(make_case: MakeCase) -
     assert engine.wait("usable", WAIT_SECONDS)
     stored = 0
     for number in range(20):
-        assert engine.wait("credits", WAIT_SECONDS)
+        assert engine.wait("can_store", WAIT_SECONDS)
         stored += engine.store(number)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in range(stored)), WAIT_SECONDS)
     case.kill_tierd(signal.SIGTERM)
@@ -257,12 +257,14 @@ def test_what_the_file_tier_holds_is_served_by_the_next_tierd(make_case: MakeCas
     case = make_case(file_bytes=64 << 20)
     case.start_tierd()
     engine = case.engine()
-    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(7)
     wait_for(lambda: len(list(case.files.rglob("*.kv"))) == 1, "the object is written")
     case.kill_tierd()
     case.start_tierd()
-    wait_for(lambda: case.status()["tiers"][1]["state"] == "Healthy", "the tier is scanned")
+    assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
+    # Credits come after the fence has opened, hence after the worker has drained.
+    assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait("usable", WAIT_SECONDS)
     assert engine.wait_for(lambda: engine.holds(7), WAIT_SECONDS)
     assert engine.load([7]) == 1

@@ -350,6 +350,11 @@ class FakeEngine:
         """Whether both sides are attached to one epoch and the engine is open."""
         return self.ready is not None and self.client.epoch == self.worker.epoch != 0
 
+    @property
+    def can_store(self) -> bool:
+        """Whether a store begun at this moment is not dropped: the worker is attached too, and there is a free slot."""
+        return self.usable and bool(self._credits)
+
     def wait(self, condition: str, timeout_seconds: float) -> bool:
         """Steps until the attribute ``condition`` is true."""
         return self.wait_for(lambda: bool(getattr(self, condition)), timeout_seconds)

@@ -172,8 +172,12 @@ class TierdCase:
                 command, env=environment(), stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
             )
         self._processes.append(process)
-        wait_for(lambda: self.tierd_pid() == process.pid and self.status().get("started"), "tierd serves")
+        wait_for(lambda: self.tierd_pid() == process.pid and self._open(), "tierd serves, and its tiers are scanned")
         return process.pid
+
+    def _open(self) -> bool:
+        status = self.status()
+        return bool(status.get("started")) and all(tier["state"] != "Unknown" for tier in status["tiers"])
 
     def kill_tierd(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the tierd that serves, and waits until it is gone."""

@@ -163,6 +163,7 @@ class Loop:
         drained = self._receive(now)
         if drained:
             self._drop_unreachable(now)
+        self._open_fence()
         if self.exchange is not None:
             self._more = self.exchange.turn(now)
         self._outbox.flush(now)
@@ -268,7 +269,9 @@ class Loop:
         if drained:
             self.sessions.check(now)
         self._fence.check(now)
-        if self.exchange is not None and not self._fence.closed and self._unfence is not None:
+
+    def _open_fence(self) -> None:
+        if self.exchange is not None and self._unfence is not None and not self._fence.closed:
             unfence, self._unfence = self._unfence, None
             unfence()
 

@@ -279,7 +279,7 @@ def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start
     start()
     engine = FakeEngine(FakeEngineOptions(run_directory=case.run_directory))
     engine.start()
-    assert engine.wait("credits", WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait("usable", WAIT_SECONDS)
     assert engine.store(1)
     assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
