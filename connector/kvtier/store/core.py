@@ -26,12 +26,13 @@ from kvtier.store.presence import MEMORY_BIT, PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.reads import Reads
 from kvtier.store.sealing import Sealer
-from kvtier.store.shared import Checksums, PlainChecksums, Shared
+from kvtier.store.shared import Shared
 from kvtier.store.slots import SlotPool
 from kvtier.store.stores import Stores
 from kvtier.store.supply import Supply
 from kvtier.store.writes import WriteThrough
 from kvtier.tiers.base import Tier
+from kvtier.tiers.checksum import Checksum, preferred
 from kvtier.topology.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 
 DEFAULT_THREADS = 8
@@ -66,14 +67,14 @@ class TierStore:
         topology: Topology,
         io: IoExecutor,
         clock: Clock,
-        checksums: Checksums | None = None,
+        checksums: Checksum | None = None,
         epoch: int = 1,
         fenced: bool = False,
     ) -> None:
         self.epoch = epoch
         self.counters = StoreCounters()
         view = None if memory is None else memoryview(memory).cast("B")
-        self._shared = Shared(view, io, clock, checksums or PlainChecksums(), self.counters, fenced)
+        self._shared = Shared(view, io, clock, checksums or preferred(), self.counters, fenced)
         shared = self._shared
         self._memory_name = next(
             (tier.name for tier in topology.structural.tiers if isinstance(tier, MemoryTierDocument)), "memory"

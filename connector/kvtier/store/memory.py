@@ -18,11 +18,24 @@ class Entry:
     being sealed.
     """
 
-    __slots__ = ("busy", "key", "leaving", "meta", "namespace", "persistent", "pins", "seen", "shard_bytes", "slot")
+    __slots__ = (
+        "busy",
+        "key",
+        "leaving",
+        "meta",
+        "namespace",
+        "persistent",
+        "pins",
+        "ref",
+        "seen",
+        "shard_bytes",
+        "slot",
+    )
 
     def __init__(self, namespace: str, key: bytes, slot: Slot, shard_bytes: tuple[int, ...], persistent: bool) -> None:
         self.namespace = namespace
         self.key = key
+        self.ref = ObjectRef(namespace, key)
         self.slot = slot
         slot.entry = self
         self.shard_bytes = shard_bytes
@@ -32,11 +45,6 @@ class Entry:
         self.leaving = 0
         self.seen = 1
         self.busy = 0
-
-    @property
-    def ref(self) -> ObjectRef:
-        """How tiers name the object."""
-        return ObjectRef(self.namespace, self.key)
 
 
 class MemoryTable:

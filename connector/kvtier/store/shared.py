@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from typing import Protocol
-
 from kvtier.store.contract import Clock, IoExecutor, StoreCounters, StoreEvent
 from kvtier.store.timers import Timers
+from kvtier.tiers.checksum import Checksum
 
 NOTHING = memoryview(b"")
-
-
-class Checksums(Protocol):
-    """How objects are sealed. Called on I/O threads, several at once."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the algorithm, as it stands in ``ObjectMeta.checksum_kind``."""
-        ...
-
-    def digest(self, data: memoryview) -> bytes:
-        """Checksum over exactly these bytes."""
-        ...
-
-
-class PlainChecksums:
-    """BLAKE2b-128 from the standard library: for tests and simulations that bring nothing else."""
-
-    kind = "blake2b-128"
-
-    def digest(self, data: memoryview) -> bytes:
-        """Checksum over exactly these bytes."""
-        return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class Shared:
@@ -46,7 +21,7 @@ class Shared:
         memory: memoryview | None,
         io: IoExecutor,
         clock: Clock,
-        checksums: Checksums,
+        checksums: Checksum,
         counters: StoreCounters,
         fenced: bool,
     ) -> None:

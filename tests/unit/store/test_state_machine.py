@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.store.store_world import (
     CHECKSUMS,
     PAGE,
-    DictTier,
+    WatchedTier,
     World,
     block_hash,
     live,
@@ -79,7 +79,7 @@ FAILURES = {
 }
 
 
-class CheckingTier(DictTier):
+class CheckingTier(WatchedTier):
     """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums over them."""
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
