@@ -90,9 +90,21 @@ ENGINE_OPTIONS: dict[str, object] = {
 
 def start_plain(model: Path, payload: Path, log: Path, python: str = sys.executable, **options: object) -> DrivenEngine:
     """Starts an engine without KVTier; does not wait for it."""
-    environment = {**os.environ, **quiet_environment(), **cpu_environment(), "PYTHONPATH": str(payload)}
-    environment.pop("KVTIER_TOPOLOGY", None)
-    return DrivenEngine(python, {"model": str(model), **ENGINE_OPTIONS, **options}, environment, log)
+    merged = {"model": str(model), **ENGINE_OPTIONS, **options}
+    return DrivenEngine(python, merged, _environment(payload, log.parent / f"{log.stem}-tmp"), log)
+
+
+def _environment(payload: Path, temporary: Path) -> dict[str, str]:
+    """What every engine needs; its temporary files, which it leaves behind when it is killed, go to ``temporary``."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    return {
+        **inherited,
+        **quiet_environment(),
+        **cpu_environment(),
+        "PYTHONPATH": str(payload),
+        "TMPDIR": str(temporary),
+    }
 
 
 @dataclass(slots=True)
@@ -190,10 +202,7 @@ class EngineCase:
     def environment(self) -> dict[str, str]:
         """What attaches an engine to this case."""
         return {
-            **os.environ,
-            **quiet_environment(),
-            **cpu_environment(),
-            "PYTHONPATH": str(self.payload),
+            **_environment(self.payload, self.directory / "tmp"),
             "PYTHONHASHSEED": self.tuning.hash_seed,
             "KVTIER_TOPOLOGY": str(self.topology),
         }
