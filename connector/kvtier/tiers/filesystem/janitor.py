@@ -81,7 +81,7 @@ class Janitor:
         self.fence = inherited.fence
         self.ledger = Ledger(inherited.base_bytes)
         self.recount_wanted = inherited.base_bytes is None
-        self.hungry = False
+        self.hungry = inherited.base_bytes is None
         """Nothing is left to evict that the index knows: a count at full speed is needed."""
         self.counted_at = float("-inf")
         self.evicted = 0

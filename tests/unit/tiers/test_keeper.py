@@ -1,0 +1,316 @@
+"""Two tiers on one directory, with clocks that the tests turn."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierMissError, TierNoSpaceError, TierUnavailableError
+from kvtier.testing.tier_suite import NAMESPACE, buffer, make_object
+from kvtier.tiers.base import TierLimits
+from kvtier.tiers.filesystem import FileSystemTier, direct, keeper, tier
+from kvtier.tiers.filesystem.layout import writers_path
+from kvtier.tiers.filesystem.lease import LEASE_SECONDS
+from kvtier.tiers.filesystem.scan import object_path
+from kvtier.topology.models import FileSystemTierDocument
+
+MIB = 1 << 20
+DAY = 86_400.0
+
+
+class Host:
+    """A tier with a monotonic clock of its own, which no thread turns."""
+
+    def __init__(self, root: Path, limits: TierLimits, start: float = 0.0) -> None:
+        self.now = start
+        self.changes: list[tuple[str, bytes, bool]] = []
+        document = FileSystemTierDocument(name="disk", path=str(root), sharing="Node", direct_io="Never")
+        self.tier = FileSystemTier(document, limits, clock=lambda: self.now)
+        self.tier.keeper.run = lambda: None  # type: ignore[method-assign]
+        self.tier.open(lambda *change: self.changes.append(change))
+
+    @property
+    def is_janitor(self) -> bool:
+        return self.tier.keeper.janitor is not None
+
+    def turn(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        self.tier.keeper.turn()
+
+    def write(self, seed: int) -> None:
+        self.tier.write(*make_object(seed))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
+    """Makes tiers that take each other for processes of another host: they can only be watched."""
+    monkeypatch.setattr(keeper, "GRANT_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
+    monkeypatch.setattr("kvtier.tiers.filesystem.seat.in_this_process", lambda _: False)
+
+    def make(limits: TierLimits | None = None, start: float = 0.0) -> Host:
+        return Host(tmp_path / "tier", limits or TierLimits(64 * MIB), start)
+
+    return make
+
+
+def write_with(writer: Host, janitor: Host, seed: int) -> None:
+    """A write by one that is not the janitor: it asks, he answers, it writes."""
+    try:
+        writer.write(seed)
+    except TierNoSpaceError:
+        writer.tier.keeper.allowance.enter(12_288)
+        writer.turn()
+        janitor.turn()
+        writer.turn()
+        writer.tier.keeper.allowance._waiting.clear()
+        writer.write(seed)
+
+
+def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts(start=5_000.0)
+    assert first.is_janitor
+    assert not second.is_janitor
+    with pytest.raises(TierNoSpaceError, match="no grant"):
+        second.write(1)
+    write_with(second, first, 1)
+    ref, payload, meta = make_object(1)
+    assert first.tier.probe(ref)
+    into = buffer(payload.nbytes)
+    assert first.tier.read(ref, into) == meta
+    assert into == payload
+
+
+def test_a_janitor_that_is_silent_is_replaced_and_what_it_says_later_is_void(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    first.write(1)
+    for _ in range(int(LEASE_SECONDS) - 1):
+        second.turn()
+    assert not second.is_janitor
+    for _ in range(3):
+        second.turn()
+    assert second.is_janitor
+    assert first.is_janitor  # as it believes
+    first.turn()
+    assert not first.is_janitor
+    second.write(2)
+    assert second.tier.probe(make_object(1)[0])
+
+
+def test_a_writer_that_is_silent_is_ended_with_its_half_written_file_and_comes_back_anew(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first, second = hosts(), hosts()
+    write_with(second, first, 1)
+    half = Path(second.tier.keeper.writer.working_path())
+    half.write_bytes(bytes(4_096))
+    name = second.tier.keeper.writer.name
+    for _ in range(int(LEASE_SECONDS) + 2):
+        first.turn()
+    assert not half.exists()
+    assert name not in os.listdir(writers_path(tmp_path / "tier"))
+    # Its own clock stood still: it believes in its grant, and learns.
+    with pytest.raises(TierNoSpaceError, match="taken for dead"):
+        second.write(2)
+    assert not second.tier.contains(make_object(2)[0])
+    second.turn()
+    assert second.tier.keeper.writer.name != name
+    write_with(second, first, 2)
+
+
+def test_a_writer_whose_own_lease_has_run_out_renames_nothing(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    write_with(second, first, 1)
+    second.now += LEASE_SECONDS + 1
+    with pytest.raises(TierNoSpaceError, match="the grant ended"):
+        second.write(2)
+    second.turn()
+    second.write(2)
+
+
+def test_a_clock_that_jumps_ends_nobody(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    for _ in range(5):
+        first.turn(10_000.0)
+        second.turn(0.01)
+    assert first.is_janitor
+    assert not second.is_janitor
+    second.turn(10_000.0)
+    assert not second.is_janitor
+    assert first.tier.keeper.writer.revocations == 0 == second.tier.keeper.writer.revocations
+
+
+def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    for seed in range(10):
+        first.write(seed)
+    assert second.tier.usage().objects == 0
+    for _ in range(3):
+        second.turn(11.0)
+    assert second.tier.usage().objects == 10
+    assert {key for _, key, present in second.changes if present} == {make_object(seed)[0].key for seed in range(10)}
+    first.tier.delete(make_object(3)[0])
+    first.tier.delete(make_object(4)[0])
+    ref, payload, _ = make_object(3)
+    with pytest.raises(TierMissError):
+        second.tier.read(ref, payload)
+    assert not second.tier.contains(ref)
+    for _ in range(8):
+        second.turn(11.0)
+    assert not second.tier.contains(make_object(4)[0])
+    assert second.changes[-1] == (NAMESPACE, make_object(4)[0].key, False)
+    assert second.tier.usage().objects == 8
+
+
+def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first = hosts(TierLimits(MIB, 90, 80))
+    second = hosts(TierLimits(MIB, 90, 80))
+    for seed in range(30):
+        write_with(second, first, seed)
+        path = object_path(str(tmp_path / "tier"), NAMESPACE, make_object(seed)[0].key)
+        os.utime(path, (seed, seed))
+    os.utime(object_path(str(tmp_path / "tier"), NAMESPACE, make_object(0)[0].key))  # a hit, by anybody
+    for _ in range(3):
+        first.turn(11.0)
+    assert first.tier.usage().objects == 30
+    for seed in range(100, 140):
+        first.write(seed)
+    left = {path.stem for path in (tmp_path / "tier").rglob("*.kv")}
+    assert make_object(0)[0].key.hex() in left
+    assert make_object(1)[0].key.hex() not in left
+
+
+def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of_others(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first, second = hosts(), hosts()
+    for seed in range(100):
+        write_with(second, first, seed)
+    for host in (first, second):
+        host.tier.configure(TierLimits(400_000))
+    for _ in range(3):
+        second.turn()
+        first.turn()
+    first.tier.maintain()
+    used = sum(path.stat().st_size for path in (tmp_path / "tier").rglob("*.kv"))
+    assert 0 < used <= 400_000
+    janitor = first.tier.keeper.janitor
+    assert janitor is not None
+    assert (janitor.ledger.charge_bytes or 0) <= 400_000
+
+
+def test_a_new_janitor_goes_on_with_the_books_of_the_old_one_without_a_count(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    for seed in range(10):
+        first.write(seed)
+    for _ in range(3):
+        first.turn()
+        second.turn()
+    while not second.is_janitor:
+        second.turn()
+    janitor = second.tier.keeper.janitor
+    assert janitor is not None
+    assert (janitor.ledger.charge_bytes or 0) >= 10 * 12_288
+    second.write(20)
+
+
+def test_a_janitor_that_leaves_in_order_is_followed_at_once(hosts: Callable[..., Host]) -> None:
+    first, second = hosts(), hosts()
+    first.write(1)
+    first.tier.keeper.leave()
+    second.turn()
+    assert second.is_janitor
+    second.write(2)
+    second.turn()
+    janitor = second.tier.keeper.janitor
+    assert janitor is not None
+    assert len(os.listdir(writers_path(second.tier._root))) == 1
+
+
+def test_namespaces_that_nobody_uses_go_after_their_retention(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
+    root, old, idle = tmp_path / "tier", "a" * 32, "b" * 32
+    for namespace in (old, idle, NAMESPACE):
+        ref, payload, meta = make_object(1)
+        first.tier.write(type(ref)(namespace, ref.key), payload, meta)
+        first.tier.describe_namespace(namespace, '{"model": "m"}')
+        for path in [*(root / namespace).rglob("*.kv"), root / namespace / "identity.json"]:
+            os.utime(path, (1.0, 1.0)) if namespace != NAMESPACE else None
+    again = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
+    again.tier.describe_namespace(idle, '{"model": "m"}')  # an engine attached, and has done nothing yet
+    for _ in range(4):
+        first.turn(4_000.0)
+    assert not (root / old).exists()
+    assert (root / idle / "identity.json").exists()
+    assert first.tier.usage().objects == 2
+    assert (old, make_object(1)[0].key, False) in first.changes
+
+
+def test_a_full_file_system_has_the_janitor_of_another_process_evict(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = hosts(), hosts()
+    for seed in range(40):
+        first.write(seed)
+    write_with(second, first, 100)
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "write_file", no_space)
+        with pytest.raises(TierNoSpaceError, match="EDQUOT"):
+            second.write(101)
+    first.turn()
+    assert first.tier.usage().objects == 38
+    second.write(101)
+
+
+def test_a_directory_that_was_replaced_is_not_filled(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    first = hosts()
+    first.write(1)
+    root = tmp_path / "tier"
+    root.rename(tmp_path / "away")
+    root.mkdir()
+    with pytest.raises(TierNoSpaceError):
+        first.write(2)
+    with pytest.raises(TierUnavailableError, match="another directory"):
+        first.turn()
+    assert os.listdir(root) == []
+    root.rmdir()
+    (tmp_path / "away").rename(root)
+    first.turn()
+    first.write(3)
+
+
+def test_a_directory_whose_books_were_deleted_by_hand_is_counted_anew(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first = hosts()
+    first.write(1)
+    shutil.rmtree(tmp_path / "tier" / ".kvtier")
+    for _ in range(3):
+        first.turn()
+    assert first.is_janitor
+    first.write(2)
+    janitor = first.tier.keeper.janitor
+    assert janitor is not None
+    assert (janitor.ledger.base_bytes or 0) >= 2 * 12_288
+
+
+def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    first = hosts()
+    first.write(1)
+    ref, payload, _ = make_object(1)
+    path = object_path(str(tmp_path / "tier"), NAMESPACE, ref.key)
+    before = os.stat(path).st_mtime_ns
+    first.tier.read(ref, payload)
+    assert os.stat(path).st_mtime_ns == before
+    os.utime(path, (1_000.0, 1_000.0))
+    first.tier.read(ref, payload)
+    assert os.stat(path).st_mtime > 1_000.0 + tier.TOUCH_SECONDS
