@@ -102,6 +102,7 @@ class TierStore:
     def _connect(self) -> None:
         self._supply.begin = self._reads.begin
         self._lowers.on_open = self._tier_closed
+        self._lowers.on_usable = self._tier_usable
         self._stores.on_commit = self._committed
         self._stores.on_seen = self._wanted
         self._loads.on_hit = self._wanted
@@ -110,6 +111,13 @@ class TierStore:
     def _tier_closed(self, lower: LowerTier) -> None:
         self._reads.tier_closed(lower)
         self._writes.tier_closed(lower)
+
+    def _tier_usable(self) -> None:
+        # What was sealed while a tier was scanning its directory, or given up, would otherwise reach it only when it is
+        # stored again.
+        for entry in list(self._table.entries()):
+            if entry.meta is not None and not entry.leaving:
+                self._writes.consider(entry)
 
     def _committed(self, entry: Entry) -> None:
         self._reads.committed(entry)

@@ -89,13 +89,15 @@ class LowerTier:
 class LowerTiers:
     """All lower tiers, their breakers and their upkeep. Owner's thread only.
 
-    ``on_open`` is called when a breaker opens: nothing that has not begun may begin at that tier.
+    ``on_open`` is called when a breaker opens: nothing that has not begun may begin at that tier. ``on_usable`` is called
+    when a tier can be used, for the first time or again.
     """
 
     def __init__(
         self, shared: Shared, index: PresenceIndex, tiers: Sequence[Tier], threads: Sequence[int], live: Live
     ) -> None:
         self.on_open: Callable[[LowerTier], None] | None = None
+        self.on_usable: Callable[[], None] | None = None
         self._shared = shared
         self._index = index
         self._period_seconds = float(live.breaker.period_seconds)
@@ -194,6 +196,7 @@ class LowerTiers:
         if error is None and 2 * lower.late_reads < lower.read_threads:
             lower.breaker.close(shared.clock())
             shared.count("breaker_closed", lower.name)
+            self._usable_now()
             return
         reason = "hung" if error is None else reason_of(error)
         if error is not None:
@@ -216,12 +219,17 @@ class LowerTiers:
             lower.opened = True
             lower.breaker.close(shared.clock())
             shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
+            self._usable_now()
             return
         reason = reason_of(error)
         lower.last_error = f"{reason}: {error}"
         shared.count("tier_open_failed", lower.name, reason)
         lower.breaker.trip(reason, shared.clock())
         shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
+
+    def _usable_now(self) -> None:
+        if self.on_usable is not None:
+            self.on_usable()
 
     def _maintain(self, lower: LowerTier) -> None:
         shared = self._shared

@@ -219,3 +219,28 @@ def test_a_failed_write_leaves_the_object_in_ram() -> None:
     world.settle()
     assert len(world.load(0).slots) == 1
     assert world.bits(0) == 1
+
+
+def test_what_was_sealed_while_a_tier_was_opening_is_written_once_it_is_open() -> None:
+    world = World(opened=False)
+    world.engine()
+    world.put(0)
+    world.io.run_all("hash")
+    world.pump()
+    assert world.calls("write:") == []
+    world.settle()
+    assert ref(0) in world.tier.objects
+    assert world.bits(0) == 3
+
+
+def test_what_was_dropped_while_a_breaker_was_open_is_written_once_it_has_closed() -> None:
+    world = World(values=live(threshold=1, period=10, disk=LiveTier()))
+    world.engine()
+    world.tier.fail = TierUnavailableError("gone")
+    world.put(0)
+    world.settle()
+    assert world.store.tier_states()[1].state == "BreakerOpen"
+    world.tier.fail = None
+    world.advance(10.0)
+    world.settle()
+    assert ref(0) in world.tier.objects
