@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
+from kvtier.cli import directory as directories
 from kvtier.cli import explain as explaining
 from kvtier.cli import explain_plan as planning
 from kvtier.cli import payload as payloads
@@ -226,6 +227,56 @@ def payload(
         printed_json({"directory": str(written), "version": __version__})
     else:
         printed(str(written))
+
+
+TierDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")]
+
+
+@app.command()
+def inspect(directory: TierDirectory, as_json: Json = False) -> None:
+    """Show what a file tier's directory holds: namespaces, bytes, ages, who writes there, who keeps its limits."""
+    found, now = directories.inspect(directory)
+    if as_json:
+        printed_json(directories.inspect_json(found, now))
+    else:
+        directories.show_inspect(found, now)
+
+
+@app.command()
+def verify(
+    directory: TierDirectory,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the objects that are corrupt.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read and verify every object of a file tier's directory, beside running engines or without.
+
+    Exit status 0: all are what they say; 1: something is corrupt or cannot be read.
+    """
+    done = directories.verify(directory, delete=delete)
+    if as_json:
+        printed_json(directories.verify_json(done))
+    else:
+        directories.show_verify(done)
+    raise typer.Exit(1 if done.bad else 0)
+
+
+@app.command()
+def gc(
+    directory: TierDirectory,
+    capacity: Annotated[str, typer.Option(metavar="SIZE", help="What may be there afterwards, such as 500Gi.")],
+    retention: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Remove namespaces that were not used for so long."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Enforce limits on a file tier's directory by hand; safe beside running engines."""
+    done = directories.gc(directory, capacity, retention, dry_run=dry_run)
+    if as_json:
+        printed_json(directories.gc_json(done))
+    else:
+        directories.show_gc(done)
 
 
 @app.command()

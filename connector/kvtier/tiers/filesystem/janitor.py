@@ -184,9 +184,6 @@ class Janitor:
         if found["full"] != writer.full:
             writer.full = found["full"]
             self.evict(self._index.usage().used_bytes * _FULL_PERCENT // 100, now)
-        if found["recount"] != writer.recount:
-            writer.recount = found["recount"]
-            self.recount_wanted = True
         if not found["bytes"] or found["ask"] <= writer.answer[0]:
             return False
         if self.ledger.base_bytes is not None:
@@ -194,6 +191,9 @@ class Janitor:
         return True
 
     def _settle(self, name: str, writer: _Writer, found: dict[str, Any]) -> None:
+        if found["recount"] != writer.recount:
+            writer.recount = found["recount"]
+            self.recount_wanted = True
         for text, used in found["settled"].items():
             number = int(text)
             size_bytes = self.ledger.size(name, number)

@@ -42,15 +42,15 @@ def in_this_process(holder: str) -> bool:
 def surely_gone(holder: str) -> bool:
     """Whether the process is known to be dead. False for one that cannot be asked from here."""
     match = _HOLDER.fullmatch(holder)
-    if match is None:
-        return False
+    # The number of the first process-number space is the same on every host: another boot may be another host.
+    return match is not None and here(holder) and _started(int(match[3])) != int(match[4])
+
+
+def here(holder: str) -> bool:
+    """Whether the process could be asked from here: it shares boot and process numbers with this one."""
+    match = _HOLDER.fullmatch(holder)
     boot, space, _ = process_tag().split("-")
-    if match[2] != space:
-        return False
-    if match[1] != boot:
-        # The number of the first process-number space is the same on every host: another boot may be another host.
-        return False
-    return _started(int(match[3])) != int(match[4])
+    return match is not None and match[1] == boot and match[2] == space
 
 
 def _started(pid: int) -> int | None:

@@ -60,6 +60,7 @@ class Bucket:
 class ScanReport:
     """What a scan met besides objects."""
 
+    temporaries: int = 0
     temporaries_removed: int = 0
     temporaries_kept_bytes: int = 0
     other_bytes: int = 0
@@ -184,6 +185,7 @@ class _Reader:
             if self._sweep and abandoned(entry.name, self._now - status.st_mtime) and _removed(entry.path):
                 report.temporaries_removed += 1
                 return 0
+            report.temporaries += 1
             report.temporaries_kept_bytes += status.st_size
         elif entry.is_file(follow_symlinks=False):
             report.other_bytes += status.st_size

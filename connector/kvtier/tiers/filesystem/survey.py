@@ -1,0 +1,253 @@
+"""Looking at a tier's directory from outside: what is there, who uses it, whether every object is what it says.
+
+Takes no part and writes nothing, except that ``verify`` may be told to remove what is corrupt. Raises ``ConfigurationError`` for a directory that is
+no tier, and ``OSError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigurationError, TierCorruptError, TierError
+from kvtier.tiers.base import ObjectRef
+from kvtier.tiers.filesystem import direct
+from kvtier.tiers.filesystem.format import HEADER_BYTES, read_header, verify_payload
+from kvtier.tiers.filesystem.layout import (
+    CONTROL,
+    DIRECTORY_BYTES,
+    IDENTITY,
+    WORKING_PREFIX,
+    grants_among,
+    writers_path,
+)
+from kvtier.tiers.filesystem.lease import here, surely_gone
+from kvtier.tiers.filesystem.scan import Found, ScanReport, object_path, scan
+from kvtier.tiers.filesystem.seat import read_ledger, read_writer, top_fence
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_MAX_IDENTITY_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class NamespaceView:
+    """One namespace. Times are seconds since the epoch, by the file system's clock."""
+
+    name: str
+    identity: dict[str, str]
+    objects: int = 0
+    size_bytes: int = 0
+    oldest: float | None = None
+    newest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HolderView:
+    """A janitor or a writer. ``state``: Alive, Gone, Released, or Elsewhere (a process that cannot be asked from here)."""
+
+    name: str
+    state: str
+    grants: dict[int, int] = field(default_factory=dict)
+    writing: int = 0
+    writing_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Survey:
+    """A directory. ``total_bytes``: files and directories, those of the tier's own records too. ``temporaries``: files being written, or left
+    behind. ``ledger``: the janitor's record."""
+
+    root: str
+    namespaces: list[NamespaceView]
+    total_bytes: int
+    temporaries: int
+    temporary_bytes: int
+    other_bytes: int
+    fence: int
+    janitor: HolderView | None
+    ledger: dict[str, Any] | None
+    writers: list[HolderView]
+
+
+def tier_root(path: Path) -> Path:
+    """``path`` if it is a tier's directory. Raises ``ConfigurationError``."""
+    accepted = "the directory of a fileSystem tier (as in its volume, or in the topology's structural.json)"
+    if not path.exists():
+        raise ConfigurationError("DIR", str(path), f"it does not exist; accepted is {accepted}")
+    if not path.is_dir():
+        raise ConfigurationError("DIR", str(path), f"it is not a directory; accepted is {accepted}")
+    if not any(name == CONTROL or _NAMESPACE.fullmatch(name) for name in os.listdir(path)):
+        raise ConfigurationError("DIR", str(path), f"no tier has ever been here; accepted is {accepted}")
+    return path
+
+
+def survey(root: Path, now: float) -> Survey:
+    """Looks at everything by name and size."""
+    report = ScanReport()
+    spaces: dict[str, NamespaceView] = {}
+    total = other = 0
+    for bucket in scan(root, now, report, sweep=False):
+        view = spaces.get(bucket.namespace)
+        if view is None:
+            view = spaces[bucket.namespace] = NamespaceView(bucket.namespace, _identity(root / bucket.namespace))
+        total += DIRECTORY_BYTES + bucket.other_bytes
+        other += bucket.other_bytes
+        for found in bucket.objects:
+            view.objects += 1
+            view.size_bytes += found.size_bytes
+            view.oldest = found.used_at if view.oldest is None else min(view.oldest, found.used_at)
+            view.newest = found.used_at if view.newest is None else max(view.newest, found.used_at)
+    total += sum(view.size_bytes for view in spaces.values()) + _tree_bytes(root / CONTROL)
+    fence = top_fence(root, fresh=False) if (root / CONTROL).is_dir() else 0
+    ledger = read_ledger(root, fence) if fence else None
+    writers = list(_writers(root))
+    return Survey(
+        root=str(root),
+        namespaces=sorted(spaces.values(), key=lambda each: each.newest or 0.0, reverse=True),
+        total_bytes=total,
+        temporaries=sum(each.writing for each in writers) + report.temporaries,
+        temporary_bytes=sum(each.writing_bytes for each in writers) + report.temporaries_kept_bytes,
+        other_bytes=other - report.temporaries_kept_bytes,
+        fence=fence,
+        janitor=None if ledger is None else HolderView(str(ledger.get("holder")), _janitor_state(ledger)),
+        ledger=ledger,
+        writers=writers,
+    )
+
+
+def _janitor_state(ledger: dict[str, Any]) -> str:
+    return "Released" if ledger.get("released") else _state(str(ledger.get("holder")))
+
+
+def _state(holder: str) -> str:
+    if surely_gone(holder):
+        return "Gone"
+    return "Alive" if here(holder) else "Elsewhere"
+
+
+def _writers(root: Path) -> Iterator[HolderView]:
+    top = writers_path(root)
+    for name in sorted(os.listdir(top)) if top.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            names = os.listdir(top / name)
+            sizes = [_size(top / name / each) for each in names if each.startswith(WORKING_PREFIX)]
+            settled = (read_writer(root, name) or {}).get("settled", {})
+            grants = {number: size for number, size in grants_among(names).items() if str(number) not in settled}
+            yield HolderView(name, _state(name), grants, len(sizes), sum(sizes))
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _tree_bytes(top: Path) -> int:
+    total = 0
+    for directory, _, files in os.walk(top):
+        total += DIRECTORY_BYTES + sum(_size(Path(directory) / name) for name in files)
+    return total
+
+
+def _identity(namespace: Path) -> dict[str, str]:
+    """What a person tells namespaces apart by."""
+    try:
+        with (namespace / IDENTITY).open("rb") as file:
+            document = json.loads(file.read(_MAX_IDENTITY_BYTES))
+        engine = document["engine"]
+        model = engine.get("model", {})
+        found = {
+            "model": model.get("name") or model.get("digest"),
+            "revision": model.get("revision"),
+            "engine": " ".join(str(engine.get("engine", {}).get(key, "")) for key in ("name", "version")).strip(),
+            "dtype": engine.get("dtype"),
+            "kvCacheDtype": engine.get("kv_cache_dtype"),
+            "tensorParallel": engine.get("parallel", {}).get("tensor"),
+            "chunkTokens": engine.get("effective_chunk_tokens"),
+            "salt": engine.get("salt"),
+        }
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+    return {key: str(value) for key, value in found.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """An object that did not verify. ``corrupt``: provably wrong; else it could not be read."""
+
+    path: str
+    reason: str
+    corrupt: bool
+    deleted: bool
+
+
+@dataclass(slots=True)
+class Verified:
+    """What ``verify`` has seen."""
+
+    objects: int = 0
+    size_bytes: int = 0
+    vanished: int = 0
+    unverifiable: int = 0
+    bad: list[Bad] = field(default_factory=list)
+
+    @property
+    def corrupt(self) -> int:
+        """How many are provably wrong."""
+        return sum(each.corrupt for each in self.bad)
+
+
+def objects_of(root: Path, now: float) -> list[Found]:
+    """Every object, by name and size."""
+    return [found for bucket in scan(root, now, ScanReport(), sweep=False) for found in bucket.objects]
+
+
+def verify(
+    root: Path, objects: list[Found], *, delete: bool, progress: Callable[[Verified], None] = lambda _: None
+) -> Verified:
+    """Reads and verifies objects. Those that an engine removes meanwhile are no fault. ``delete``: removes those that are corrupt."""
+    done = Verified()
+    header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    room = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    works = False
+    with contextlib.suppress(OSError):
+        works = direct.direct_works(root)
+    for found in objects:
+        size = found.size_bytes - HEADER_BYTES
+        if room.nbytes < size:
+            room = memoryview(mmap.mmap(-1, size))
+        ref = ObjectRef(found.namespace, found.key)
+        path = object_path(str(root), found.namespace, found.key)
+        try:
+            direct.read_file(path, header, room[:size], works)
+            verify_payload(room[:size], read_header(header, ref, size))
+        except FileNotFoundError:
+            done.vanished += 1
+        except TierCorruptError as error:
+            done.bad.append(Bad(path, str(error), True, delete and _unlinked(path)))
+        except TierError:
+            # Its checksum is one that cannot be computed with what is installed here.
+            done.unverifiable += 1
+        except OSError as error:
+            done.bad.append(Bad(path, str(error.strerror or error), False, False))
+        else:
+            done.objects += 1
+            done.size_bytes += found.size_bytes
+        progress(done)
+    return done
+
+
+def _unlinked(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

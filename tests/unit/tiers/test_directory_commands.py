@@ -1,0 +1,230 @@
+"""`kvtier inspect`, `kvtier verify` and `kvtier gc`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli.directory import age_text, size_text
+from kvtier.cli.main import main
+from kvtier.errors import TierMissError
+from kvtier.testing.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
+from kvtier.testing.tier_suite import flip
+from kvtier.tiers.base import ObjectRef
+from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.lease import here
+from kvtier.tiers.filesystem.scan import object_path, process_tag
+
+IDENTITY = {
+    "engine": {
+        "engine": {"name": "vllm", "version": "0.32.0"},
+        "model": {"name": "org/model", "revision": "abc123"},
+        "dtype": "torch.bfloat16",
+        "kv_cache_dtype": "auto",
+        "parallel": {"tensor": 2},
+        "effective_chunk_tokens": 256,
+        "salt": "",
+    },
+    "layout": [],
+}
+
+
+@dataclass
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def tier(root: Path) -> Iterator[FileSystemTier]:
+    """A tier with 40 objects, running."""
+    tier = open_tier(root, 1 << 26)
+    for seed in range(40):
+        tier.write(*make(seed))
+    tier.describe_namespace(NAMESPACE, json.dumps(IDENTITY))
+    yield tier
+    tier.close()
+
+
+def path_of(root: Path, seed: int) -> Path:
+    ref = make(seed)[0]
+    return Path(object_path(str(root), ref.namespace, ref.key))
+
+
+def test_inspect_says_what_is_there_and_who_writes(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    Path(tier.keeper.writer.working_path()).write_bytes(bytes(5_000))
+    found = kvtier("inspect", root, "--json").json
+    assert found["totalBytes"] == directory_bytes(root)
+    [namespace] = found["namespaces"]
+    assert namespace["namespace"] == NAMESPACE
+    assert namespace["objects"] == 40
+    assert namespace["bytes"] == 40 * OBJECT_BYTES
+    assert namespace["identity"]["model"] == "org/model"
+    assert namespace["identity"]["tensorParallel"] == "2"
+    assert 0 <= namespace["newestUseAgeSeconds"] <= namespace["oldestUseAgeSeconds"] + 0.001 < 300
+    assert found["temporaries"] == {"files": 1, "bytes": 5_000}
+    assert found["janitor"]["state"] == "Alive"
+    assert found["janitor"]["capacityBytes"] == 1 << 26
+    assert here(found["janitor"]["holder"])
+    [writer] = found["writers"]
+    assert writer["state"] == "Alive"
+    assert writer["grantedBytes"] == 1 << 22
+
+
+def test_inspect_is_readable(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    out = kvtier("inspect", root).out
+    assert "org/model" in out
+    assert "40" in out
+    assert "320.0 KiB" in out
+    assert f"process {os.getpid()}, alive" in out
+    tier.close()
+    assert "given back in order" in kvtier("inspect", root).out
+
+
+def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    tier.close()
+    before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    kvtier("inspect", root)
+    kvtier("gc", root, "--capacity", "100Ki", "--dry-run")
+    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--capacity", "1Gi")])
+def test_what_is_no_tier_is_refused_with_a_reason(kvtier: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    for name, reason in (("gone", "does not exist"), ("file", "is not a directory"), ("other", "no tier has ever")):
+        outcome = kvtier(command[0], tmp_path / name, *command[1:])
+        assert outcome.status == 2
+        assert reason in outcome.err
+        assert str(tmp_path / name) in outcome.err
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_verify_finds_everything_that_is_not_what_it_says(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    good = kvtier("verify", root)
+    assert good.status == 0
+    assert "40 objects verified" in good.out
+    flip(path_of(root, 3), 5_000, 1)
+    flip(path_of(root, 4), 100, 1)
+    path_of(root, 5).write_bytes(path_of(root, 6).read_bytes())
+    outcome = kvtier("verify", root)
+    assert outcome.status == 1
+    assert "37 objects verified" in outcome.out
+    assert "3 corrupt" in outcome.out
+    assert all(str(path_of(root, seed)) in outcome.err for seed in (3, 4, 5))
+    assert path_of(root, 3).exists()
+
+
+def test_verify_deletes_what_is_corrupt_when_told_to(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    flip(path_of(root, 3), 5_000, 1)
+    outcome = kvtier("verify", root, "--delete", "--json")
+    assert outcome.status == 1
+    assert outcome.json["verified"] == 39
+    [bad] = outcome.json["bad"]
+    assert bad["path"] == str(path_of(root, 3))
+    assert bad["deleted"]
+    assert not path_of(root, 3).exists()
+    assert kvtier("verify", root).status == 0
+
+
+def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
+    for seed in range(40):
+        os.utime(path_of(root, seed), (seed + 1_000_000_000, seed + 1_000_000_000))
+    dry = kvtier("gc", root, "--capacity", "400Ki", "--dry-run", "--json").json
+    assert dry["dryRun"]
+    assert dry["objects"] > 0
+    assert dry["afterBytes"] <= 400 * 1024
+    assert len(list(root.rglob("*.kv"))) == 40
+    command = [sys.executable, "-m", "kvtier.cli.main", "gc", str(root), "--capacity", "400Ki", "--json"]
+    done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert not done["janitor"]
+    assert directory_bytes(root) <= 400 * 1024
+    assert done["afterBytes"] <= 400 * 1024 < done["beforeBytes"]
+    left = [seed for seed in range(40) if path_of(root, seed).exists()]
+    assert left == list(range(40 - len(left), 40))
+    assert left
+    janitor = tier.keeper.janitor
+    assert janitor is not None
+    until = time.monotonic() + 20
+    while not janitor.recount_wanted and time.monotonic() < until:
+        time.sleep(0.05)
+        tier.keeper.turn()
+    assert janitor.recount_wanted
+    tier.write(*make(100))
+    ref, payload, _ = make(0)
+    with pytest.raises(TierMissError):
+        tier.read(ref, payload)
+    assert not tier.contains(ref)
+
+
+def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    tier.close()
+    boot, space, _ = process_tag().split("-")
+    dead = root / ".kvtier" / "writers" / f"{boot}-{space}-4194305-1-00000000"
+    dead.mkdir()
+    (dead / "t-123").write_bytes(bytes(100_000))
+    done = kvtier("gc", root, "--capacity", "1Gi", "--json").json
+    assert done["janitor"]
+    assert done["objects"] == 0
+    assert not dead.exists()
+    assert len(list(root.rglob("*.kv"))) == 40
+    assert kvtier("inspect", root, "--json").json["janitor"]["state"] == "Released"
+
+
+def test_gc_removes_namespaces_that_were_not_used(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    ref, payload, meta = make(1)
+    other = ObjectRef("c" * 32, ref.key)
+    tier.write(other, payload, meta)
+    for path in (root / other.namespace).rglob("*.kv"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    tier.close()
+    done = kvtier("gc", root, "--capacity", "1Gi", "--retention", "3600", "--json").json
+    assert done["namespaces"] == [other.namespace]
+    assert done["objects"] == 1
+    assert not (root / other.namespace).exists()
+    assert (root / NAMESPACE / "identity.json").exists()
+
+
+@pytest.mark.parametrize("size", ["lots", "0", "-5Gi", ""])
+def test_gc_refuses_what_is_no_size(kvtier: Any, root: Path, tier: FileSystemTier, size: str) -> None:
+    outcome = kvtier("gc", root, f"--capacity={size}")
+    assert outcome.status == 2
+    assert "--capacity" in outcome.err
+    assert "500Gi" in outcome.err
+    assert len(list(root.rglob("*.kv"))) == 40
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert [size_text(each) for each in (0, 1_023, 1_536, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
+    assert [age_text(each) for each in (None, 5, 90, 5_400, 200_000)] == ["-", "5 s", "1.5 min", "1.5 h", "2.3 d"]
