@@ -12,8 +12,9 @@ holds what), engines (who is there, and quarantine), stores, promotion and reads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
+from kvtier.store.arc import Arc
 from kvtier.store.contract import Accounts, Clock, EngineInfo, IoExecutor, StoreCounters, StoreEvent
 from kvtier.store.deciding import Decider
 from kvtier.store.engines import Engines, EngineState
@@ -51,6 +52,10 @@ def lanes(topology: Topology) -> dict[str, int]:
     return found
 
 
+def _name_of(entry: Entry) -> Hashable:
+    return entry.ref
+
+
 class TierStore:
     """See the module's text.
 
@@ -76,11 +81,11 @@ class TierStore:
         view = None if memory is None else memoryview(memory).cast("B")
         self._shared = Shared(view, io, clock, checksums or preferred(), self.counters, fenced)
         shared = self._shared
-        self._memory_name = next(
-            (tier.name for tier in topology.structural.tiers if isinstance(tier, MemoryTierDocument)), "memory"
-        )
+        memory_tier = next((t for t in topology.structural.tiers if isinstance(t, MemoryTierDocument)), None)
+        self._memory_name = "memory" if memory_tier is None else memory_tier.name
         self._pool = SlotPool(pool_bytes)
-        self._table = MemoryTable(Lru[Entry])
+        arc = memory_tier is not None and memory_tier.eviction_policy == "ARC"
+        self._table = MemoryTable((lambda: Arc(_name_of)) if arc else Lru[Entry])
         self._index = PresenceIndex(shared, tiers)
         threads = lanes(topology)
         read_threads = [threads.get(f"read:{tier.name}", DEFAULT_THREADS) for tier in tiers]

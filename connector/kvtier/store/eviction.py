@@ -53,7 +53,9 @@ class Lru(Generic[T]):
         """The object is resident, and parked."""
 
     def hit(self, item: T) -> None:
-        """Being used parks an object and offers it again afterwards: nothing more to note."""
+        """The object was used again: it is the last to go. One that is parked will be when it is offered."""
+        if item in self._order:
+            self._order.move_to_end(item)
 
     def park(self, item: T) -> None:
         """The object is in use and must not be a victim."""

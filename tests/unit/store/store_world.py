@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Literal
 
 from kvtier.store.contract import CreditsGranted, EngineInfo, KeysLeaving, LoadReady, PromotionEnded, StoreEvent
 from kvtier.store.core import TierStore
@@ -112,14 +113,20 @@ def live(selection: Selection = Selection.COST, threshold: int = 5, period: int 
     return Live(selection=selection, breaker=breaker, tiers={"ram": LiveTier(), **tiers})
 
 
-def topology(values: Live, pool_bytes: int, names: tuple[str, ...], read_threads: int = 8) -> Topology:
+def topology(
+    values: Live,
+    pool_bytes: int,
+    names: tuple[str, ...],
+    read_threads: int = 8,
+    eviction_policy: Literal["LRU", "ARC"] = "LRU",
+) -> Topology:
     """A document with one memory tier and file tiers of these names."""
     lower = [FileSystemTierDocument(name=n, path="/x", sharing="Pod", read_threads=read_threads) for n in names]
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="policy"),
         content_hash="0",
         run_directory="/run/kvtier",
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=pool_bytes), *lower],
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=pool_bytes, eviction_policy=eviction_policy), *lower],
         live=values,
     )
     return Topology(structural=structural, live=values)
@@ -141,6 +148,7 @@ class World:
         read_threads: int = 8,
         opened: bool = True,
         tier_type: type[WatchedTier] = WatchedTier,
+        eviction_policy: Literal["LRU", "ARC"] = "LRU",
     ) -> None:
         self.pool = bytearray(slots * PAGE)
         self.clock = ManualClock()
@@ -148,7 +156,7 @@ class World:
         self.tiers = [tier_type(name) for name in tiers]
         if values is None:
             values = live(**{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
-        document = topology(values, len(self.pool), tiers, read_threads)
+        document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
         self.store = TierStore(
             len(self.pool), self.pool, self.tiers, document, self.io, self.clock, CHECKSUMS, fenced=fenced
         )

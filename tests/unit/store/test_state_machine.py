@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -117,10 +117,12 @@ class ModelEngine:
 class Driver:
     """Applies operations given as plain values to one store, so that a sequence can be repeated on a second one."""
 
-    def __init__(self, fenced: bool) -> None:
+    def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"]) -> None:
         tiers = ("disk", "nfs")
         values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
-        self.world = World(SLOTS, tiers, values, fenced, read_threads=3, tier_type=CheckingTier)
+        self.world = World(
+            SLOTS, tiers, values, fenced, read_threads=3, tier_type=CheckingTier, eviction_policy=eviction_policy
+        )
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
 
@@ -232,6 +234,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.ended: set[tuple[str, int]] = set()
         self.numbers = 0
         self.fenced = self.began_fenced = False
+        self.eviction_policy: Literal["LRU", "ARC"] = "LRU"
 
     # Machinery.
 
@@ -322,11 +325,15 @@ class StoreMachine(RuleBasedStateMachine):
         fenced=st.sampled_from((False, False, False, True)),
         kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=len(NAMES)),
         held=st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)),
+        eviction_policy=st.sampled_from(("LRU", "ARC")),
     )
-    def begin(self, fenced: bool, kinds: list[Kind], held: tuple[int, int]) -> None:
+    def begin(
+        self, fenced: bool, kinds: list[Kind], held: tuple[int, int], eviction_policy: Literal["LRU", "ARC"]
+    ) -> None:
         """Some engines are there, and the tiers hold a few prefixes of an earlier life."""
         self.fenced = self.began_fenced = fenced
-        self.driver = Driver(fenced)
+        self.eviction_policy = eviction_policy
+        self.driver = Driver(fenced, eviction_policy)
         for tier, chunks in enumerate(held):
             for kind in KINDS[:2]:
                 for chunk in range(chunks):
@@ -649,7 +656,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.wind_down()
-        again = Driver(self.began_fenced)
+        again = Driver(self.began_fenced, self.eviction_policy)
         for operation in self.operations:
             again.apply(operation)
         assert again.log == self.driver.log, "the same inputs gave different events"
