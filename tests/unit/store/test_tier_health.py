@@ -229,3 +229,15 @@ def test_every_tier_reports_its_state(name: str) -> None:
     (found,) = [tier for tier in world.store.tier_states() if tier.name == name]
     assert found.state == "Healthy"
     assert found.objects == 1
+
+
+def test_a_promotion_whose_deadline_opens_the_breaker_ends_once() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0, 1)
+    promotion = world.promote(0, 1, budget=2.0)
+    world.io.hold(world.calls("read:")[1])
+    world.advance(2.0)
+    assert state(world) == "BreakerOpen"
+    assert [end.outcome for end in world.ends(promotion)] == [Outcome.FAILED]
+    assert world.store.pinned_bytes == 0
