@@ -89,6 +89,7 @@ class ManagedProcess:
 
     def stop(self, grace_seconds: float = 15.0) -> None:
         """Ends the child: SIGTERM to it, then SIGKILL to the whole group after ``grace_seconds``."""
+        segments = _shared_segments(self.pid)
         if self.alive():
             self.process.terminate()
             try:
@@ -96,6 +97,7 @@ class ManagedProcess:
             except subprocess.TimeoutExpired:
                 pass
         self.kill()
+        _unlink(segments)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, and waits until it is gone."""
@@ -103,8 +105,12 @@ class ManagedProcess:
         self.signal_group(signal.SIGKILL)
         self.process.wait(30)
         # Python's own cleaner of shared memory sits in the same group and dies with it.
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        _unlink(segments)
+
+
+def _unlink(segments: set[Path]) -> None:
+    for segment in segments:
+        segment.unlink(missing_ok=True)
 
 
 def _shared_segments(group: int) -> set[Path]:
