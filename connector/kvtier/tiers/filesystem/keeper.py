@@ -48,6 +48,8 @@ TOUCH_SECONDS = 3600.0
 MIN_RETENTION_SECONDS = 2 * TOUCH_SECONDS
 """Use is noted no more often than ``TOUCH_SECONDS``: a shorter retention would remove what is in use."""
 _STOP_SECONDS = 2.0
+_SILENT_SECONDS = 3.0
+"""Of a janitor that says nothing for so long, there may be a successor already."""
 
 
 class Keeper:
@@ -304,7 +306,8 @@ class Keeper:
 
     def _look(self, now: float, supersede: bool) -> None:
         """Reads the janitor's record; takes the office if it is free."""
-        ledger = read_ledger(self._root, self._fence) if self._fence else None
+        silent = self.janitor is None and self._watch.unchanged_seconds > _SILENT_SECONDS
+        ledger = read_ledger(self._root, self._fence) if self._fence and not silent else None
         if ledger is None:
             self._fence = top_fence(self._root, fresh=True)
             ledger = read_ledger(self._root, self._fence) if self._fence else None

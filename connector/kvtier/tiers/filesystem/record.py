@@ -1,13 +1,17 @@
 """Small documents that one process rewrites and others read.
 
-They are rewritten in place, not replaced: a reader opens the file anew each time, and opening is what makes an NFS client ask the server
-whether the content has changed. A new file under an old name could stay unseen for as long as the client trusts its directory. What is
-half written does not have its checksum and counts as not there.
+They are rewritten in place, not replaced: a new file under an old name could stay unseen for as long as an NFS client trusts its directory.
+On NFS they are read and written past the page cache. Opening makes a client ask whether the content has changed, except where the server
+has given it a delegation, and a server does not take that back for a second mount of the same host. What is half written does not have its
+checksum and counts as not there.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import json
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import blake3
 _DIGEST_CHARACTERS = 32
 _HEAD_BYTES = _DIGEST_CHARACTERS + 12
 _ATTEMPTS = 3
+_FIRST_BYTES = 16_384
 
 
 def _encoded(document: dict[str, Any]) -> bytes:
@@ -32,6 +37,7 @@ def create(path: Path, document: dict[str, Any], mode: int, gid: int | None) -> 
         if gid is not None:
             os.fchown(descriptor, -1, gid)
             os.fchmod(descriptor, mode)
+        _past_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
     finally:
         os.close(descriptor)
@@ -41,6 +47,7 @@ def rewrite(path: Path, document: dict[str, Any]) -> float:
     """Writes over the file, which must be there: the file system's time of it. Raises ``OSError``."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        _past_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
         return os.fstat(descriptor).st_mtime
     finally:
@@ -50,10 +57,54 @@ def rewrite(path: Path, document: dict[str, Any]) -> float:
 def read(path: Path) -> dict[str, Any] | None:
     """The document; None if it is not whole. Raises ``OSError``."""
     for _ in range(_ATTEMPTS):
-        found = _decoded(path.read_bytes())
+        found = _decoded(_content(path))
         if found is not None:
             return found
     return None
+
+
+def _content(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if not _past_cache(descriptor):
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        size = _FIRST_BYTES
+        while True:
+            # What is known of the file's size is as old as what is known of its content.
+            with mmap.mmap(-1, size) as page:
+                count = os.preadv(descriptor, [page], 0)
+                if count < size:
+                    return page[:count]
+            size *= 2
+    finally:
+        os.close(descriptor)
+
+
+def _past_cache(descriptor: int) -> bool:
+    """Has the descriptor go to the server, if its file is on one."""
+    if not _is_remote(os.fstat(descriptor).st_dev):
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _is_remote(device: int) -> bool:
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return kind.split()[0].startswith("nfs")
+    return False
 
 
 def _decoded(content: bytes) -> dict[str, Any] | None:
