@@ -314,3 +314,48 @@ def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(hosts: Callable[..., Ho
     os.utime(path, (1_000.0, 1_000.0))
     first.tier.read(ref, payload)
     assert os.stat(path).st_mtime > 1_000.0 + tier.TOUCH_SECONDS
+
+
+def test_a_count_in_which_something_cannot_be_read_is_thrown_away(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = hosts()
+    for seed in range(10):
+        first.write(seed)
+    first.turn()
+    janitor = first.tier.keeper.janitor
+    assert janitor is not None
+    charged = janitor.ledger.charge_bytes
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("/00/00"):
+            raise OSError(errno.EIO, "Input/output error")
+        return scandir(path)
+
+    janitor.recount_wanted = True
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        for _ in range(4):
+            first.turn(11.0)
+    assert janitor.ledger.charge_bytes == charged
+    assert janitor.recount_wanted
+    assert first.tier.usage().objects == 10
+
+
+def test_storing_and_loading_touch_one_file_each(hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hosts()
+    first.write(1)
+    calls: list[str] = []
+    names = ("open", "mkdir", "rename", "unlink", "stat", "lstat", "utime", "listdir", "scandir", "rmdir", "close")
+    for name in names:
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, _name=name, _call=original, **k: (calls.append(_name), _call(*a, **k))[1]
+        )
+    first.write(2)
+    assert calls == ["open", "close", "rename"]
+    calls.clear()
+    ref, payload, _ = make_object(2)
+    first.tier.read(ref, payload)
+    assert calls == ["open", "close"]

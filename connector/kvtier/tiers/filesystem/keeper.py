@@ -25,8 +25,8 @@ from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
 from kvtier.tiers.filesystem.lease import BEAT_SECONDS, Watch
+from kvtier.tiers.filesystem.passes import Passes
 from kvtier.tiers.filesystem.refresh import Pass
-from kvtier.tiers.filesystem.scan import ABANDONED_SECONDS
 from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant
 from kvtier.tiers.filesystem.writer import Writer
 
@@ -36,17 +36,6 @@ GRANT_SECONDS = 2.0
 """A store waits this long for a grant, then it is dropped: twice what the janitor may take to look, less than what a store may wait."""
 BUSY_SECONDS = 0.02
 _BUSY_FOR_SECONDS = 2.0
-REFRESH_SECONDS = 10.0
-"""Between two refreshes of a directory that other processes write; a refresh takes at most a third of the time."""
-RECOUNT_SECONDS = 3600.0
-"""Between two counts of a directory that only this process writes."""
-ENTRIES_PER_SECOND = 5_000
-"""Pace of a refresh: a few per cent of one core on a local disk, and what an NFS server answers beside its work."""
-_STEP_ENTRIES = 2_000
-TOUCH_SECONDS = 3600.0
-"""A hit refreshes a file's time at most this often: enough for the order of eviction to outlive a restart, cheap enough for NFS."""
-MIN_RETENTION_SECONDS = 2 * TOUCH_SECONDS
-"""Use is noted no more often than ``TOUCH_SECONDS``: a shorter retention would remove what is in use."""
 _STOP_SECONDS = 2.0
 _SILENT_SECONDS = 3.0
 """Of a janitor that says nothing for so long, there may be a successor already."""
@@ -79,11 +68,20 @@ class Keeper:
         self._index = index
         self._limits = limits
         self._modes = modes
-        self._shared = shared
         self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._passes = Passes(
+            root,
+            index,
+            limits,
+            on_change,
+            clock,
+            shared=shared,
+            janitor=lambda: self.janitor,
+            server_time=lambda: self.writer.server_time,
+        )
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._watch = Watch()
@@ -91,12 +89,6 @@ class Keeper:
         self._looked_at = float("-inf")
         self._quantum = 0
         self._hot_until = float("-inf")
-        self._pass: Pass | None = None
-        self._pass_at = float("-inf")
-        self._paced_at = 0.0
-        self._pass_began = float("inf")
-        self._recount_at = float("-inf")
-        self._pass_started = 0.0
         self._root_identity: tuple[int, int] | None = None
 
     # Life.
@@ -112,7 +104,7 @@ class Keeper:
     def first_pass(self) -> Pass:
         """Reads the whole directory, at full speed; the leases are kept meanwhile. Raises ``TierError``."""
         with self._locked(None), self._mapped():
-            return self._full_pass()
+            return self._passes.whole(lambda: self._beats(self._clock()))
 
     def run(self) -> None:
         """Starts the thread."""
@@ -139,7 +131,6 @@ class Keeper:
                     self.janitor.serve(now)
                     self.janitor.announce(now, released=True)
                 self.janitor = None
-            self._pass = None
             self._watch = Watch()
             self.writer.revoked()
 
@@ -227,7 +218,7 @@ class Keeper:
             self._turn(self._clock())
             while self.janitor is not None and (self._enforce() or self.janitor.hungry) and not self._stopping:
                 if self.janitor.hungry:
-                    self._full_pass()
+                    self._passes.whole(lambda: self._beats(self._clock()))
                 self._beats(self._clock())
 
     def _turn(self, now: float, *, supersede: bool = False) -> None:
@@ -238,10 +229,10 @@ class Keeper:
             if self._enforce():
                 self._hot_until = max(self._hot_until, self._clock() + BUSY_SECONDS)
             if self.janitor is not None and self.janitor.hungry and not supersede:
-                self._full_pass()
+                self._passes.whole(lambda: self._beats(self._clock()))
                 self._beats(self._clock())
         if not supersede:
-            self._pass_step(self._clock())
+            self._passes.some(self._clock())
 
     def _take_part(self, now: float) -> None:
         if self.writer.registered:
@@ -293,7 +284,6 @@ class Keeper:
     def _deposed(self) -> None:
         _log.warning("%s: another process has become the janitor", self._root)
         self.janitor = None
-        self._pass = None
         self._watch = Watch()
 
     def _credit(self, janitor: Janitor) -> None:
@@ -323,7 +313,6 @@ class Keeper:
             self._fence = top_fence(self._root, fresh=True)
             return
         self._fence = inherited.fence
-        self._pass = None
         self.janitor = Janitor(
             self._root, self.writer.name, inherited, self._limits, self._index, self._modes, self._forget
         )
@@ -342,84 +331,6 @@ class Keeper:
         except DeposedError:
             self._deposed()
             return False
-
-    # Passes.
-
-    def _begin_pass(self) -> Pass:
-        janitor = self.janitor
-        if janitor is not None:
-            self._credit(janitor)
-            janitor.begin_count()
-        now = self.writer.server_time or time.time()
-        self._pass = Pass(
-            self._root,
-            self._index,
-            self._on_change,
-            now,
-            None if janitor is None else self._counted,
-            self._pass_began,
-        )
-        self._pass_began = now
-        self._pass_started = self._paced_at = self._clock()
-        return self._pass
-
-    def _counted(self, size_bytes: int, position: tuple[str, str, str]) -> None:
-        if self.janitor is not None:
-            self.janitor.ledger.saw(size_bytes)
-            self.janitor.position = position
-
-    def _full_pass(self) -> Pass:
-        """A whole pass at once. Leases are kept and wishes are answered meanwhile."""
-        if self.janitor is not None and self._pass is not None:
-            self.janitor.abort_count()
-        current = self._begin_pass()
-        last = self._clock()
-        while not self._stepped(current, _STEP_ENTRIES):
-            if self._clock() - last >= BEAT_SECONDS:
-                last = self._clock()
-                self._beats(last)
-                if self._pass is not current:
-                    current = self._begin_pass()
-        return current
-
-    def _pass_step(self, now: float) -> None:
-        if self._pass is None:
-            wanted = self.janitor is not None and self.janitor.recount_wanted
-            if now < (self._recount_at if wanted else self._pass_at):
-                return
-            if not self._shared and self.janitor is None:
-                return
-            self._begin_pass()
-            return
-        budget = int((now - self._paced_at) * ENTRIES_PER_SECOND)
-        if budget > 0:
-            self._paced_at = now
-            self._stepped(self._pass, min(budget, ENTRIES_PER_SECOND))
-
-    def _stepped(self, current: Pass, budget: int) -> bool:
-        if not current.step(budget):
-            return False
-        now = self._clock()
-        self._pass = None
-        took = now - self._pass_started
-        self._recount_at = now + max(REFRESH_SECONDS, 3 * took)
-        self._pass_at = now + max(REFRESH_SECONDS if self._shared else RECOUNT_SECONDS, 3 * took)
-        self._index.set_extra(current.result.other_bytes)
-        if self.janitor is not None:
-            self.janitor.end_count(now)
-            self._retire(current)
-        return True
-
-    def _retire(self, current: Pass) -> None:
-        """Removes namespaces that no engine has used for the retention."""
-        if self.janitor is None:
-            return
-        horizon = current.began_at - max(self._limits().retention_seconds, MIN_RETENTION_SECONDS)
-        for namespace, newest in current.result.newest.items():
-            if newest < horizon:
-                _log.info("%s: namespace %s was not used since its retention", self._root, namespace)
-                self.janitor.remove_namespace(namespace)
-        _sweep_probes(self._root, current.began_at)
 
     # Helpers.
 
@@ -441,14 +352,6 @@ class Keeper:
             yield
         finally:
             self._lock.release()
-
-
-def _sweep_probes(root: Path, now: float) -> None:
-    """Files of ``direct_works`` whose process was killed meanwhile."""
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if entry.name.startswith(".probe-") and now - entry.stat().st_mtime > ABANDONED_SECONDS:
-                os.unlink(entry.path)
 
 
 def _run(keeper_of: weakref.ref[Keeper], wake: threading.Event) -> None:

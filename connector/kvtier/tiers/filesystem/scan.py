@@ -178,6 +178,8 @@ class _Reader:
         report = self._report
         try:
             status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
         except OSError:
             report.unreadable += 1
             return 0

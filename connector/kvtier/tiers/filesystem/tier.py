@@ -32,8 +32,9 @@ from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import direct
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, read_header, verify_payload, write_header
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.keeper import TOUCH_SECONDS, Keeper
+from kvtier.tiers.filesystem.keeper import Keeper
 from kvtier.tiers.filesystem.layout import IDENTITY, Modes
+from kvtier.tiers.filesystem.passes import TOUCH_SECONDS
 from kvtier.tiers.filesystem.placing import place
 from kvtier.tiers.filesystem.scan import ScanReport, object_path
 from kvtier.topology.models import FileSystemTierDocument
