@@ -1,8 +1,8 @@
 """Starts tierd where an engine has to (daemon mode ``Engine``), and starts another when it is gone.
 
-Every EngineCore runs one of these. Whoever finds the daemon's lock free, and gets the spawn lock, starts tierd in a session of its own,
-so that a Ctrl-C at the engine does not hit it: it ends by itself when nobody is attached. A tierd that does not go round any more is
-killed by the process that started it, and by nobody else, because a process id alone proves nothing.
+Every EngineCore runs one of these. Whoever finds the daemon's lock free, and gets the spawn lock, starts tierd in a session of its own
+and as nobody's child, so that neither a Ctrl-C at the engine nor its end hits it: it ends by itself when nobody is attached. A tierd that does not go round any
+more is killed by the process that started it, and by nobody else, because a process id alone proves nothing.
 
 In mode ``Sidecar`` nothing here does anything: the sidecar's own supervisor starts tierd.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kvtier
+from kvtier.tierd.detached import DetachedProcess
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.topology.models import Daemon, Topology
@@ -79,7 +79,7 @@ class Supervisor:
         self._unresponsive_seconds = unresponsive_seconds
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: DetachedProcess | None = None
         self._spawn_lock: FileLock | None = None
         self._spawned_at = 0.0
         self._spawn_at = 0.0
@@ -88,13 +88,14 @@ class Supervisor:
         self._beat_at = 0.0
         self._had_beat = False
         self._last_look = 0.0
+        self._failing = False
         self.counters: dict[str, int] = {"spawned": 0, "spawn_failed": 0, "killed_unresponsive": 0, "exited": 0}
 
     @property
     def child(self) -> int:
         """Process id of the tierd that this supervisor started and that lives; 0: none."""
         child = self._child
-        return 0 if child is None or child.returncode is not None else child.pid
+        return 0 if child is None or child.ended else child.pid
 
     def ensure(self) -> None:
         """Joins the run directory and starts a tierd if there is none; does not wait until it serves. Never raises ``OSError``:
@@ -121,7 +122,7 @@ class Supervisor:
         self._release_spawn_lock()
         child = self._child
         used_since: float | None = None
-        while child is not None and child.poll() is None and (now := self._clock()) < deadline:
+        while child is not None and not child.poll() and (now := self._clock()) < deadline:
             if not self._others_attached():
                 used_since = None
             elif used_since is None:
@@ -145,7 +146,9 @@ class Supervisor:
     def _look(self) -> None:
         try:
             now = self._clock()
-            self._run_directory.rejoin()
+            if not self._failing or now >= self._spawn_at:
+                self._run_directory.rejoin()
+                self._failing = False
             self._watch_child(now)
             self._start_if_needed(now)
             self._last_look = now
@@ -153,17 +156,15 @@ class Supervisor:
             self.counters["spawn_failed"] += 1
             _log.error("tierd cannot be looked after in %s: %s", self._run_directory.path, error)
             self._release_spawn_lock()
+            self._failing = True
             self._delay(self._clock())
 
     def _watch_child(self, now: float) -> None:
         child = self._child
         if child is None:
             return
-        status = child.poll()
-        if status is not None:
-            _log.log(
-                logging.INFO if status == 0 else logging.WARNING, "tierd (process %d) ended with %d", child.pid, status
-            )
+        if child.poll():
+            _log.info("tierd (process %d) has ended", child.pid)
             self._child = None
             self.counters["exited"] += 1
             self._release_spawn_lock()
@@ -196,15 +197,8 @@ class Supervisor:
             return
         self._beat, self._beat_at, self._had_beat = self._run_directory.last_beat(), now, False
         self._spawned_at = now
-        self._child = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            # Whatever reads the engine's standard output expects the engine's words there.
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            cwd="/",
-            env=daemon_environment(),
-            start_new_session=True,
-        )
+        # Whatever reads the engine's standard output expects the engine's words there.
+        self._child = DetachedProcess(self._command, daemon_environment(), _has_descriptor(sys.stderr))
         self.counters["spawned"] += 1
         _log.info("started tierd (process %d) in %s", self._child.pid, self._run_directory.path)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvtier.testing.tierd_case import TierdCase, wait_for
@@ -55,7 +56,7 @@ def kill_and_stop(supervisor: Supervisor) -> None:
     child = supervisor._child
     if child is not None:
         child.kill()
-        child.wait()
+        child.wait(30)
     supervisor.stop(5)
 
 
@@ -69,6 +70,14 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCas
     second.stop(5)
     kill_and_stop(first)
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
+
+
+def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(case: TierdCase) -> None:
+    supervisor = make(case)
+    supervisor.ensure()
+    wait_for(supervisor._run_directory.daemon_lives, "the daemon lives")
+    assert supervisor.child not in {child.pid for child in psutil.Process().children(recursive=True)}
+    kill_and_stop(supervisor)
 
 
 def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdCase) -> None:
@@ -88,7 +97,7 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase)
     child = first._child
     assert child is not None
     child.kill()
-    child.wait()
+    child.wait(30)
     wait_for(lambda: second.child, "the other one starts a daemon")
     first.stop(5)
     kill_and_stop(second)
@@ -109,6 +118,19 @@ def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: Tierd
     wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
     supervisor.stop(5)
     assert not case.run_directory.exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(case: TierdCase) -> None:
+    case.run_directory.write_text("in the way")
+    now = 0.0
+    supervisor = Supervisor(case.topology_directory, case.topology, command=["/bin/true"], clock=lambda: now)
+    for _ in range(5):
+        supervisor._look()
+    assert supervisor.counters["spawn_failed"] == 1
+    now = module.LAST_BACKOFF_SECONDS
+    supervisor._look()
+    assert supervisor.counters["spawn_failed"] == 2
+    case.run_directory.unlink()
 
 
 def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
