@@ -51,7 +51,7 @@ class Sampler:
 def in_memory() -> Iterator[Path]:
     """A directory in memory where there is one: these tests are about order, not about disks."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="kvtier-test-", dir=place))
+    directory = Path(tempfile.mkdtemp(prefix="kvtier-files-", dir=place))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
