@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,3 +148,15 @@ def test_no_directory_and_an_empty_one_have_no_digest(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(FileNotFoundError):
             digest_of(str(path))
+
+
+def test_files_changed_after_the_engine_started_may_not_be_what_it_loaded_so_no_other_engine_shares(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    now = time.time()
+    early, other = (digest_of(str(tmp_path), now - 60, nonce) for nonce in (b"one", b"other"))
+    assert early != other
+    settled, same = (digest_of(str(tmp_path), now + 60, nonce) for nonce in (b"one", b"other"))
+    assert settled == same == digest_of(str(tmp_path))
+    assert settled not in (early, other)

@@ -3,14 +3,21 @@
 vLLM's block hash knows an adapter by its name and path, which says nothing about its weights: other files may lie there tomorrow. So the
 digest of the adapter's files goes into the keys of its requests. It is computed on a thread of its own; until it is known such a
 request neither loads nor stores.
+
+vLLM loads an adapter some time before its first request gets here. What was last changed before the engine started is what was loaded;
+of files that were changed later nobody can say, so the keys of such an adapter mean something to this engine alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_ADAPTERS = 4_096
 MAX_FILES = 256
 IDLE_SECONDS = 60.0
+CLOCK_SECONDS = 2.0
+"""By so much the clocks of this machine and of a file server may differ."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -33,8 +42,9 @@ class LoraRequest(Protocol):
     load_inplace: bool
 
 
-def digest_of(path: str) -> bytes:
-    """BLAKE3 over names and contents of the files of an adapter's directory. Blocks. Raises ``OSError`` where there is none."""
+def digest_of(path: str, loaded_after: float = math.inf, nonce: bytes = b"") -> bytes:
+    """BLAKE3 over names and contents of the files of an adapter's directory, with ``nonce`` if any of them was changed after
+    ``loaded_after`` (seconds since the epoch). Blocks. Raises ``OSError`` where there is none."""
     root = Path(path)
     files = sorted(file for file in root.rglob("*") if file.is_file())
     if not files or len(files) > MAX_FILES:
@@ -45,14 +55,18 @@ def digest_of(path: str) -> bytes:
         with file.open("rb") as content:
             while piece := content.read(_PIECE_BYTES):
                 digest.update(piece)
+    # The directories too: a file that was moved here keeps its own time.
+    changed = max(each.stat().st_ctime for each in {root, *files, *(file.parent for file in files)})
+    if changed > loaded_after:
+        digest.update(nonce)
     return digest.digest()
 
 
 class Adapters:
     """Digests by adapter. Called by the scheduler's thread; ``digest`` may be replaced for tests."""
 
-    def __init__(self, digest: Callable[[str], bytes] = digest_of) -> None:
-        self._digest = digest
+    def __init__(self, digest: Callable[[str], bytes] | None = None) -> None:
+        self._digest = digest or partial(digest_of, loaded_after=time.time() - CLOCK_SECONDS, nonce=os.urandom(32))
         self._known: dict[tuple[int, str], bytes | None] = {}
         """By (number, path); None: it cannot be established."""
         self._asked: set[tuple[int, str]] = set()
