@@ -156,6 +156,30 @@ def test_a_reset_without_tierd_is_not_forgotten(rig: Rig) -> None:
     assert rig.client.hello().volatile_reason == RESET_REASON
 
 
+def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+
+    def meanwhile() -> None:
+        rig.client.lose()
+        reasons.append(rig.client.hello().volatile_reason)
+
+    monkeypatch.setattr(rig.side.loads, "reset", meanwhile)
+    assert rig.side.reset()
+    assert reasons == [""]
+    rig.client.welcome(epoch=2)
+    rig.client.ready()
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4))
+    assert rig.ask(request) == 0
+    assert len(rig.client.take(ResetCache)) >= 1
+    rig.client.ready("b" * 32)
+    rig.hold(request.keys(0, 4))
+    rig.now += 1
+    assert rig.ask(request) == 4 * CHUNK
+
+
 def test_closing_says_goodbye(rig: Rig) -> None:
     rig.side.close()
     assert rig.client.closed

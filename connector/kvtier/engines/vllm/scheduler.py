@@ -110,7 +110,7 @@ class SchedulerSide:
             pid_namespace=process.pid_namespace,
             process_start=process.start,
             identity=identity.text,
-            volatile_reason=self.link.volatile_reason or identity.volatile_reason,
+            volatile_reason=self.link.volatile_reason() or identity.volatile_reason,
             writer_ranks=tuple(range(ranks)),
             ranks=ranks,
         )
@@ -193,8 +193,10 @@ class SchedulerSide:
         if self.stores.pool is None and not self._said_no_pool:
             self._said_no_pool = True
             logger.warning("KVTier: this vLLM does not lend its block pool, so nothing is stored")
+        stores = self.stores.take()
+        # Last, for what is taken is owed a report: nothing that could break down may come after it.
         loads, cancelled = self.loads.take()
-        return StepMetadata(step=self._step, loads=loads, stores=self.stores.take(), cancelled_loads=cancelled)
+        return StepMetadata(step=self._step, loads=loads, stores=stores, cancelled_loads=cancelled)
 
     def rest_step(self) -> StepMetadata:
         """``build_connector_meta`` once KVTier is off: only what is owed."""

@@ -100,6 +100,8 @@ class Link:
         self._snapshot_in = 0
         """Epoch whose snapshot the replica has begun with; written by the I/O thread."""
         self._volatile = ""
+        self._told = ""
+        """What the last ``Hello`` said of it; written by the I/O thread."""
         self._reset_owed = False
         self._reset_from = ""
 
@@ -129,6 +131,11 @@ class Link:
             self.replica.clear()
         self._inbox.append(message)
 
+    def volatile_reason(self) -> str:
+        """For a ``Hello``: why nothing of this engine may outlive it, beyond what its identity says."""
+        self._told = self._volatile
+        return self._told
+
     def session_lost(self, reason: str) -> None:
         """The client's word that tierd is gone."""
         self._snapshot_in = 0
@@ -149,11 +156,6 @@ class Link:
             and self._snapshot_in == self.epoch
             and not self.replica.stale
         )
-
-    @property
-    def volatile_reason(self) -> str:
-        """Why nothing of this engine may outlive it, beyond what its identity says. Any thread."""
-        return self._volatile
 
     @property
     def open(self) -> bool:
@@ -267,8 +269,9 @@ class Link:
         self.ready = None
         self.epoch = 0
         self._reset_from = ""
-        # A new session says in its Hello that the cache was reset; tierd then opens a namespace that nobody else can reach.
-        self._reset_owed = False
+        # A Hello that says that the cache was reset makes tierd open a namespace that nobody else can reach; the next session's may
+        # have been made a moment before the reset.
+        self._reset_owed = self._told != self._volatile
         for free in self.credits:
             free.clear()
         self.lost()
