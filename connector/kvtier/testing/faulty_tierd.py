@@ -18,13 +18,13 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
+from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.tierd.__main__ import main as tierd_main
-from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierLimits, TierUsage
+from kvtier.tiers.base import Tier
 
 LOOK_SECONDS = 0.02
 
@@ -63,20 +63,14 @@ class FaultFile:
             self._seen, self._faults = None, {}
 
 
-class FaultyTier(Tier):
-    """A tier in front of a real one."""
+class FileControlledTier(FaultyTier):
+    """A real tier of a daemon, struck as the file says. ``read`` and ``write`` may be named there."""
 
     def __init__(self, inner: Tier, faults: FaultFile) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
-        self.name = inner.name
-        self.capabilities = inner.capabilities
 
-    def __getattr__(self, name: str) -> Any:
-        """What a kind of tier has beyond the contract."""
-        return getattr(self._inner, name)
-
-    def _suffer(self, operation: str) -> None:
+    def _strike(self, operation: str) -> None:
         faults, call = self._faults.of(operation)
         if faults.get("hang"):
             while self._faults.hangs(operation):
@@ -86,60 +80,6 @@ class FaultyTier(Tier):
         if faults.get("fail") or call > int(faults.get("fail_after", call)):
             raise TierUnavailableError(f"{operation} fails on purpose")
 
-    def open(self, on_change: OnChange) -> None:
-        """As the real tier."""
-        self._inner.open(on_change)
-
-    def close(self) -> None:
-        """As the real tier."""
-        self._inner.close()
-
-    def configure(self, limits: TierLimits) -> None:
-        """As the real tier."""
-        self._inner.configure(limits)
-
-    def contains(self, ref: ObjectRef) -> bool:
-        """As the real tier."""
-        return self._inner.contains(ref)
-
-    def keys(self, namespace: str) -> Iterator[bytes]:
-        """As the real tier."""
-        return self._inner.keys(namespace)
-
-    def usage(self) -> TierUsage:
-        """As the real tier."""
-        return self._inner.usage()
-
-    def probe(self, ref: ObjectRef) -> bool:
-        """As the real tier."""
-        return self._inner.probe(ref)
-
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
-        """Suffers, then reads."""
-        self._suffer("read")
-        return self._inner.read(ref, into)
-
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
-        """Suffers, then writes."""
-        self._suffer("write")
-        self._inner.write(ref, payload, meta)
-
-    def delete(self, ref: ObjectRef) -> None:
-        """As the real tier."""
-        self._inner.delete(ref)
-
-    def touch(self, ref: ObjectRef) -> None:
-        """As the real tier."""
-        self._inner.touch(ref)
-
-    def maintain(self) -> None:
-        """As the real tier."""
-        self._inner.maintain()
-
-    def check(self) -> None:
-        """As the real tier."""
-        self._inner.check()
-
 
 def main() -> int:
     """Runs the daemon; its own options are passed on."""
@@ -147,7 +87,7 @@ def main() -> int:
     parser.add_argument("--faults", type=Path, required=True)
     options, rest = parser.parse_known_args()
     faults = FaultFile(options.faults)
-    return tierd_main(rest, lambda tier: FaultyTier(tier, faults))
+    return tierd_main(rest, lambda tier: FileControlledTier(tier, faults))
 
 
 if __name__ == "__main__":
