@@ -26,5 +26,10 @@ def printed(text: str) -> None:
 
 
 def printed_json(document: object) -> None:
-    """A document as JSON."""
-    printed(json.dumps(document, indent=2, ensure_ascii=False))
+    """A document as JSON; what the stream cannot encode is escaped."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=2)
+    printed(text)

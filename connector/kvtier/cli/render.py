@@ -120,7 +120,7 @@ def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
         written = local.write(
             policy,
             request.topology,
-            tier_paths=dict(_pair("--tier-path", given) for given in request.tier_paths),
+            tier_paths=_pairs("--tier-path", request.tier_paths),
             run_directory=str(request.run_directory) if request.run_directory is not None else None,
             http=_endpoint(request.http),
             daemon=request.daemon or Daemon.ENGINE,
@@ -165,6 +165,16 @@ def _pair(option: str, given: str) -> tuple[str, str]:
     if not separator or not name or not value:
         raise ConfigurationError(option, given, "NAME=DIR is the form")
     return name, value
+
+
+def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for entry in given:
+        name, value = _pair(option, entry)
+        if name in pairs:
+            raise ConfigurationError(option, entry, f"{name} once; it is {pairs[name]} already")
+        pairs[name] = value
+    return pairs
 
 
 def _inherited(given: tuple[str, ...]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.tierd.rundir import RunDirectory
 from kvtier.topology import writing
 from kvtier.topology.models import Daemon, HttpEndpoint, Topology
 from kvtier_operator.api.policy import KVTierPolicy
@@ -54,6 +55,7 @@ def place(
         storage_gid=security.storage_gid if "storage_gid" in security.model_fields_set else None,
         secrets_directory=str(target / "secrets"),
     )
+    RunDirectory(placement.run_directory, shared=daemon is Daemon.SIDECAR)  # refuses what no engine could use
     return Written(target, topology(policy, placement, generation), tuple(notes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,11 @@ def local_tier_paths(policy: KVTierPolicy, overrides: Mapping[str, str], base: s
                 f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR "
                 f"sets another"
             )
+    used: dict[str, str] = {}
+    for name, path in paths.items():
+        other = used.setdefault(os.path.normpath(path), name)
+        if other != name:
+            raise ConfigurationError("--tier-path", f"{name}={path}", f"a directory of its own ({other} has this one)")
     return paths, notes
 
 

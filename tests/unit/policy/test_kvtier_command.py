@@ -95,6 +95,13 @@ class TestValidate:
             }
         ]
 
+    def test_answers_in_json_whatever_a_file_holds(self, kvtier: Any, tmp_path: Path) -> None:
+        path = tmp_path / "bad.yaml"
+        path.write_text('{kind: "\\ud800"}')
+        outcome = kvtier("validate", "--json", path)
+        assert outcome.status == 2
+        assert not outcome.json["accepted"]
+
     def test_says_when_a_policy_is_there_twice(self, kvtier: Any, policy: Path) -> None:
         policy.write_text(policy.read_text() + "---\n" + policy.read_text())
         outcome = kvtier("validate", policy)
@@ -182,6 +189,8 @@ class TestRender:
             (["--engine-args", "--engine-env"], "--engine-args"),
             (["--topology", "T", "--tier-path", "nvme"], "NAME=DIR"),
             (["--topology", "T", "--tier-path", "other=/x"], "nvme"),
+            (["--topology", "T", "--tier-path", "nvme=/x", "--tier-path", "nvme=/y"], "nvme once"),
+            (["--topology", "T", "--run-directory", "/dev/shm/" + "x" * 100], "runDirectory"),
             (["--topology", "T", "--http", "9400"], "HOST:PORT"),
             (["--topology", "T", "--http", "h:99999"], "HOST:PORT"),
             (["--engine-env", "--env", "=x"], "KEY=VALUE"),
@@ -198,6 +207,15 @@ class TestRender:
         outcome = kvtier("render", "-f", policy, *words)
         assert (outcome.status, outcome.out) == (2, "")
         assert part in outcome.err
+        assert not (tmp_path / "T").exists()
+
+    def test_refuses_one_directory_for_two_tiers(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+        document = yaml.safe_load(policy.read_text())
+        document["spec"]["tiers"].append({**document["spec"]["tiers"][1], "name": "twin"})
+        policy.write_text(yaml.safe_dump(document))
+        outcome = kvtier("render", "-f", policy, "--topology", tmp_path / "T")
+        assert outcome.status == 2
+        assert "twin" in outcome.err
         assert not (tmp_path / "T").exists()
 
     def test_takes_one_policy_of_several_by_name(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
