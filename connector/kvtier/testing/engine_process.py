@@ -12,7 +12,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -31,7 +30,6 @@ START_SECONDS = 240.0
 
 
 SILENT_RESETS = 5
-_SEGMENT = re.compile(r" /dev/shm/(psm_|sem\.)[^/ ]*$")
 
 
 class EngineProcessError(RuntimeError):
@@ -114,16 +112,22 @@ def _unlink(segments: set[Path]) -> None:
 
 
 def _shared_segments(group: int) -> set[Path]:
-    """Shared memory and semaphores, those of Python libraries, that the processes of a group have mapped."""
-    found: set[Path] = set()
+    """Shared memory and semaphores, those of Python libraries, that the processes of a group have mapped.
+
+    Told by inode: a semaphore is mapped under the name that it had before it was linked to its own.
+    """
+    inodes: set[int] = set()
     for process in psutil.process_iter():
         try:
             if os.getpgid(process.pid) == group:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                found |= {Path(line.split()[-1]) for line in maps.splitlines() if _SEGMENT.search(line)}
+                inodes |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
         except OSError:
             continue
-    return found
+    with os.scandir("/dev/shm") as entries:
+        return {
+            Path(entry.path) for entry in entries if entry.name.startswith(("psm_", "sem.")) and entry.inode() in inodes
+        }
 
 
 def tierd_processes(topology: Path) -> list[psutil.Process]:

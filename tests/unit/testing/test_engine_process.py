@@ -44,3 +44,20 @@ def test_a_process_that_ends_by_itself_is_known_to_have(tmp_path: Path) -> None:
 def test_a_refused_connection_is_an_os_error() -> None:
     with pytest.raises(ConnectionError):
         http_request(free_port(), "GET", "/", timeout_seconds=1)
+
+
+SEMAPHORE = "import multiprocessing, time; s = multiprocessing.get_context('spawn').Semaphore(); print('made', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_process_that_is_ended_leaves_no_semaphore(tmp_path: Path, end: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    child = ManagedProcess([sys.executable, "-c", SEMAPHORE], os.environ, tmp_path / "log")
+    while "made" not in child.log_tail():
+        assert child.alive()
+    inode_names = {entry.name for entry in os.scandir("/dev/shm") if entry.name.startswith("sem.mp-")} - before
+    assert inode_names
+    getattr(child, end)()
+    still = {entry.name for entry in os.scandir("/dev/shm")}
+    # Other processes make semaphores too; of those seen while the child lived at least one was its own and is gone.
+    assert inode_names - still
