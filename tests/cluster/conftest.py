@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in Path(item.path).parents:
             item.add_marker(pytest.mark.cluster)
+            # The first of them may build the API server from source, which takes about eight minutes on two cores.
+            item.add_marker(pytest.mark.timeout(1_800))
 
 
 @pytest.fixture(scope="session")
