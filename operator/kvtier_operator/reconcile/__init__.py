@@ -1,0 +1,1 @@
+"""The controller: observe, plan (pure), apply; status, live tuning, rollout."""

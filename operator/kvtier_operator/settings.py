@@ -1,0 +1,131 @@
+"""What an administrator sets for the operator: one YAML file, written by the chart, read once at start.
+
+Field names are camelCase, as in policies; unknown ones are refused. A changed file needs a restart, which the chart
+brings about by a checksum in the pods' annotations.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from kvtier.errors import ConfigurationError
+from kvtier_operator.api.allowlist import AllowedVolume
+
+DEFAULT_FILE = Path("/etc/kvtier-operator/settings.yaml")
+
+
+class Section(BaseModel):
+    """Base of all parts: frozen, camelCase, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+class PullPolicy(StrEnum):
+    """``imagePullPolicy`` of injected containers."""
+
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+    ALWAYS = "Always"
+
+
+class Images(Section):
+    """Images of injected containers, by digest in releases. ``pull_secret``: expected in the pods' namespaces."""
+
+    payload: str = "kvtier/payload:dev"
+    tierd: str = "kvtier/payload:dev"
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    pull_secret: str = ""
+
+
+class Storage(Section):
+    """What the operator may create. Without ``create_volumes`` an NFS tier needs a claim that an administrator made."""
+
+    create_volumes: bool = False
+
+
+class CertificateMode(StrEnum):
+    """Where the webhook's certificate comes from: a mounted directory (cert-manager, say), or made here and rotated."""
+
+    MOUNTED = "Mounted"
+    SELF_MANAGED = "SelfManaged"
+
+
+class Certificates(Section):
+    """``directory`` holds ``tls.crt``, ``tls.key`` and (mounted) ``ca.crt``. Self-managed ones live in the Secret
+    ``secret_name`` of the operator's namespace, and the CA goes into the ``caBundle`` of the named configurations.
+    """
+
+    mode: CertificateMode = CertificateMode.SELF_MANAGED
+    directory: Path = Path("/etc/kvtier-operator/certificates")
+    secret_name: str = "kvtier-webhook-certificates"  # noqa: S105  (a name)
+    service_name: str = "kvtier-webhook"
+    mutating_configuration: str = "kvtier"
+    validating_configuration: str = "kvtier"
+    lifetime_seconds: Annotated[int, Field(ge=60)] = 90 * 24 * 3600
+    renew_before_seconds: Annotated[int, Field(ge=10)] = 30 * 24 * 3600
+
+
+class Webhook(Section):
+    """The admission server. ``port`` 0: any free one."""
+
+    host: str = "0.0.0.0"  # noqa: S104  (the API server asks from another host)
+    port: Annotated[int, Field(ge=0, le=65_535)] = 9443
+    certificates: Certificates = Certificates()
+
+
+class Controller(Section):
+    """Periods and bounds of the controller."""
+
+    resync_seconds: Annotated[float, Field(gt=0)] = 300
+    poll_seconds: Annotated[float, Field(gt=0)] = 30
+    """How often each attached pod's /status is asked."""
+    poll_timeout_seconds: Annotated[float, Field(gt=0)] = 3
+    poll_concurrency: Annotated[int, Field(ge=1, le=256)] = 16
+    status_bytes_seconds: Annotated[float, Field(gt=0)] = 300
+    """Bytes and percentages in a status change at most this often; conditions, states and pod counts at once."""
+    max_reconciles_per_second: Annotated[float, Field(gt=0)] = 20
+
+
+class Monitoring(Section):
+    """The operator's own HTTP: /metrics, /healthz, /readyz."""
+
+    host: str = "0.0.0.0"  # noqa: S104  (kubelet and Prometheus ask from other addresses)
+    port: Annotated[int, Field(ge=0, le=65_535)] = 9402
+
+
+class Settings(Section):
+    """Everything. ``namespace``: the operator's own. ``watch_namespaces``: empty is all."""
+
+    namespace: str = "kvtier-system"
+    watch_namespaces: tuple[str, ...] = ()
+    images: Images = Images()
+    storage: Storage = Storage()
+    allowed_volumes: tuple[AllowedVolume, ...] = ()
+    webhook: Webhook = Webhook()
+    controller: Controller = Controller()
+    monitoring: Monitoring = Monitoring()
+    cluster_domain: str = "cluster.local"
+
+
+def load(path: Path = DEFAULT_FILE) -> Settings:
+    """Reads the file; one that is missing gives the defaults. Raises ``ConfigurationError``, which names the field."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(str(path), str(error), "a readable YAML file") from error
+    try:
+        return Settings.model_validate(yaml.safe_load(text) or {})
+    except yaml.YAMLError as error:
+        raise ConfigurationError(str(path), str(error).splitlines()[0], "YAML") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(f"{path}: {field}", str(first.get("input")), str(first["msg"])) from error

@@ -1,0 +1,1 @@
+"""Admission: attaches pods and validates policies, answering from caches alone."""
