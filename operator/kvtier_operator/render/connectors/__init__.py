@@ -1,0 +1,62 @@
+"""Engine configuration for connectors other than KVTier's own (``engine.connector: Offloading | LMCache``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigurationError
+from kvtier_operator.api.engine import Connector, EngineType
+from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
+from kvtier_operator.api.refusals import Refusal
+from kvtier_operator.render.connectors import lmcache, offloading
+from kvtier_operator.render.connectors.contract import TRANSFER_CONFIG_VARIABLE, Rendered
+from kvtier_operator.render.connectors.written import Expressed, unexpressed
+
+__all__ = ["TRANSFER_CONFIG_VARIABLE", "Rendered", "gaps", "impossible", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    name: str
+    expressed: Expressed
+    impossible: Callable[[PolicySpec], list[Refusal]]
+    render: Callable[[PolicySpec, dict[str, str], int], Rendered]
+
+
+_OTHERS = {
+    Connector.OFFLOADING: _Other(offloading.NAME, offloading.EXPRESSED, offloading.impossible, offloading.render),
+    Connector.LMCACHE: _Other(lmcache.NAME, lmcache.EXPRESSED, lmcache.impossible, lmcache.render),
+}
+
+
+def impossible(policy: KVTierPolicy) -> list[Refusal]:
+    """Why the policy cannot be rendered for its connector at all; the policy is then not accepted."""
+    engine = policy.spec.engine
+    if engine.type is not EngineType.VLLM:
+        return [Refusal("spec.engine.type", engine.type.value, "VLLM is what this version renders")]
+    other = _OTHERS.get(engine.connector)
+    return other.impossible(policy.spec) if other is not None else []
+
+
+def gaps(policy: KVTierPolicy) -> list[Refusal]:
+    """What the policy sets and the connector's own configuration cannot say, field by field. Such a policy is used all
+    the same, and its ``Accepted`` condition lists them.
+    """
+    other = _OTHERS.get(policy.spec.engine.connector)
+    return unexpressed(policy.spec, other.expressed, other.name) if other is not None else []
+
+
+def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
+    """The configuration. ``tier_paths``: where the engine's container mounts each file tier; ``local_ranks``: worker
+    ranks in the pod. Raises ``ConfigurationError`` for what ``impossible`` names, and for KVTier's own connector.
+    """
+    refusals = impossible(policy)
+    if refusals:
+        raise ConfigurationError(refusals[0].field, refusals[0].value, refusals[0].accepted)
+    other = _OTHERS.get(policy.spec.engine.connector)
+    if other is None:
+        raise ConfigurationError(
+            "spec.engine.connector", policy.spec.engine.connector.value, "Offloading or LMCache here"
+        )
+    return other.render(policy.spec, tier_paths, local_ranks)

@@ -1,0 +1,106 @@
+"""LMCache inside the engine (``LMCacheConnectorV1``), configured by its environment variables.
+
+Its sizes are GiB as decimal numbers and per worker rank, while a policy's are the pod's: both are converted here. It
+has one local disk, which no other process shares, and one remote store; a directory that nodes share is its remote
+``fs://`` store.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kvtier_operator.api.policy import PolicySpec
+from kvtier_operator.api.refusals import Refusal, shown
+from kvtier_operator.api.tiers import Sharing, Tier
+from kvtier_operator.render.connectors.contract import Rendered, isolated
+from kvtier_operator.render.connectors.written import ANY, Expressed
+
+NAME = "LMCache"
+GIB = 1 << 30
+EXPRESSED: Expressed = {
+    "chunkTokens": ANY,
+    "minLoadTokens": ANY,
+    "tiers[].memory.capacity": ANY,
+    "tiers[].memory.evictionPolicy": "LRU",
+    "tiers[].memory.persistence": "Process",
+    "tiers[].storePolicy": "All",
+    "tiers[].lookupTimeoutMilliseconds": ANY,
+    "tiers[].loadTimeoutSeconds": ANY,
+    "tiers[].fileSystem.capacity": ANY,
+    "tiers[].fileSystem.sync": "None",
+    "tiers[].lmcache.url": ANY,
+    "isolation.salt": ANY,
+    "isolation.modelRevision": ANY,
+}
+
+
+def impossible(spec: PolicySpec) -> list[Refusal]:
+    """A second local disk, a second remote store."""
+    found = []
+    for what, tiers in (("local disk", _local(spec)), ("remote store", _remote(spec))):
+        for index, tier in tiers[1:]:
+            found.append(
+                Refusal(
+                    f"spec.tiers[{index}]", shown(tier.name), f"one {what} ({tiers[0][1].name}): {NAME} has no more"
+                )
+            )
+    return found
+
+
+def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
+    """See ``kvtier_operator.render.connectors.render``."""
+    memory = spec.tiers[0].memory
+    if memory is None:
+        raise ValueError("the first tier is no memory tier")
+    variables = {
+        "LMCACHE_CHUNK_SIZE": str(spec.chunk_tokens),
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": _gib(memory.capacity.size_bytes, local_ranks),
+        "LMCACHE_MIN_RETRIEVE_TOKENS": str(spec.min_load_tokens),
+    }
+    for _, tier in _local(spec):
+        if tier.file_system is not None:
+            variables["LMCACHE_LOCAL_DISK"] = f"file://{isolated(tier_paths[tier.name], spec.isolation)}/"
+            variables["LMCACHE_MAX_LOCAL_DISK_SIZE"] = _gib(tier.file_system.capacity.size_bytes, local_ranks)
+    for _, tier in _remote(spec):
+        if tier.lmcache is not None:
+            variables["LMCACHE_REMOTE_URL"] = tier.lmcache.url
+        else:
+            # The host part is not used, and has to be there.
+            variables["LMCACHE_REMOTE_URL"] = f"fs://localhost:0{isolated(tier_paths[tier.name], spec.isolation)}"
+    lower = [tier for tier in spec.tiers if tier.memory is None]
+    if lower:
+        # One limit for all: the largest, as a plan over several tiers has it.
+        variables["LMCACHE_BLOCKING_TIMEOUT_SECS"] = str(max(tier.load_timeout_seconds for tier in lower))
+        variables["LMCACHE_LOOKUP_TIMEOUT_MS"] = str(max(tier.lookup_timeout_milliseconds for tier in lower))
+    return Rendered(
+        transfer_config={
+            "kv_connector": "LMCacheConnectorV1",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        },
+        environment=variables,
+        engine_memory_bytes=memory.capacity.size_bytes,
+    )
+
+
+def _local(spec: PolicySpec) -> list[tuple[int, Tier]]:
+    return [
+        (index, tier)
+        for index, tier in enumerate(spec.tiers)
+        if tier.file_system is not None and tier.file_system.sharing is not Sharing.CLUSTER
+    ]
+
+
+def _remote(spec: PolicySpec) -> list[tuple[int, Tier]]:
+    return [
+        (index, tier)
+        for index, tier in enumerate(spec.tiers)
+        if tier.lmcache is not None or (tier.file_system is not None and tier.file_system.sharing is Sharing.CLUSTER)
+    ]
+
+
+def _gib(size_bytes: int, ranks: int) -> str:
+    """A rank's share in GiB as a decimal number, rounded down: never above the budget."""
+    share = Fraction(size_bytes, ranks * GIB)
+    return f"{int(share * 1_000_000) / 1_000_000:.6f}".rstrip("0").rstrip(".") or "0"

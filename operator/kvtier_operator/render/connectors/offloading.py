@@ -1,0 +1,74 @@
+"""vLLM's own offloading (``OffloadingConnector``): a CPU tier in ``/dev/shm``, and below it an ordered list of file
+tiers. Field names as vLLM 0.22 and later read them.
+
+What it has no word for: weights, time limits, capacity of a directory, admission, a breaker, live changes. Its region
+in ``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks together, as ``memory.capacity`` is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier_operator.api.policy import PolicySpec
+from kvtier_operator.api.refusals import Refusal, shown
+from kvtier_operator.render.connectors.contract import Rendered, isolated
+from kvtier_operator.render.connectors.written import ANY, Expressed
+
+NAME = "vLLM's offloading"
+EXPRESSED: Expressed = {
+    "chunkTokens": ANY,
+    "tiers[].memory.capacity": ANY,
+    "tiers[].memory.evictionPolicy": ANY,
+    "tiers[].memory.persistence": "Process",
+    "tiers[].storePolicy": "All",
+    "tiers[].fileSystem.readThreads": ANY,
+    "tiers[].fileSystem.writeThreads": ANY,
+    "tiers[].fileSystem.directIO": "Auto",
+    "tiers[].fileSystem.sync": "None",
+    "isolation.salt": ANY,
+    "isolation.modelRevision": ANY,
+}
+
+
+def impossible(spec: PolicySpec) -> list[Refusal]:
+    """Tiers that it has no kind for."""
+    return [
+        Refusal(f"spec.tiers[{index}].lmcache", shown(tier.name), f"memory and fileSystem tiers: {NAME} has no other")
+        for index, tier in enumerate(spec.tiers)
+        if tier.lmcache is not None
+    ]
+
+
+def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
+    """See ``kvtier_operator.render.connectors.render``. ``local_ranks`` has no effect: sizes are the pod's."""
+    del local_ranks
+    memory = spec.tiers[0].memory
+    if memory is None:
+        raise ValueError("the first tier is no memory tier")
+    capacity = memory.capacity.size_bytes
+    extra: dict[str, Any] = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": capacity,
+        "block_size": spec.chunk_tokens,
+        "eviction_policy": memory.eviction_policy.value.lower(),
+        "secondary_tiers": [
+            {
+                "type": "fs",
+                "root_dir": isolated(tier_paths[tier.name], spec.isolation),
+                "n_read_threads": tier.file_system.read_threads,
+                "n_write_threads": tier.file_system.write_threads,
+            }
+            for tier in spec.tiers
+            if tier.file_system is not None
+        ],
+    }
+    return Rendered(
+        transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+        shared_memory_bytes=capacity,
+        engine_memory_bytes=capacity,
+    )
