@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from kvtier.cli import files
+from kvtier.cli import files, other_connectors
 from kvtier.cli import topology as local
 from kvtier.errors import ConfigurationError
 from kvtier.topology.models import Daemon, HttpEndpoint, Structural
 from kvtier_operator.api.documents import parse
+from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.refusals import RefusedError
 from kvtier_operator.render import documents, engine
@@ -113,6 +114,8 @@ def _check_options(request: Request) -> None:
 
 
 def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
+    if policy.spec.engine.connector is not Connector.KVTIER:
+        return _for_other_connector(request, policy)
     if request.engine_args or request.engine_env:
         engine.check(policy)
     notes: list[str] = []
@@ -143,6 +146,20 @@ def _for_engine(request: Request, policy: KVTierPolicy) -> Rendered:
         arguments = engine.arguments(directory)
         return Rendered(shlex.join(arguments), arguments, tuple(notes))
     return _environment(request, document, directory, notes)
+
+
+def _for_other_connector(request: Request, policy: KVTierPolicy) -> Rendered:
+    if request.topology is not None:
+        raise ConfigurationError("--topology", str(request.topology), "KVTier's own connector is what reads a topology")
+    found = other_connectors.engine(policy)
+    if request.engine_args:
+        arguments = found.rendered.arguments()
+        words = [f"{name}={shlex.quote(value)}" for name, value in found.rendered.environment.items()]
+        notes = (f"in the engine's environment: {' '.join(words)}",) if words else ()
+        return Rendered(shlex.join(arguments), arguments, (*found.notes, *notes))
+    payload = str(request.payload.absolute()) if request.payload is not None else None
+    variables = found.variables(payload, _inherited(request.env))
+    return Rendered("\n".join(f"{name}={value}" for name, value in variables.items()), variables, found.notes)
 
 
 def _environment(request: Request, document: Structural, directory: str, notes: list[str]) -> Rendered:

@@ -44,12 +44,21 @@ def environment(
     ``payload_directory`` is where the connector was written (None: it is installed). ``inherited`` is what the engine's
     environment holds already: paths and plugin lists are extended, a hash seed that is set stays (see ``conflicts``).
     """
-    given = inherited or {}
-    variables = {"KVTIER_TOPOLOGY": topology_directory}
+    return {
+        "KVTIER_TOPOLOGY": topology_directory,
+        **attaching_variables(structural.hash_seed, payload_directory, inherited or {}),
+    }
+
+
+def attaching_variables(hash_seed: str, payload_directory: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """The part of ``environment`` that is the same for all connectors: KVTier's plugin is found and may run, and block
+    hashes are the same in every process.
+    """
+    variables = {}
     if payload_directory is not None:
         others = [part for part in given.get("PYTHONPATH", "").split(":") if part and part != payload_directory]
         variables["PYTHONPATH"] = ":".join([payload_directory, *others])
-    variables["PYTHONHASHSEED"] = given.get("PYTHONHASHSEED") or structural.hash_seed
+    variables["PYTHONHASHSEED"] = given.get("PYTHONHASHSEED") or hash_seed
     if "VLLM_PLUGINS" in given:
         allowed = [name for name in given["VLLM_PLUGINS"].split(",") if name]
         variables["VLLM_PLUGINS"] = ",".join(allowed if PLUGIN_NAME in allowed else [*allowed, PLUGIN_NAME])

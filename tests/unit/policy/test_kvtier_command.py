@@ -152,6 +152,23 @@ class TestRender:
         assert json.loads(answer[1])["kv_connector_extra_config"] == {"topology": str(tmp_path / "t")}
         assert (tmp_path / "t" / "structural.json").exists()
 
+    def test_prints_another_connectors_configuration_and_what_it_cannot_say(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "other.yaml"
+        document = yaml.safe_load(policy.read_text())
+        document["spec"].setdefault("engine", {}).update(connector="Offloading", localRanks=1)
+        document["spec"]["minLoadTokens"] = 512
+        other.write_text(yaml.safe_dump(document))
+        outcome = kvtier("render", "-f", other, "--engine-args")
+        assert json.loads(shlex.split(outcome.out)[1])["kv_connector"] == "OffloadingConnector"
+        assert "spec.minLoadTokens: 512 is not accepted" in outcome.err
+        answer = kvtier("render", "-f", other, "--engine-env", "--json").json
+        assert json.loads(answer["KVTIER_TRANSFER_CONFIG"])["kv_connector"] == "OffloadingConnector"
+        assert "KVTIER_TOPOLOGY" not in answer
+        refused = kvtier("render", "-f", other, "--topology", tmp_path / "t")
+        assert (refused.status != 0, "--topology" in refused.err) == (True, True)
+
     def test_prints_the_environment(
         self, kvtier: Any, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -130,3 +130,34 @@ def test_a_vllm_that_cannot_be_wrapped_is_a_log_line(
     monkeypatch.setenv(plugin.TOPOLOGY_VARIABLE, directory)
     plugin.register()
     assert "not attached" in caplog.text
+
+
+def test_another_connector_comes_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "KVTIER_TRANSFER_CONFIG",
+        '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"block_size":64}}',
+    )
+    transfer = _attach(_Arguments(), "")
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_connector_extra_config == {"block_size": 64}
+    existing = {"kv_connector": "Other"}
+    assert _attach(_Arguments(kv_transfer_config=existing), "") is existing
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "7",
+        '{"kv_role": "both"}',
+        '{"kv_connector": "X", "unknown_field": 1}',
+        '{"kv_connector": "NoSuch", "kv_role": "kv_both"}',
+    ],
+)
+def test_a_variable_that_vllm_cannot_read_is_one_log_line(
+    text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVTIER_TRANSFER_CONFIG", text)
+    assert _attach(_Arguments(), "") is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,13 +1,15 @@
 """Attaches KVTier to a vLLM whose command nobody can change: entry point ``kvtier`` of ``vllm.general_plugins``.
 
-vLLM calls ``register`` in every process that builds engine arguments. Where ``KVTIER_TOPOLOGY`` names a topology directory, and the user
-configured no KV transfer, the engine gets KVTier's connector. Whatever goes wrong is one log line, and the engine starts without.
+vLLM calls ``register`` in every process that builds engine arguments. Where the user configured no KV transfer, the engine gets KVTier's
+connector if ``KVTIER_TOPOLOGY`` names a topology directory, or another one if ``KVTIER_TRANSFER_CONFIG`` holds vLLM's own JSON for it (policies for
+other connectors). Whatever goes wrong is one log line, and the engine starts without.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 from kvtier.engines.vllm import logs
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
+TRANSFER_CONFIG_VARIABLE = "KVTIER_TRANSFER_CONFIG"
 CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
 _WRAPPED = "_kvtier_wrapped"
@@ -26,7 +29,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Called by vLLM; any number of times, in any process. Never raises."""
     directory = os.environ.get(TOPOLOGY_VARIABLE, "").strip()
-    if not directory:
+    if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
     try:
         logs.adopt()
@@ -53,7 +56,7 @@ def _wrap(directory: str) -> None:
 def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
     """Makes the engine's configuration with KVTier's connector where that is possible, else as it would have been.
 
-    ``create`` builds it from ``engine_args``.
+    ``create`` builds it from ``engine_args``. Without a ``directory`` the connector is the one in ``KVTIER_TRANSFER_CONFIG``.
     """
     reason = _why_not(engine_args)
     if not reason:
@@ -64,7 +67,11 @@ def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
     try:
         config = create()
         if not getattr(config.model_config, "is_encoder_decoder", False):
-            logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
+            if directory:
+                logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
+            else:
+                connector = engine_args.kv_transfer_config.kv_connector
+                logger.info("KVTier: %s configured by %s", connector, TRANSFER_CONFIG_VARIABLE)
             return config
         reason = "vLLM takes no KV connector for encoder-decoder models"
     except Exception as error:  # noqa: BLE001 - whatever it is, the user asked for an engine first
@@ -93,6 +100,11 @@ def _prepare(engine_args: Any, directory: str) -> str:
     from vllm.config import KVTransferConfig
 
     try:
+        if not directory:
+            transfer = KVTransferConfig(**json.loads(os.environ.get(TRANSFER_CONFIG_VARIABLE, "")))
+            _import_connector(transfer)
+            engine_args.kv_transfer_config = transfer
+            return ""
         from kvtier.topology.loading import STRUCTURAL_FILE, load_structural
 
         engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
@@ -104,6 +116,15 @@ def _prepare(engine_args: Any, directory: str) -> str:
     except Exception as error:  # noqa: BLE001 - the engine starts without, and the caller logs why
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _import_connector(transfer: Any) -> None:
+    """Raises where the connector cannot be had in this image: vLLM would find out where that ends the engine's start."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory.get_connector_class(transfer)
+    if str(transfer.kv_connector).startswith("LMCache"):  # vLLM imports it only when it makes the connector
+        importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
 
 
 def transfer_config(directory: str) -> dict[str, Any]:
