@@ -3,6 +3,9 @@
 In this order: the cluster of ``KVTIER_TEST_KUBECONFIG``; a throw-away kind cluster where Docker runs; a control plane
 from the binaries in ``KUBEBUILDER_ASSETS``; one from binaries that lie beside the checkout; one built from source where
 Go is installed. A cluster that nobody named is never touched: ``KUBECONFIG`` and ``~/.kube/config`` are not looked at.
+
+``cluster(home)`` needs an API server only; with ``Parts.CONTROLLERS`` Deployments become pods and the scheduler binds them, and
+with ``Parts.NODE`` pods run: that node is this machine, because tests look at its cgroups, mounts and processes.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 KUBECONFIG_VARIABLE = "KVTIER_TEST_KUBECONFIG"
@@ -34,16 +39,63 @@ BUILD_SECONDS = 3600
 GO_PLACES = ("/usr/local/go/bin/go",)
 """Where Go's own installer puts it; often not on PATH."""
 CONTROL_PLANE = ("etcd", "kube-apiserver")
+CONTROLLERS = ("kube-controller-manager", "kube-scheduler")
+NODE = ("kubelet", "kubectl", "pause")
+NODE_TOOLS = ("containerd", "ctr", "runc", "iptables", "ip", "openssl")
+CNI_PLUGIN = Path("/usr/lib/cni/bridge")
+NODE_LOCK = Path(tempfile.gettempdir()) / "kvtier-node.lock"
+NODE_LINK = Path("/sys/class/net/kvt0")
+"""The bridge that ``start --node`` makes, under a name of its own: one node at a time per machine."""
+NODE_WAIT_SECONDS = 1_200
+
+
+class Parts(Enum):
+    """How much of a cluster a test needs: the API server; controllers and scheduler too; a node that runs pods as well."""
+
+    API = 0
+    CONTROLLERS = 1
+    NODE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that tests may write to. ``own``: it was made for them and goes with them."""
+    """A cluster that tests may write to. ``own``: it was made for them and goes with them. ``home`` and ``assets``: where its
+    files and the binaries lie, for those that the starter made.
+    """
 
     kubeconfig: Path
     context: str
     own: bool
     origin: str
+    home: Path | None = None
+    assets: Path | None = None
+
+    def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None, seconds: float = 60) -> str:
+        """Standard output of kubectl in this cluster's context. With ``check``, a failure raises with what it said."""
+        program = str(self.assets / "kubectl") if self.assets else shutil.which("kubectl")
+        if program is None:
+            raise ClusterBrokenError("kubectl is not installed")
+        command = [program, f"--kubeconfig={self.kubeconfig}", f"--context={self.context}", *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
+        if check and done.returncode:
+            raise ClusterBrokenError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def ctr(self, *arguments: str, check: bool = True, seconds: float = 120) -> str:
+        """Standard output of containerd's own command, on the node's containers and images (``Parts.NODE`` only)."""
+        if self.home is None:
+            raise ClusterBrokenError("this cluster has no containerd of ours")
+        command = ["ctr", "-a", str(self.home / "containerd.sock"), "-n", "k8s.io", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, env=_with_system_path()
+        )
+        if check and done.returncode:
+            raise ClusterBrokenError(f"ctr {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def load(self, archive: Path) -> None:
+        """Puts a container image archive (as ``kubernetes/image`` writes) on the node; use ``imagePullPolicy: Never``."""
+        self.ctr("images", "import", str(archive), seconds=300)
 
 
 class NoClusterError(Exception):
@@ -55,24 +107,75 @@ class ClusterBrokenError(Exception):
 
 
 @contextlib.contextmanager
-def cluster(home: Path) -> Iterator[Cluster]:
+def cluster(home: Path, parts: Parts | None = None) -> Iterator[Cluster]:
     """A cluster for as long as the block runs; ``home`` is an empty directory for its files. Raises
-    ``NoClusterError`` and ``ClusterBrokenError``.
+    ``NoClusterError`` and ``ClusterBrokenError``. Without ``parts``: the API server only, unless ``KVTIER_TEST_FULL=1``.
     """
+    if parts is None:
+        parts = Parts.CONTROLLERS if os.environ.get("KVTIER_TEST_FULL") == "1" else Parts.API
     tried: list[str] = []
-    named = _named(tried)
-    if named is not None:
-        yield named
-        return
-    if _kind_runs(tried):
-        with _kind(home) as made:
-            yield made
-        return
+    if parts is Parts.NODE:
+        _check_node_tools()
+    else:
+        named = _named(tried)
+        if named is not None:
+            yield named
+            return
+        if _kind_runs(tried):
+            with _kind(home) as made:
+                yield made
+            return
     assets, origin = _assets(tried)
     if assets is None:
         raise NoClusterError("no Kubernetes for tests: " + "; ".join(tried))
-    with _control_plane(home, assets, origin) as started:
-        yield started
+    _check_binaries(assets, parts)
+    with contextlib.ExitStack() as held:
+        if parts is Parts.NODE:
+            held.enter_context(_only_node())
+        yield held.enter_context(_started(home, assets, origin, parts))
+
+
+def _check_node_tools() -> None:
+    if os.geteuid() != 0:
+        raise NoClusterError("no node for tests: it needs root")
+    path = _with_system_path()["PATH"]
+    missing = [tool for tool in NODE_TOOLS if shutil.which(tool, path=path) is None]
+    if not CNI_PLUGIN.exists():
+        missing.append(str(CNI_PLUGIN))
+    if missing:
+        raise NoClusterError(f"no node for tests: missing {', '.join(missing)} (tools/debian-packages installs them)")
+
+
+def _check_binaries(assets: Path, parts: Parts) -> None:
+    wanted = () if parts is Parts.API else CONTROLLERS if parts is Parts.CONTROLLERS else CONTROLLERS + NODE
+    missing = [name for name in wanted if not (assets / name).is_file()]
+    if missing:
+        raise NoClusterError(f"no Kubernetes for tests: {assets} lacks {', '.join(missing)}")
+
+
+def _with_system_path() -> dict[str, str]:
+    """The environment with the places where runc and iptables lie, which are not on every PATH."""
+    return {**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
+
+
+@contextlib.contextmanager
+def _only_node() -> Iterator[None]:
+    """Held while this machine is a node: bridge and addresses have fixed names."""
+    deadline = time.monotonic() + NODE_WAIT_SECONDS
+    with NODE_LOCK.open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ClusterBrokenError(f"{NODE_LOCK} was held for {NODE_WAIT_SECONDS} s") from None
+                time.sleep(1)
+        while NODE_LINK.exists():
+            if time.monotonic() > deadline:
+                raise ClusterBrokenError(f"{NODE_LINK.name} is there: another node runs, or one ended without cleaning")
+            time.sleep(1)
+        yield
 
 
 def _named(tried: list[str]) -> Cluster | None:
@@ -165,22 +268,27 @@ def _build(go: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _control_plane(home: Path, assets: Path, origin: str) -> Iterator[Cluster]:
+def _started(home: Path, assets: Path, origin: str, parts: Parts) -> Iterator[Cluster]:
     command = [sys.executable, str(STARTER), str(home), "--assets", str(assets), "--wait-seconds", str(START_SECONDS)]
-    for part, binary in (("controllers", "kube-controller-manager"), ("scheduler", "kube-scheduler")):
-        command += (
-            ["--without", part] if os.environ.get("KVTIER_TEST_FULL") != "1" or not (assets / binary).exists() else []
-        )
+    if parts is Parts.API:
+        command += ["--without", "controllers", "--without", "scheduler"]
+    if parts is Parts.NODE:
+        command.append("--node")
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=_with_system_path(),
     )
     try:
         _await_ready(process)
-        yield Cluster(home / "kubeconfig", "test", own=True, origin=origin)
+        yield Cluster(home / "kubeconfig", "test", own=True, origin=origin, home=home, assets=assets)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(120 if parts is Parts.NODE else 30)
         except subprocess.TimeoutExpired:
             # The session is this starter's own: etcd and API server are in it and nothing else.
             os.killpg(process.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import secrets
 import sys
@@ -33,22 +34,82 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in Path(item.path).parents:
-            item.add_marker(pytest.mark.cluster)
-            # The first of them may build the API server from source, which takes about eight minutes on two cores.
-            item.add_marker(pytest.mark.timeout(1_800))
+    ours = [item for item in items if HERE in Path(item.path).parents]
+    for item in ours:
+        item.add_marker(pytest.mark.cluster)
+        # The first of them may build the API server from source, which takes about eight minutes on two cores.
+        item.add_marker(pytest.mark.timeout(1_800))
+    # Tests with a node come one after the other, so that the node is there (and this machine's only one) no longer than they need.
+    placed = iter(sorted(ours, key=_needs_node))
+    items[:] = [next(placed) if HERE in Path(item.path).parents else item for item in items]
+
+
+def _needs_node(item: pytest.Item) -> bool:
+    return "node_cluster" in getattr(item, "fixturenames", ())
+
+
+_node = contextlib.ExitStack()
+"""What keeps the node running; closed after the last test that needs it."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if _needs_node(item) and (nextitem is None or not _needs_node(nextitem)):
+        _node.close()
+
+
+def _cluster(home: Path, parts: str, stack: contextlib.ExitStack) -> Any:
+    clusters = _beside("clusters")
+    try:
+        return stack.enter_context(clusters.cluster(home, clusters.Parts[parts]))
+    except clusters.NoClusterError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def kubernetes_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cluster (``clusters.Cluster``) that tests may write to; skips with the reason where there is none."""
-    clusters = _beside("clusters")
-    try:
-        with clusters.cluster(tmp_path_factory.mktemp("kubernetes")) as found:
-            yield found
-    except clusters.NoClusterError as error:
-        pytest.skip(str(error))
+    with contextlib.ExitStack() as stack:
+        clusters = _beside("clusters")
+        try:
+            yield stack.enter_context(clusters.cluster(tmp_path_factory.mktemp("kubernetes")))
+        except clusters.NoClusterError as error:
+            pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def full_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster with controllers and scheduler, and no node: pods are made and bound, none runs. ``nodes.FakeNode``
+    stands in for a node.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _cluster(tmp_path_factory.mktemp("full"), "CONTROLLERS", stack)
+
+
+@pytest.fixture(scope="session")
+def full_api(full_cluster: Any) -> Any:
+    """``rest.Api`` of ``full_cluster``; its namespace is ``default``."""
+    return _beside("rest").Api(full_cluster.kubeconfig, full_cluster.context, "default")
+
+
+@pytest.fixture(scope="session")
+def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A cluster whose node is this machine and runs pods. Needs root and containerd, runc, CNI plugins and iptables. It goes
+    after the last test that asks for it. Make a namespace of your own in each test, and delete it.
+    """
+    return _cluster(tmp_path_factory.mktemp("node"), "NODE", _node)
+
+
+@pytest.fixture(scope="session")
+def node_api(node_cluster: Any) -> Any:
+    """``rest.Api`` of ``node_cluster``; its namespace is ``default``."""
+    return _beside("rest").Api(node_cluster.kubeconfig, node_cluster.context, "default")
+
+
+@pytest.fixture(scope="session")
+def nodes() -> ModuleType:
+    """The module ``nodes``: namespaces, nodes without a machine, and the statuses that a kubelet writes."""
+    return _beside("nodes")
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,6 @@ def test_a_control_plane_that_does_not_start_is_a_failure_and_no_skip(
     monkeypatch.setattr(clusters, "STARTER", starter)
     with (
         pytest.raises(clusters.ClusterBrokenError, match="no port left"),
-        clusters._control_plane(tmp_path, tmp_path, "here"),
+        clusters._started(tmp_path, tmp_path, "here", clusters.Parts.API),
     ):
         pass
