@@ -65,6 +65,8 @@ class Certificates(Section):
     directory: Path = Path("/etc/kvtier-operator/certificates")
     secret_name: str = "kvtier-webhook-certificates"  # noqa: S105  (a name)
     service_name: str = "kvtier-webhook"
+    extra_names: tuple[str, ...] = ()
+    """DNS names and addresses by which the webhook is asked, beside those of its Service."""
     mutating_configuration: str = "kvtier"
     validating_configuration: str = "kvtier"
     lifetime_seconds: Annotated[int, Field(ge=60)] = 90 * 24 * 3600
@@ -76,6 +78,8 @@ class Webhook(Section):
 
     host: str = "0.0.0.0"  # noqa: S104  (the API server asks from another host)
     port: Annotated[int, Field(ge=0, le=65_535)] = 9443
+    drain_seconds: Annotated[float, Field(ge=0, le=60)] = 5
+    """How long it goes on answering after it was told to stop: until then every API server has another replica."""
     certificates: Certificates = Certificates()
 
 
