@@ -136,7 +136,7 @@ def main() -> None:
         ("MiB", "direction", "raw GB/s", "tier GB/s", "ratio"),
         rows,
         min(ratios),
-        "worst of tier / raw; at least 0.85 is wanted",
+        "worst of tier / raw; at least 0.9 is wanted",
     )
 
 

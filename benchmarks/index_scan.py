@@ -31,7 +31,7 @@ SIZE = 2 * 4096
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Command line."""
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="where to make the files")
-    parser.add_argument("--objects", type=int, default=100_000, help="how many")
+    parser.add_argument("--objects", type=int, default=1_000_000, help="how many")
     parser.add_argument("--repeat", type=int, default=3, help="scans; the median counts")
 
 
