@@ -71,6 +71,7 @@ class Tuning:
     min_load_tokens: int = CHUNK_TOKENS
     store_policy: StorePolicy = StorePolicy.ALL
     failure_threshold: int = 50
+    selection: Selection = Selection.WEIGHTED
     hash_seed: str = "0"
 
 
@@ -182,7 +183,7 @@ class EngineCase:
             )
         return Live(
             generation=generation,
-            selection=Selection.WEIGHTED,
+            selection=tuning.selection,
             min_load_tokens=tuning.min_load_tokens,
             breaker=Breaker(failure_threshold=tuning.failure_threshold, period_seconds=1),
             tiers=tiers,
