@@ -1,0 +1,111 @@
+"""Live values change under a working engine, the way the kubelet changes them: by swapping the link ``..data``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd.live import POLL_SECONDS
+from kvtier.topology.models import Live, LiveTier, Selection, StorePolicy
+from kvtier.topology.writing import document_text
+
+MIB = 1 << 20
+
+
+@dataclass
+class Mount:
+    """A ConfigMap volume: ``live.json -> ..data/live.json``, ``..data -> ..<version>``."""
+
+    directory: Path
+    version: int = 0
+    versions: list[Path] = field(default_factory=list)
+
+    def write(self, text: str) -> None:
+        """What the kubelet does: a new directory, then one rename of the link, then the old directory goes."""
+        self.version += 1
+        fresh = self.directory / f"..version-{self.version}"
+        fresh.mkdir()
+        (fresh / "live.json").write_text(text)
+        link = self.directory / "..data_tmp"
+        link.symlink_to(fresh.name)
+        os.replace(link, self.directory / "..data")
+        path = self.directory / "live.json"
+        if not path.is_symlink():
+            path.unlink(missing_ok=True)
+            path.symlink_to("..data/live.json")
+        for old in self.versions:
+            (old / "live.json").unlink()
+            old.rmdir()
+        self.versions = [fresh]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[TierdCase]:
+    made = TierdCase(tmp_path, file_bytes=64 * MIB, memory_bytes=8 * MIB)
+    yield made
+    made.close()
+
+
+def live(generation: int, capacity: int, **changes: object) -> Live:
+    tier = {"capacity_bytes": capacity, **changes}
+    return Live(generation=generation, min_load_tokens=0, tiers={"ram": LiveTier(), "disk": LiveTier(**tier)})  # type: ignore[arg-type]
+
+
+def used(case: TierdCase) -> int:
+    return sum(path.stat().st_size for path in list(case.files.rglob("*.kv")) if path.exists())
+
+
+def held(case: TierdCase, within: int) -> Callable[[], bool]:
+    def check() -> bool:
+        try:
+            return used(case) <= within
+        except FileNotFoundError:  # evicted while it was looked at
+            return False
+
+    return check
+
+
+def test_values_change_under_load_and_a_bad_document_changes_nothing(case: TierdCase) -> None:
+    mount = Mount(case.topology_directory)
+    mount.write(document_text(case.live))
+    case.start_tierd()
+    engine = case.engine_process("--keys", "400")
+    engine.wait_more("loaded", 10)
+    wait_for(lambda: used(case) > 12 * MIB, "the file tier holds more than it may hold later")
+
+    # Smaller, with another selection and another weight: taken, and brought about by eviction, while the engine goes on.
+    changed = live(2, 8 * MIB, load_weight=7, load_timeout_seconds=2).model_copy(update={"selection": Selection.COST})
+    mount.write(document_text(changed))
+    wait_for(lambda: case.status().get("appliedGeneration") == 2, "the new values are in force")
+    wait_for(held(case, 8 * MIB), "the directory is within its new capacity")
+    engine.wait_more("loaded", 10)
+    disk = next(tier for tier in case.status()["tiers"] if tier["name"] == "disk")
+    assert disk["capacityBytes"] == 8 * MIB
+
+    # A document that is none, then one with a bad value beside good ones.
+    mount.write("{ not json")
+    wait_for(lambda: case.status()["liveRefusedTotal"] == 1, "the document is refused and counted")
+    assert case.status()["appliedGeneration"] == 2
+    text = document_text(live(3, 8 * MIB, store_policy=StorePolicy.NONE)).replace(
+        '"loadWeight": 100', '"loadWeight": 0'
+    )
+    mount.write(text)
+    wait_for(lambda: case.status().get("appliedGeneration") == 3, "the good values are in force")
+    assert case.status()["liveRefusedTotal"] > 1
+    assert any("loadWeight" in refusal for refusal in case.status()["liveRefusals"])
+
+    # Nothing more is written, and the engine notices nothing.
+    wait_for(lambda: case.status()["pendingStores"] == 0, "what was to be written is")
+    names = {path.name for path in case.files.rglob("*.kv")}
+    engine.wait_more("stored", 20)
+    assert {path.name for path in case.files.rglob("*.kv")} <= names
+    assert engine.stop()["wrong"] == 0
+
+
+def test_a_change_is_looked_for_often_enough_to_be_in_force_within_five_seconds() -> None:
+    assert 0 < POLL_SECONDS <= 2.0
