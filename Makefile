@@ -46,9 +46,10 @@ format: install ## let ruff put everything in order
 bench: install ## every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
 
-generate: install ## write crds/ and the reference page anew from the policy models
+generate: install ## write crds/, the reference page and the chart's files anew from the code
 	@$(PYTHON) -m kvtier_operator.api.crd
 	@$(PYTHON) -m kvtier_operator.api.reference
+	@$(PYTHON) tools/chart_files.py
 
 constraints: ## write constraints.txt anew: the newest releases that pyproject.toml and overrides.txt allow
 	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml

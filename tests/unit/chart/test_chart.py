@@ -1,0 +1,288 @@
+"""The Helm chart without a cluster: what it renders is what the code says, and wrong values are refused by Helm itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kvtier
+from kvtier_operator.api.allowlist import AllowedExport, AllowedVolume
+from kvtier_operator.render import admission
+from kvtier_operator.settings import Settings
+
+helm = pytest.importorskip("helm_python", reason="the chart is rendered by Helm's own code: helm-python-sdk")
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CHART = REPOSITORY / "charts" / "kvtier"
+NAMESPACE = "kvtier-system"
+EXPORT = {"namespaces": ["serving"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv/"}, "mountOptions": ["vers"]}
+DIRECTORY = {"namespaces": ["*"], "hostPath": "/mnt/nvme/kv"}
+
+
+def render(values: dict[str, Any] | None = None, namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+    with helm.Chart.load(CHART) as chart:
+        rendered = chart.render(values or {}, name="kvtier", namespace=namespace)
+    texts = [text for name, text in rendered.items() if not name.endswith("NOTES.txt")]
+    return [body for text in texts for body in yaml.safe_load_all(text) if body]
+
+
+def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
+    found = [body for body in objects if body["kind"] == kind and (name is None or body["metadata"]["name"] == name)]
+    assert len(found) == 1, f"{kind} {name}: {len(found)}"
+    return found[0]
+
+
+def settings_of(objects: list[dict[str, Any]]) -> Settings:
+    return Settings.model_validate(yaml.safe_load(one(objects, "ConfigMap")["data"]["settings.yaml"]))
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    found = helm.lint(CHART)
+    assert found["errors"] == []
+    assert [message for message in found["messages"] if message["severity"] > 1] == []
+
+
+def test_chart_and_code_have_one_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == kvtier.__version__
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    tags = {values["images"][name].rpartition(":")[2] for name in ("operator", "payload", "tierd")}
+    assert tags == {kvtier.__version__}
+
+
+def test_files_of_the_chart_are_what_the_code_generates() -> None:
+    spec = importlib.util.spec_from_file_location("kvtier_tools_chart_files", REPOSITORY / "tools" / "chart_files.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, content in module.files().items():
+        assert (CHART / "files" / name).read_text(encoding="utf-8") == content, f"{name} is old: run `make generate`"
+
+
+def test_default_values_render_the_defaults_of_the_settings() -> None:
+    expected = Settings().model_dump()
+    written = settings_of(render()).model_dump()
+    # The chart names images of its own version.
+    written["images"] |= {"payload": expected["images"]["payload"], "tierd": expected["images"]["tierd"]}
+    assert written == expected
+
+
+def test_settings_hold_what_the_values_say() -> None:
+    values = {
+        "images": {"payload": "a/b@sha256:" + "0" * 64, "injectedPullSecret": "pull", "pullPolicy": "Never"},
+        "watchNamespaces": ["a", "b"],
+        "allowedVolumes": [EXPORT, DIRECTORY],
+        "storage": {"createVolumes": True},
+        "controller": {"resyncSeconds": 12.5, "pollConcurrency": 4},
+        "webhook": {"port": 8443, "certificates": {"mode": "Mounted", "lifetimeSeconds": 123456789}},
+        "monitoring": {"port": 9999},
+    }
+    settings = settings_of(render(values, namespace="other"))
+    assert settings.namespace == "other"
+    assert settings.watch_namespaces == ("a", "b")
+    assert settings.images.payload.startswith("a/b@")
+    assert settings.images.pull_secret == "pull"
+    assert [entry.host_path for entry in settings.allowed_volumes] == [None, "/mnt/nvme/kv"]
+    assert settings.allowed_volumes[0].nfs == AllowedExport.model_validate(EXPORT["nfs"])
+    assert settings.storage.create_volumes
+    assert (settings.controller.resync_seconds, settings.controller.poll_concurrency) == (12.5, 4)
+    assert settings.webhook.certificates.lifetime_seconds == 123456789
+    assert settings.monitoring.port == 9999
+
+
+def test_changed_settings_start_the_pods_anew_and_the_same_do_not() -> None:
+    def checksum(values: dict[str, Any]) -> str:
+        deployment = one(render(values), "Deployment", "kvtier-controller")
+        return str(deployment["spec"]["template"]["metadata"]["annotations"]["kvtier.io/settings-checksum"])
+
+    assert checksum({}) == checksum({"webhook": {"replicas": 3}})
+    assert checksum({}) != checksum({"allowedVolumes": [DIRECTORY]})
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, "other"])
+def test_webhook_configurations_are_those_of_the_code(namespace: str) -> None:
+    objects = render(namespace=namespace)
+    settings = Settings(namespace=namespace)
+    for expected in (admission.mutating(settings), admission.validating(settings)):
+        rendered = one(objects, expected["kind"])
+        assert rendered["metadata"]["name"] == expected["metadata"]["name"]
+        assert rendered["webhooks"] == expected["webhooks"]
+
+
+def test_no_ca_bundle_stands_in_the_template_so_an_upgrade_takes_none_away() -> None:
+    assert "caBundle:" not in "".join(path.read_text() for path in (CHART / "templates").iterdir())
+
+
+def test_every_webhook_fails_open() -> None:
+    kinds = ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+    hooks = [hook for body in render() if body["kind"] in kinds for hook in body["webhooks"]]
+    assert len(hooks) == 2
+    assert {hook["failurePolicy"] for hook in hooks} == {"Ignore"}
+
+
+def test_pods_meet_the_restricted_pod_security_standard() -> None:
+    for name in ("kvtier-controller", "kvtier-webhook"):
+        pod = one(render(), "Deployment", name)["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= container["resources"].keys()
+            assert "livenessProbe" in container
+            assert "readinessProbe" in container
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_controller_is_one_and_webhook_two_that_prefer_different_nodes() -> None:
+    objects = render()
+    controller = one(objects, "Deployment", "kvtier-controller")["spec"]
+    assert controller["replicas"] == 1
+    assert controller["strategy"] == {"type": "Recreate"}
+    webhook = one(objects, "Deployment", "kvtier-webhook")["spec"]
+    assert webhook["replicas"] == 2
+    term = webhook["template"]["spec"]["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ][0]
+    assert term["podAffinityTerm"]["labelSelector"]["matchLabels"] == webhook["selector"]["matchLabels"]
+    assert one(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
+    accounts = {body["metadata"]["name"] for body in objects if body["kind"] == "ServiceAccount"}
+    assert accounts == {"kvtier-controller", "kvtier-webhook"}
+
+
+def test_a_single_webhook_has_no_budget_that_would_block_a_drain() -> None:
+    assert not [body for body in render({"webhook": {"replicas": 1}}) if body["kind"] == "PodDisruptionBudget"]
+
+
+def test_selectors_do_not_hold_what_an_upgrade_changes() -> None:
+    for name in ("kvtier-controller", "kvtier-webhook"):
+        keys = one(render(), "Deployment", name)["spec"]["selector"]["matchLabels"].keys()
+        assert not {"app.kubernetes.io/version", "helm.sh/chart"} & keys
+
+
+def test_the_definition_stays_when_the_chart_goes() -> None:
+    definition = one(render(), "CustomResourceDefinition")
+    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert not [body for body in render({"crd": {"install": False}}) if body["kind"] == "CustomResourceDefinition"]
+
+
+def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> None:
+    def creates(objects: list[dict[str, Any]]) -> bool:
+        rules = [rule for body in objects if body["kind"] in ("ClusterRole", "Role") for rule in body["rules"]]
+        return any("persistentvolumes" in rule["resources"] and "create" in rule["verbs"] for rule in rules)
+
+    plain = render({"allowedVolumes": [EXPORT]})
+    assert not creates(plain)
+    assert not [body for body in plain if body["kind"].startswith("ValidatingAdmissionPolicy")]
+    opted = render({"allowedVolumes": [EXPORT, DIRECTORY], "storage": {"createVolumes": True}})
+    assert creates(opted)
+    guard = one(opted, "ValidatingAdmissionPolicy")["spec"]
+    assert guard["failurePolicy"] == "Fail"
+    assert f"system:serviceaccount:{NAMESPACE}:kvtier-controller" in guard["matchConditions"][0]["expression"]
+    assert '"nas.example"' in guard["validations"][-1]["expression"]
+    assert "/mnt/nvme" not in json.dumps(guard)
+
+
+def test_network_policies_close_one_port_and_no_other() -> None:
+    assert not [body for body in render() if body["kind"] == "NetworkPolicy"]
+    rendered = render({"networkPolicy": {"enabled": True, "servingNamespaces": ["serving"]}})
+    tiers = one(rendered, "NetworkPolicy", "kvtier-tiers")
+    assert tiers["metadata"]["namespace"] == "serving"
+    opened, guarded = tiers["spec"]["ingress"]
+    tcp = {
+        number
+        for each in opened["ports"]
+        if each["protocol"] == "TCP"
+        for number in range(each["port"], each["endPort"] + 1)
+    }
+    assert set(range(1, 65536)) - tcp == {9400}
+    assert [each["port"] for each in guarded["ports"]] == [9400]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"webhook": {"replica": 1}}, ["/webhook", "replica"]),
+        ({"webhook": {"replicas": 0}}, ["/webhook/replicas", "minimum"]),
+        ({"webhook": {"port": "9443"}}, ["/webhook/port", "integer"]),
+        (
+            {"webhook": {"certificates": {"mode": "selfManaged"}}},
+            ["/webhook/certificates/mode", "SelfManaged", "Mounted"],
+        ),
+        ({"allowedVolumes": [{"namespaces": ["a"]}]}, ["/allowedVolumes/0", "hostPath", "nfs"]),
+        ({"allowedVolumes": [{**EXPORT, **DIRECTORY}]}, ["/allowedVolumes/0", "oneOf"]),
+        ({"allowedVolumes": [{"namespaces": ["a"], "hostPath": "/mnt/../etc"}]}, ["/allowedVolumes/0/hostPath"]),
+        ({"allowedVolumes": [{"namespaces": [], "hostPath": "/mnt"}]}, ["/allowedVolumes/0/namespaces"]),
+        (
+            {"allowedVolumes": [{"namespaces": ["a"], "nfs": {"server": "x"}}]},
+            ["/allowedVolumes/0/nfs", "exportPrefix"],
+        ),
+        ({"storage": {"createVolumes": "yes"}}, ["/storage/createVolumes", "boolean"]),
+        ({"controller": {"resyncSeconds": 0}}, ["/controller/resyncSeconds"]),
+        ({"controller": {"resources": {"limit": {"memory": "1Gi"}}}}, ["/controller/resources", "limit"]),
+        ({"images": {"operator": ""}}, ["/images/operator"]),
+        ({"monitoring": {"port": 80}}, ["/monitoring/port", "1,024"]),
+        ({"nameOverride": "x"}, ["nameOverride"]),
+    ],
+)
+def test_wrong_values_are_refused_by_helm_which_names_them(values: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(helm.HelmValuesError) as caught:
+        render(values)
+    for word in said:
+        assert word in str(caught.value)
+
+
+def test_no_object_of_the_schema_takes_unknown_keys() -> None:
+    free = {"global", "affinity"}
+
+    def look(schema: Any, path: tuple[str, ...]) -> None:
+        if isinstance(schema, dict):
+            if schema.get("type") == "object" and path[-1:] != ("items",) and not free.intersection(path):
+                assert "additionalProperties" in schema, f"open: {path}"
+            for key, value in schema.items():
+                look(value, (*path, key))
+
+    look(json.loads((CHART / "values.schema.json").read_text()), ())
+
+
+def test_the_schema_knows_every_default_and_the_models_every_allowed_volume() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values.keys() == schema["properties"].keys() - {"global"}
+    for name in ("images", "controller", "webhook", "monitoring", "storage", "networkPolicy"):
+        assert values[name].keys() == schema["properties"][name]["properties"].keys()
+    entry = schema["properties"]["allowedVolumes"]["items"]["properties"].keys()
+    assert entry <= {field.alias for field in AllowedVolume.model_fields.values()}
+
+
+def test_values_of_each_setting_are_settable_by_the_chart() -> None:
+    # A setting that the chart cannot set is one that nobody can.
+    not_by_the_chart = {
+        "host",
+        "directory",
+        "serviceName",
+        "mutatingConfiguration",
+        "validatingConfiguration",
+        "extraNames",
+    }
+    written = yaml.safe_load(one(render(), "ConfigMap")["data"]["settings.yaml"])
+
+    def look(model: type[Any], body: dict[str, Any], path: str) -> None:
+        for field in model.model_fields.values():
+            alias = str(field.alias)
+            if alias in not_by_the_chart:
+                continue
+            assert alias in body, f"{path}.{alias} is not in the chart"
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                look(field.annotation, body[alias], f"{path}.{alias}")
+
+    look(Settings, written, "settings")
