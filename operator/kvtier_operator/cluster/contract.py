@@ -64,7 +64,8 @@ VALIDATING_WEBHOOKS = Kind(
 
 class ApiError(Exception):
     """The API server refused or did not answer. ``status``: the HTTP status, 0 where there was no answer;
-    ``reason``: as in the answer's ``reason``. Whoever calls the client handles it.
+    ``reason``: as in the answer's ``reason``. Whoever calls the client handles it. ``retry_after_seconds``: how long the
+    server asks to be left alone, where it says so.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -72,6 +73,7 @@ class ApiError(Exception):
         self.status = status
         self.reason = reason
         self.message = message
+        self.retry_after_seconds: float | None = None
 
 
 class Cache(Protocol):
