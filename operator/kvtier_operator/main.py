@@ -1,14 +1,169 @@
-"""``kvtier-operator``: the command of the operator's image."""
+"""``kvtier-operator``: the command of the operator's image.
+
+Exit status: 0 stopped when asked to, 2 refused (settings, an option), 1 anything else.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import signal
 import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from prometheus_client import CollectorRegistry
+from typer.main import get_command
+
+from kvtier import __version__
+from kvtier.errors import KVTierError
+from kvtier_operator.cluster.client import ApiClient, connect
+from kvtier_operator.process import health, logs
+from kvtier_operator.process.metrics import ApiMetrics, new_registry
+from kvtier_operator.settings import DEFAULT_FILE, Settings, load
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_STOP_SECONDS = 5.0
+WEBHOOK_STOP_SECONDS = 25.0
+"""How long a part may take to stop before it is cancelled; the webhook answers until nobody asks it any more."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The KVTier operator: follows KVTierPolicies (controller) and attaches pods (webhook).",
+)
+
+SettingsFile = Annotated[Path, typer.Option("--settings", help="Settings, as the chart writes them.")]
+Kubeconfig = Annotated[Path | None, typer.Option("--kubeconfig", help="Instead of the service account that a pod has.")]
+Context = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: its current one.")]
+Style = Annotated[logs.LogFormat, typer.Option("--log-format", help="How log lines look.")]
 
 
-def main() -> int:
-    """Runs the command."""
-    sys.stderr.write("kvtier-operator: controller and webhook are not part of this build\n")
-    return 2
+@dataclass(slots=True)
+class Surroundings:
+    """What a part of the operator is given to run."""
+
+    settings: Settings
+    client: ApiClient
+    api_metrics: ApiMetrics
+    registry: CollectorRegistry
+    stop: asyncio.Event
+
+
+Part = Callable[[Surroundings], Awaitable[None]]
+
+
+@app.command()
+def controller(
+    settings: SettingsFile = DEFAULT_FILE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    log_format: Style = logs.LogFormat.JSON,
+) -> None:
+    """Follows policies: applies what they need, reports about them, re-tunes and restarts. One at a time."""
+    from kvtier_operator.reconcile.loop import control
+
+    async def part(given: Surroundings) -> None:
+        state = health.Health()
+        async with health.serve(given.settings.monitoring, given.registry, state):
+            await control(
+                given.settings,
+                given.client,
+                given.stop,
+                registry=given.registry,
+                health=state,
+                on_restart=given.api_metrics.restart,
+            )
+
+    _run(part, load(settings), kubeconfig, context, log_format, CONTROLLER_STOP_SECONDS)
+
+
+@app.command()
+def webhook(
+    settings: SettingsFile = DEFAULT_FILE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    log_format: Style = logs.LogFormat.JSON,
+) -> None:
+    """Answers the API server's questions about pods and policies. Any number of replicas."""
+    from kvtier_operator.webhook.server import serve
+
+    async def part(given: Surroundings) -> None:
+        await serve(given.settings, given.client, given.stop, registry=given.registry)
+
+    _run(part, load(settings), kubeconfig, context, log_format, WEBHOOK_STOP_SECONDS)
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    typer.echo(__version__)
+
+
+@app.command("settings")
+def show_settings(settings: SettingsFile = DEFAULT_FILE) -> None:
+    """Prints the settings in force, defaults included."""
+    document = load(settings).model_dump(mode="json", by_alias=True)
+    typer.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+
+
+def _run(
+    part: Part,
+    settings: Settings,
+    kubeconfig: Path | None,
+    context: str | None,
+    log_format: logs.LogFormat,
+    stop_seconds: float,
+) -> None:
+    logs.configure(log_format)
+    asyncio.run(_serve(part, settings, kubeconfig, context, stop_seconds))
+
+
+async def _serve(
+    part: Part, settings: Settings, kubeconfig: Path | None, context: str | None, stop_seconds: float
+) -> None:
+    """Runs a part until SIGTERM or SIGINT; one that does not stop in time is cancelled."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    registry = new_registry()
+    api_metrics = ApiMetrics(registry)
+    async with connect(kubeconfig, context, observer=api_metrics.call) as client:
+        running = asyncio.ensure_future(part(Surroundings(settings, client, api_metrics, registry, stop)))
+        asked = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if not running.done():
+            logger.info("stopping")
+            await asyncio.wait({running}, timeout=stop_seconds)
+            running.cancel()
+        try:
+            await running
+        except asyncio.CancelledError:
+            logger.warning("a part did not stop in time and was cancelled")
+    logger.info("stopped")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
+    try:
+        get_command(app).main(args=arguments, prog_name="kvtier-operator")
+    except KVTierError as error:
+        sys.stderr.write(f"kvtier-operator: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"kvtier-operator: {error}\n")
+        return 1
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    return 0
 
 
 if __name__ == "__main__":

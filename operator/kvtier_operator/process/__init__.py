@@ -1,0 +1,1 @@
+"""What both processes of the operator have: logs, metrics, health, and how they stop."""
