@@ -113,6 +113,18 @@ def nodes() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def rest() -> ModuleType:
+    """The module ``rest``."""
+    return _beside("rest")
+
+
+@pytest.fixture(scope="session")
+def charts() -> ModuleType:
+    """The module ``charts``: the Helm chart on a cluster."""
+    return _beside("charts")
+
+
+@pytest.fixture(scope="session")
 def api(kubernetes_cluster: Any) -> Iterator[Any]:
     """The API server (``rest.Api``), with a namespace of this session's own in it."""
     namespace = f"kvtier-test-{secrets.token_hex(4)}"

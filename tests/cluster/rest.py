@@ -19,14 +19,17 @@ REQUEST_SECONDS = 30
 
 
 class Api:
-    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the session's own."""
+    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the session's own; with
+    ``impersonate`` every call is made as that user.
+    """
 
-    def __init__(self, kubeconfig: Path, context: str, namespace: str) -> None:
+    def __init__(self, kubeconfig: Path, context: str, namespace: str, impersonate: str = "") -> None:
         config = yaml.safe_load(kubeconfig.read_text())
         chosen = _named(config["contexts"], context)["context"]
         cluster = _named(config["clusters"], chosen["cluster"])["cluster"]
         user = _named(config["users"], chosen["user"])["user"]
         self.namespace = namespace
+        self._impersonate = impersonate
         self._server = cluster["server"]
         self._token = user.get("token")
         authority = _content(cluster, "certificate-authority", kubeconfig)
@@ -50,6 +53,8 @@ class Api:
         headers = {"Accept": accept, "Content-Type": content_type}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
+        if self._impersonate:
+            headers["Impersonate-User"] = self._impersonate
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._server + path, data=data, headers=headers, method=method)
         try:
