@@ -86,7 +86,7 @@ spec:
   - name: {{ .component }}
     image: {{ .root.Values.images.operator | quote }}
     imagePullPolicy: {{ .root.Values.images.pullPolicy }}
-    args: [{{ .component }}, --settings, /etc/kvtier-operator/settings.yaml, --log-level, {{ .values.logLevel }}]
+    args: [{{ .component }}, --settings, /etc/kvtier-operator/settings.yaml, --log-format, {{ .values.logFormat }}]
     env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}

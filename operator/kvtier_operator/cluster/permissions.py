@@ -82,8 +82,44 @@ CONTROLLER: tuple[Permission, ...] = (
         scope=Scope.CLUSTER,
         only_with="storage.createVolumes",
     ),
+    Permission(
+        "", ("secrets",), ("create",), "the webhook's certificates, where it makes them itself", scope=Scope.OWN
+    ),
+    Permission(
+        "",
+        ("secrets",),
+        ("get", "patch"),
+        "reads and renews the webhook's certificates",
+        scope=Scope.OWN,
+        names=("kvtier-webhook-certificates",),
+    ),
+    Permission(
+        "admissionregistration.k8s.io",
+        ("mutatingwebhookconfigurations", "validatingwebhookconfigurations"),
+        ("get", "patch"),
+        "writes the CA by which the API server knows the webhook",
+        scope=Scope.CLUSTER,
+        names=("kvtier",),
+    ),
 )
 """What ``kvtier-operator controller`` needs."""
+
+WEBHOOK: tuple[Permission, ...] = (
+    Permission("kvtier.io", ("kvtierpolicies",), READ, "which policy governs a pod"),
+    Permission("", ("pods",), READ, "siblings in a group of a LeaderWorkerSet"),
+    Permission("", ("limitranges", "resourcequotas"), READ, "what would be refused is left alone"),
+    Permission("", ("namespaces",), READ, "labels and Pod Security level of a namespace", scope=Scope.CLUSTER),
+    Permission("", ("nodes",), READ, "kubelet versions: native sidecars need 1.29", scope=Scope.CLUSTER),
+    Permission(
+        "",
+        ("secrets",),
+        READ,
+        "its own serving certificate",
+        scope=Scope.OWN,
+        names=("kvtier-webhook-certificates",),
+    ),
+)
+"""What ``kvtier-operator webhook`` needs: it writes nothing."""
 
 
 def rules(permissions: Sequence[Permission], scope: Scope, settings_on: frozenset[str]) -> list[dict[str, Any]]:

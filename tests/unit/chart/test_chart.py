@@ -192,6 +192,44 @@ def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> N
     assert "/mnt/nvme" not in json.dumps(guard)
 
 
+def test_watched_namespaces_get_roles_and_the_rest_of_the_cluster_no_rule_for_them() -> None:
+    def reads(body: dict[str, Any], resource: str) -> bool:
+        return any(resource in rule["resources"] for rule in body["rules"])
+
+    everywhere = render()
+    assert {
+        (body["kind"], body["metadata"]["name"])
+        for body in everywhere
+        if body["kind"].endswith("Role") and reads(body, "pods")
+    } == {("ClusterRole", "kvtier-controller"), ("ClusterRole", "kvtier-webhook")}
+    some = render({"watchNamespaces": ["a", NAMESPACE]})
+    places = {
+        (body["metadata"].get("namespace"), body["metadata"]["name"])
+        for body in some
+        if body["kind"].endswith("Role") and reads(body, "pods")
+    }
+    assert places == {(place, f"kvtier-{name}") for place in ("a", NAMESPACE) for name in ("controller", "webhook")}
+    roles = {(body["metadata"].get("namespace"), body["metadata"]["name"]) for body in some if body["kind"] == "Role"}
+    bound = {
+        (body["metadata"].get("namespace"), body["roleRef"]["name"]) for body in some if body["kind"] == "RoleBinding"
+    }
+    assert roles == bound
+    assert reads(one(some, "ClusterRole", "kvtier-webhook"), "nodes")
+
+
+def test_rules_name_the_secret_that_the_values_name() -> None:
+    rendered = render({"webhook": {"certificates": {"secretName": "mine"}}})
+    named = {
+        name
+        for body in rendered
+        if body["kind"] == "Role"
+        for rule in body["rules"]
+        if rule["resources"] == ["secrets"]
+        for name in rule.get("resourceNames", ())
+    }
+    assert named == {"mine"}
+
+
 def test_network_policies_close_one_port_and_no_other() -> None:
     assert not [body for body in render() if body["kind"] == "NetworkPolicy"]
     rendered = render({"networkPolicy": {"enabled": True, "servingNamespaces": ["serving"]}})
