@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing import left_pool
 from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, Tuning
 from kvtier.testing.engine_requests import Plain
 from kvtier.testing.tiny_model import prompt
@@ -54,9 +55,32 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
     case.restart_daemon(signal.SIGKILL)
     case.wait_attached()
     case.empty_gpu_cache()
+    with case.loads("ram") as loads:
+        assert case.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    case.settle_stores()
+    assert case.daemon_events("kept_verified") == CHUNKS
+
+    # Two bytes flip while nobody looks. One chunk is in a file as well, and comes from there; the other one is a miss.
+    case.stop_daemon(signal.SIGKILL)
+    in_file, nowhere = left_pool.records(case.run_directory)[3:5]
+    for record in (in_file, nowhere):
+        left_pool.flip(case.run_directory, record, 100)
+    (file,) = (path for path in case.files() if nowhere.key.hex() in path.name)
+    file.unlink()
+    case.start_daemon()
+    case.wait_attached()
+    case.empty_gpu_cache()
+    with case.loads() as loads:
+        assert case.requests().run(tokens) == plain.tokens(tokens)
+    assert loads.tokens < CHUNKS * CHUNK_TOKENS
+    case.settle_stores()
+    case.empty_gpu_cache()
     with case.loads() as loads:
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    case.settle_stores()
+    assert case.daemon_events("kept_dropped", "corrupt") == 2
 
     # The pod is gone with its memory: files are all there is.
     assert case.engine is not None

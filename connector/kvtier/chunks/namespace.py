@@ -44,7 +44,12 @@ def derive(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
     # A round trip first: what differs only in spelling must not differ in the digest.
     normal = json.loads(canonical(document))
     text = json.dumps(normal, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
-    return blake3(text.encode()).hexdigest()[:NAMESPACE_DIGITS], text
+    return digest(text), text
+
+
+def digest(text: str) -> str:
+    """The namespace of a canonical text."""
+    return blake3(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 
 
 def _readable(text: str) -> object:

@@ -20,12 +20,15 @@ from kvtier.store.deciding import Decider
 from kvtier.store.engines import Engines, EngineState
 from kvtier.store.estimates import PromptShape
 from kvtier.store.eviction import Lru
+from kvtier.store.kept import LANE as VERIFY_LANE
+from kvtier.store.kept import Kept
 from kvtier.store.loads import Loads
 from kvtier.store.lower import LowerTier, LowerTiers, TierState
 from kvtier.store.memory import Entry, MemoryTable
-from kvtier.store.presence import MEMORY_BIT, PresenceIndex
+from kvtier.store.presence import RAM_BITS, PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.reads import Reads
+from kvtier.store.records import SlotTable
 from kvtier.store.sealing import Sealer
 from kvtier.store.shared import Shared
 from kvtier.store.slots import SlotPool
@@ -41,7 +44,7 @@ DEFAULT_THREADS = 8
 
 def lanes(topology: Topology) -> dict[str, int]:
     """Threads per lane of the executor that a store of this topology needs."""
-    found = {"hash": 2}
+    found = {"hash": 2, VERIFY_LANE: 2}
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
@@ -61,7 +64,7 @@ class TierStore:
 
     ``memory``: the whole pool, writable, or None where no bytes are needed. ``tiers``: the lower ones in the document's
     order, not opened: the store opens them on their "maintain" lanes. ``fenced``: begin without touching a slot, until
-    ``unfence``.
+    ``unfence``. ``slot_table``: where sealed objects are noted for the next tierd; what it has recovered is taken over.
     """
 
     def __init__(
@@ -75,11 +78,12 @@ class TierStore:
         checksums: Checksum | None = None,
         epoch: int = 1,
         fenced: bool = False,
+        slot_table: SlotTable | None = None,
     ) -> None:
         self.epoch = epoch
         self.counters = StoreCounters()
         view = None if memory is None else memoryview(memory).cast("B")
-        self._shared = Shared(view, io, clock, checksums or preferred(), self.counters, fenced)
+        self._shared = Shared(view, io, clock, checksums or preferred(), self.counters, fenced, slot_table)
         shared = self._shared
         memory_tier = next((t for t in topology.structural.tiers if isinstance(t, MemoryTierDocument)), None)
         self._memory_name = "memory" if memory_tier is None else memory_tier.name
@@ -94,15 +98,21 @@ class TierStore:
         self._supply = Supply(shared, self._pool, self._table, self._index, self._engines)
         self._reads = Reads(shared, self._pool, self._table, self._index, self._lowers, self._supply)
         self._decider = Decider(shared, self._lowers, topology.live.selection)
-        self._promotions = Promotions(shared, self._table, self._lowers, self._reads, self._supply, self._decider)
+        self._kept = Kept(shared, self._pool, self._table, self._index, self._supply)
+        self._slot_table = slot_table
+        self._promotions = Promotions(
+            shared, self._table, self._lowers, self._reads, self._supply, self._decider, self._kept
+        )
         self._loads = Loads(shared, self._table, self._index, self._lowers, self._promotions, self._supply)
-        self._stores = Stores(shared, self._pool, self._table, self._index, self._supply)
+        self._stores = Stores(shared, self._pool, self._table, self._index, self._supply, self._kept)
         # Half of the pool may be pinned by sealing, and half by writes to lower tiers: a hung disk must leave room for
         # loads.
         self._sealer = Sealer(shared, self._table, pool_bytes // 2)
         self._writes = WriteThrough(shared, self._table, self._lowers, pool_bytes // 2 // max(1, len(tiers)))
         self._connect()
         self._apply(topology.live)
+        if not fenced:
+            self._take_over()
 
     def _connect(self) -> None:
         self._supply.begin = self._reads.begin
@@ -112,6 +122,15 @@ class TierStore:
         self._stores.on_seen = self._wanted
         self._loads.on_hit = self._wanted
         self._sealer.on_sealed = self._writes.consider
+        self._kept.on_verified = self._writes.consider
+
+    def _take_over(self) -> None:
+        if self._slot_table is None:
+            return
+        for reason, number in self._slot_table.refused.items():
+            self._shared.count("kept_refused", "", reason, number)
+        self._kept.restore(self._slot_table.recovered)
+        self._slot_table.recovered = []
 
     def _tier_closed(self, lower: LowerTier) -> None:
         self._reads.tier_closed(lower)
@@ -193,6 +212,7 @@ class TierStore:
     def unfence(self) -> None:
         """Every worker of the pool's last tierd has drained, or is gone."""
         self._shared.fenced = False
+        self._take_over()
         self._sealer.run()
 
     def configure(self, live: Live) -> None:
@@ -283,7 +303,7 @@ class TierStore:
         """
         leaving = self._supply.leaving_keys(namespace)
         held = self._index.snapshot(namespace)
-        return [(key, bits & ~MEMORY_BIT if key in leaving else bits) for key, bits in held] if leaving else held
+        return [(key, bits & ~RAM_BITS if key in leaving else bits) for key, bits in held] if leaving else held
 
     def bits(self, namespace: str, key: bytes) -> int:
         """Which tiers hold the key."""

@@ -34,6 +34,8 @@ class Source:
     tier: int
     size_bytes: int
     end_tokens: int
+    unproven: bool = False
+    """In RAM, and not there before it is verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Question:
         """The clock of a load of the first ``keys`` keys."""
         start = self.start_tokens
         for source in self.sources[:keys]:
-            if source.tier:
+            if source.tier or source.unproven:
                 break
             start = source.end_tokens
         end = self.sources[keys - 1].end_tokens if keys else start

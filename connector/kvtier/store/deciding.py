@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from kvtier.store.clock import RequestClock
@@ -39,12 +39,18 @@ class Decider:
         self._lowers = lowers
 
     def decide(
-        self, sources: Sequence[int], sizes: Sequence[int], shape: PromptShape | None, limit_seconds: float
+        self,
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        shape: PromptShape | None,
+        limit_seconds: float,
+        unproven: Collection[int] = (),
     ) -> tuple[Decision, RequestClock]:
         """``sources[i]``: index of the tier that key i comes from; ``sizes[i]``: bytes to be read for it. The clock is that of the
-        chosen part, ``limit_seconds`` its end in any case, both counted from the request's first question."""
+        chosen part, ``limit_seconds`` its end in any case, both counted from the request's first question. ``unproven``: keys in RAM
+        that have to be verified first."""
         if self.selection is Selection.COST and shape is not None:
-            decision, clock = self._by_cost(sources, sizes, shape, limit_seconds)
+            decision, clock = self._by_cost(sources, sizes, shape, limit_seconds, unproven)
         else:
             weights = [self.memory_weight] + [lower.settings.load_weight for lower in self._lowers.all]
             decision = choose(self.selection, sources, weights, [1] * len(sources))
@@ -55,13 +61,21 @@ class Decider:
         return decision, clock
 
     def _by_cost(
-        self, sources: Sequence[int], sizes: Sequence[int], shape: PromptShape, limit_seconds: float
+        self,
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        shape: PromptShape,
+        limit_seconds: float,
+        unproven: Collection[int],
     ) -> tuple[Decision, RequestClock]:
         now = self._shared.clock()
         used = set(sources)
         memory = TierOutlook(self.memory_weight, IMMEDIATE)
         question = Question(
-            [Source(tier, size, end) for tier, size, end in zip(sources, sizes, shape.ends, strict=False)],
+            [
+                Source(tier, size, end, position in unproven)
+                for position, (tier, size, end) in enumerate(zip(sources, sizes, shape.ends, strict=False))
+            ],
             [memory] + [_outlook(lower, now) if lower.index in used else memory for lower in self._lowers.all],
             shape.start_tokens,
             shape.ends[len(sources) - 1] if sources else shape.start_tokens,

@@ -71,6 +71,9 @@ class Loads:
             if entry is None:
                 shared.count("loads_cut", "", "gone" if key is not None else "unknown_group")
                 break
+            if entry.kept is not None:
+                shared.count("loads_cut", "", "unverified")
+                break
             if entry.leaving:
                 self._supply.rescue(entry)
             self._table.pin(entry)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvtier.store.eviction import EvictionPolicy
+from kvtier.store.presence import KEPT_BIT, MEMORY_BIT
+from kvtier.store.records import SlotRecord
 from kvtier.store.slots import Slot, SlotClass
 from kvtier.tiers.base import ObjectMeta, ObjectRef
 
@@ -15,11 +17,12 @@ class Entry:
     ``pins`` counts who may be reading the slot: loads, promotions, checksums, writes to lower tiers. ``meta`` is None
     until the object is sealed. ``leaving``: token of the announcement that it goes, 0 if it stays. ``seen`` counts how
     often the object was wanted; ``busy`` has the bits of the lower tiers it is being written to, and bit 0 while it is
-    being sealed.
+    being sealed. ``kept``: what the last tierd wrote of it, until its bytes are known to be that; nobody else may read it before.
     """
 
     __slots__ = (
         "busy",
+        "kept",
         "key",
         "leaving",
         "meta",
@@ -45,6 +48,12 @@ class Entry:
         self.leaving = 0
         self.seen = 1
         self.busy = 0
+        self.kept: SlotRecord | None = None
+
+    @property
+    def bit(self) -> int:
+        """Under which bit it is announced."""
+        return MEMORY_BIT if self.kept is None else KEPT_BIT
 
 
 class MemoryTable:

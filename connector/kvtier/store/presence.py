@@ -15,6 +15,9 @@ from kvtier.store.shared import Shared
 from kvtier.tiers.base import Tier
 
 MEMORY_BIT = 1
+KEPT_BIT = 1 << 16
+"""In RAM since before this tierd, and to be verified before it is used: past every tier's bit."""
+RAM_BITS = MEMORY_BIT | KEPT_BIT
 MAX_QUEUED_CHANGES = 65_536
 """Announcements that wait for the owner; past this many, the tier's keys are listed afresh instead."""
 MAX_CHANGES_PER_PUMP = 8_192
@@ -84,7 +87,7 @@ class PresenceIndex:
         if users:
             self._users[namespace] = users
             return
-        kept = {key: MEMORY_BIT for key, bits in self._bits.pop(namespace, {}).items() if bits & MEMORY_BIT}
+        kept = {key: bits & RAM_BITS for key, bits in self._bits.pop(namespace, {}).items() if bits & RAM_BITS}
         if kept:
             self._bits[namespace] = kept
 
@@ -93,7 +96,7 @@ class PresenceIndex:
         return namespace in self._users
 
     def bits(self, namespace: str, key: bytes) -> int:
-        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document."""
+        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and ``KEPT_BIT``."""
         of_namespace = self._bits.get(namespace)
         return 0 if of_namespace is None else of_namespace.get(key, 0)
 

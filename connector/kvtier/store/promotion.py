@@ -17,6 +17,7 @@ from kvtier.store.contract import Outcome, PromotionEnded
 from kvtier.store.deciding import Decider, usable_shape
 from kvtier.store.engines import EngineState
 from kvtier.store.estimates import Batch, PromptShape
+from kvtier.store.kept import Kept
 from kvtier.store.lower import LowerTier, LowerTiers
 from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.reads import Read, Reads
@@ -38,7 +39,7 @@ class Promotion:
     under way at a time. ``there``: how many keys are there in order. ``clock`` counts from ``started_at``."""
 
     __slots__ = (
-        "_owner", "ahead", "batches", "clock", "ended", "ends", "engine", "entries", "groups", "keys", "limit", "number",
+        "_owner", "ahead", "batches", "checks", "clock", "ended", "ends", "engine", "entries", "groups", "keys", "limit", "number",
         "parallel", "reads", "sources", "started_at", "there", "tiers", "timer",
     )  # fmt: skip
 
@@ -55,6 +56,8 @@ class Promotion:
         self.tiers = [0] * len(entries)
         self.limit = len(entries)
         self.reads: dict[int, Read] = {}
+        self.checks: set[int] = set()
+        """Positions of what is in RAM and is being verified."""
         self.ahead: dict[int, deque[int]] = {}
         self.batches: dict[int, Batch] = {}
         self.parallel = MAX_PARALLEL
@@ -100,7 +103,14 @@ class Promotions:
     """All promotions. Owner's thread only."""
 
     def __init__(
-        self, shared: Shared, table: MemoryTable, lowers: LowerTiers, reads: Reads, supply: Supply, decider: Decider
+        self,
+        shared: Shared,
+        table: MemoryTable,
+        lowers: LowerTiers,
+        reads: Reads,
+        supply: Supply,
+        decider: Decider,
+        kept: Kept,
     ) -> None:
         self._decider = decider
         self._shared = shared
@@ -108,6 +118,7 @@ class Promotions:
         self._lowers = lowers
         self._reads = reads
         self._supply = supply
+        self._kept = kept
 
     def begin(
         self,
@@ -130,6 +141,7 @@ class Promotions:
         promotion.keys += [b""] * (len(keys) - len(promotion.keys))
         engine.promotions[number] = promotion
         shared.count("promotions")
+        self._verify(promotion)
         promotion.advance()
         self._read_on(promotion)
         self._end_or_wait(promotion)
@@ -149,6 +161,7 @@ class Promotions:
         names: list[bytes] = []
         entries: list[Entry | None] = []
         room: dict[int, int] = {}
+        unproven: set[int] = set()
         stopped = ""
         if len(engine.promotions) >= MAX_PROMOTIONS:
             keys, stopped = (), "too_many_promotions"
@@ -160,10 +173,17 @@ class Promotions:
             entry = self._table.get(engine.namespace, key)
             size = 0
             if entry is not None:
+                if entry.kept is not None and budget_seconds <= 0:
+                    stopped = "no_time"
+                    break
                 if entry.leaving:
                     self._supply.rescue(entry)
-                self._table.pin(entry)
                 source = 0
+                if entry.kept is None:
+                    self._table.pin(entry)
+                else:
+                    unproven.add(len(sources))
+                    entry = None
             else:
                 found = self._source(engine, group, key, room) if budget_seconds > 0 else "no_time"
                 if isinstance(found, str):
@@ -180,7 +200,7 @@ class Promotions:
             self._shared.count("promotions_cut", "", stopped)
         groups = [group for group, _ in keys[: len(sources)]]
         waited = shape.waited_seconds if shape is not None else 0.0
-        decision, clock = self._decider.decide(sources, sizes, shape, budget_seconds + waited)
+        decision, clock = self._decider.decide(sources, sizes, shape, budget_seconds + waited, unproven)
         chosen = decision.chosen
         length = chosen.keys if chosen is not None else 0
         for tier in decision.too_slow:
@@ -201,6 +221,21 @@ class Promotions:
         promotion.clock, promotion.ends = clock, shape.ends if shape is not None else ()
         promotion.started_at = self._shared.clock() - waited
         return promotion
+
+    def _verify(self, promotion: Promotion) -> None:
+        """Has verified what the last tierd left in RAM."""
+        engine = promotion.engine
+        for position, source in enumerate(promotion.sources):
+            if source or promotion.entries[position] is not None:
+                continue
+            group, key = promotion.groups[position], promotion.keys[position]
+            entry = self._table.get(engine.namespace, key)
+            kind, shards = engine.kinds[group], engine.info.shard_bytes[group]
+            if entry is None or not self._kept.want(entry, kind, shards, promotion, position):
+                promotion.limit = position
+                self._give_up(promotion, position)
+                return
+            promotion.checks.add(position)
 
     def _try(
         self, engine: EngineState, lower: LowerTier, names: list[bytes], groups: list[int], sources: list[int]
@@ -241,7 +276,7 @@ class Promotions:
         """Ends a promotion that has nothing to wait for, and sets the others' clocks."""
         if promotion.ended:
             return
-        if not promotion.reads:
+        if not promotion.reads and not promotion.checks:
             self._end(promotion, False)
             return
         deadline = promotion.deadline()
@@ -276,7 +311,7 @@ class Promotions:
         """Has one key brought; False if nothing can bring it any more."""
         engine, key, group = promotion.engine, promotion.keys[position], promotion.groups[position]
         entry = self._table.get(engine.namespace, key)
-        if entry is not None:
+        if entry is not None and entry.kept is None:
             # It has come otherwise since the promotion began.
             if entry.leaving:
                 self._supply.rescue(entry)
@@ -305,8 +340,9 @@ class Promotions:
 
     def arrived(self, promotion: Promotion, position: int, entry: Entry, tier_index: int) -> None:
         """A key is there."""
-        if promotion.reads.pop(position, None) is None:
+        if promotion.reads.pop(position, None) is None and position not in promotion.checks:
             return
+        promotion.checks.discard(position)
         self._table.pin(entry)
         promotion.entries[position] = entry
         promotion.tiers[position] = tier_index
@@ -316,8 +352,16 @@ class Promotions:
 
     def lost(self, promotion: Promotion, position: int, reason: str) -> None:
         """A key cannot come: what follows it is of no use."""
-        if promotion.reads.pop(position, None) is None:
+        if promotion.reads.pop(position, None) is None and position not in promotion.checks:
             return
+        if position in promotion.checks:
+            promotion.checks.remove(position)
+            if self._want(promotion, position):
+                # A lower tier has it as well.
+                promotion.advance()
+                self._read_on(promotion)
+                self._end_or_wait(promotion)
+                return
         self._shared.count("promotions_cut", "", reason)
         promotion.limit = min(promotion.limit, position)
         self._give_up(promotion, promotion.limit)
@@ -329,6 +373,9 @@ class Promotions:
         later."""
         for position in [p for p in promotion.reads if p >= start]:
             self._reads.leave(promotion.reads.pop(position), promotion, position)
+        for position in [p for p in promotion.checks if p >= start]:
+            promotion.checks.remove(position)
+            self._kept.leave(promotion.engine.namespace, promotion.keys[position], promotion, position)
         for position in range(len(promotion.entries) - 1, start - 1, -1):
             entry = promotion.entries[position]
             if entry is not None:

@@ -265,6 +265,7 @@ class Reads:
         self._forget(read)
         self._pool.move(slot, SlotState.COMMITTED)
         self._table.add(entry)
+        self._shared.record(entry)
         self._index.change(read.namespace, read.key, MEMORY_BIT, True)
         self._hand_over(read, entry, read.lower.index)
 

@@ -39,7 +39,7 @@ class Sealer:
 
     def add(self, entry: Entry) -> None:
         """Seals the object some time, unless it is sealed or more is waiting already than may be pinned for it."""
-        if entry.meta is not None or entry.busy & SEALING_BIT:
+        if entry.meta is not None or entry.kept is not None or entry.busy & SEALING_BIT:
             return
         size = entry.slot.segment.kind.slot_bytes
         if self.pending_bytes + size > self._max_pending_bytes:
@@ -75,6 +75,7 @@ class Sealer:
         if isinstance(result, ObjectMeta) and error is None:
             entry.meta = result
             self._shared.count("seals")
+            self._shared.record(entry)
             if self.on_sealed is not None:
                 self.on_sealed(entry)
         else:

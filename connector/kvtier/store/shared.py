@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvtier.store.contract import Clock, IoExecutor, StoreCounters, StoreEvent
+from kvtier.store.records import SlotRecord, SlotTable, object_digest
 from kvtier.store.timers import Timers
 from kvtier.tiers.checksum import Checksum
+
+if TYPE_CHECKING:
+    from kvtier.store.memory import Entry
 
 NOTHING = memoryview(b"")
 
@@ -24,6 +30,7 @@ class Shared:
         checksums: Checksum,
         counters: StoreCounters,
         fenced: bool,
+        slot_table: SlotTable | None = None,
     ) -> None:
         self.io = io
         self.clock = clock
@@ -33,10 +40,38 @@ class Shared:
         self.timers = Timers()
         self.events: list[StoreEvent] = []
         self._memory = memory
+        self._slot_table = slot_table
 
     def view(self, offset: int, size: int) -> memoryview:
         """``size`` bytes of the pool from ``offset``; empty where the store runs without memory. Any thread."""
         return NOTHING if self._memory is None else self._memory[offset : offset + size]
+
+    def record(self, entry: Entry) -> None:
+        """Notes a sealed object for the next tierd."""
+        meta, segment = entry.meta, entry.slot.segment
+        if self._slot_table is None or meta is None or not entry.persistent:
+            return
+        why_not = self._slot_table.add(
+            SlotRecord(
+                entry.namespace,
+                entry.key,
+                entry.slot.offset,
+                segment.kind.slot_bytes,
+                segment.start,
+                len(segment.slots),
+                len(meta.shard_bytes),
+                meta.checksum_kind,
+                object_digest(meta),
+            )
+        )
+        if why_not:
+            self.count("slot_records_failed", "", why_not)
+
+    def erase(self, offset: int) -> None:
+        """The next tierd shall not find anything in this slot. Before it is given away."""
+        why_not = "" if self._slot_table is None else self._slot_table.erase(offset)
+        if why_not:
+            self.count("slot_records_failed", "", why_not)
 
     def emit(self, event: StoreEvent) -> None:
         """Queues an event for the owner."""

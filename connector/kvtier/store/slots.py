@@ -139,6 +139,25 @@ class SlotPool:
         if not segment.draining:
             segment.kind.free[slot.offset] = slot
 
+    def restore(self, offset: int, slot_bytes: int, segment_start: int, segment_slots: int) -> Slot | None:
+        """The slot at ``offset`` as committed, in the segment that it belonged to in the pool's last life; None where that does not
+        fit what is there already, or the pool."""
+        if slot_bytes <= 0 or segment_slots <= 0 or slot_bytes % ALIGNMENT_BYTES or segment_start % ALIGNMENT_BYTES:
+            return None
+        kind = self.slot_class(slot_bytes)
+        segment = kind.segments.get(segment_start)
+        if segment is None:
+            segment = self._cut(kind, segment_start, segment_slots)
+        if segment is None or len(segment.slots) != segment_slots or segment.draining:
+            return None
+        slot = kind.free.get(offset)
+        if slot is None or slot.segment is not segment:
+            return None
+        del kind.free[offset]
+        segment.free -= 1
+        self.move(slot, SlotState.COMMITTED)
+        return slot
+
     def available(self, kind: SlotClass) -> int:
         """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free
         segments."""
@@ -263,16 +282,28 @@ class SlotPool:
             size = self._room[start]
             if size >= kind.slot_bytes:
                 wanted = max(1, self.pool_bytes // SEGMENTS_PER_POOL // kind.slot_bytes)
-                segment = Segment(start, kind, min(wanted, size // kind.slot_bytes))
-                del self._room[start]
-                if size > segment.bytes:
-                    self._room[start + segment.bytes] = size - segment.bytes
-                kind.segments[start] = segment
-                self._bytes[SlotState.FREE] += segment.bytes
-                for slot in reversed(segment.slots):
-                    self._slots[slot.offset] = kind.free[slot.offset] = slot
-                return True
+                return self._cut(kind, start, min(wanted, size // kind.slot_bytes)) is not None
         return False
+
+    def _cut(self, kind: SlotClass, start: int, count: int) -> Segment | None:
+        """Makes a segment in unused room; None where there is not that much at ``start``."""
+        end = start + count * kind.slot_bytes
+        for room, size in self._room.items():
+            if room <= start and end <= room + size:
+                break
+        else:
+            return None
+        segment = Segment(start, kind, count)
+        del self._room[room]
+        if room < start:
+            self._room[room] = start - room
+        if end < room + size:
+            self._room[end] = room + size - end
+        kind.segments[start] = segment
+        self._bytes[SlotState.FREE] += segment.bytes
+        for slot in reversed(segment.slots):
+            self._slots[slot.offset] = kind.free[slot.offset] = slot
+        return segment
 
     def _dissolve(self, segment: Segment) -> None:
         del segment.kind.segments[segment.start]

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvtier.store.engines import EngineState
+from kvtier.store.kept import Kept
 from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.presence import MEMORY_BIT, PresenceIndex
 from kvtier.store.shared import Shared
@@ -43,7 +44,13 @@ class Stores:
     again."""
 
     def __init__(
-        self, shared: Shared, pool: SlotPool, table: MemoryTable, index: PresenceIndex, supply: Supply
+        self,
+        shared: Shared,
+        pool: SlotPool,
+        table: MemoryTable,
+        index: PresenceIndex,
+        supply: Supply,
+        kept: Kept,
     ) -> None:
         self.on_commit: Callable[[Entry], None] | None = None
         self.on_seen: Callable[[Entry], None] | None = None
@@ -52,6 +59,7 @@ class Stores:
         self._table = table
         self._index = index
         self._supply = supply
+        self._kept = kept
         self._pending: dict[tuple[str, bytes], Reservation] = {}
         self._early: OrderedDict[tuple[str, int], dict[int, bool]] = OrderedDict()
 
@@ -82,6 +90,10 @@ class Stores:
         if entry is not None:
             if entry.leaving:
                 self._supply.rescue(entry)
+            if entry.kept is not None and self._kept.replace(entry):
+                # What an engine is about to deliver needs no proof.
+                entry = None
+        if entry is not None:
             self._table.hit(entry)
             if self.on_seen is not None:
                 self.on_seen(entry)

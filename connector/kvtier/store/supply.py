@@ -14,7 +14,7 @@ from itertools import count
 from kvtier.store.contract import CreditsGranted, KeysLeaving, PresenceChanged
 from kvtier.store.engines import Engines
 from kvtier.store.memory import Entry, MemoryTable
-from kvtier.store.presence import MEMORY_BIT, PresenceIndex
+from kvtier.store.presence import PresenceIndex
 from kvtier.store.reads import Read
 from kvtier.store.shared import Shared
 from kvtier.store.slots import SEGMENTS_PER_POOL, Slot, SlotClass, SlotPool, SlotState
@@ -240,9 +240,17 @@ class Supply:
         for entry in entries:
             if entry.leaving == token:
                 self._shared.count("evictions")
-                self._table.remove(entry)
-                self._pool.release(entry.slot)
-                self._index.change(entry.namespace, entry.key, MEMORY_BIT, False)
+                if entry.kept is not None:
+                    self._shared.count("kept_dropped", "", "evicted")
+                self.discard(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """Forgets an object that nobody holds and that is not leaving: its slot is free."""
+        # First of all, so that no tierd ever finds it in a slot that is somebody else's.
+        self._shared.erase(entry.slot.offset)
+        self._table.remove(entry)
+        self._pool.release(entry.slot)
+        self._index.change(entry.namespace, entry.key, entry.bit, False)
 
     def rescue(self, entry: Entry) -> None:
         """A leaving object is wanted after all: it stays, and is announced again to those who were told to forget
@@ -251,4 +259,4 @@ class Supply:
         self._table.stay(entry)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):
-            self._shared.emit(PresenceChanged(entry.namespace, entry.key, MEMORY_BIT, True))
+            self._shared.emit(PresenceChanged(entry.namespace, entry.key, entry.bit, True))

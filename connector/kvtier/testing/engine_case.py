@@ -370,6 +370,11 @@ class EngineCase:
         metrics = self.daemon_metrics()
         return int(sum(sum(_samples(metrics, DAEMON_EVENTS, f'name="{name}"')) for name in READ_FAILURES))
 
+    def daemon_events(self, name: str, reason: str = "") -> int:
+        """How often something happened in the daemon's life, as it counts it."""
+        counters = (self.status() or {}).get("counters", [])
+        return sum(each["value"] for each in counters if each["name"] == name and reason in ("", each["reason"]))
+
     def settle_stores(self) -> None:
         """Waits until everything that was computed is stored: in RAM, announced to the engine, and in the file tier."""
         if not self.drive("settle"):

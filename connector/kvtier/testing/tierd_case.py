@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import kvtier
 from kvtier.testing.fake_engine import FakeEngine, FakeEngineOptions
@@ -124,6 +124,7 @@ class TierdCase:
         memory_bytes: int = 4 << 20,
         file_bytes: int | None = None,
         run_directory: Path | None = None,
+        persistence: Literal["Process", "Pod"] = "Pod",
     ) -> None:
         self.directory = directory
         self.topology_directory = directory / "topology"
@@ -133,7 +134,9 @@ class TierdCase:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[EngineProcess] = []
         self._fakes: list[FakeEngine] = []
-        tiers: list[TierDocument] = [MemoryTierDocument(name="ram", capacity_bytes=memory_bytes)]
+        tiers: list[TierDocument] = [
+            MemoryTierDocument(name="ram", capacity_bytes=memory_bytes, persistence=persistence)
+        ]
         live = {"ram": LiveTier()}
         if file_bytes is not None:
             self.files.mkdir(parents=True, exist_ok=True)
@@ -156,6 +159,12 @@ class TierdCase:
             ),
             live=self.live,
         )
+        write(self.topology_directory, self.topology)
+
+    def change(self, **changes: Any) -> None:
+        """Replaces structural.json, for the next tierd."""
+        structural = self.topology.structural.model_copy(update=changes)
+        self.topology = Topology(structural=structural, live=self.live)
         write(self.topology_directory, self.topology)
 
     def retune(self, live: Live) -> None:

@@ -26,6 +26,7 @@ from kvtier.chunks.namespace import derive
 from kvtier.errors import KVTierError
 from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore, lanes
+from kvtier.store.records import SlotTable
 from kvtier.store.threads import ThreadExecutor
 from kvtier.tierd.building import WrapTier, build_tiers, memory_document
 from kvtier.tierd.exchange import Exchange
@@ -38,10 +39,11 @@ from kvtier.tierd.reporting import Facts, Reporter
 from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory, sweep
 from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
+from kvtier.tierd.takeover import describe_namespace, open_table
 from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
 from kvtier.tiers.checksum import preferred
 from kvtier.topology.loading import load
-from kvtier.topology.models import Daemon, Topology
+from kvtier.topology.models import Daemon, Structural, Topology
 
 DRAIN_SECONDS = 5.0
 LINGER_SECONDS = 5.0
@@ -78,12 +80,14 @@ class Options:
 class _PoolStart:
     """Allocates the pool on a thread of its own, after making room: dead engines' pools are removed first."""
 
-    def __init__(self, run: RunDirectory, wanted_bytes: int, done: Callable[[], None]) -> None:
+    def __init__(self, run: RunDirectory, structural: Structural, done: Callable[[], None]) -> None:
         self.pool: PoolFile | None = None
+        self.table: SlotTable | None = None
         self.error = ""
         self.finished = False
         self._run = run
-        self._wanted = wanted_bytes
+        self._memory = memory_document(structural)
+        self._topology = structural.content_hash
         self._done = done
         self._stop = threading.Event()
         threading.Thread(target=self._start, name="kvtier-pool", daemon=True).start()
@@ -93,7 +97,10 @@ class _PoolStart:
             if not self._run.shared:
                 sweep(self._run.path)
             path = self._run.path / POOL_NAME
-            self.pool = PoolFile(path, self._wanted, self._run.file_mode, lambda: not self._stop.is_set())
+            mode, persists = self._run.file_mode, self._memory.persistence == "Pod"
+            pool = PoolFile(path, self._memory.capacity_bytes, mode, lambda: not self._stop.is_set())
+            self.table = open_table(self._run.path, mode, pool, self._topology, persists)
+            self.pool = pool
             self.pool.touch_in_background()
         except OSError as error:
             self.error = f"the host pool cannot be allocated in {self._run.path}: {error}"
@@ -207,7 +214,7 @@ class TierDaemon:
                 self._clock,
             )
             self._loop = loop
-            self._pool_start = _PoolStart(run, memory_document(self._topology.structural).capacity_bytes, loop.wake)
+            self._pool_start = _PoolStart(run, self._topology.structural, loop.wake)
             self._follower.poll()
             self._follower.start()
             _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
@@ -252,6 +259,7 @@ class TierDaemon:
             checksums=preferred(),
             epoch=self._epoch,
             fenced=fenced,
+            slot_table=start.table,
         )
         # One set of counters: whatever happened before the store was there is in it as well.
         for (name, tier, reason), value in self._counters.values.items():
@@ -269,6 +277,9 @@ class TierDaemon:
         store.unfence()
 
     def _describe_namespace(self, namespace: str, canonical: str) -> None:
+        run, start = self._run_directory, self._pool_start
+        if start is not None and start.table is not None:
+            describe_namespace(run.path, run.file_mode, namespace, canonical)
         for tier in self._built.tiers:
             describe = getattr(tier, "describe_namespace", None)
             if describe is not None and self._io is not None:
@@ -348,6 +359,8 @@ class TierDaemon:
             self._pool_start.stop()
             if self._pool_start.pool is not None:
                 self._pool_start.pool.close()
+            if self._pool_start.table is not None:
+                self._pool_start.table.close()
 
 
 def _ignore_result(_result: object, error: BaseException | None) -> None:

@@ -17,13 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.store.records import table_bytes
 from kvtier.tierd.rundir import open_shared
 
 PIECE_BYTES = 64 << 20
 """Allocated and touched at a time: tens of milliseconds, so that stopping is never far."""
 PAGE_BYTES = 4096
 RESERVE_BYTES = 8 << 20
-"""Left free on the volume: sessions, epoch and socket must still be writable beside a pool that fills it."""
+"""Left free on the volume beside what the slot table may take: sessions, epoch and socket must still be writable beside a pool that
+fills it."""
 MIN_POOL_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
 
@@ -114,7 +116,7 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
     piece = PIECE_BYTES
     while done < wanted and keep_going():
         volume = os.fstatvfs(descriptor)
-        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES
+        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES - table_bytes(wanted)
         length = min(piece, wanted - done, room // PAGE_BYTES * PAGE_BYTES)
         if length <= 0:
             break

@@ -6,7 +6,7 @@ dictionary lookup, because it is called for every chunk of every prompt.
 
 from __future__ import annotations
 
-from kvtier.tierd.wire import MEMORY_BIT, Delta, Leaving, LeftAck
+from kvtier.tierd.wire import RAM_BITS, Delta, Leaving, LeftAck
 
 
 class Replica:
@@ -46,11 +46,11 @@ class Replica:
     def apply(self, message: Delta | Leaving) -> LeftAck | None:
         """Takes over one message of tierd. What it returns must be sent back.
 
-        Keys that are leaving RAM lose the memory bit at once, before tierd gets the acknowledgement.
+        Keys that are leaving RAM lose its bits at once, before tierd gets the acknowledgement.
         """
         if isinstance(message, Leaving):
             for key in message.keys:
-                self._remove(key, MEMORY_BIT)
+                self._remove(key, RAM_BITS)
             return LeftAck(token=message.token)
         if message.sequence != self._next_sequence:
             self._lose()

@@ -8,6 +8,7 @@
         spawn.lock           exclusive lock held while somebody starts a tierd
         epoch                the last epoch that was given out, as text
         pool                 the host pool
+        slots, namespaces/   what is in the pool, for the next tierd (takeover.py)
         tierd.sock           the socket
         http.json            where /status and /metrics really are
         sessions/            one file per attached worker: what a new tierd must wait for

@@ -7,7 +7,8 @@ and worker of one engine, say) there is no order.
 
 Vocabulary. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its workers; sessions with the
 same ``engine`` belong together. Slots are named by their byte offset in the host pool. ``bits``: bit 0 is the memory tier,
-bit i the i-th tier of the structural document.
+bit i the i-th tier of the structural document, bit 16 what is in RAM since before this tierd and has to be promoted
+like what is in a lower tier, because it is verified first.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/1"
+PROTOCOL = f"{__version__}/2"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 MEMORY_BIT = 1
+KEPT_BIT = 1 << 16
+RAM_BITS = MEMORY_BIT | KEPT_BIT
 
 BEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""

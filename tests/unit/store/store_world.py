@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from collections.abc import Callable
 from typing import Literal
 
 from kvtier.store.contract import CreditsGranted, EngineInfo, KeysLeaving, LoadReady, PromotionEnded, StoreEvent
 from kvtier.store.core import TierStore
+from kvtier.store.records import SlotTable, TableIdentity
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.manual_io import ManualCall, ManualClock, ManualExecutor
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
@@ -156,10 +159,10 @@ class World:
         self.tiers = [tier_type(name) for name in tiers]
         if values is None:
             values = live(**{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
-        document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
-        self.store = TierStore(
-            len(self.pool), self.pool, self.tiers, document, self.io, self.clock, CHECKSUMS, fenced=fenced
-        )
+        self._document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
+        self._table_file = os.memfd_create("slots")
+        weakref.finalize(self, os.close, self._table_file)
+        self.store = self._make_store(fenced)
         self.events: list[StoreEvent] = []
         self.stamps: list[float] = []
         self._numbers = 0
@@ -167,6 +170,41 @@ class World:
         if opened:
             self.io.run_all("maintain:")
             self.pump()
+
+    def _make_store(self, fenced: bool) -> TierStore:
+        self.table = SlotTable(os.dup(self._table_file), TableIdentity(len(self.pool), 1, "topology"))
+        weakref.finalize(self.table, os.close, self.table._descriptor)
+        return TierStore(
+            len(self.pool),
+            self.pool,
+            self.tiers,
+            self._document,
+            self.io,
+            self.clock,
+            CHECKSUMS,
+            fenced=fenced,
+            slot_table=self.table,
+        )
+
+    def restart(self, fenced: bool = False) -> None:
+        """The store's process is killed and another begins over the same pool. Calls under way die with it."""
+        self.io = ManualExecutor()
+        self.store = self._make_store(fenced)
+        self.events.clear()
+        self.stamps.clear()
+        self._used.clear()
+        self.io.run_all("maintain:")
+        self.pump()
+
+    def flip(self, offset: int) -> None:
+        """One bit of the pool is not what it was."""
+        self.pool[offset] ^= 1
+
+    def damage_table(self, position: int) -> None:
+        """One bit of the slot table is not what it was."""
+        data = os.pread(self._table_file, 1, position)
+        if data:
+            os.pwrite(self._table_file, bytes([data[0] ^ 1]), position)
 
     @property
     def tier(self) -> WatchedTier:

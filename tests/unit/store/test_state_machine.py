@@ -39,6 +39,7 @@ from kvtier.store.contract import (
     StoreEvent,
 )
 from kvtier.store.jobs import Job
+from kvtier.store.presence import KEPT_BIT, RAM_BITS
 from kvtier.store.slots import SlotState
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
 from kvtier.topology.models import LiveTier, Selection, StorePolicy
@@ -218,6 +219,16 @@ class Driver:
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
+    def restart(self, pool_flip: int, table_flip: int) -> None:
+        world = self.world
+        sealed = [entry for entry in world.store._table.entries() if entry.meta is not None or entry.kept is not None]
+        if pool_flip and sealed:
+            entry = sealed[pool_flip % len(sealed)]
+            world.flip(entry.slot.offset + pool_flip % 64)
+        if table_flip:
+            world.damage_table(table_flip)
+        world.restart(fenced=True)
+
 
 class StoreMachine(RuleBasedStateMachine):
     """See the module's text."""
@@ -275,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif isinstance(event, KeysLeaving):
             assert not self.fenced, "evicted while fenced"
             for key in event.keys:
-                self.replicas[event.namespace][key] &= ~1
+                self.replicas[event.namespace][key] &= ~RAM_BITS
             self.tokens.append(event.token)
         elif isinstance(event, PromotionEnded):
             name = (event.engine, event.promotion)
@@ -347,7 +358,41 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def unfence(self) -> None:
         self.fenced = False
+        self.ghosts.clear()
         self.do("call", "unfence")
+
+    @rule(
+        pool_flip=st.sampled_from((0, 0, *range(1, 50))),
+        table_flip=st.sampled_from((0, 0, 0, 0, 10, *range(4096, 6000, 77))),
+        sealed=st.booleans(),
+        resumed=st.booleans(),
+    )
+    def restart(self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool) -> None:
+        """tierd is killed, and another one takes over; a bit of the pool and one of its table may have flipped meanwhile.
+
+        Workers go on writing and reading until they have drained, and that is when the new one's fence opens.
+        """
+        if sealed:
+            self.do("run_lane", "hash")
+        engines = list(self.engines.values())
+        for engine in engines:
+            self.ghosts.append(engine)
+        for ghost in self.ghosts:
+            ghost.gone_at = None
+        self.engines.clear()
+        self.replicas.clear()
+        self.tokens.clear()
+        self.deadlines.clear()
+        self.fenced = True
+        self.do("restart", pool_flip, table_flip)
+        if resumed:
+            self.unfence()
+            for engine in engines:
+                self.open_engine(engine.info.engine, engine.kind)
+            for engine in list(self.engines.values()):
+                kept = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & KEPT_BIT)
+                self.promote_keys(engine, kept[:5], 3.0)
+            self.do("run_lane", "verify")
 
     @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS))
     def open_engine(self, name: str, kind: Kind) -> None:
@@ -511,6 +556,22 @@ class StoreMachine(RuleBasedStateMachine):
             keys = data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=4, unique=True))
             self.begin_load(engine, 0, [(key[0], key[1:]) for key in keys])
 
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), budget=st.sampled_from((0.0, 0.5, 3.0)), verified=st.booleans())
+    def promote_what_was_kept(self, data: st.DataObject, budget: float, verified: bool) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        kept = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & KEPT_BIT)
+        if kept:
+            self.promote_keys(engine, data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=4)), budget)
+            if verified:
+                self.do("run_lane", "verify")
+
+    def promote_keys(self, engine: ModelEngine, keys: list[bytes], budget: float) -> None:
+        number = self.number()
+        engine.promotions[number] = [(key[0], key[1:]) for key in keys]
+        self.deadlines[engine.info.engine, number] = self.now + budget
+        self.do("call", "promote", engine.info.engine, number, engine.promotions[number], budget)
+
     def begin_load(self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]) -> None:
         number = self.number()
         ranks = tuple(range(len(engine.kind.shards[0])))
@@ -539,7 +600,7 @@ class StoreMachine(RuleBasedStateMachine):
     def run_io(self, number: int) -> None:
         self.do("run_io", number)
 
-    @rule(lane=st.sampled_from(("read:", "write:", "hash", "check:", "maintain:", "")))
+    @rule(lane=st.sampled_from(("read:", "write:", "hash", "verify", "check:", "maintain:", "")))
     def run_lane(self, lane: str) -> None:
         self.do("run_lane", lane)
 
@@ -628,6 +689,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert (slot.entry is not None) == (slot.state in (SlotState.COMMITTED, SlotState.LEAVING))
         for state in (s for s in SlotState if s is not SlotState.FREE):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
+        noted = {e.slot.offset for e in world.store._table.entries() if e.persistent and (e.meta or e.kept)}
+        assert self.fenced or set(world.table._numbers) == noted, "the slot table is not what is sealed"
         ranges.sort()
         assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges)), "slots overlap"
 
@@ -650,7 +713,8 @@ class StoreMachine(RuleBasedStateMachine):
             for key in held.keys() | replica.keys():
                 assert replica.get(key, 0) == held.get(key, 0), (namespace[0], key[:3], replica.get(key), held.get(key))
                 entry = store._table.get(namespace, key)
-                assert bool(held.get(key, 0) & 1) == (entry is not None and not entry.leaving)
+                ram = entry.bit if entry is not None and not entry.leaving else 0
+                assert held.get(key, 0) & RAM_BITS == ram
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

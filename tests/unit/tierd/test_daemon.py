@@ -233,7 +233,7 @@ def test_a_port_in_use_is_a_condition_and_no_death(case: TierdCase, peers: Calla
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
         pair(peers)[0].receive(Ready)
-        assert "cannot be served" in daemon._reporter._http_error
+        wait_for(lambda: "cannot be served" in daemon._reporter._http_error, "the address is tried")
         daemon.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()

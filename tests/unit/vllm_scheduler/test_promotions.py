@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.vllm_scheduler.rig import CHUNK, DISK, NFS, RAM, SLOT_BYTES, FakeRequest, Rig, topology
 
-from kvtier.engines.vllm.scheduler_loads import LEAST_BYTES_PER_SECOND, MAX_WAITING, PINNED_SECONDS
-from kvtier.tierd.wire import Cancel, Load, Promote
+from kvtier.engines.vllm.scheduler_loads import LEAST_BYTES_PER_SECOND, MAX_WAITING, PINNED_SECONDS, VERIFY_SECONDS
+from kvtier.tierd.wire import KEPT_BIT, Cancel, Load, Promote
 
 
 def _waiting(rig: Rig, chunks: int = 4, bits: int = DISK) -> tuple[FakeRequest, Promote]:
@@ -180,3 +180,26 @@ def test_where_promoted_tokens_came_from_is_known_when_the_load_begins(rig: Rig)
     rig.client.promoted(promote.promotion, 4, tiers=(0, 0, 1, 2))
     rig.admit(request, 0, rig.ask(request) or 0)
     assert rig.side.load_sources(request) == {0: 2 * CHUNK, 1: CHUNK, 2: CHUNK}  # type: ignore[arg-type]
+
+
+def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be_verified(rig: Rig) -> None:
+    request = rig.request(4 * CHUNK + 5)
+    rig.hold(request.keys(0, 2), RAM)
+    rig.hold(request.keys(2, 1), KEPT_BIT)
+    rig.hold(request.keys(3, 1), KEPT_BIT | DISK)
+    assert rig.ask(request) is None
+    (promote,) = rig.client.take(Promote)
+    assert len(promote.keys) == 4
+    assert promote.budget_seconds == VERIFY_SECONDS
+    rig.client.promoted(promote.promotion, 4, tiers=(0, 0, 0, 0))
+    assert rig.ask(request) == 4 * CHUNK
+
+
+def test_what_has_to_be_verified_does_not_count_as_ram_where_it_cannot_be_waited_for(rig: Rig) -> None:
+    request = rig.request(4 * CHUNK + 5)
+    rig.hold(request.keys(0, 2), RAM)
+    rig.hold(request.keys(2, 2), KEPT_BIT)
+    assert rig.ask(request) is None
+    (promote,) = rig.client.take(Promote)
+    rig.client.promoted(promote.promotion, 0, "failed")
+    assert rig.ask(request) == 2 * CHUNK

@@ -27,7 +27,7 @@ from kvtier.engines.vllm.scheduler_speed import CopySpeed
 from kvtier.store.clock import LOSS_SHARE
 from kvtier.store.estimates import Prefill
 from kvtier.store.selection import choose
-from kvtier.tierd.wire import MEMORY_BIT, Cancel, Load, Promote, Promoted
+from kvtier.tierd.wire import MEMORY_BIT, RAM_BITS, Cancel, Load, Promote, Promoted
 from kvtier.topology.models import Selection
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ LEAST_BYTES_PER_SECOND = 2 << 30
 REFRESH_SECONDS = 0.05
 """How long an answer is given again although keys were added since."""
 STORE_WAIT_SECONDS = 1.0
+VERIFY_SECONDS = 5
+"""The longest wait for what has to be verified in RAM alone; a gigabyte takes a tenth of a second."""
 PINNED_SECONDS = 30.0
 """A request that is not admitted gives its pinned slots back after this long; tierd itself takes them after 60 s."""
 
@@ -192,7 +194,7 @@ class Loads:
         return tokens
 
     def _promote(self, state: RequestState, computed: int, first: int, bits: Sequence[int], now: float) -> bool:
-        """Chooses a prefix; True if it needs a lower tier and tierd was asked to bring it into RAM."""
+        """Chooses a prefix; True if tierd was asked to bring it into RAM, or to verify what is there."""
         planner, link = self._planner, self._link
         asked_at = state.asked_at if state.asked_at is not None else now
         if state.promoted:
@@ -200,14 +202,16 @@ class Loads:
         if len(self._waiting) >= MAX_WAITING:
             self.counts.promotions["too_many_waiting"] += 1
             return False
-        sources = [0 if b & MEMORY_BIT else (b & -b).bit_length() - 1 for b in bits]
+        sources = [0 if b & RAM_BITS else (b & -b).bit_length() - 1 for b in bits]
         weights = [link.tier(index).load_weight for index in range(max(sources) + 1)]
         tokens = [planner.chunk_tokens] * len(bits)
         tokens[0] -= computed - planner.tokens(first)
         chosen = choose(link.live.selection, sources, weights, tokens).chosen
-        if chosen is None or chosen.tiers == (0,) or chosen.tokens < max(1, link.live.min_load_tokens):
+        if chosen is None or chosen.tokens < max(1, link.live.min_load_tokens):
             return False
-        limit = max(link.tier(index).load_timeout_seconds for index in chosen.tiers if index)
+        if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
+            return False
+        limit = max((link.tier(t).load_timeout_seconds for t in chosen.tiers if t), default=VERIFY_SECONDS)
         budget = limit - (now - asked_at)
         prefill = self._prefill() if link.live.selection is Selection.COST else None
         if prefill is not None:

@@ -1,0 +1,178 @@
+"""RAM that outlives tierd and engines inside a pod. Every byte that comes back is checked by the fake engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.store.presence import KEPT_BIT, MEMORY_BIT
+from kvtier.testing import left_pool
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.tierd_case import TierdCase, wait_for
+
+OBJECT_BYTES = 64 << 10
+WAIT_SECONDS = 60.0
+KEYS = list(range(8))
+
+MakeCase = Callable[..., TierdCase]
+
+
+@pytest.fixture
+def make_case(tmp_path: Path) -> Iterator[MakeCase]:
+    """A case in RAM alone, closed at the end."""
+    cases: list[TierdCase] = []
+
+    def make(**options: Any) -> TierdCase:
+        cases.append(TierdCase(tmp_path, **options))
+        return cases[-1]
+
+    yield make
+    for case in cases:
+        case.close()
+
+
+def filled(case: TierdCase, engine: FakeEngine | None = None) -> FakeEngine:
+    """An engine that has stored ``KEYS``, all of them sealed."""
+    case.start_tierd()
+    engine = engine or case.engine()
+    for number in KEYS:
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.store(number)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+    wait_for(lambda: case.counter("seals") >= len(KEYS), "everything is sealed")
+    return engine
+
+
+def attached_again(engine: FakeEngine) -> None:
+    """Credits come after the fence has opened, hence after the worker has drained."""
+    assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
+    assert engine.wait("usable", WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(make_case: MakeCase, number: int) -> None:
+    case = make_case()
+    engine = filled(case)
+    pool = os.stat(case.run_directory / "pool")
+    case.kill_tierd(number)
+    case.start_tierd()
+    attached_again(engine)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+    assert engine.holds(0) == KEPT_BIT
+    assert engine.load(KEYS) == len(KEYS)
+    assert (engine.seen.wrong, engine.seen.misses, engine.seen.promoted) == (0, 0, len(KEYS))
+    wait_for(lambda: case.counter("kept_verified") == len(KEYS), "each is verified once")
+    assert engine.wait_for(lambda: engine.holds(0) == MEMORY_BIT, WAIT_SECONDS)
+    assert engine.load(KEYS) == len(KEYS)
+    assert case.counter("kept_verified") == len(KEYS)
+    # The pool is one file for as long as the pod lives.
+    again = os.stat(case.run_directory / "pool")
+    assert (again.st_ino, again.st_size) == (pool.st_ino, pool.st_size)
+
+
+def test_a_byte_that_flipped_between_two_lives_is_a_miss(make_case: MakeCase) -> None:
+    case = make_case()
+    engine = filled(case)
+    case.kill_tierd()
+    flipped = left_pool.records(case.run_directory)[5]
+    left_pool.flip(case.run_directory, flipped, OBJECT_BYTES - 1)
+    case.start_tierd()
+    attached_again(engine)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+    found = [engine.load([number]) for number in KEYS]
+    assert (sum(found), engine.seen.wrong) == (len(KEYS) - 1, 0)
+    wait_for(lambda: case.counter("kept_dropped", "corrupt") == 1, "it is counted")
+    assert engine.wait_for(lambda: not engine.holds(found.index(0)), WAIT_SECONDS)
+    # And the key can be stored anew.
+    assert engine.store(found.index(0))
+    assert engine.wait_for(lambda: engine.holds(found.index(0)) == MEMORY_BIT, WAIT_SECONDS)
+
+
+def test_with_persistence_process_nothing_is_taken_over(make_case: MakeCase) -> None:
+    case = make_case(persistence="Process")
+    engine = filled(case)
+    assert not (case.run_directory / "slots").exists()
+    case.kill_tierd()
+    case.start_tierd()
+    attached_again(engine)
+    assert not any(engine.holds(number) for number in KEYS)
+    assert case.counter("kept") == 0
+
+
+def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: MakeCase) -> None:
+    case = make_case()
+    engine = filled(case)
+    case.kill_tierd()
+    case.change(content_hash="another")
+    case.start_tierd()
+    attached_again(engine)
+    assert not any(engine.holds(number) for number in KEYS)
+    wait_for(lambda: case.counter("kept_refused", "topology") == len(KEYS), "it is counted")
+
+
+def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not_persist(make_case: MakeCase) -> None:
+    case = make_case()
+    engine = filled(case)
+    memory = case.topology.structural.tiers[0]
+    for number, persistence in ((2, "Process"), (3, "Pod")):
+        case.kill_tierd()
+        case.change(tiers=[memory.model_copy(update={"persistence": persistence})])
+        case.start_tierd()
+        assert engine.wait_for(lambda n=number: engine.seen.attached == n, WAIT_SECONDS)  # type: ignore[misc]
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert not any(engine.holds(number) for number in KEYS)
+
+
+def test_an_engine_of_another_layout_loads_nothing_of_it(make_case: MakeCase) -> None:
+    case = make_case()
+    filled(case).close()
+    case.kill_tierd()
+    case.start_tierd()
+    other = case.engine(object_bytes=2 * OBJECT_BYTES)
+    assert other.wait("can_store", WAIT_SECONDS)
+    assert other.load(KEYS) == 0
+    assert other.seen.wrong == 0
+
+
+def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_killed(make_case: MakeCase) -> None:
+    case = make_case()
+    case.start_tierd()
+    first = case.engine_process("--keys", "6")
+    wait_for(lambda: first.number("loaded") >= 20, "everything is stored and loaded")
+    wait_for(lambda: case.counter("seals") >= 6, "everything is sealed")
+    first.kill()
+    second = case.engine_process("--keys", "6", "--seed", "1")
+    wait_for(lambda: second.number("loaded") >= 20, "the next engine loads")
+    assert second.number("stored") <= 1  # a chunk that was not delivered when the first one died
+    second.kill()
+    case.kill_tierd()
+    case.start_tierd()
+    third = case.engine_process("--keys", "6", "--seed", "2")
+    wait_for(lambda: third.number("loaded") >= 20, "the engine after that loads")
+    wait_for(lambda: case.counter("kept_verified") == 6, "each was verified")
+    seen = third.stop()
+    assert (seen["stored"], seen["wrong"]) == (0, 0)
+
+
+def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byte(make_case: MakeCase) -> None:
+    case = make_case(memory_bytes=40 * OBJECT_BYTES)
+    case.start_tierd()
+    engine = case.engine_process("--keys", "80", "--copy-seconds", "0.002")
+    kept = 0
+    for number in range(1, 4):
+        wait_for(lambda n=number: engine.number("attached") >= n and engine.seen()["usable"], "it is attached")  # type: ignore[misc]
+        engine.wait_more("loaded", 40)
+        kept += case.counter("kept_verified")
+        case.kill_tierd()
+        case.start_tierd()
+    wait_for(lambda: engine.number("attached") >= 4 and engine.seen()["usable"], "it is attached")
+    engine.wait_more("loaded", 20)
+    assert kept > 0
+    assert case.counter("kept_dropped", "corrupt") == 0
+    assert engine.stop()["wrong"] == 0
