@@ -175,37 +175,17 @@ class Completion:
     cached_tokens: int = -1
 
 
-class EngineServer(ManagedProcess):
-    """vLLM's API server on a loopback port.
+class EngineClient:
+    """Asks an OpenAI-compatible vLLM server, wherever it runs. ``model``: as the server names it."""
 
-    ``arguments`` are vLLM's own flags; host and port are added. The constructor returns at once; ``wait_ready`` waits.
-    """
-
-    def __init__(
-        self, python: str, model: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> None:
-        self.port = free_port()
-        self.model = str(model)
-        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
-        argv += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
-        super().__init__(argv, environment, log)
-
-    def wait_ready(self, timeout_seconds: float = START_SECONDS) -> None:
-        """Waits until the server answers. Raises ``EngineProcessError`` with the end of its log otherwise."""
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            if not self.alive():
-                raise EngineProcessError(f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}")
-            try:
-                if self.request("GET", "/health", timeout_seconds=5)[0] == 200:
-                    return
-            except OSError:
-                time.sleep(0.1)
-        raise EngineProcessError(f"the engine was not ready after {timeout_seconds:.0f} s:\n{self.log_tail()}")
+    def __init__(self, host: str, port: int, model: str) -> None:
+        self.host = host
+        self.port = port
+        self.model = model
 
     def request(self, method: str, path: str, body: object = None, timeout_seconds: float = 60) -> tuple[int, str]:
         """One HTTP request; returns status and body."""
-        return http_request(self.port, method, path, body, timeout_seconds)
+        return http_request(self.port, method, path, body, timeout_seconds, self.host)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of ``/metrics``: sums over labels by bare name, and each sample by name and labels."""
@@ -244,7 +224,7 @@ class EngineServer(ManagedProcess):
             "return_token_ids": True,
             **extra,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_seconds)
         tokens: list[int] = []
         first: float | None = None
         cached = -1
@@ -274,6 +254,34 @@ class EngineServer(ManagedProcess):
         if first is None:
             raise EngineProcessError("the engine sent no token")
         return Completion(tuple(tokens), first, time.monotonic() - begun, cached)
+
+
+class EngineServer(ManagedProcess, EngineClient):
+    """vLLM's API server on a loopback port.
+
+    ``arguments`` are vLLM's own flags; host and port are added. The constructor returns at once; ``wait_ready`` waits.
+    """
+
+    def __init__(
+        self, python: str, model: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> None:
+        EngineClient.__init__(self, "127.0.0.1", free_port(), str(model))
+        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        argv += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        ManagedProcess.__init__(self, argv, environment, log)
+
+    def wait_ready(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Waits until the server answers. Raises ``EngineProcessError`` with the end of its log otherwise."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise EngineProcessError(f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}")
+            try:
+                if self.request("GET", "/health", timeout_seconds=5)[0] == 200:
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise EngineProcessError(f"the engine was not ready after {timeout_seconds:.0f} s:\n{self.log_tail()}")
 
 
 def http_request(
