@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import secrets
 import sys
 from collections.abc import Iterator
@@ -16,17 +16,13 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
+sys.path.append(str(HERE))
+# Modules of this directory import one another by their bare names, as they do when `make demo-cluster` runs one of them.
+
+
 def _beside(name: str) -> ModuleType:
-    """A module of this directory, found by its path however pytest was told to import tests."""
-    full_name = f"kvtier_test_cluster_{name}"
-    if full_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full_name, HERE / f"{name}.py")
-        if spec is None or spec.loader is None:
-            raise ImportError(name)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full_name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full_name]
+    """A module of this directory."""
+    return importlib.import_module(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
