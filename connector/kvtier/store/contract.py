@@ -93,6 +93,13 @@ class KeysLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class TiersUsable:
+    """``bits``: presence in these tiers counts; in the others it counts as absence, until this changes."""
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromotionEnded:
     engine: str
     promotion: int
@@ -112,7 +119,7 @@ class LoadReady:
     tiers: tuple[int, ...]
 
 
-StoreEvent = CreditsGranted | PresenceChanged | KeysLeaving | PromotionEnded | LoadReady
+StoreEvent = CreditsGranted | PresenceChanged | KeysLeaving | TiersUsable | PromotionEnded | LoadReady
 
 
 @dataclass(slots=True)

@@ -305,6 +305,11 @@ class TierStore:
         held = self._index.snapshot(namespace)
         return [(key, bits & ~RAM_BITS if key in leaving else bits) for key, bits in held] if leaving else held
 
+    @property
+    def usable_bits(self) -> int:
+        """Of RAM and the tiers that may be used at this moment; later changes are ``TiersUsable``."""
+        return self._lowers.usable_bits
+
     def bits(self, namespace: str, key: bytes) -> int:
         """Which tiers hold the key."""
         return self._index.bits(namespace, key)

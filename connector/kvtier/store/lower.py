@@ -12,9 +12,10 @@ from functools import partial
 
 from kvtier.errors import TierError, TierMissError, TierNoSpaceError
 from kvtier.store.breaker import NegativeCache, TierBreaker
+from kvtier.store.contract import TiersUsable
 from kvtier.store.estimates import TierModel
 from kvtier.store.jobs import Job
-from kvtier.store.presence import MEMORY_BIT, PresenceIndex
+from kvtier.store.presence import MEMORY_BIT, RAM_BITS, PresenceIndex
 from kvtier.store.shared import Shared
 from kvtier.tiers.base import Tier, TierLimits
 from kvtier.topology.models import Live, LiveTier
@@ -91,6 +92,8 @@ class LowerTiers:
 
     ``on_open`` is called when a breaker opens: nothing that has not begun may begin at that tier. ``on_usable`` is called
     when a tier can be used, for the first time or again.
+    ``usable_bits``: of RAM and the tiers that may be used. Schedulers are told when they change, so that nobody waits a step for
+    what lies only in a tier that is given up; the tier's keys stay in the index, and announcing that costs nothing however many they are.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class LowerTiers:
             )
             for i, tier in enumerate(tiers)
         ]
+        self.usable_bits = RAM_BITS
         self.configure(live)
         for lower in self.all:
             self._submit_open(lower)
@@ -180,6 +184,7 @@ class LowerTiers:
         shared = self._shared
         shared.count("breaker_opened", lower.name, lower.breaker.cause)
         shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
+        self._announce_usable()
         if self.on_open is not None:
             self.on_open(lower)
 
@@ -228,8 +233,17 @@ class LowerTiers:
         shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
 
     def _usable_now(self) -> None:
+        self._announce_usable()
         if self.on_usable is not None:
             self.on_usable()
+
+    def _announce_usable(self) -> None:
+        bits = RAM_BITS
+        for lower in self.all:
+            bits |= lower.bit if lower.usable else 0
+        if bits != self.usable_bits:
+            self.usable_bits = bits
+            self._shared.emit(TiersUsable(bits))
 
     def _maintain(self, lower: LowerTier) -> None:
         shared = self._shared

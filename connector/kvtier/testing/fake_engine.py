@@ -51,6 +51,7 @@ from kvtier.tierd.wire import (
     Reserve,
     Resync,
     Slots,
+    Usable,
     Welcome,
 )
 from kvtier.topology.loading import load as load_topology
@@ -333,7 +334,7 @@ class FakeEngine:
             self.ready = item
         elif isinstance(item, Credits):
             self._credits.extend(item.slots)
-        elif isinstance(item, Delta | Leaving):
+        elif isinstance(item, Delta | Leaving | Usable):
             answer = self.replica.apply(item)
             if answer is not None:
                 self.client.send(answer)

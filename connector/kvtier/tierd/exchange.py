@@ -18,6 +18,7 @@ from kvtier.store.contract import (
     PromotionEnded,
     StoreCounters,
     StoreEvent,
+    TiersUsable,
 )
 from kvtier.store.core import TierStore
 from kvtier.store.estimates import Prefill, PromptShape
@@ -70,7 +71,7 @@ class Exchange:
         self._send = send
         self._counters = counters
         self._describe = describe
-        self._feeds = Feeds(send, store.presence, store.left)
+        self._feeds = Feeds(send, store.presence, store.left, lambda: store.usable_bits)
         self._engines: dict[str, Engine] = {}
 
     # Engines.
@@ -194,6 +195,8 @@ class Exchange:
                 self._feeds.changed(event.namespace, event.key, event.bits, event.present)
             elif isinstance(event, KeysLeaving):
                 self._feeds.leaving(event.namespace, event.token, event.keys, now)
+            elif isinstance(event, TiersUsable):
+                self._feeds.usable()
             elif isinstance(event, LoadReady):
                 self._slots(event)
             else:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.tierd.wire import Delta, Leaving, Message
+from kvtier.tierd.wire import Delta, Leaving, Message, Usable
 
 SNAPSHOT_KEYS = 4096
 """Keys in one message: about 170 KB, a few milliseconds to encode."""
@@ -39,7 +39,8 @@ class _Feed:
 class Feeds:
     """All feeds, by the route of the scheduler's session. Owner's thread only.
 
-    ``presence(namespace)`` is a snapshot of the store; ``left(token)`` tells the store that every scheduler knows.
+    ``presence(namespace)`` is a snapshot of the store; ``left(token)`` tells the store that every scheduler knows;
+    ``usable()`` are the bits that count.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Feeds:
         send: Callable[[bytes, Message], None],
         presence: Callable[[str], Iterable[Change]],
         left: Callable[[int], None],
+        usable: Callable[[], int],
     ) -> None:
         self._send = send
         self._presence = presence
         self._left = left
+        self._usable = usable
         self._feeds: dict[bytes, _Feed] = {}
         self._joined: dict[str, dict[bytes, tuple[int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
@@ -62,6 +65,7 @@ class Feeds:
         if feed is None:
             feed = self._feeds[route] = _Feed(namespace)
         feed.namespace = namespace
+        self._send(route, Usable(bits=self._usable()))
         self._begin_snapshot(feed)
 
     def stop(self, route: bytes) -> None:
@@ -75,6 +79,11 @@ class Feeds:
         joined = self._joined.setdefault(namespace, {})
         added, removed = joined.get(key, (0, 0))
         joined[key] = (added | bits, removed & ~bits) if present else (added & ~bits, removed | bits)
+
+    def usable(self) -> None:
+        """The bits that count have changed."""
+        for route in self._feeds:
+            self._send(route, Usable(bits=self._usable()))
 
     def leaving(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
         """Keys are about to leave RAM."""

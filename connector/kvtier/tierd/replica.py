@@ -6,17 +6,19 @@ dictionary lookup, because it is called for every chunk of every prompt.
 
 from __future__ import annotations
 
-from kvtier.tierd.wire import RAM_BITS, Delta, Leaving, LeftAck
+from kvtier.tierd.wire import RAM_BITS, Delta, Leaving, LeftAck, Usable
+
+ALL_BITS = -1
 
 
 class Replica:
     """Keys (group byte + block hash) and the bits of the tiers that hold them.
 
-    ``removals`` rises whenever a bit was cleared, so that an answer derived from the replica can be known to be outdated.
+    ``removals`` rises whenever a bit was cleared or stopped counting, so that an answer derived from the replica can be known to be outdated.
     ``stale``: a delta is missing; nothing is known until a snapshot has come.
     """
 
-    __slots__ = ("_asked", "_bits", "_next_sequence", "get_bits", "removals", "stale")
+    __slots__ = ("_asked", "_bits", "_next_sequence", "get_bits", "removals", "stale", "usable_bits")
 
     def __init__(self) -> None:
         self._bits: dict[bytes, int] = {}
@@ -24,15 +26,17 @@ class Replica:
         self._asked = False
         self.removals = 0
         self.stale = False
+        self.usable_bits = ALL_BITS
+        """Of tiers that may be used."""
         self.get_bits = self._bits.get
-        """``get_bits(key, 0)``: the dictionary's own method, for loops over hundreds of keys."""
+        """``get_bits(key, 0)``: the dictionary's own method, for loops over hundreds of keys. Only ``usable_bits`` of it count."""
 
     def __len__(self) -> int:
         return len(self._bits)
 
     def get(self, key: bytes) -> int:
-        """Bits of the tiers that hold ``key``; 0: none that is known."""
-        return self._bits.get(key, 0)
+        """Bits of the tiers that hold ``key`` and may be used; 0: none that is known."""
+        return self._bits.get(key, 0) & self.usable_bits
 
     def clear(self) -> None:
         """Forgets everything: tierd was lost. The next session counts from 1 again."""
@@ -42,12 +46,18 @@ class Replica:
         self._next_sequence = 1
         self._asked = False
         self.stale = False
+        self.usable_bits = ALL_BITS
 
-    def apply(self, message: Delta | Leaving) -> LeftAck | None:
+    def apply(self, message: Delta | Leaving | Usable) -> LeftAck | None:
         """Takes over one message of tierd. What it returns must be sent back.
 
         Keys that are leaving RAM lose its bits at once, before tierd gets the acknowledgement.
         """
+        if isinstance(message, Usable):
+            if self.usable_bits & ~message.bits:
+                self.removals += 1
+            self.usable_bits = message.bits
+            return None
         if isinstance(message, Leaving):
             for key in message.keys:
                 self._remove(key, RAM_BITS)

@@ -222,6 +222,13 @@ class Leaving(Message, frozen=True, kw_only=True):
     keys: tuple[bytes, ...]
 
 
+class Usable(Message, frozen=True, kw_only=True):
+    """To a scheduler: only what lies in tiers of these ``bits`` counts as there, until this is said anew. A tier whose breaker is open, or
+    that is not open yet, keeps its keys in the replica and is left out here. Before each snapshot, and when it changes."""
+
+    bits: int
+
+
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``: "whole", "partial",
     "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came from (0: was in RAM)."""
@@ -262,7 +269,9 @@ FromEngine = (
     | ResetCache
     | Resync
 )
-FromDaemon = Welcome | Refused | Ready | Settings | Credits | Delta | Leaving | Promoted | Slots | Drain | Beat | Bye
+FromDaemon = (
+    Welcome | Refused | Ready | Settings | Credits | Delta | Leaving | Usable | Promoted | Slots | Drain | Beat | Bye
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

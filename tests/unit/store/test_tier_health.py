@@ -6,7 +6,8 @@ import pytest
 from tests.unit.store.store_world import World, live
 
 from kvtier.errors import TierUnavailableError
-from kvtier.store.contract import Outcome
+from kvtier.store.contract import Outcome, PresenceChanged, TiersUsable
+from kvtier.store.presence import RAM_BITS
 from kvtier.topology.models import LiveTier
 
 
@@ -241,3 +242,40 @@ def test_a_promotion_whose_deadline_opens_the_breaker_ends_once() -> None:
     assert state(world) == "BreakerOpen"
     assert [end.outcome for end in world.ends(promotion)] == [Outcome.FAILED]
     assert world.store.pinned_bytes == 0
+
+
+def usable(world: World) -> list[int]:
+    return [event.bits for event in world.events if isinstance(event, TiersUsable)]
+
+
+def test_schedulers_are_told_in_one_word_when_a_tier_is_given_up_and_when_it_is_back() -> None:
+    world = broken()
+    assert usable(world) == [RAM_BITS | 2, RAM_BITS]
+    assert world.store.usable_bits == RAM_BITS
+    # The index keeps its keys: none of them is announced anew.
+    assert world.bits(9) == 2
+    before = len([e for e in world.events if isinstance(e, PresenceChanged)])
+    world.tier.fail = None
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert usable(world) == [RAM_BITS | 2, RAM_BITS, RAM_BITS | 2]
+    assert len([e for e in world.events if isinstance(e, PresenceChanged)]) == before
+
+
+def test_a_tier_counts_from_when_it_is_open() -> None:
+    world = World(opened=False)
+    world.engine()
+    assert (usable(world), world.store.usable_bits) == ([], RAM_BITS)
+    world.settle("maintain:")
+    assert usable(world) == [RAM_BITS | 2]
+
+
+def test_of_two_tiers_only_the_broken_one_is_withdrawn() -> None:
+    world = World(tiers=("disk", "nfs"), values=live(threshold=1, disk=LiveTier(), nfs=LiveTier()))
+    world.engine()
+    world.lower(0)
+    failing(world)
+    world.promote(0)
+    world.settle()
+    assert world.store.usable_bits == RAM_BITS | 4

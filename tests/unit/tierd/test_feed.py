@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtier.tierd.feed import MAX_WAITING, PIECES_PER_TURN, SNAPSHOT_KEYS, Feeds
 from kvtier.tierd.replica import Replica
-from kvtier.tierd.wire import Delta, Leaving, LeftAck, Message
+from kvtier.tierd.wire import Delta, Leaving, LeftAck, Message, Usable
 
 
 @dataclass
@@ -16,12 +16,14 @@ class World:
     present: dict[bytes, int] = field(default_factory=dict)
     sent: list[tuple[bytes, Message]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    usable: int = 3
 
     def __post_init__(self) -> None:
         self.feeds = Feeds(
             lambda route, message: self.sent.append((route, message)),
             lambda _: list(self.present.items()),
             self.left.append,
+            lambda: self.usable,
         )
 
     def set(self, key: bytes, bits: int) -> None:
@@ -35,7 +37,7 @@ class World:
     def replica(self, route: bytes = b"r") -> Replica:
         found = Replica()
         for to, message in self.sent:
-            if to == route and isinstance(message, Delta | Leaving):
+            if to == route and isinstance(message, Delta | Leaving | Usable):
                 found.apply(message)
         return found
 
@@ -44,7 +46,7 @@ def test_an_empty_store_still_gives_a_snapshot() -> None:
     world = World()
     world.feeds.start(b"r", "ns")
     world.feeds.turn(0.0)
-    assert world.sent == [(b"r", Delta(sequence=1, snapshot=True))]
+    assert world.sent == [(b"r", Usable(bits=3)), (b"r", Delta(sequence=1, snapshot=True))]
 
 
 def test_changes_of_one_turn_are_joined_per_key() -> None:
@@ -67,7 +69,7 @@ def test_a_change_before_an_announcement_is_sent_before_it() -> None:
     world.set(b"a", 1)
     world.feeds.leaving("ns", 5, (b"a",), 0.0)
     kinds = [type(message) for _, message in world.sent]
-    assert kinds == [Delta, Delta, Leaving]
+    assert kinds == [Usable, Delta, Delta, Leaving]
     assert world.replica().get(b"a") == 0
 
 
@@ -127,3 +129,16 @@ def test_too_many_changes_behind_a_snapshot_begin_another_one() -> None:
     assert not replica.stale
     assert len(replica) == count + MAX_WAITING + 1
     assert LeftAck(token=1) not in world.sent
+
+
+def test_a_tier_that_is_given_up_costs_one_message_however_many_keys_it_has() -> None:
+    world = World({number.to_bytes(4, "big"): 2 for number in range(10_000)})
+    for route in (b"r", b"s"):
+        world.feeds.start(route, "ns")
+    while world.feeds.turn(0.0):
+        pass
+    world.sent.clear()
+    world.usable = 1
+    world.feeds.usable()
+    world.feeds.turn(0.0)
+    assert world.sent == [(b"r", Usable(bits=1)), (b"s", Usable(bits=1))]

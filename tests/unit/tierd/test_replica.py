@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvtier.tierd.replica import Replica
-from kvtier.tierd.wire import Delta, Leaving, LeftAck
+from kvtier.tierd.wire import Delta, Leaving, LeftAck, Usable
 
 
 def keys(count: int) -> list[bytes]:
@@ -87,3 +87,35 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
         assert all(found)
     # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any more.
     assert best < 0.002
+
+
+def test_what_lies_only_in_tiers_that_may_not_be_used_is_not_there_until_they_may() -> None:
+    replica = Replica()
+    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2), (b"b", 3), (b"c", 4))))
+    removals = replica.removals
+    assert replica.apply(Usable(bits=5)) is None
+    assert [replica.get(key) for key in (b"a", b"b", b"c")] == [0, 1, 4]
+    # Answers that were given before do not hold any more.
+    assert replica.removals == removals + 1
+    replica.apply(Delta(sequence=2, added=((b"d", 2),)))
+    assert replica.get(b"d") == 0
+    replica.apply(Usable(bits=7))
+    assert [replica.get(key) for key in (b"a", b"d")] == [2, 2]
+    assert replica.removals == removals + 1
+
+
+def test_withdrawing_a_tier_does_not_look_at_its_keys() -> None:
+    replica = Replica()
+    keys = [number.to_bytes(4, "big") for number in range(1000)]
+    replica.apply(Delta(sequence=1, snapshot=True, added=tuple((key, 2) for key in keys)))
+    replica.apply(Usable(bits=1))
+    assert len(replica) == 1000
+    assert not any(replica.get(key) for key in keys)
+
+
+def test_the_next_tierd_says_anew_which_tiers_may_be_used() -> None:
+    replica = Replica()
+    replica.apply(Usable(bits=1))
+    replica.clear()
+    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2),)))
+    assert replica.get(b"a") == 2

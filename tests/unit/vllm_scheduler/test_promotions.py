@@ -6,7 +6,7 @@ import pytest
 from tests.unit.vllm_scheduler.rig import CHUNK, DISK, NFS, RAM, SLOT_BYTES, FakeRequest, Rig, topology
 
 from kvtier.engines.vllm.scheduler_loads import LEAST_BYTES_PER_SECOND, MAX_WAITING, PINNED_SECONDS, VERIFY_SECONDS
-from kvtier.tierd.wire import KEPT_BIT, Cancel, Load, Promote
+from kvtier.tierd.wire import KEPT_BIT, Cancel, Load, Promote, Usable
 
 
 def _waiting(rig: Rig, chunks: int = 4, bits: int = DISK) -> tuple[FakeRequest, Promote]:
@@ -203,3 +203,36 @@ def test_what_has_to_be_verified_does_not_count_as_ram_where_it_cannot_be_waited
     (promote,) = rig.client.take(Promote)
     rig.client.promoted(promote.promotion, 0, "failed")
     assert rig.ask(request) == 2 * CHUNK
+
+
+def test_a_request_whose_hits_lie_only_in_a_tier_that_is_given_up_is_answered_at_once(rig: Rig) -> None:
+    request = rig.request(4 * CHUNK + 5)
+    rig.hold(request.keys(0, 4), DISK)
+    rig.client.sink(Usable(bits=RAM | NFS))
+    assert rig.ask(request) == 0
+    assert rig.client.sent == []
+    # Also one that would have been asked for in the next step.
+    assert rig.ask(request) == 0
+    rig.client.sink(Usable(bits=RAM | DISK | NFS))
+    later = rig.request(4 * CHUNK + 5, "later")
+    assert rig.ask(later) is None
+
+
+def test_what_ram_and_other_tiers_have_is_offered_while_one_is_given_up(rig: Rig) -> None:
+    request = rig.request(4 * CHUNK + 5)
+    rig.hold(request.keys(0, 2), RAM | DISK)
+    rig.hold(request.keys(2, 2), DISK)
+    rig.client.sink(Usable(bits=RAM | NFS))
+    assert rig.ask(request) == 2 * CHUNK
+    other = rig.request(4 * CHUNK + 5, "other", seed=1)
+    rig.hold(other.keys(0, 4), DISK | NFS)
+    assert rig.ask(other) is None
+    assert rig.client.take(Promote)[0].budget_seconds == 9
+
+
+def test_an_answer_from_before_a_tier_was_given_up_does_not_hold(rig: Rig) -> None:
+    request = rig.request(4 * CHUNK + 5)
+    rig.hold(request.keys(0, 4), RAM)
+    assert rig.ask(request) == 4 * CHUNK
+    rig.client.sink(Usable(bits=0))
+    assert rig.ask(request) == 0

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.vllm_scheduler.rig import BLOCK, CHUNK, RAM, SLOT_BYTES, FakeRequest, Rig, chunks_of
 
 from kvtier.engines.vllm.scheduler_stores import PROGRESS_SECONDS, SETTLING_SECONDS
-from kvtier.tierd.wire import Reserve
+from kvtier.tierd.wire import Reserve, Usable
 
 
 @pytest.fixture(params=[True, False], ids=["tables offered", "tables followed"])
@@ -393,3 +393,11 @@ def test_a_null_block_is_not_stored(rig: Rig) -> None:
     rig.side._states["r"].blocks[2:3] = [0]
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 2, 3]
     assert rig.side.stores.dropped == {"blocks_gone": 1}
+
+
+def test_what_lies_only_in_a_tier_that_is_given_up_is_stored_in_ram(rig: Rig) -> None:
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4), 2)
+    rig.client.sink(Usable(bits=RAM))
+    _computed(rig)
+    assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 1, 2, 3]

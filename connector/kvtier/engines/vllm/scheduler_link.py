@@ -27,6 +27,7 @@ from kvtier.tierd.wire import (
     ResetCache,
     Resync,
     Settings,
+    Usable,
     Welcome,
 )
 from kvtier.topology.loading import merge_live
@@ -115,7 +116,7 @@ class Link:
     def received(self, message: Message) -> None:
         """The client's sink."""
         client = self.client
-        if isinstance(message, Delta | Leaving):
+        if isinstance(message, Delta | Leaving | Usable):
             answer = self.replica.apply(message)
             self.changes += 1
             if isinstance(message, Delta) and message.snapshot and client is not None:

@@ -165,10 +165,11 @@ class Loads:
         return self._answer(state, computed, in_ram, now, first, ram)
 
     def _present(self, state: RequestState, first: int, end: int) -> list[int]:
-        """Bits of the chunks from ``first`` on, up to the first that nobody has."""
-        get, found = self._link.replica.get_bits, []
+        """Bits of the chunks from ``first`` on, up to the first that nobody has who may be used."""
+        replica, found = self._link.replica, []
+        get, usable = replica.get_bits, replica.usable_bits
         for key in state.keys(self._planner)[first:end]:
-            chunk_bits = get(key, 0)
+            chunk_bits = get(key, 0) & usable
             if not chunk_bits:
                 break
             found.append(chunk_bits)

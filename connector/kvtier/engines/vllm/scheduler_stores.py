@@ -101,13 +101,13 @@ class Stores:
         if obstacle and not last:
             return
         keys = state.keys(self._planner)
-        get, open_keys = self._link.replica.get_bits, self._keys
+        get, usable, open_keys = self._link.replica.get_bits, self._link.replica.usable_bits, self._keys
         for chunk in range(frontier.next_chunk, min(storable_chunks, len(keys))):
             if not last and self._visited >= MAX_VISITED_PER_STEP:
                 return
             self._visited += 1
             key = keys[chunk]
-            if not get(key, 0) and key not in open_keys:
+            if not get(key, 0) & usable and key not in open_keys:
                 reason = obstacle or self._store(state, chunk, key, block_ids)
                 if reason and not last and reason != "blocks_gone":
                     return
