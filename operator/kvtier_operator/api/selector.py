@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -76,3 +76,20 @@ class LabelSelector(Model):
     match_expressions: Annotated[
         list[LabelRequirement] | None, STRUCTURAL, Field(max_length=64, description="Conditions on labels.")
     ] = None
+
+
+def matches(selector: LabelSelector, labels: Mapping[str, str]) -> bool:
+    """Whether the labels fulfil every condition, as Kubernetes reads them: a selector without any matches everything."""
+    for key, value in (selector.match_labels or {}).items():
+        if labels.get(key) != value:
+            return False
+    return all(_fulfilled(requirement, labels) for requirement in selector.match_expressions or ())
+
+
+def _fulfilled(requirement: LabelRequirement, labels: Mapping[str, str]) -> bool:
+    value = labels.get(requirement.key)
+    if requirement.operator is Operator.IN:
+        return value is not None and value in (requirement.values or ())
+    if requirement.operator is Operator.NOT_IN:
+        return value is None or value not in (requirement.values or ())
+    return (value is not None) == (requirement.operator is Operator.EXISTS)

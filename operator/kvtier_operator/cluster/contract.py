@@ -89,6 +89,13 @@ class Cache(Protocol):
         """Whether every watched kind has been listed once."""
 
 
+class NotingCache(Cache, Protocol):
+    """A cache that can be told what a call answered, so that the next look does not see the past."""
+
+    def note(self, kind: Kind, found: Object) -> None:
+        """Takes it over where it is newer than what is held."""
+
+
 class Client(Protocol):
     """Calls to the API server. Each raises ``ApiError``; none waits longer than its deadline."""
 

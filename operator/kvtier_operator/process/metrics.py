@@ -4,7 +4,15 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, GCCollector, Histogram, PlatformCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    disable_created_metrics,
+)
 from prometheus_client import ProcessCollector as Process
 
 from kvtier import __version__
@@ -15,6 +23,7 @@ CALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0)
 
 def new_registry() -> CollectorRegistry:
     """A registry with the process's memory, descriptors and CPU time in it."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     Process(registry=registry)
     PlatformCollector(registry=registry)

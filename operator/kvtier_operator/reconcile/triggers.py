@@ -1,0 +1,113 @@
+"""From a change of an object to the policies that should be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvtier_operator.api.settings import RolloutStrategy
+from kvtier_operator.cluster.cache import Change
+from kvtier_operator.cluster.contract import (
+    CLAIMS,
+    CONFIG_MAPS,
+    EVENTS,
+    PODS,
+    POLICIES,
+    VOLUMES,
+    Cache,
+    Kind,
+    NotingCache,
+    Object,
+)
+from kvtier_operator.reconcile.index import PolicyIndex
+from kvtier_operator.reconcile.observe import volume_owner
+from kvtier_operator.reconcile.queue import Key
+from kvtier_operator.render.volumes import POLICY_LABEL
+
+POD_SECONDS = 1.0
+"""A rollout changes many pods of a policy in a moment; one look serves them all."""
+
+
+class Triggers:
+    """Keeps the index up with the cache and adds to the queue. ``add``: key and seconds from now. ``gone``: called with
+    key and uid when a policy is no more.
+    """
+
+    def __init__(self, add: Callable[[Key, float], None], gone: Callable[[Key, str], None]) -> None:
+        self.index = PolicyIndex()
+        self._add = add
+        self._gone = gone
+
+    def lives(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether a policy of that uid is known."""
+        known = self.index.known((namespace, name))
+        return known is not None and known.uid == uid
+
+    def changed(self, kind: Kind, found: Object, change: Change, cache: Cache) -> None:
+        """A change, as the cache has it already."""
+        metadata = found["metadata"]
+        namespace, name = metadata.get("namespace") or "", metadata["name"]
+        gone = change is Change.DELETED
+        if kind is POLICIES:
+            self._policy(found, gone, cache)
+        elif kind is PODS:
+            affected = self.index.drop_pod(namespace, name) if gone else self.index.put_pod(found)
+            self._all(affected, POD_SECONDS)
+        elif kind is VOLUMES:
+            self._if_known(volume_owner(found))
+        elif kind in (CONFIG_MAPS, CLAIMS):
+            owner = (metadata.get("labels") or {}).get(POLICY_LABEL)
+            if owner:
+                self._if_known((namespace, owner))
+            if kind is CLAIMS:
+                self._all(self.index.naming_claim(namespace, name))
+        elif kind is EVENTS:
+            if not gone:
+                self._all(self.index.in_namespace(namespace), POD_SECONDS)
+        else:
+            self._all((key for key in self.index.in_namespace(namespace) if self._restarts(key)), POD_SECONDS)
+
+    def learn(self, answer: Object, cache: NotingCache) -> None:
+        """Takes over a policy that a call answered."""
+        cache.note(POLICIES, answer)
+        found = cache.get(POLICIES, answer["metadata"]["namespace"], answer["metadata"]["name"])
+        if found is not None:
+            self.index.put_policy(found, cache)
+
+    def _policy(self, found: Object, gone: bool, cache: Cache) -> None:
+        metadata = found["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        before = self.index.known(key)
+        if gone:
+            self._all(self.index.drop_policy(*key))
+            if before is not None:
+                self._gone(key, before.uid)
+            return
+        affected = self.index.put_policy(found, cache)
+        self._all(affected - {key})
+        # A status that was written is no reason to look again; it was written because somebody looked.
+        if before is None or _intent(before.raw) != _intent(found) or not found.get("status"):
+            self._add(key, 0.0)
+
+    def _restarts(self, key: Key) -> bool:
+        known = self.index.known(key)
+        policy = known.policy if known is not None else None
+        return policy is not None and policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
+
+    def _if_known(self, key: Key) -> None:
+        if self.index.known(key) is not None:
+            self._add(key, 0.0)
+
+    def _all(self, keys: Iterable[Key], after_seconds: float = 0.0) -> None:
+        for key in keys:
+            self._add(key, after_seconds)
+
+
+def _intent(raw: Object) -> tuple[Any, ...]:
+    metadata = raw["metadata"]
+    return (
+        metadata.get("uid"),
+        metadata.get("generation"),
+        metadata.get("deletionTimestamp"),
+        metadata.get("annotations"),
+    )
