@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo test test-unit test-engine test-cluster lint format generate bench constraints clean
+.PHONY: help install demo demo-cluster test test-unit test-engine test-cluster lint format generate bench constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,6 +18,10 @@ else
 demo: install ## the main job: a real vLLM reloads what it already computed (KVTIER_VLLM=python: with an installed vLLM)
 	@$(PYTHON) -m kvtier.cli.demo
 endif
+
+demo-cluster: install ## the whole loop on a real Kubernetes: chart, operator, vLLM in pods (root; about 5 minutes)
+	@tools/debian-packages
+	@$(PYTHON) tests/cluster/demo_cluster.py
 
 test: install ## lint, then every test, the real engine and the real API server included
 	@tools/debian-packages

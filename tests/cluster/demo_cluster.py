@@ -1,0 +1,107 @@
+"""`make demo-cluster`: the whole loop on a cluster that comes up for it on this machine, with a table and a result at the end.
+
+    python tests/cluster/demo_cluster.py [--json]
+
+With `--json` only the result is printed. KVTIER_DEMO_DIR names a directory to keep (default: one that goes). Needs root and what
+tools/debian-packages installs; says what is missing otherwise. The last line is `RESULT {json}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import clusters
+from serving import EngineProcessError
+from whole_loop import FILE, NEW_TOKENS, RAM, WholeLoop
+
+from kvtier.cli.demo_display import Display
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: everything was as it should be. 1: it was not. 2: there is no cluster to be had here."""
+    parser = argparse.ArgumentParser(description="The whole loop on a real Kubernetes with a real vLLM.")
+    parser.add_argument("--json", action="store_true", help="print the result only")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
+    display = Display(quiet, fancy=False) if options.json else Display()
+    with _workplace() as home:
+        try:
+            with _node(home / "cluster", display) as cluster:
+                loop = WholeLoop(cluster, home, display)
+                result = loop.run()
+        except clusters.NoClusterError as error:
+            print(f"demo-cluster: {error}", file=sys.stderr)
+            return 2
+        except (AssertionError, EngineProcessError, clusters.ClusterBrokenError) as error:
+            print(f"demo-cluster: {error}", file=sys.stderr)
+            return 1
+    if not options.json:
+        _show(loop, display)
+    print(json.dumps(result) if options.json else f"RESULT {json.dumps(result)}")
+    return 0 if result["identical_tokens"] else 1
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    kept = os.environ.get("KVTIER_DEMO_DIR")
+    if kept:
+        home = Path(kept).resolve()
+        home.mkdir(parents=True, exist_ok=True)
+        if any(home.iterdir()):
+            raise SystemExit(f"demo-cluster: KVTIER_DEMO_DIR={home} is not empty")
+        yield home
+        return
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-", ignore_cleanup_errors=True) as made:
+        # Pods look into it as users of their own.
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@contextmanager
+def _node(home: Path, display: Display) -> Iterator[clusters.Cluster]:
+    holder = clusters.cluster(home, clusters.Parts.NODE)
+    with display.step("A Kubernetes comes up: etcd, API server, controllers, scheduler, and a node that runs pods"):
+        found = holder.__enter__()
+    try:
+        yield found
+    finally:
+        with display.step("The cluster goes"):
+            holder.__exit__(None, None, None)
+
+
+def _show(loop: WholeLoop, display: Display) -> None:
+    headings = ("after", "prompt", f"from {RAM}", f"from {FILE}", "first token", "tokens")
+    rows = [
+        (
+            row.stage,
+            row.prompt,
+            str(row.ram),
+            str(row.file),
+            f"{row.first_token_seconds * 1e3:.0f} ms",
+            "equal" if row.equal else "DIFFERENT",
+        )
+        for row in loop.rows
+    ]
+    display.table(
+        f"Where prompts came from ({NEW_TOKENS} tokens each, compared with an engine without KVTier)", headings, rows
+    )
+    print(loop.told.get)
+    print(loop.told.describe)
+
+
+def _stop(_: int, __: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
