@@ -1,6 +1,6 @@
 """Write-through: sealed objects on their way to lower tiers.
 
-Writes have queues and threads of their own and never delay a read. What does not fit into a tier's bound is dropped,
+Writes have queues and threads of their own and never delay a read. What does not fit into a tier's bounds is dropped,
 and counted; it is considered again when the object is wanted again.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvtier.store.budget import WriteBudget
 from kvtier.store.jobs import Job
 from kvtier.store.lower import LowerTier, LowerTiers, reason_of
 from kvtier.store.memory import Entry, MemoryTable
@@ -25,6 +26,7 @@ class WriteThrough:
         self._lowers = lowers
         self._max_pinned_bytes = max_pinned_bytes
         self._writes: dict[tuple[int, Entry], Job] = {}
+        self._budgets = {lower.index: WriteBudget(shared.clock) for lower in lowers.all}
 
     def __len__(self) -> int:
         """Writes that wait or run."""
@@ -55,6 +57,9 @@ class WriteThrough:
         bound = min(lower.settings.max_pending_store_bytes, self._max_pinned_bytes)
         if lower.pending_store_bytes + size > bound:
             shared.count("tier_writes_dropped", lower.name, "too_many_pending")
+            return
+        if not self._budgets[lower.index].take(size, lower.settings.max_write_bytes_per_second):
+            shared.count("tier_writes_dropped", lower.name, "write_budget")
             return
         lower.pending_store_bytes += size
         entry.busy |= lower.bit
@@ -87,4 +92,5 @@ class WriteThrough:
         for (index, entry), job in list(self._writes.items()):
             if index == lower.index and entry.meta is not None and job.revoke():
                 self._shared.count("tier_writes_dropped", lower.name, "breaker")
+                self._budgets[index].give_back(entry.meta.payload_bytes)
                 self._release(lower, entry, entry.meta.payload_bytes)

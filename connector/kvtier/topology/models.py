@@ -53,6 +53,8 @@ class LiveTier(Document):
     load_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 5
     store_policy: StorePolicy = StorePolicy.ALL
     max_pending_store_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    max_write_bytes_per_second: Annotated[int, Field(gt=0)] | None = None
+    """None: as fast as it goes."""
     capacity_bytes: Annotated[int, Field(gt=0)] | None = None
     high_watermark_percent: Annotated[int, Field(ge=2, le=100)] = 90
     low_watermark_percent: Annotated[int, Field(ge=1, le=99)] = 75

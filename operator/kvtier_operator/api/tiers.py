@@ -307,6 +307,14 @@ class Tier(Model):
         LIVE,
         Field(description="Bytes that may wait to be stored here; what comes on top is dropped and counted."),
     ] = Quantity.parse("1Gi")
+    max_write_bytes_per_second: Annotated[
+        PositiveQuantity | None,
+        LIVE,
+        Field(
+            description="Bytes that are stored here each second at most, on average, to spare flash or a network; what comes on "
+            "top is dropped and counted. Absent: no limit. No effect on memory."
+        ),
+    ] = None
     memory: Annotated[MemoryTier | None, STRUCTURAL, Field(description="Host memory; the first tier, and only it.")] = (
         None
     )

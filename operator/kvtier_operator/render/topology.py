@@ -180,6 +180,8 @@ def _live_tier(tier: Tier) -> LiveTier:
         "store_policy": tier.store_policy,
         "max_pending_store_bytes": tier.max_pending_store_bytes.size_bytes,
     }
+    if tier.max_write_bytes_per_second is not None:
+        common["max_write_bytes_per_second"] = tier.max_write_bytes_per_second.size_bytes
     if tier.file_system is not None:
         files = tier.file_system
         common |= {

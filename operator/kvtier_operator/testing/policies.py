@@ -70,6 +70,7 @@ _COMPLETE: dict[str, Any] = {
                 "loadTimeoutSeconds": 5,
                 "storePolicy": "Reused",
                 "maxPendingStoreBytes": "4Gi",
+                "maxWriteBytesPerSecond": "200M",
                 "fileSystem": {
                     "capacity": "500Gi",
                     "highWatermarkPercent": 90,

@@ -372,6 +372,12 @@ REFUSED: tuple[RefusedCase, ...] = (
         "-1 is not accepted; accepted is a quantity of zero or more",
     ),
     _case(
+        "a write budget of nothing",
+        {"spec.tiers.1.maxWriteBytesPerSecond": 0},
+        ("spec.tiers[1].maxWriteBytesPerSecond", "0", "a quantity above zero"),
+        "0 is not accepted; accepted is a quantity above zero",
+    ),
+    _case(
         "a mount option with a comma",
         {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["soft,exec"]},
         ("spec.tiers[2].fileSystem.volume.nfs.mountOptions[0]", "soft,exec", "text of at least 1"),

@@ -100,6 +100,7 @@ def test_every_field_of_the_spec_is_described_and_marked_live_or_structural() ->
         ("spec", "tiers", 0, "loadTimeoutSeconds"),
         ("spec", "tiers", 0, "storePolicy"),
         ("spec", "tiers", 0, "maxPendingStoreBytes"),
+        ("spec", "tiers", 0, "maxWriteBytesPerSecond"),
         ("spec", "tiers", 0, "fileSystem", "capacity"),
         ("spec", "tiers", 0, "fileSystem", "highWatermarkPercent"),
         ("spec", "tiers", 0, "fileSystem", "lowWatermarkPercent"),
@@ -127,4 +128,4 @@ def test_the_number_of_live_values_is_known() -> None:
         for path, document in all_fields(PolicySpec)
         if document.change is Change.LIVE and document.shape.kind != "object"
     ]
-    assert len(live) == 19
+    assert len(live) == 20

@@ -39,6 +39,8 @@ class TestContentHash:
             {"spec.tiers.1.loadTimeoutSeconds": 7},
             {"spec.tiers.1.storePolicy": "None"},
             {"spec.tiers.1.maxPendingStoreBytes": "7Gi"},
+            {"spec.tiers.1.maxWriteBytesPerSecond": "7M"},
+            {"spec.tiers.1.maxWriteBytesPerSecond": REMOVED},
             {"spec.tiers.1.fileSystem.capacity": "7Gi"},
             {"spec.tiers.1.fileSystem.highWatermarkPercent": 99},
             {"spec.tiers.1.fileSystem.lowWatermarkPercent": 7},
@@ -138,7 +140,10 @@ class TestTopology:
         assert (document.storage_gid, document.local_ranks, document.http.host) == (3000, 8, "0.0.0.0")
         assert document.live.generation == 4
         assert document.live.tiers["nvme"] == LiveTier(
-            store_policy="Reused", max_pending_store_bytes=4 << 30, capacity_bytes=500 << 30
+            store_policy="Reused",
+            max_pending_store_bytes=4 << 30,
+            max_write_bytes_per_second=200_000_000,
+            capacity_bytes=500 << 30,
         )
         assert document.live.tiers["remote"].capacity_bytes == 1 << 40
         assert document.live.tiers["ram"].capacity_bytes is None
