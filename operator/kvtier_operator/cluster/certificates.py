@@ -129,8 +129,10 @@ def step(
     renew_before_seconds: float,
     spread: bool,
 ) -> Step:
-    """The next step. ``spread``: every webhook configuration holds the bundle as it is in ``material``."""
-    settle = min(SPREAD_SECONDS, renew_before_seconds / 4)
+    """The next step. ``spread``: every webhook configuration has held the bundle, as it is in ``material``, for
+    ``settle_seconds``.
+    """
+    settle = settle_seconds(renew_before_seconds)
     if material is None:
         return _anew(None, names, now, lifetime_seconds, renew_before_seconds, "there was no certificate")
     bundle = _living(material.bundle, now)
@@ -144,10 +146,9 @@ def step(
     if wrong:
         return _anew(material, names, now, lifetime_seconds, renew_before_seconds, wrong)
     if waiting:
-        left = _created(material.next_certificate) + settle - now
-        if spread and left <= 0:
+        if spread:
             return Step(_promoted(material, bundle), "the renewed certificate serves", settle)
-        return Step(material, "", max(1.0, left))
+        return Step(material, "", settle)
     due = _ends(material.certificate) - renew_before_seconds
     if now >= due or waits:
         fresh = issue(names, now, lifetime_seconds)
@@ -158,6 +159,11 @@ def step(
     if bundle != material.bundle:
         return Step(replace(material, bundle=bundle), "an expired CA is no longer trusted", due - now)
     return Step(material, "", due - now)
+
+
+def settle_seconds(renew_before_seconds: float) -> float:
+    """How long a bundle is given to reach every API server: a part of the time that is left."""
+    return min(SPREAD_SECONDS, renew_before_seconds / 4)
 
 
 def problem(material: Material, names: Sequence[str], now: float) -> str:
@@ -269,10 +275,6 @@ def _issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 
 def _ends(certificate: bytes) -> float:
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
-
-
-def _created(certificate: bytes) -> float:
-    return x509.load_pem_x509_certificate(certificate).not_valid_before_utc.timestamp() + BACKDATED_SECONDS
 
 
 def _names(certificate: x509.Certificate) -> set[str]:
