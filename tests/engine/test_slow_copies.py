@@ -17,7 +17,8 @@ from kvtier.testing.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENC
 from kvtier.testing.tiny_model import prompt
 from kvtier.transfer.base import Direction
 
-CHUNKS = 10
+CHUNKS = 8
+"""A quarter of the cache below: no more is stored at a time."""
 STORE, LOAD = SECONDS[Direction.TO_HOST], SECONDS[Direction.TO_DEVICE]
 FOR_EVER = "3600"
 

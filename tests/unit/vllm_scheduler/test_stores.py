@@ -401,3 +401,14 @@ def test_what_lies_only_in_a_tier_that_is_given_up_is_stored_in_ram(rig: Rig) ->
     rig.client.sink(Usable(bits=RAM))
     _computed(rig)
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("blocks", "chunks"), [(16, 2), (31, 3), (12, 1)])
+def test_stores_in_flight_keep_at_most_a_quarter_of_the_cache_referenced(rig: Rig, blocks: int, chunks: int) -> None:
+    del rig.pool.blocks[blocks:]
+    _computed(rig)
+    stores = rig.build({"r": 1}).stores
+    assert chunks_of(rig, stores) == list(range(chunks))
+    assert len(rig.pool.referenced()) == chunks * CHUNK // BLOCK
+    rig.report(done={store.reservation: 1 for store in stores})
+    assert chunks_of(rig, rig.build({"r": 1}).stores) == list(range(chunks, min(2 * chunks, 4)))

@@ -23,6 +23,8 @@ from kvtier.tierd.wire import Reserve
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT_BYTES = 512 << 20
+CACHE_SHARE = 4
+"""Stores in flight keep at most a quarter of the engine's KV cache referenced: slow copies must leave blocks for requests."""
 MAX_VISITED_PER_STEP = 4_096
 """Chunks looked at in one step, over all requests: about half a millisecond."""
 SETTLING_SECONDS = 0.5
@@ -77,6 +79,7 @@ class Stores:
         self._keys: set[bytes] = set()
         self._settling: deque[tuple[float, bytes]] = deque()
         self._in_flight_bytes = 0
+        self._in_flight_chunks = 0
         self._progress_at = clock()
         self._visited = 0
 
@@ -139,6 +142,8 @@ class Stores:
         size_bytes = self._link.slot_bytes[GROUP]
         if self._in_flight_bytes + size_bytes > self._max_in_flight_bytes:
             return "in_flight_bytes"
+        if self._in_flight_chunks >= max(1, len(pool.blocks) // (CACHE_SHARE * length)):
+            return "in_flight_blocks"
         credits = self._link.credits[GROUP]
         if not credits:
             return "no_credit"
@@ -149,6 +154,7 @@ class Stores:
         self._planned.append(OpenStore(job, key, key[1:], state, blocks, size_bytes, planner.ranks))
         self._keys.add(key)
         self._in_flight_bytes += size_bytes
+        self._in_flight_chunks += 1
         state.stores += 1
         return ""
 
@@ -192,6 +198,7 @@ class Stores:
 
     def _release(self, store: OpenStore) -> None:
         self._in_flight_bytes -= store.size_bytes
+        self._in_flight_chunks -= 1
         store.state.stores -= 1
         if self.pool is not None:
             # The end of a prefix is of no use without its beginning, so it is to be evicted first.
