@@ -40,6 +40,12 @@ class TierMissError(TierError):
     reason = "vanished"
 
 
+class TierUnverifiableError(TierMissError):
+    """The object may be right, but was written with a checksum that this process cannot compute."""
+
+    reason = "unverifiable"
+
+
 class TierCorruptError(TierError):
     """What the tier returned is provably not the object that was asked for."""
 

@@ -143,6 +143,8 @@ class Kept:
         )
         waiters = list(check.waiters)
         if not good or not isinstance(result, ObjectMeta):
+            if error is not None:
+                self._shared.unexpected.note("verifying", error)
             self._table.unpin(entry)
             self._drop(entry, "corrupt")
             for waiter, position in waiters:

@@ -156,11 +156,17 @@ class LowerTiers:
         """An operation on one object ended with an error. Vanished objects and full tiers are no failures of the
         tier."""
         now = self._shared.clock()
-        reason = reason_of(error)
-        lower.last_error = f"{reason}: {error}"
-        if reason in ("corrupt", "vanished"):
+        reason = self._reason(lower, error)
+        if reason in ("corrupt", "vanished", "unverifiable"):
             lower.negative.add(namespace, key, now)
         self._note_failure(lower, error)
+
+    def _reason(self, lower: LowerTier, error: BaseException) -> str:
+        """The word under which an error of this tier is counted, which shall be seen wherever it is looked for."""
+        reason = reason_of(error)
+        lower.last_error = f"{reason}: {error}"
+        self._shared.unexpected.note(f"tier {lower.name}", error)
+        return reason
 
     def _note_failure(self, lower: LowerTier, error: BaseException) -> None:
         if isinstance(error, TierMissError | TierNoSpaceError):
@@ -203,9 +209,7 @@ class LowerTiers:
             shared.count("breaker_closed", lower.name)
             self._usable_now()
             return
-        reason = "hung" if error is None else reason_of(error)
-        if error is not None:
-            lower.last_error = f"{reason}: {error}"
+        reason = "hung" if error is None else self._reason(lower, error)
         shared.count("breaker_probe_failed", lower.name, reason)
         shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
 
@@ -226,8 +230,7 @@ class LowerTiers:
             shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
             self._usable_now()
             return
-        reason = reason_of(error)
-        lower.last_error = f"{reason}: {error}"
+        reason = self._reason(lower, error)
         shared.count("tier_open_failed", lower.name, reason)
         lower.breaker.trip(reason, shared.clock())
         shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
@@ -257,8 +260,9 @@ class LowerTiers:
     def _maintained(self, lower: LowerTier, _result: object, error: BaseException | None) -> None:
         shared = self._shared
         if error is not None:
-            lower.last_error = f"maintenance: {reason_of(error)}: {error}"
-            shared.count("tier_maintain_failed", lower.name, reason_of(error))
+            reason = self._reason(lower, error)
+            lower.last_error = f"maintenance: {reason}: {error}"
+            shared.count("tier_maintain_failed", lower.name, reason)
             self._note_failure(lower, error)
         shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
 

@@ -80,5 +80,7 @@ class Sealer:
                 self.on_sealed(entry)
         else:
             self._shared.count("seals_failed")
+            if error is not None:
+                self._shared.unexpected.note("sealing", error)
         self._table.unpin(entry)
         self.run()

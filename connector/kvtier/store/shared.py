@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvtier.store.contract import Clock, IoExecutor, StoreCounters, StoreEvent
 from kvtier.store.records import SlotRecord, SlotTable, object_digest
 from kvtier.store.timers import Timers
+from kvtier.store.unexpected import UnexpectedErrors
 from kvtier.tiers.checksum import Checksum
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Shared:
         self.counters = counters
         self.fenced = fenced
         self.timers = Timers()
+        self.unexpected = UnexpectedErrors(clock)
         self.events: list[StoreEvent] = []
         self._memory = memory
         self._slot_table = slot_table

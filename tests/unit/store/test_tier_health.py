@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.unit.store.store_world import World, live
 
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import TierUnavailableError, TierUnverifiableError
 from kvtier.store.contract import Outcome, PresenceChanged, TiersUsable
 from kvtier.store.presence import RAM_BITS
+from kvtier.store.unexpected import MAX_KINDS, UnexpectedErrors
+from kvtier.testing.manual_io import ManualClock
 from kvtier.topology.models import LiveTier
 
 
@@ -279,3 +281,57 @@ def test_of_two_tiers_only_the_broken_one_is_withdrawn() -> None:
     world.promote(0)
     world.settle()
     assert world.store.usable_bits == RAM_BITS | 4
+
+
+def test_an_error_that_nobody_raises_on_purpose_is_logged_with_its_traceback_once_and_costs_a_miss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(values=live(threshold=100, disk=LiveTier()))
+    world.engine()
+    world.lower(*range(12))
+    world.tier.fail = lambda: ZeroDivisionError("a bug")
+    for chunk in range(5):
+        promotion = world.promote(chunk)
+        world.settle()
+        assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.counted("tier_reads_failed", "disk", "unexpected") == 5
+    (record,) = caplog.records
+    assert record.getMessage() == "tier disk: unexpected ZeroDivisionError"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+    world.tier.fail = lambda: KeyError("another")
+    world.promote(5)
+    world.settle()
+    assert len(caplog.records) == 2
+    world.tier.fail = lambda: ZeroDivisionError("a bug")
+    world.advance(600.0)
+    world.promote(6)
+    world.settle()
+    assert "ZeroDivisionError (" in caplog.records[-1].getMessage()
+
+
+def test_errors_of_storage_are_not_logged_as_bugs(caplog: pytest.LogCaptureFixture) -> None:
+    broken()
+    assert caplog.records == []
+
+
+def test_the_kinds_of_unexpected_errors_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    errors = UnexpectedErrors(ManualClock())
+    for number in range(200):
+        errors.note(f"place {number}", ValueError())
+    assert len(caplog.records) == MAX_KINDS
+
+
+def test_an_object_whose_checksum_cannot_be_computed_is_a_miss_with_a_reason_of_its_own() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier()))
+    world.engine()
+    world.lower(0)
+    world.tier.fail = lambda: TierUnverifiableError("written with xxh3")
+    promotion = world.promote(0)
+    world.settle()
+    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.counted("tier_reads_failed", "disk", "unverifiable") == 1
+    assert state(world) == "Healthy"
+    # Not asked for again for a while.
+    assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
+    assert world.counted("tier_reads_failed", "disk") == 1

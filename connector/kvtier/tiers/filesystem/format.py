@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import struct
 
-from kvtier.errors import TierCorruptError, TierMissError
+from kvtier.errors import TierCorruptError, TierUnverifiableError
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
 from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Xxh3, by_kind
 
@@ -75,7 +75,7 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
 
 def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> ObjectMeta:
     """Parses and verifies a header. Raises ``TierCorruptError`` unless it is that of exactly this object and size, and
-    ``TierMissError`` for one that this process cannot verify."""
+    ``TierUnverifiableError`` for one that this process cannot verify."""
     magic, version, kind, group, shards, length, namespace, key_bytes, key = _FIXED.unpack_from(header, 0)
     if magic != MAGIC:
         raise TierCorruptError(f"not an object file: it begins with {magic!r}")
@@ -86,7 +86,7 @@ def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> Objec
     checksum = by_kind(_NAMES[kind])
     if checksum is None:
         # Others that share the directory may be able to, so it is not to be removed as corrupt.
-        raise TierMissError(f"its checksum is {_NAMES[kind]}, which cannot be computed here")
+        raise TierUnverifiableError(f"its checksum is {_NAMES[kind]}, which cannot be computed here")
     if checksum.digest(header[:_DIGEST_AT]) != header[_DIGEST_AT:]:
         raise TierCorruptError("the header's checksum does not match")
     if namespace.hex() != ref.namespace or key[:key_bytes] != ref.key or group != ref.key[0]:
@@ -108,7 +108,7 @@ def verify_payload(payload: memoryview, meta: ObjectMeta) -> None:
     """Raises ``TierCorruptError`` unless every shard has its checksum and every byte between them is zero."""
     checksum = by_kind(meta.checksum_kind)
     if checksum is None:
-        raise TierCorruptError(f"checksum kind {meta.checksum_kind} cannot be verified here")
+        raise TierUnverifiableError(f"checksum kind {meta.checksum_kind} cannot be verified here")
     start = 0
     for number, (size, digest) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
         end = start + size
