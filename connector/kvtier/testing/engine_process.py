@@ -285,13 +285,19 @@ class EngineServer(ManagedProcess, EngineClient):
 
 
 def http_request(
-    port: int, method: str, path: str, body: object = None, timeout_seconds: float = 60, host: str = "127.0.0.1"
+    port: int,
+    method: str,
+    path: str,
+    body: object = None,
+    timeout_seconds: float = 60,
+    host: str = "127.0.0.1",
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """One HTTP request with an optional JSON body; returns status and body text. Raises ``OSError``."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        sent = {**(headers or {}), **({"Content-Type": "application/json"} if body is not None else {})}
+        connection.request(method, path, json.dumps(body) if body is not None else None, sent)
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     except http.client.HTTPException as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.tierd.building import WrapTier
-from kvtier.tierd.daemon import EXIT_CANNOT_SERVE, Options, TierDaemon
+from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
 from kvtier.tierd.process import ProcessIdentity, pid_namespace
 
 LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
@@ -31,6 +31,20 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--spawned-by-engine", action="store_true", help="end when no engine is attached any more")
     found.add_argument(
         "--spawner", type=_process, metavar="PID:START", help="the process that started it, and when that was started"
+    )
+    found.add_argument(
+        "--structural", type=Path, metavar="FILE", help="instead of the structural.json in the topology directory"
+    )
+    found.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="/status and /metrics want the bearer token that it holds"
+    )
+    found.add_argument("--data-bytes", type=int, metavar="N", help="what may be allocated beside the pool")
+    found.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=DRAIN_SECONDS,
+        metavar="S",
+        help="how long pending stores are written at the end",
     )
     found.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     found.add_argument("--version", action="version", version=__version__)
@@ -48,6 +62,7 @@ def run(options: Options) -> int:
         daemon = TierDaemon(options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: daemon.stop())
+        signal.signal(signal.SIGUSR1, lambda *_: daemon.drain())
         return daemon.run()
     except (KVTierError, OSError) as error:
         logging.getLogger("kvtier.tierd").error("%s", error)
@@ -65,6 +80,10 @@ def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = No
             spawned_by_engine=given.spawned_by_engine,
             spawner=given.spawner,
             wrap_tier=wrap_tier,
+            drain_seconds=given.drain_seconds,
+            structural=None if given.structural is None else given.structural.absolute(),
+            token_file=None if given.token_file is None else given.token_file.absolute(),
+            data_bytes=given.data_bytes,
         )
     )
 

@@ -28,6 +28,7 @@ from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore, lanes
 from kvtier.store.records import SlotTable
 from kvtier.store.threads import ThreadExecutor
+from kvtier.tierd import limits
 from kvtier.tierd.building import WrapTier, build_tiers, memory_document
 from kvtier.tierd.exchange import Exchange
 from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
@@ -40,6 +41,8 @@ from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory, sweep
 from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.takeover import describe_namespace, open_table
+from kvtier.tierd.status import Snapshot
+from kvtier.tierd.token import Token
 from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
 from kvtier.tiers.checksum import preferred
 from kvtier.topology.loading import load
@@ -75,6 +78,10 @@ class Options:
     blind_seconds: float = BLIND_SECONDS
     linger_seconds: float = LINGER_SECONDS
     drain_seconds: float = DRAIN_SECONDS
+    structural: Path | None = None
+    """The structural document, where it is not the one in the topology directory."""
+    token_file: Path | None = None
+    data_bytes: int | None = None
 
 
 class _PoolStart:
@@ -119,23 +126,27 @@ class TierDaemon:
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._clock = clock
-        self._topology: Topology = load(options.topology_directory)
+        self._topology: Topology = load(options.topology_directory, structural=options.structural)
         structural = self._topology.structural
+        if options.data_bytes is not None:
+            limits.apply(structural, options.data_bytes)
         self._run_directory = RunDirectory(
             options.run_directory or Path(structural.run_directory), shared=structural.daemon is Daemon.SIDECAR
         )
         self._stop_requests = 0
+        self._draining = False
         self._loop: Loop | None = None
         self._pool_start: _PoolStart | None = None
         self._io: ThreadExecutor | None = None
-        self._reporter = Reporter(self._topology.structural, self._run_directory.path, clock)
+        token = None if options.token_file is None else Token(options.token_file)
+        self._reporter = Reporter(structural, self._run_directory.path, clock, token)
         self._counters = StoreCounters()
         self._epoch = 0
         self._parent = os.getppid()
         self._empty_since: float | None = None
         self._drain_until: float | None = None
         self._built = build_tiers(self._topology, options.wrap_tier)
-        self._follower = LiveFollower(options.topology_directory, structural)
+        self._follower = LiveFollower(options.topology_directory, structural, options.structural is not None)
         self._live = self._topology.live
 
     # Any thread.
@@ -145,6 +156,18 @@ class TierDaemon:
         self._stop_requests += 1
         if self._loop is not None:
             self._loop.wake()
+
+    def drain(self) -> None:
+        """Takes no more stores and writes what is pending, but goes on serving loads; ``stop`` then ends it at once. Also for
+        signal handlers."""
+        self._draining = True
+        if self._loop is not None:
+            self._loop.wake()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What is shown at present."""
+        return self._reporter.snapshot
 
     # The loop's thread.
 
@@ -219,6 +242,7 @@ class TierDaemon:
             self._follower.start()
             _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
             self._go_round(loop, lock, fence)
+            self._count_dropped(loop)
             loop.close("tierd stops")
         finally:
             self._close_parts()
@@ -294,6 +318,10 @@ class TierDaemon:
     # Ending.
 
     def _over(self, loop: Loop, now: float) -> bool:
+        if self._draining:
+            loop.stop_reserving()
+            if self._stop_requests:
+                return True
         if self._stop_requests > 1:
             return True
         if self._stop_requests == 1:
@@ -327,6 +355,12 @@ class TierDaemon:
             return True
         return loop.exchange is None or not loop.exchange.store.pending_stores()
 
+    def _count_dropped(self, loop: Loop) -> None:
+        dropped = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
+        if dropped:
+            self._counters.add("stores_dropped_at_end", "", "", dropped)
+            _log.warning("%d pending stores are dropped: there is no time left to write them", dropped)
+
     # Reporting.
 
     def _facts(self, loop: Loop, fence: Fence) -> Facts:
@@ -341,6 +375,7 @@ class TierDaemon:
             store=None if loop.exchange is None else loop.exchange.store,
             sessions=loop.sessions,
             fenced=loop.fenced,
+            draining=self._draining,
             awaited_workers=len(fence.waiting),
             counters=self._counters,
         )

@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 8_192
 REQUEST_SECONDS = 5.0
+CRLF = "\r\n"
 ANSWER_SECONDS = 10.0
 """A scrape over a slow link; the answer is tens of kilobytes."""
 _ACCEPT_SECONDS = 0.5
@@ -33,8 +35,19 @@ class Answer:
 
 
 Route = Callable[[], Answer]
+OPEN_PATHS = frozenset({"/healthz"})
+"""Answered without a token: kubelets have none."""
 
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
+
+class Guard(Protocol):
+    """Who may ask."""
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether the value of the ``Authorization`` header (empty: none) is good. Any thread."""
+        ...
+
+
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
             431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 
@@ -46,11 +59,13 @@ def text(status: int, message: str) -> Answer:
 class HttpServer:
     """Serves ``routes`` (path -> what to answer, called on a request's thread) until ``close``.
 
-    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one.
+    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one. ``guard``: asked before every path but ``OPEN_PATHS``;
+    None: everybody may ask.
     """
 
-    def __init__(self, host: str, port: int, routes: dict[str, Route]) -> None:
+    def __init__(self, host: str, port: int, routes: dict[str, Route], guard: Guard | None = None) -> None:
         self._routes = routes
+        self._guard = guard
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
         self._listener.settimeout(_ACCEPT_SECONDS)
@@ -116,12 +131,24 @@ class HttpServer:
         route = self._routes.get(target.decode("latin-1"))
         if route is None:
             return text(404, "there are " + ", ".join(self._routes)), method == b"GET"
+        guard = None if target.decode("latin-1") in OPEN_PATHS else self._guard
+        if guard is not None and not guard.accepts(_header(request, b"authorization")):
+            return text(401, "a bearer token is expected"), method == b"GET"
         try:
             return route(), method == b"GET"
         except Exception as error:  # noqa: BLE001
             # A bug in a report is answered and logged; it must not look like a dead daemon.
             _log.exception("http: %s failed: %s", target, error)
             return text(500, "this report failed; the log says why"), method == b"GET"
+
+
+def _header(request: bytes, name: bytes) -> bytes:
+    """The value of a header; empty: it is not there. The first one counts."""
+    for line in request.split(b"\r\n\r\n", 1)[0].split(b"\r\n")[1:]:
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == name:
+            return value.strip()
+    return b""
 
 
 def _receive(client: socket.socket, deadline: float) -> bytes | None:
@@ -149,6 +176,7 @@ def _render(answer: Answer, with_body: bool) -> bytes:
         f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Unknown')}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
+        f"{'WWW-Authenticate: Bearer' + CRLF if answer.status == 401 else ''}"
         "Cache-Control: no-store\r\n"
         "Connection: close\r\n\r\n"
     ).encode()

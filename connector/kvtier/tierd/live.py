@@ -12,7 +12,8 @@ import os
 import threading
 from pathlib import Path
 
-from kvtier.topology.loading import LIVE_FILE, LiveRefusal, load_live
+from kvtier.errors import ConfigurationError
+from kvtier.topology.loading import LIVE_FILE, STRUCTURAL_FILE, LiveRefusal, load_live, load_structural
 from kvtier.topology.models import Live, Structural
 
 POLL_SECONDS = 1.0
@@ -28,7 +29,11 @@ class LiveFollower:
     by a test that has not started it.
     """
 
-    def __init__(self, directory: Path, structural: Structural) -> None:
+    def __init__(self, directory: Path, structural: Structural, watch_structural: bool = False) -> None:
+        self._structural_path = directory / STRUCTURAL_FILE if watch_structural else None
+        self._structural_seen: _Seen = None
+        self.structural_changed = ""
+        """In what the structural document that is there at present is not the one in force; empty: in nothing."""
         self._path = directory / LIVE_FILE
         self._structural = structural
         self._seen: _Seen = None
@@ -58,7 +63,8 @@ class LiveFollower:
     def poll(self) -> bool:
         """Looks at the file, and reads it where it is another one than last time; True if values changed."""
         # The look comes before the reading: a file replaced in between is read again at the next look.
-        seen = self._look()
+        self._poll_structural()
+        seen = self._look(self._path)
         if seen == self._seen and not self._read_again:
             return False
         before = self.live
@@ -75,9 +81,30 @@ class LiveFollower:
         _log.info("live values changed: generation %d", live.generation)
         return True
 
-    def _look(self) -> _Seen:
+    def _poll_structural(self) -> None:
+        """What is structural never changes in a pod's life: a document that does is not followed, and reported."""
+        if self._structural_path is None:
+            return
+        seen = self._look(self._structural_path)
+        if seen == self._structural_seen or seen is None:
+            return
+        self._structural_seen = seen
+        changed = ""
         try:
-            status = os.stat(self._path)
+            if load_structural(self._structural_path) != self._structural:
+                changed = (
+                    "the pod's structural document was changed and is ignored; what is structural comes with a new pod"
+                )
+        except ConfigurationError as error:
+            changed = f"the pod's structural document was changed and is ignored: {error}"
+        if changed and changed != self.structural_changed:
+            _log.warning("%s", changed)
+        self.structural_changed = changed
+
+    @staticmethod
+    def _look(path: Path) -> _Seen:
+        try:
+            status = os.stat(path)
         except OSError:
             return None
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

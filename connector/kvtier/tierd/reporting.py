@@ -5,6 +5,7 @@ An address that cannot be bound is a condition and tried again: tierd's work doe
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from kvtier import __version__
 from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore
 from kvtier.tierd.building import BuiltTiers
-from kvtier.tierd.http import Answer, HttpServer, text
+from kvtier.tierd.http import Answer, Guard, HttpServer, Route, text
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.pool import PoolFile
 from kvtier.tierd.rundir import HTTP_NAME, replace_atomically
@@ -30,7 +31,7 @@ from kvtier.tierd.status import (
     metrics_text,
     status_json,
 )
-from kvtier.topology.models import Live, Structural
+from kvtier.topology.models import Daemon, Live, Structural
 
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
@@ -53,19 +54,33 @@ class Facts:
     store: TierStore | None
     sessions: Sessions
     fenced: bool
+    draining: bool
     awaited_workers: int
     counters: StoreCounters
+
+
+def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
+    """What is served."""
+    return {
+        "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(snapshot())),
+        "/status": lambda: Answer(200, "application/json", status_json(snapshot())),
+        "/healthz": health,
+    }
 
 
 class Reporter:
     """``turn`` and ``close`` are for the loop's thread; requests are answered on their own, from the last snapshot."""
 
-    def __init__(self, structural: Structural, run_directory: Path, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, structural: Structural, run_directory: Path, clock: Callable[[], float], guard: Guard | None = None
+    ) -> None:
+        self._guard = guard
         self._structural = structural
         self._run_directory = run_directory
         self._clock = clock
         self._http: HttpServer | None = None
         self._http_error = ""
+        self._port_taken = ""
         self._next_http = 0.0
         self._next_snapshot = 0.0
         self._snapshot = Snapshot(version=__version__)
@@ -81,6 +96,11 @@ class Reporter:
             self._snapshot = self._take(facts())
             self._snapshot_at = now
 
+    @property
+    def snapshot(self) -> Snapshot:
+        """The last one. Any thread."""
+        return self._snapshot
+
     def close(self) -> None:
         """Ends answering."""
         if self._http is not None:
@@ -88,13 +108,8 @@ class Reporter:
 
     def _start_http(self) -> None:
         endpoint = self._structural.http
-        routes = {
-            "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(self._snapshot)),
-            "/status": lambda: Answer(200, "application/json", status_json(self._snapshot)),
-            "/healthz": self._health,
-        }
         try:
-            server = HttpServer(endpoint.host, endpoint.port, routes)
+            server = self._bind(endpoint.host, endpoint.port)
         except OSError as error:
             if not self._http_error:
                 _log.error("http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error)
@@ -108,6 +123,21 @@ class Reporter:
         except OSError as error:
             self._http_error = f"{HTTP_NAME} cannot be written: {error}"
             _log.error("%s", self._http_error)
+
+    def _bind(self, host: str, port: int) -> HttpServer:
+        """Raises ``OSError``."""
+        found = routes(lambda: self._snapshot, self._health)
+        self._port_taken = ""
+        try:
+            return HttpServer(host, port, found, self._guard)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
+                raise
+        # Other pods of this node (with hostNetwork), or other containers of this pod, may have the port for as long as they live.
+        server = HttpServer(host, 0, found, self._guard)
+        self._port_taken = f"{host} port {port} is taken; port {server.address[1]} is served instead"
+        _log.warning("http: %s", self._port_taken)
+        return server
 
     def _health(self) -> Answer:
         """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
@@ -127,6 +157,7 @@ class Reporter:
         return Snapshot(
             version=__version__,
             policy=f"{policy.namespace}/{policy.name}",
+            content_hash=self._structural.content_hash,
             epoch=facts.epoch,
             fenced=facts.fenced,
             started=store is not None,
@@ -175,6 +206,12 @@ class Reporter:
             found.append(Condition("PoolSmaller", facts.pool.size.condition))
         if self._http_error:
             found.append(Condition("HttpNotServed", self._http_error))
+        if self._port_taken:
+            found.append(Condition("HttpPortTaken", self._port_taken))
+        if facts.follower.structural_changed:
+            found.append(Condition("StructuralChanged", facts.follower.structural_changed))
+        if facts.draining:
+            found.append(Condition("Draining", "the pod ends: no more stores are taken, what is pending is written"))
         if facts.follower.refusals:
             found.append(Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals))))
         return tuple(found)

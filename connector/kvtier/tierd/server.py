@@ -121,6 +121,11 @@ class Loop:
         if self.exchange is not None:
             self.exchange.stopping = True
 
+    def stop_reserving(self) -> None:
+        """Nothing is reserved any more; sessions, loads and what is pending go on."""
+        if self.exchange is not None:
+            self.exchange.stopping = True
+
     def give_up(self, reason: str) -> None:
         """There will be no pool: everybody is refused, with the reason."""
         self.no_pool = reason

@@ -60,6 +60,7 @@ class Snapshot:
 
     version: str = ""
     policy: str = ""
+    content_hash: str = ""
     epoch: int = 0
     fenced: bool = False
     started: bool = False
@@ -90,6 +91,7 @@ def status_json(snapshot: Snapshot) -> bytes:
     document: dict[str, object] = {
         "version": snapshot.version,
         "policy": snapshot.policy,
+        "contentHash": snapshot.content_hash,
         "epoch": snapshot.epoch,
         "started": snapshot.started,
         "fenced": snapshot.fenced,

@@ -58,24 +58,26 @@ class LiveRefusal:
         return f"{self.field}: {self.value} is not accepted; accepted is {self.accepted}; the last good value stays"
 
 
-def load(directory: Path | str, deadline_seconds: float = READ_SECONDS) -> Topology:
-    """Both documents as in force. Refused live values are logged.
+def load(
+    directory: Path | str, deadline_seconds: float = READ_SECONDS, *, structural: Path | str | None = None
+) -> Topology:
+    """Both documents as in force; the structural one from the file ``structural`` if given. Refused live values are logged.
 
     Raises ``ConfigurationError`` where the structural document cannot be read or is not accepted.
     """
-    topology, refusals = load_with_refusals(directory, deadline_seconds)
+    topology, refusals = load_with_refusals(directory, deadline_seconds, structural=structural)
     for refusal in refusals:
         _log.warning("%s in %s: %s", LIVE_FILE, directory, refusal)
     return topology
 
 
 def load_with_refusals(
-    directory: Path | str, deadline_seconds: float = READ_SECONDS
+    directory: Path | str, deadline_seconds: float = READ_SECONDS, *, structural: Path | str | None = None
 ) -> tuple[Topology, list[LiveRefusal]]:
     """As ``load``, with the live values that were refused."""
-    structural = load_structural(Path(directory) / STRUCTURAL_FILE, deadline_seconds)
-    live, refusals = load_live(Path(directory) / LIVE_FILE, structural.live, structural, deadline_seconds)
-    return Topology(structural=structural, live=live), refusals
+    document = load_structural(structural or Path(directory) / STRUCTURAL_FILE, deadline_seconds)
+    live, refusals = load_live(Path(directory) / LIVE_FILE, document.live, document, deadline_seconds)
+    return Topology(structural=document, live=live), refusals
 
 
 def load_structural(path: Path | str, deadline_seconds: float = READ_SECONDS) -> Structural:

@@ -39,7 +39,7 @@ from kvtier.tierd.wire import (
     decode_from_daemon,
     encode,
 )
-from kvtier.topology.models import HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
+from kvtier.topology.models import Daemon, HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
 from kvtier.topology.writing import write
 
 WAIT_SECONDS = 20.0
@@ -223,18 +223,24 @@ def test_live_values_are_pushed_to_who_is_attached(case: TierdCase, start: Start
     assert '"generation":5' in scheduler.receive(Settings).settings
 
 
-def test_a_port_in_use_is_a_condition_and_no_death(case: TierdCase, peers: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize(("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")])
+def test_a_port_in_use_is_a_condition_and_no_death(
+    case: TierdCase, peers: Callable[..., Peer], daemon: Daemon, said: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = HttpEndpoint(port=taken.getsockname()[1])
-        structural = case.topology.structural.model_copy(update={"http": endpoint})
+        structural = case.topology.structural.model_copy(update={"http": endpoint, "daemon": daemon})
         write(case.topology_directory, Topology(structural=structural, live=case.live))
-        daemon = TierDaemon(Options(case.topology_directory))
-        thread = threading.Thread(target=daemon.run, daemon=True)
+        served = TierDaemon(Options(case.topology_directory))
+        thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
         pair(peers)[0].receive(Ready)
-        wait_for(lambda: "cannot be served" in daemon._reporter._http_error, "the address is tried")
-        daemon.stop()
+        wait_for(lambda: said in [each.type for each in served.snapshot.conditions], "it is said")
+        if daemon is Daemon.SIDECAR:
+            # A pod of the host's network, or a port that the engine has: another port is served, and http.json says which.
+            assert case.status()["conditions"][0]["type"] == said
+        served.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
 

@@ -1,0 +1,190 @@
+"""The sidecar's supervisor as a real process: what tierd does never ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.engine_process import http_request
+from kvtier.testing.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
+from kvtier.tierd.sidecar.keeper import DRAIN_NAME
+from kvtier.topology.writing import document_text
+
+Start = Callable[..., "Sidecar"]
+
+
+class Sidecar:
+    """``kvtier-sidecar run`` over the files of a case."""
+
+    def __init__(self, case: TierdCase, *arguments: str, umask: int = 0o077) -> None:
+        self.case = case
+        self._log = (case.directory / "sidecar.log").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier.tierd.sidecar", "run", "--topology", str(case.topology_directory),
+             "--run-directory", str(case.run_directory), *arguments],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=self._log,
+            umask=umask,
+        )  # fmt: skip
+
+    def wait_serving(self, other_than: int = 0) -> int:
+        """Waits until a tierd serves; its process id."""
+        wait_for(lambda: self.case.tierd_pid() not in (0, other_than) and self.case.status().get("started"), "serves")
+        return self.case.tierd_pid()
+
+    def log(self) -> str:
+        return (self.case.directory / "sidecar.log").read_text()
+
+    def end(self) -> float:
+        """SIGTERM; how many seconds it took."""
+        begun = time.monotonic()
+        self.process.terminate()
+        assert self.process.wait(WAIT_SECONDS) == 0
+        return time.monotonic() - begun
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[TierdCase]:
+    made = TierdCase(tmp_path, file_bytes=64 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(case: TierdCase) -> Iterator[Start]:
+    started: list[Sidecar] = []
+
+    def begin(*arguments: str, **options: Any) -> Sidecar:
+        started.append(Sidecar(case, *arguments, **options))
+        return started[-1]
+
+    yield begin
+    for sidecar in started:
+        sidecar.close()
+
+
+def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(case: TierdCase, start: Start) -> None:
+    sidecar = start()
+    pid = sidecar.wait_serving()
+    engine = case.engine_process("--keys", "30")
+    engine.wait_more("loaded", 5)
+    pool, epoch = (case.run_directory / "pool").stat().st_ino, case.status()["epoch"]
+    os.kill(pid, signal.SIGKILL)
+    sidecar.wait_serving(other_than=pid)
+    assert sidecar.process.poll() is None
+    assert (case.run_directory / "pool").stat().st_ino == pool
+    wait_for(lambda: case.status().get("epoch", 0) > epoch, "the epoch rises")
+    wait_for(lambda: engine.number("attached") == 2 and engine.seen()["usable"], "the engine attaches again")
+    engine.wait_more("loaded", 5)
+    assert engine.stop()["wrong"] == 0
+
+
+def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(case: TierdCase, start: Start) -> None:
+    sidecar = start()
+    os.kill(sidecar.wait_serving(), signal.SIGSTOP)
+    assert sidecar.end() < 2.0
+    assert "is killed" in sidecar.log()
+
+
+def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(case: TierdCase, start: Start) -> None:
+    sidecar = start()
+    sidecar.wait_serving()
+    engine = case.engine()
+    assert engine.wait("can_store", WAIT_SECONDS)
+    assert engine.store(1)
+    assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
+    command = [sys.executable, "-m", "kvtier.tierd.sidecar", "drain", "--run-directory", str(case.run_directory)]
+    subprocess.run(command, env=environment(), check=True, timeout=30)
+    wait_for(lambda: "Draining" in [each["type"] for each in case.status()["conditions"]], "it drains")
+    wait_for(lambda: not case.status()["pendingStores"], "what was pending is written")
+    assert engine.load([1]) == 1
+    engine.store(2)
+    wait_for(lambda: case.counter("reservations_while_stopping") > 0, "a reservation is turned down")
+    assert sidecar.end() < 2.0
+    assert len(list(case.files.rglob("*.kv"))) == 1
+
+
+def test_a_request_to_drain_that_a_former_container_left_is_forgotten(case: TierdCase, start: Start) -> None:
+    case.run_directory.mkdir(parents=True)
+    (case.run_directory / DRAIN_NAME).touch()
+    start().wait_serving()
+    assert not (case.run_directory / DRAIN_NAME).exists()
+    assert not case.status()["conditions"]
+
+
+def test_it_waits_for_a_document_and_says_so(case: TierdCase, start: Start) -> None:
+    structural = case.topology_directory / "structural.json"
+    good = structural.read_text()
+    structural.write_text("{")
+    sidecar = start()
+    wait_for(lambda: "no structural document yet" in sidecar.log(), "it says what is missing")
+    assert sidecar.process.poll() is None
+    structural.write_text(good)
+    sidecar.wait_serving()
+    assert sidecar.log().count("no structural document yet") == 1
+
+
+def test_the_first_document_holds_whatever_the_annotation_becomes(case: TierdCase, start: Start) -> None:
+    sidecar = start()
+    pid = sidecar.wait_serving()
+    changed = case.topology.structural.model_copy(update={"chunk_tokens": 512, "content_hash": "other"})
+    (case.topology_directory / "structural.json").write_text(document_text(changed))
+    wait_for(lambda: "StructuralChanged" in [each["type"] for each in case.status()["conditions"]], "it is reported")
+    os.kill(pid, signal.SIGKILL)
+    sidecar.wait_serving(other_than=pid)
+    assert case.status()["contentHash"] == "test"
+    assert json.loads((case.run_directory / "structural.json").read_text())["chunkTokens"] == 256
+
+
+def test_files_are_for_every_user_whatever_the_umask(case: TierdCase, start: Start) -> None:
+    start(umask=0o077).wait_serving()
+    for name in ("pool", "tierd.sock", "tierd.lock", "alive", "epoch"):
+        assert (case.run_directory / name).stat().st_mode & 0o777 == 0o666, name
+
+
+def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(case: TierdCase, start: Start) -> None:
+    pid = start("--data-bytes", str(300 << 20)).wait_serving()
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    line = next(line for line in limits.splitlines() if line.startswith("Max data size"))
+    # 300 MiB, and a MiB of stack for 64 threads and the file tier's 4.
+    assert line.split()[3] == str((300 + 64 + 4) << 20)
+    assert not case.status()["conditions"]
+
+
+def test_with_a_token_file_nobody_is_let_in_without_its_token(case: TierdCase, start: Start, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    start("--token-file", str(token))
+    wait_for(lambda: case.tierd_pid(), "it answers")
+    port = json.loads((case.run_directory / "http.json").read_text())["port"]
+
+    def ask(path: str, bearer: str = "") -> int:
+        headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+        return http_request(port, "GET", path, timeout_seconds=5, headers=headers)[0]
+
+    assert (ask("/healthz"), ask("/status"), ask("/metrics"), ask("/status", "x")) == (200, 401, 401, 401)
+    token.write_text("first\n")
+    wait_for(lambda: ask("/status", "first") == 200, "the token is read")
+    assert ask("/status") == ask("/metrics", "other") == 401
+    token.write_text("another\n")
+    wait_for(lambda: ask("/metrics", "another") == 200, "the changed token is read")
+    assert ask("/status", "first") == 401
