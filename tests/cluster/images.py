@@ -7,6 +7,7 @@ roots, and the shared libraries that all of them load: nothing else of this mach
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -23,10 +24,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WRITER = Path(__file__).resolve().parent / "kubernetes" / "image"
 OPERATOR = "registry.local/kvtier-operator:test"
 PAYLOAD = "registry.local/kvtier-payload:test"
+STAND_IN = "registry.local/kvtier-stand-in:test"
 SITE = "opt/kvtier/site-packages"
 UNUSED = shutil.ignore_patterns(
     "test", "tests", "idlelib", "ensurepip", "tkinter", "turtledemo", "site-packages", "config-*", "lib2to3"
 )
+
+NOT_IN_PODS = ("kubernetes",)
+"""Reads kubeconfigs, which pods have none of, and is larger than all the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,18 @@ def operator(home: Path) -> Image:
 
 def payload(home: Path) -> Image:
     """The sidecar and the payload's installer."""
-    commands = {"kvtier-sidecar": "kvtier.tierd.sidecar", "kvtier-payload": "kvtier.cli.payload"}
+    commands = {"kvtier-sidecar": "kvtier.tierd.sidecar.__main__", "kvtier-payload": "kvtier.cli.payload"}
     return _image(home / "payload", PAYLOAD, "tierd", commands, "kvtier-sidecar")
 
 
-def _image(stage: Path, reference: str, extra: str, commands: dict[str, str], entry: str) -> Image:
+def stand_in(home: Path) -> Image:
+    """``stand_in_engine``: an engine for tests that starts in a second."""
+    return _image(home / "stand-in", STAND_IN, "tierd", {"stand-in": "stand_in_engine"}, "stand-in", testing=True)
+
+
+def _image(
+    stage: Path, reference: str, extra: str, commands: dict[str, str], entry: str, testing: bool = False
+) -> Image:
     prefix = Path(sys.base_prefix)
     python = Path(sys.executable).resolve()
     version = f"python{sysconfig.get_python_version()}"
@@ -68,14 +80,17 @@ def _image(stage: Path, reference: str, extra: str, commands: dict[str, str], en
     for distribution in _closure(extra):
         _copy_distribution(distribution, site)
     for root, package in (("connector", "kvtier"), ("operator", "kvtier_operator")):
-        _copy_tree(REPOSITORY / root / package, site / package, shutil.ignore_patterns("testing"))
+        _copy_tree(REPOSITORY / root / package, site / package, None if testing else shutil.ignore_patterns("testing"))
+    if testing:
+        _copy(Path(__file__).with_name("stand_in_engine.py"), site / "stand_in_engine.py")
     _copy_libraries(stage, [python, *stage.rglob("*.so"), *stage.rglob("*.so.*")])
     commands_place = stage / "usr/local/bin"
     commands_place.mkdir(parents=True)
     for name, module in commands.items():
         path = commands_place / name
         path.write_text(
-            f"#!{python}\nimport sys\nsys.path.insert(0, '/{SITE}')\nfrom {module} import main\nsys.exit(main())\n"
+            f"#!{python}\nimport os, sys\nsys.path.insert(0, '/{SITE}')\nos.environ['PYTHONPATH'] = '/{SITE}'\n"
+            f"from {module} import main\nsys.exit(main())\n"
         )
         path.chmod(0o755)
     archive = stage.with_suffix(".tar")
@@ -99,6 +114,8 @@ def _closure(extra: str) -> Iterator[importlib.metadata.Distribution]:
             continue
         seen.add((name, wanted))
         distribution = importlib.metadata.distribution(name)
+        if name in NOT_IN_PODS:
+            continue
         if name != "kvtier" and name not in given:
             given.add(name)
             yield distribution
@@ -117,6 +134,9 @@ def _copy_distribution(distribution: importlib.metadata.Distribution, site: Path
         source = Path(str(distribution.locate_file(file)))
         if source.is_file():
             _copy(source, site / file)
+            compiled = Path(importlib.util.cache_from_source(str(source)))
+            if source.suffix == ".py" and compiled.is_file():
+                _copy(compiled, site / file.parent / "__pycache__" / compiled.name)
 
 
 def _copy_libraries(stage: Path, programs: Iterable[Path]) -> None:
@@ -134,6 +154,8 @@ def _copy_libraries(stage: Path, programs: Iterable[Path]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
+    if target.exists():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
