@@ -69,6 +69,11 @@ class WorkQueue:
         now = self._clock()
         return sum(due <= now for due in self._due.values())
 
+    @property
+    def busy(self) -> bool:
+        """Whether a key is worked on, or could be at once."""
+        return bool(self._working) or self.ready > 0
+
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
         """The key is looked at in so many seconds; an earlier time that it has already stays."""
         due = self._clock() + after_seconds
