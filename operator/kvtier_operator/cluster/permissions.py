@@ -74,6 +74,14 @@ CONTROLLER: tuple[Permission, ...] = (
     Permission(
         "leaderworkerset.x-k8s.io", ("leaderworkersets",), (*READ, "patch"), "availability, and RestartWorkloads"
     ),
+    Permission("", ("namespaces",), ("get",), "whether the webhook is asked about a missed pod", scope=Scope.CLUSTER),
+    Permission(
+        "",
+        ("nodes",),
+        ("list",),
+        "whether a pod that finds no node would find one without tiers",
+        scope=Scope.CLUSTER,
+    ),
     Permission(
         "",
         ("persistentvolumes",),
