@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import images
 from charts import NAMESPACE, Release
-from nodes import wait_for
+from nodes import make_namespace, wait_for
+from standing_in import STORAGE_GID, Place
 
-STORAGE_GID = 3000
+DEAD_EXPORT = {"server": "192.0.2.1", "exportPrefix": "/kv"}
+"""A server that never answers (an address for documentation)."""
 QUICK = {
     "controller": {"pollSeconds": 2, "statusBytesSeconds": 2, "resyncSeconds": 30},
     "webhook": {"drainSeconds": 0},
@@ -19,10 +24,10 @@ QUICK = {
 """Periods for tests: nobody wants to wait half a minute for a status."""
 
 
-def load_images(cluster: Any, home: Path) -> dict[str, Any]:
-    """Makes both images, puts them on the node, and gives the chart's values that name them."""
+def load_images(cluster: Any, home: Path, *, stand_in: bool = False) -> dict[str, Any]:
+    """Makes the images (the stand-in engine's where asked), puts them on the node, and gives the chart's values that name them."""
     operator, payload = images.operator(home), images.payload(home)
-    for image in (operator, payload):
+    for image in (operator, payload, *([images.stand_in(home)] if stand_in else ())):
         cluster.load(image.archive)
         image.archive.unlink()
     return {
@@ -47,24 +52,72 @@ def storage(home: Path, *names: str) -> list[Path]:
     return made
 
 
-def install(
-    cluster: Any, release: Release, values: dict[str, Any], allowed: Sequence[Path], seconds: int = 180
-) -> None:
+def install(cluster: Any, release: Release, values: dict[str, Any], seconds: int = 180) -> None:
     """Installs the chart and waits until both Deployments are available and the webhook is trusted by the API server."""
-    volumes = [{"namespaces": ["*"], "hostPath": str(path)} for path in allowed]
     try:
-        release.install({**QUICK, **values, "allowedVolumes": volumes})
+        release.install(values)
         wait_for("the operator's Deployments are available", lambda: available(cluster), seconds, period=0.5)
     except Exception as error:
         raise AssertionError(f"{error}\n{explain(cluster)}") from error
     wait_for("the webhook configuration has a CA", lambda: trusted(cluster), 60, period=0.5)
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The operator, installed. ``storage`` holds the directories that policies may name."""
+
+    cluster: Any
+    api: Any
+    release: Release
+    values: dict[str, Any]
+    storage: Path
+
+    def directory(self, name: str) -> Path:
+        """A directory below ``storage``, prepared for a file tier."""
+        return storage(self.storage, name)[0]
+
+    @contextlib.contextmanager
+    def namespace(self, name: str, labels: Mapping[str, str] | None = None) -> Iterator[Place]:
+        """A namespace whose pods may be given tiers; gone, with all its pods, when the block ends."""
+        make_namespace(self.api, name, {"kvtier.io/inject": "enabled", **(labels or {})})
+        try:
+            yield Place(self.cluster, self.api, name)
+        finally:
+            path = f"/api/v1/namespaces/{name}"
+            self.api.request("DELETE", path)
+            wait_for(f"namespace {name} is gone", lambda: self.api.request("GET", path)[0] == 404, 120)
+
+    def upgrade(self, **values: Any) -> None:
+        """`helm upgrade` with other values, and waits until the operator runs with them."""
+        self.release.upgrade({**self.values, **values})
+        wait_for("the operator's Deployments are up to date", lambda: available(self.cluster), 120, period=0.5)
+
+
+@contextlib.contextmanager
+def installed(cluster: Any, api: Any, image_values: dict[str, Any], home: Path) -> Iterator[Installed]:
+    """The chart's release for as long as the block runs; every directory below ``home`` is allowed."""
+    allowed = [{"namespaces": ["*"], "hostPath": str(home)}, {"namespaces": ["*"], "nfs": DEAD_EXPORT}]
+    values = {**QUICK, **image_values, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
+    with Release(cluster.kubeconfig, cluster.context) as release:
+        try:
+            install(cluster, release, values)
+            yield Installed(cluster, api, release, values, home)
+        finally:
+            release.uninstall()
+            cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=120)
+
+
 def available(cluster: Any) -> bool:
     """Whether controller and webhook have all their replicas."""
-    template = "{range .items[*]}{.spec.replicas}={.status.availableReplicas} {end}"
-    counts = cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", f"jsonpath={template}").split()
-    return len(counts) == 2 and all(count.split("=")[0] == count.split("=")[1] for count in counts)
+    found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", "json"))["items"]
+
+    def complete(body: dict[str, Any]) -> bool:
+        status, wanted = body.get("status", {}), body["spec"]["replicas"]
+        seen = status.get("observedGeneration") == body["metadata"]["generation"]
+        counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")}
+        return bool(seen and counts == {wanted})
+
+    return len(found) == 2 and all(complete(body) for body in found)
 
 
 def trusted(cluster: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +17,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def loop(node_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def loop(node_cluster: Any, node_images: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The loop, run once; and its result."""
     from whole_loop import WholeLoop
 
     from kvtier.cli.demo_display import Display
 
-    done = WholeLoop(node_cluster, _open(tmp_path_factory.mktemp("loop")), Display(fancy=False))
+    done = WholeLoop(node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), node_images)
     return done, done.run()
-
-
-def _open(directory: Path) -> Path:
-    """Pods look into it as users of their own; pytest's directories are closed to them."""
-    for each in (directory, directory.parent, directory.parent.parent):
-        each.chmod(each.stat().st_mode | 0o011)
-    return directory
 
 
 def test_tokens_are_those_of_an_engine_without_kvtier_at_every_step(loop: Any) -> None:

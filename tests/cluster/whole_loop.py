@@ -25,6 +25,7 @@ from charts import Release
 from nodes import make_namespace, ok, wait_for
 from rest import Api
 from serving import EnginePod, ask, container_status, engine_deployment
+from standing_in import STORAGE_GID
 
 from kvtier.cli.demo_display import Display
 from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
@@ -63,11 +64,13 @@ class Told:
 
 @dataclass(slots=True)
 class WholeLoop:
-    """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier."""
+    """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images``: the
+    chart's values that name them where they are on the node already."""
 
     cluster: Any
     home: Path
     display: Display
+    images: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     told: Told = field(default_factory=Told)
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -96,9 +99,10 @@ class WholeLoop:
 
     def _install(self, release: Release, directory: Path) -> None:
         with self.display.step("Making the operator's and the sidecar's image, and putting them on the node"):
-            values = operators.load_images(self.cluster, self.home / "images")
+            names = self.images or operators.load_images(self.cluster, self.home / "images")
+        allowed = [{"namespaces": ["*"], "hostPath": str(directory)}]
         with self.display.step("helm install: operator and webhook run as pods, with the chart's own rights"):
-            operators.install(self.cluster, release, values, [directory])
+            operators.install(self.cluster, release, {**operators.QUICK, **names, "allowedVolumes": allowed})
         version = json.loads(self.cluster.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
         self.facts["kubernetes_version"] = version
 
@@ -254,7 +258,7 @@ def policy(directory: Path, weight: int = 100, seconds: int = 5) -> dict[str, An
             "chunkTokens": CHUNK_TOKENS,
             "minLoadTokens": CHUNK_TOKENS,
             "selection": "Weighted",
-            "security": {"storageGid": operators.STORAGE_GID},
+            "security": {"storageGid": STORAGE_GID},
             "resources": {"daemon": {"requests": {"cpu": "100m"}, "limits": {"cpu": "2"}}},
             "tiers": [
                 {"name": RAM, "memory": {"capacity": "64Mi"}},

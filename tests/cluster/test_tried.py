@@ -1,0 +1,309 @@
+"""What was seen to keep an engine from starting, or to hurt one that runs, on a real node: each ends with the engine serving, and
+with the reason told. The engine is a stand-in that starts in a second and attaches as vLLM's connector does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+
+
+@pytest.fixture(scope="module")
+def engines() -> ModuleType:
+    """The module ``standing_in``."""
+    import standing_in
+
+    return standing_in
+
+
+def test_an_attached_engine_stores_and_loads(operator_on_node: Any, engines: ModuleType) -> None:
+    with operator_on_node.namespace("plain") as place:
+        place.apply_policy(engines.policy())
+        place.apply(engines.deployment())
+        pod = place.ready()
+        assert engines.injected(pod)
+        place.attached(pod)
+        assert engines.do(pod, "store", n=8)["done"] == 8
+        assert engines.do(pod, "load", n=8)["done"] == 8
+        assert engines.seen(pod)["wrong"] == 0
+
+
+# Storage
+
+
+def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    with operator_on_node.namespace("server-away") as place:
+        export = {"nfs": {"server": "192.0.2.1", "path": "/kv"}}
+        place.apply_policy(engines.policy(engines.memory(), engines.files(export, sharing="Cluster")))
+        place.apply(engines.deployment())
+        pod = place.ready(120)
+        # Either it was known in time that the storage is not there, or the breaker gave the owner a pod without it.
+        assert not any("persistentVolumeClaim" in volume for volume in pod["spec"]["volumes"])
+        nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
+
+
+def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    with operator_on_node.namespace("claim-missing") as place:
+        claim = {"persistentVolumeClaim": {"claimName": "none"}}
+        place.apply_policy(engines.policy(engines.memory(), engines.files(claim)))
+        nodes.wait_for("StorageReady", lambda: place.condition("StorageReady").get("status") == "False", 30)
+        place.apply(engines.deployment())
+        pod = place.ready()
+        assert engines.injected(pod)
+        place.attached(pod)
+        assert engines.do(pod, "store", n=2)["done"] == 2
+
+
+# The sidecar
+
+
+def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    images = operator_on_node.values["images"]
+    operator_on_node.upgrade(images={**images, "tierd": "registry.local/none:1"})
+    try:
+        with operator_on_node.namespace("image-missing") as place:
+            place.apply_policy(engines.policy())
+            place.apply(engines.deployment())
+            pod = place.ready(120)
+            assert not engines.injected(pod)
+            assert engines.skip_annotation(pod)["reason"] == "Suspended"
+            suspended = place.policy()["status"]["suspendedOwners"]
+            assert [entry["kind"] for entry in suspended] == ["ReplicaSet"] or suspended[0]["kind"] == "Deployment"
+            assert place.condition("Attached")["status"] == "False"
+    finally:
+        operator_on_node.upgrade(images=images)
+
+
+def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    images = operator_on_node.values["images"]
+    operator_on_node.upgrade(images={**images, "tierd": "registry.local/kvtier-stand-in:test"})
+    try:
+        with operator_on_node.namespace("sidecar-crashes") as place:
+            place.apply_policy(engines.policy())
+            place.apply(engines.deployment())
+            pod = place.ready()
+            assert engines.injected(pod)
+            assert not engines.seen(pod)["attached"]
+            nodes.wait_for("the policy says so", lambda: place.condition("Attached").get("status") == "False", 60)
+    finally:
+        operator_on_node.upgrade(images=images)
+
+
+# What the API server would refuse
+
+
+def _refused(place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str, Any], *words: str) -> None:
+    """The engine starts without tiers, and pod and policy say what would have been refused."""
+    place.apply(body)
+    pod = place.ready()
+    assert not engines.injected(pod)
+    told = engines.skip_annotation(pod)
+    assert told["reason"] == "WouldBeRefused"
+    for word in words:
+        assert word in told["message"]
+    skipped = nodes.wait_for("the policy names the pod", place.skipped, 30)
+    assert skipped[0]["name"] == pod["metadata"]["name"]
+    assert skipped[0]["reason"] == "WouldBeRefused"
+
+
+def test_a_limit_range_that_the_sidecar_exceeds(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+    with operator_on_node.namespace("limit-range") as place:
+        limit = {"type": "Container", "max": {"memory": "512Mi"}}
+        place.apply(
+            {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"}, "spec": {"limits": [limit]}}
+        )
+        place.apply_policy(engines.policy())
+        _refused(place, engines, nodes, engines.deployment(), "small", "512Mi")
+
+
+def test_a_quota_on_limits_without_headroom(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+    with operator_on_node.namespace("quota") as place:
+        hard = {"limits.memory": "600Mi"}
+        place.apply(
+            {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "tight"}, "spec": {"hard": hard}}
+        )
+        place.apply_policy(engines.policy())
+        _refused(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
+
+
+def test_pod_level_memory_without_headroom(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+    with operator_on_node.namespace("pod-level") as place:
+        place.apply_policy(engines.policy())
+        resources = {"limits": {"memory": "512Mi"}, "requests": {"memory": "128Mi"}}
+        _refused(place, engines, nodes, engines.deployment(pod={"resources": resources}), "512Mi")
+
+
+def test_a_host_path_under_the_baseline_pod_security_standard(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    with operator_on_node.namespace("baseline", {"pod-security.kubernetes.io/enforce": "baseline"}) as place:
+        volume = {"hostPath": {"path": str(operator_on_node.directory("baseline"))}}
+        place.apply_policy(engines.policy(engines.memory(), engines.files(volume)))
+        _refused(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
+
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def test_ram_under_the_restricted_pod_security_standard_is_attached(operator_on_node: Any, engines: ModuleType) -> None:
+    with operator_on_node.namespace("restricted", {"pod-security.kubernetes.io/enforce": "restricted"}) as place:
+        place.apply_policy(engines.policy())
+        place.apply(engines.deployment(container={"securityContext": {**RESTRICTED, "runAsUser": 1000}}))
+        pod = place.ready()
+        assert engines.injected(pod)
+        place.attached(pod)
+        assert engines.do(pod, "store", n=2)["done"] == 2
+
+
+# Memory
+
+
+def test_a_killed_daemon_comes_back_with_its_ram_while_the_engine_is_at_its_memory_limit(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
+    with operator_on_node.namespace("pressure") as place:
+        place.apply_policy(engines.policy(engines.memory("64Mi")))
+        place.apply(engines.deployment())
+        pod = place.ready()
+        place.attached(pod)
+        assert engines.do(pod, "store", n=32)["done"] == 32
+        # The engine has 256Mi, maps 64Mi of the pool, and takes nearly all of its limit for itself.
+        engines.do(pod, "touch", bytes=150 << 20)
+        assert engines.do(pod, "load", n=32)["done"] == 32
+        before = engines.seen(pod)
+        for victim in _tierd_processes(pod):
+            victim.kill()
+        nodes.wait_for("the engine lost its daemon", lambda: engines.seen(pod)["lost"] > before["lost"], 30)
+        place.attached(pod)
+        assert engines.do(pod, "load", n=32)["done"] == 32
+        after = place.pods()[0]
+        for name in ("engine", "kvtier-tierd"):
+            assert _status(after, name)["restartCount"] == 0, place.explain()
+        assert engines.seen(pod)["wrong"] == 0
+
+
+# Users and modes
+
+
+@pytest.mark.parametrize(
+    ("user", "group"), [(None, None), (1000, 2000), (0, 0)], ids=["the image's user", "another user", "root"]
+)
+def test_files_belong_to_the_storage_group_and_the_run_volume_to_both(
+    operator_on_node: Any, engines: ModuleType, user: int | None, group: int | None
+) -> None:
+    name = f"users-{user if user is not None else 'image'}"
+    with operator_on_node.namespace(name) as place:
+        directory = operator_on_node.directory(name)
+        place.apply_policy(engines.policy(engines.memory(), engines.files({"hostPath": {"path": str(directory)}})))
+        context = {} if user is None else {"securityContext": {"runAsUser": user, "runAsGroup": group}}
+        place.apply(
+            engines.deployment(
+                container={
+                    **context,
+                    "securityContext": {**context.get("securityContext", {}), "capabilities": {"drop": ["ALL"]}},
+                }
+            )
+        )
+        pod = place.ready()
+        place.attached(pod)
+        assert engines.do(pod, "store", n=4)["done"] == 4
+        stored = _wait_files(directory, 4)
+        assert {path.stat().st_gid for path in stored} == {engines.STORAGE_GID}
+        assert {oct(path.stat().st_mode & 0o7777) for path in stored} == {"0o660"}
+        folders = {path.parent for path in stored}
+        assert {oct(path.stat().st_mode & 0o7777) for path in folders} == {"0o2770"}
+        # A second pod, of yet another user, reads what the first wrote.
+        place.apply(engines.deployment(container={"securityContext": {"runAsUser": 4321, "runAsGroup": 4321}}))
+        other = place.ready(other_than=pod["metadata"]["uid"])
+        place.attached(other)
+        assert engines.do(other, "load", n=4)["done"] == 4
+        assert engines.seen(other)["promoted"] == 4
+
+
+# Policies
+
+
+def test_a_deleted_policy_leaves_running_pods_alone_and_a_new_one_of_its_name_serves_new_pods(
+    operator_on_node: Any, engines: ModuleType
+) -> None:
+    with operator_on_node.namespace("again") as place:
+        directory = operator_on_node.directory("again")
+        body = engines.policy(engines.memory(), engines.files({"hostPath": {"path": str(directory)}}))
+        place.apply_policy(body)
+        place.apply(engines.deployment())
+        first = place.ready()
+        place.attached(first)
+        assert engines.do(first, "store", n=4)["done"] == 4
+        uid = place.policy()["metadata"]["uid"]
+        operator_on_node.cluster.kubectl("-n", "again", "delete", "kvtp", "tiers")
+        assert engines.do(first, "load", n=4)["done"] == 4
+        assert place.pods()[0]["metadata"]["uid"] == first["metadata"]["uid"]
+        operator_on_node.cluster.kubectl("-n", "again", "rollout", "restart", "deployment", "engine")
+        second = place.ready(other_than=first["metadata"]["uid"])
+        assert not engines.injected(second)
+        place.apply_policy(body)
+        assert place.policy()["metadata"]["uid"] != uid
+        operator_on_node.cluster.kubectl("-n", "again", "delete", "pod", second["metadata"]["name"], "--wait=false")
+        third = place.ready(other_than=second["metadata"]["uid"])
+        assert engines.injected(third)
+        place.attached(third)
+        assert engines.do(third, "store", n=4)["done"] == 4
+
+
+def _told(place: Any, *kinds: str) -> bool:
+    return any(place.condition(kind).get("status") == "False" for kind in kinds)
+
+
+def _status(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    from serving import container_status
+
+    return container_status(pod, name)
+
+
+def _tierd_processes(pod: dict[str, Any]) -> list[Any]:
+    """The daemon in the sidecar, without the supervisor that is the container's process 1."""
+    import psutil
+
+    identifier = _status(pod, "kvtier-tierd")["containerID"].removeprefix("containerd://")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            groups = Path(f"/proc/{process.pid}/cgroup").read_text()
+            inside = Path(f"/proc/{process.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()[-1]
+        except OSError:
+            continue
+        if identifier in groups and inside != "1":
+            found.append(process)
+    assert found, "no daemon in the sidecar"
+    return found
+
+
+def _wait_files(directory: Path, count: int) -> list[Path]:
+    from nodes import wait_for
+
+    return list(
+        wait_for(
+            f"{count} files in {directory}",
+            lambda: found if len(found := sorted(directory.rglob("*.kv"))) >= count else None,
+            30,
+        )
+    )
