@@ -1,0 +1,118 @@
+"""Deciding about a policy that is created or changed: what is refused, what a person is warned of. Pure.
+
+The CRD refuses by CEL what one object shows to be wrong; this says it again for API servers that did not, and adds what
+CEL cannot see: the administrator's allow-lists and the other policies of the namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier_operator.api import allowlist
+from kvtier_operator.api.allowlist import AllowedVolume
+from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
+from kvtier_operator.api.refusals import Refusal, RefusedError, validated
+from kvtier_operator.api.selector import LabelSelector, Operator, matches
+from kvtier_operator.webhook.review import Review
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Any refusal refuses the whole; warnings are shown by kubectl and change nothing."""
+
+    refusals: tuple[Refusal, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def examine(asked: Review, others: Sequence[KVTierPolicy], allowed: Sequence[AllowedVolume]) -> Findings:
+    """What is wrong with the policy that is asked about, and what a person should know. ``others``: the policies of its
+    namespace, itself among them or not.
+    """
+    if (asked.group, asked.kind) != (GROUP, KIND) or asked.operation not in ("CREATE", "UPDATE") or asked.sub_resource:
+        return Findings()
+    document = _complete(asked.object, asked)
+    if (asked.object.get("metadata") or {}).get("deletionTimestamp"):
+        return Findings()
+    policy, found = _refusals(document, allowed)
+    tolerated: list[Refusal] = []
+    if found and asked.old is not None:
+        # What was there before stays as it is until somebody touches it: a list that became stricter must keep nobody
+        # from changing a weight, a label or a finalizer. The policy's Accepted condition says what is wrong.
+        before = set(_refusals(_complete(asked.old, asked), allowed)[1])
+        untouched = asked.old.get("spec") == asked.object.get("spec")
+        tolerated = [refusal for refusal in found if untouched or refusal in before]
+    refused = tuple(refusal for refusal in found if refusal not in tolerated)
+    warnings = [refusal.message for refusal in tolerated]
+    if policy is not None:
+        name = policy.metadata.name
+        warnings += _warnings(policy, [other for other in others if other.metadata.name != name], allowed)
+    return Findings(refused, tuple(warnings))
+
+
+def _refusals(
+    document: Mapping[str, Any], allowed: Sequence[AllowedVolume]
+) -> tuple[KVTierPolicy | None, list[Refusal]]:
+    try:
+        policy = validated(KVTierPolicy, document)
+    except RefusedError as error:
+        return None, error.refusals
+    return policy, allowlist.refusals(policy, allowed)
+
+
+def _complete(document: Mapping[str, Any], asked: Review) -> dict[str, Any]:
+    """With what the API server fills in later; without what people do not write."""
+    metadata = dict(document.get("metadata") or {})
+    metadata.setdefault("namespace", asked.namespace)
+    if "name" not in metadata and metadata.get("generateName"):
+        metadata["name"] = asked.name or f"{metadata['generateName']}xxxxx"
+    return {**document, "metadata": metadata, "status": None}
+
+
+def _warnings(policy: KVTierPolicy, others: Sequence[KVTierPolicy], allowed: Sequence[AllowedVolume]) -> Iterator[str]:
+    for other in sorted(others, key=lambda each: each.metadata.name):
+        if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
+            yield (
+                f"spec.podSelector: policy {other.metadata.name} selects the same pods; the older policy governs each"
+            )
+        shared = sorted(set(_places(policy)) & set(_places(other)))
+        if not shared:
+            continue
+        yield f"spec.tiers: policy {other.metadata.name} stores in the same place ({shared[0]}); each keeps its own capacity"
+        mine, theirs = policy.spec.engine.hash_seed, other.spec.engine.hash_seed
+        if mine != theirs:
+            yield (
+                f"spec.engine.hashSeed: {mine} here and {theirs} in policy {other.metadata.name}, "
+                f"which stores in the same place: neither finds what the other stored"
+            )
+
+
+def overlaps(left: LabelSelector, right: LabelSelector) -> bool:
+    """Whether a pod that one selects as plainly as can be is selected by the other too. Two selectors about different
+    labels do not count: almost any two could meet in some pod.
+    """
+    return matches(right, _example(left)) or matches(left, _example(right))
+
+
+def _example(selector: LabelSelector) -> dict[str, str]:
+    """Labels of a pod that the selector selects, and no others."""
+    labels = {
+        requirement.key: (requirement.values or [""])[0]
+        for requirement in selector.match_expressions or ()
+        if requirement.operator in (Operator.IN, Operator.EXISTS)
+    }
+    return {**labels, **(selector.match_labels or {})}
+
+
+def _places(policy: KVTierPolicy) -> Iterator[str]:
+    for tier in policy.spec.tiers:
+        if tier.file_system is None:
+            continue
+        volume = tier.file_system.volume
+        if volume.persistent_volume_claim is not None:
+            yield f"claim {volume.persistent_volume_claim.claim_name}"
+        elif volume.host_path is not None:
+            yield f"hostPath {volume.host_path.path.rstrip('/')}"
+        elif volume.nfs is not None:
+            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}"
