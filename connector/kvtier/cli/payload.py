@@ -37,8 +37,10 @@ def write(directory: Path | str) -> Path:
                 shutil.rmtree(other)
         _replace(staging / "kvtier", target / "kvtier", staging / "old-package")
         _replace(metadata, target / metadata.name, staging / "old-metadata")
-        # mkdtemp makes directories for their owner alone; engines run as other users.
-        target.chmod(target.stat().st_mode | 0o055)
+        # Engines run as other users. A volume's root belongs to somebody else and is open to all already.
+        mode = target.stat().st_mode
+        if mode & 0o055 != 0o055:
+            target.chmod(mode | 0o055)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
