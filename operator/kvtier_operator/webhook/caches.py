@@ -78,6 +78,11 @@ class Knowledge:
         known = self._policies.get(namespace, {}).values()
         return [each.policy for each in known if each.policy is not None]
 
+    def namespace_labels(self, namespace: str) -> Mapping[str, str] | None:
+        """Labels of a namespace; None while it is not known."""
+        found = self._cache.get(NAMESPACES, None, namespace)
+        return None if found is None else _metadata(found).get("labels") or {}
+
     def counts(self) -> tuple[int, int]:
         """How many policies can be read, and how many cannot."""
         known = [each.policy is not None for policies in self._policies.values() for each in policies.values()]
@@ -93,9 +98,8 @@ class Knowledge:
     def surroundings(self, policy: KVTierPolicy, namespace: str, pod: PodObject) -> Surroundings:
         """What is known around a pod that this policy governs."""
         known = self._policies.get(namespace, {}).get(policy.metadata.name)
-        found = self._cache.get(NAMESPACES, None, namespace) or {}
         return Surroundings(
-            namespace_labels=_metadata(found).get("labels") or {},
+            namespace_labels=self.namespace_labels(namespace) or {},
             limit_ranges=tuple(self._cache.list(LIMIT_RANGES, namespace)),
             quotas=tuple(self._cache.list(QUOTAS, namespace)),
             kubelet_versions=tuple(self._kubelets),

@@ -15,6 +15,9 @@ from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
 from kvtier_operator.api.refusals import Refusal, RefusedError, validated
 from kvtier_operator.api.selector import LabelSelector, Operator, matches
+from kvtier_operator.api.settings import AttachMode
+from kvtier_operator.render.names import INJECT_LABEL
+from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import Review
 
 
@@ -26,10 +29,16 @@ class Findings:
     warnings: tuple[str, ...] = ()
 
 
-def examine(asked: Review, others: Sequence[KVTierPolicy], allowed: Sequence[AllowedVolume]) -> Findings:
+def examine(
+    asked: Review,
+    others: Sequence[KVTierPolicy],
+    settings: Settings,
+    namespace_labels: Mapping[str, str] | None = None,
+) -> Findings:
     """What is wrong with the policy that is asked about, and what a person should know. ``others``: the policies of its
-    namespace, itself among them or not.
+    namespace, itself among them or not. ``namespace_labels``: None where the namespace is not known.
     """
+    allowed = settings.allowed_volumes
     if (asked.group, asked.kind) != (GROUP, KIND) or asked.operation not in ("CREATE", "UPDATE") or asked.sub_resource:
         return Findings()
     document = _complete(asked.object, asked)
@@ -47,7 +56,8 @@ def examine(asked: Review, others: Sequence[KVTierPolicy], allowed: Sequence[All
     warnings = [refusal.message for refusal in tolerated]
     if policy is not None:
         name = policy.metadata.name
-        warnings += _warnings(policy, [other for other in others if other.metadata.name != name], allowed)
+        warnings += _of_the_namespace(policy, settings, namespace_labels)
+        warnings += _of_others(policy, [other for other in others if other.metadata.name != name])
     return Findings(refused, tuple(warnings))
 
 
@@ -70,7 +80,18 @@ def _complete(document: Mapping[str, Any], asked: Review) -> dict[str, Any]:
     return {**document, "metadata": metadata, "status": None}
 
 
-def _warnings(policy: KVTierPolicy, others: Sequence[KVTierPolicy], allowed: Sequence[AllowedVolume]) -> Iterator[str]:
+def _of_the_namespace(
+    policy: KVTierPolicy, settings: Settings, namespace_labels: Mapping[str, str] | None
+) -> Iterator[str]:
+    namespace = policy.namespace
+    if settings.watch_namespaces and namespace not in settings.watch_namespaces:
+        yield f"metadata.namespace: the operator does not look at {namespace}, only at {', '.join(settings.watch_namespaces)}"
+    unlabelled = namespace_labels is not None and namespace_labels.get(INJECT_LABEL) != "enabled"
+    if unlabelled and policy.spec.attach.mode is AttachMode.WEBHOOK:
+        yield f"metadata.namespace: no pod of {namespace} gets tiers until its administrator labels it {INJECT_LABEL}=enabled"
+
+
+def _of_others(policy: KVTierPolicy, others: Sequence[KVTierPolicy]) -> Iterator[str]:
     for other in sorted(others, key=lambda each: each.metadata.name):
         if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
             yield (

@@ -10,6 +10,7 @@ from tests.unit.webhook.world import SERVING, body, disk, policy_document, quest
 
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.settings import Settings
 from kvtier_operator.testing.policies import changed, complete_policy
 from kvtier_operator.testing.refused import REFUSED, RefusedCase
 from kvtier_operator.webhook import review
@@ -25,11 +26,14 @@ def examined(
     document: dict[str, Any],
     others: list[dict[str, Any]] | None = None,
     allowed: list[AllowedVolume] | None = None,
+    labels: dict[str, str] | None = None,
+    watched: tuple[str, ...] = (),
     **asked: Any,
 ) -> Findings:
     parsed = review.parse(body(question(document, **asked)))
     known = [KVTierPolicy.model_validate(other) for other in others or []]
-    return examine(parsed, known, ALLOWED if allowed is None else allowed)
+    settings = Settings(allowed_volumes=tuple(ALLOWED if allowed is None else allowed), watch_namespaces=watched)
+    return examine(parsed, known, settings, labels)
 
 
 def ram_and(tier: dict[str, Any], name: str = "chat", **spec: Any) -> dict[str, Any]:
@@ -134,6 +138,15 @@ def test_a_shared_claim_with_another_hash_seed_is_warned_of() -> None:
     assert any("hashSeed" in warning and "7" in warning for warning in found.warnings)
     same = ram_and(copy.deepcopy(claim), "other", **elsewhere)
     assert not any("hashSeed" in warning for warning in examined(ram_and(claim), [same]).warnings)
+
+
+def test_a_namespace_that_nobody_labelled_or_watches_is_warned_of() -> None:
+    assert examined(policy_document(), labels={"kvtier.io/inject": "enabled"}) == Findings()
+    (warning,) = examined(policy_document(), labels={}).warnings
+    assert "kvtier.io/inject=enabled" in warning
+    assert not examined(policy_document(attach={"mode": "ConfigMapOnly"}), labels={}).warnings
+    (warning,) = examined(policy_document(), watched=("elsewhere",)).warnings
+    assert "does not look at serving" in warning
 
 
 def test_other_objects_and_operations_are_nobodys_business() -> None:
