@@ -26,6 +26,7 @@ from kvtier_operator.process.health import Health
 from kvtier_operator.process.logs import about
 from kvtier_operator.reconcile import findings, pods
 from kvtier_operator.reconcile.apply import Refused, carry_out, concerns_storage
+from kvtier_operator.reconcile.certificates import keep_certificates
 from kvtier_operator.reconcile.drift import is_leaving
 from kvtier_operator.reconcile.facts import Finding, PlanFacts
 from kvtier_operator.reconcile.metrics import ControllerMetrics
@@ -37,7 +38,7 @@ from kvtier_operator.reconcile.sweep import sweep
 from kvtier_operator.reconcile.tokens import Tokens
 from kvtier_operator.reconcile.triggers import Triggers
 from kvtier_operator.reconcile.watches import watches
-from kvtier_operator.settings import Settings
+from kvtier_operator.settings import CertificateMode, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,8 @@ class Controller:
             self._reports.run(stop),
             self._follow(),
         ]
+        if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
+            parts.append(keep_certificates(self._client, self._settings, stop, metrics=self._metrics))
         running = [asyncio.ensure_future(each) for each in (*parts, _until(stop))]
         try:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -275,12 +278,17 @@ class Controller:
 
     async def _sweep(self) -> None:
         try:
-            removed = await sweep(self.cache, self._client, self.triggers.lives)
+            removed = await sweep(self.cache, self._client, self._lives)
         except ApiError as error:
             self._metrics.errors.labels(error.reason or str(error.status)).inc()
             logger.warning("what dead policies left could not be removed: %s", error)
             return
         self._metrics.removed.inc(removed)
+
+    def _lives(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether what was made for that policy is to be left: it lives, or is not ours to judge."""
+        watched = self._settings.watch_namespaces
+        return (bool(watched) and namespace not in watched) or self.triggers.lives(namespace, name, uid)
 
     async def _beat(self) -> None:
         while True:

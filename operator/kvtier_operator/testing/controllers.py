@@ -180,7 +180,8 @@ async def belongings(client: ApiClient, namespace: str) -> dict[str, Any]:
             body = {key: value for key, value in each.items() if key not in ("metadata", "status")}
             if kind is SECRETS:
                 body["data"] = dict.fromkeys(each["data"], "random")
-            kept = {key: metadata.get(key) for key in ("labels", "ownerReferences", "deletionTimestamp")}
+            kept = {key: metadata.get(key) for key in ("labels", "ownerReferences")}
+            kept["leaving"] = "deletionTimestamp" in metadata
             found[f"{kind.kind} {metadata['name']}"] = {**body, "metadata": kept}
     text = json.dumps(found, sort_keys=True).replace(namespace, "NAMESPACE")
     for uid, name in uids.items():

@@ -1,0 +1,380 @@
+"""The controller when it is killed, refused, kept waiting, cut off or doubled: it comes to the same objects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvtier_operator.cluster.cache import Change, Pace, Watch, WatchedCache
+from kvtier_operator.cluster.client import ApiClient, Limits, Page, WatchEvent, connect
+from kvtier_operator.cluster.contract import CONFIG_MAPS, POLICIES, ApiError, Kind, Object
+from kvtier_operator.cluster.credentials import from_kubeconfig
+from kvtier_operator.testing import controllers
+from kvtier_operator.testing.controllers import (
+    belongings,
+    condition,
+    file_tier,
+    policy,
+    running,
+    settings,
+    settled,
+    until,
+)
+from kvtier_operator.testing.faults import Call, Fault, FaultyClient, KilledError
+from kvtier_operator.testing.proxy import Proxy
+
+EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
+OTHER = file_tier("other", {"nfs": {"server": "nas.example", "path": "/kv/other"}})
+SECTIONS = {
+    "storage": {"createVolumes": True},
+    "allowedVolumes": [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}],
+}
+BESIDE = 4
+"""Lives that are told side by side."""
+
+
+@pytest.fixture(scope="session")
+def cluster(kubernetes_cluster: Any) -> Any:
+    async def prepare() -> None:
+        async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
+            await controllers.install_definition(client)
+
+    asyncio.run(prepare())
+    return kubernetes_cluster
+
+
+async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, Any], list[Call]]:
+    """A policy that is made and then changed in everything, while the controller meets the faults. Killed, it is
+    started again. Returns what there is at the end, and the calls.
+    """
+    namespace = await controllers.make_namespace(client, "life")
+    chosen = settings(namespace, **SECTIONS)
+    calls: list[Call] = []
+    steps = [
+        policy(namespace, tiers=[EXPORT], attach={"mode": "ConfigMapOnly"}),
+        policy(namespace, tiers=[OTHER], attach={"mode": "Webhook"}, minLoadTokens=99),
+    ]
+    try:
+        for body in steps:
+            await client.apply(POLICIES, body)
+            pending = {number - len(calls): fault for number, fault in faults.items() if number > len(calls)}
+            while True:
+                faulty = FaultyClient(client, pending)
+                async with running(faulty, chosen) as controller:
+                    await _settled_or_killed(controller, client, namespace, faulty)
+                calls += faulty.calls
+                if not faulty.dead:
+                    break
+                pending = {}
+        return await belongings(client, namespace), calls
+    finally:
+        await controllers.drop_namespace(client, namespace)
+
+
+async def _settled_or_killed(controller: Any, client: ApiClient, namespace: str, faulty: FaultyClient) -> None:
+    resting = asyncio.ensure_future(settled(controller, client, namespace))
+    while not resting.done() and not faulty.dead:
+        await asyncio.wait({resting}, timeout=0.05)
+    if faulty.dead:
+        resting.cancel()
+        await asyncio.gather(resting, return_exceptions=True)
+    else:
+        resting.result()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
+    async def story() -> tuple[dict[str, Any], list[Call]]:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            return await _life(client, {})
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in Fault if fault is not Fault.FORBIDDEN], ids=lambda fault: fault.value
+)
+def test_whatever_happens_to_any_call_the_objects_are_the_same_in_the_end(
+    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
+) -> None:
+    """Every call of a policy's life, one after the other; after a kill the operator starts anew."""
+    expected, calls = undisturbed
+    if fault is Fault.SLOW:
+        numbers = [list(range(1, len(calls) + 1))]  # all of them in one life
+    else:
+        numbers = [[number] for number in range(1, len(calls) + 1)]
+
+    async def one(client: ApiClient, places: asyncio.Semaphore, struck: list[int]) -> None:
+        async with places:
+            found, made = await _life(client, dict.fromkeys(struck, fault))
+            what = [str(call) for number, call in enumerate(made, start=1) if number in struck]
+            assert found == expected, f"{fault} at {what}: {_difference(expected, found)}"
+
+    async def story() -> None:
+        places = asyncio.Semaphore(BESIDE)
+        async with connect(cluster.kubeconfig, cluster.context) as client, asyncio.TaskGroup() as group:
+            for struck in numbers:
+                group.create_task(one(client, places, struck))
+
+    asyncio.run(story())
+
+
+def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    return json.dumps(
+        {
+            key: [expected.get(key), found.get(key)]
+            for key in expected.keys() | found.keys()
+            if expected.get(key) != found.get(key)
+        }
+    )
+
+
+def test_two_controllers_by_accident_come_to_the_same_objects_and_to_rest(
+    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "two")
+            chosen = settings(namespace, **SECTIONS)
+            left, right = FaultyClient(client), FaultyClient(client)
+            async with running(left, chosen) as first, running(right, chosen) as second:
+                for body in (
+                    policy(namespace, tiers=[EXPORT], attach={"mode": "ConfigMapOnly"}),
+                    policy(namespace, tiers=[OTHER], attach={"mode": "Webhook"}, minLoadTokens=99),
+                ):
+                    await client.apply(POLICIES, body)
+                    await asyncio.gather(settled(first, client, namespace), settled(second, client, namespace))
+                await asyncio.sleep(0.5)
+                count = len(left.calls) + len(right.calls)
+                await asyncio.sleep(1.5)
+                assert len(left.calls) + len(right.calls) == count, "they do not undo each other's work"
+                assert await belongings(client, namespace) == undisturbed[0]
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+class _Gone:
+    """Pages and watches of a client. Once ``away``, a watch brings nothing until ``back``, and then that its version is
+    gone: as an answer to the request, or as an event of the stream.
+    """
+
+    def __init__(self, client: ApiClient, *, as_event: bool) -> None:
+        self._client = client
+        self._as_event = as_event
+        self.away = False
+        self.waiting = asyncio.Event()
+        self.back = asyncio.Event()
+
+    async def page(self, kind: Kind, namespace: str | None = None, **options: Any) -> Page:
+        return await self._client.page(kind, namespace, **options)
+
+    async def watch(
+        self, kind: Kind, namespace: str | None, resource_version: str, **options: Any
+    ) -> AsyncIterator[WatchEvent]:
+        if self.away:
+            self.away = False
+            self.waiting.set()
+            await self.back.wait()
+            message = f"too old resource version: {resource_version}"
+            if not self._as_event:
+                raise ApiError(410, "Expired", message)
+            yield WatchEvent("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": message})
+            return
+        async for event in self._client.watch(kind, namespace, resource_version, **options):
+            yield event
+
+
+@pytest.mark.parametrize("as_event", [True, False], ids=["event", "answer"])
+def test_a_version_that_is_gone_is_followed_by_a_list_that_leaves_no_ghosts(cluster: Any, as_event: bool) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "gone")
+            await _config_map(client, namespace, "kept")
+            ghost = await _config_map(client, namespace, "ghost")
+            changes: list[tuple[str, Change]] = []
+            source = _Gone(client, as_event=as_event)
+            source.away = True
+            cache = WatchedCache(
+                source,
+                [Watch(CONFIG_MAPS, (namespace,), labels="test=yes")],
+                lambda kind, found, change: changes.append((found["metadata"]["name"], change)),
+                pace=Pace(first_pause_seconds=0.05),
+            )
+            following = asyncio.ensure_future(cache.run())
+            await cache.wait_synced()
+            await source.waiting.wait()
+            assert {each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)} == {"kept", "ghost"}
+            # While nobody watches one object goes, one comes, and one is made again under its name.
+            kept = cache.get(CONFIG_MAPS, namespace, "kept")
+            await client.delete(CONFIG_MAPS, namespace, "ghost", uid=ghost["metadata"]["uid"])
+            await client.delete(CONFIG_MAPS, namespace, "kept", uid=kept["metadata"]["uid"] if kept else "")
+            await _config_map(client, namespace, "kept")
+            await _config_map(client, namespace, "fresh")
+            changes.clear()
+            source.back.set()
+
+            async def right() -> bool:
+                return {each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)} == {"kept", "fresh"}
+
+            await until("the cache is right again", right)
+            assert sorted(changes) == [
+                ("fresh", Change.ADDED),
+                ("ghost", Change.DELETED),
+                ("kept", Change.ADDED),
+                ("kept", Change.DELETED),
+            ]
+            await _config_map(client, namespace, "later")
+
+            async def follows() -> bool:
+                return cache.get(CONFIG_MAPS, namespace, "later") is not None
+
+            await until("the cache follows again", follows)
+            following.cancel()
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+async def _config_map(client: ApiClient, namespace: str, name: str) -> Object:
+    metadata = {"name": name, "namespace": namespace, "labels": {"test": "yes"}}
+    return await client.create(CONFIG_MAPS, namespace, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+
+
+def test_objects_that_go_while_a_long_list_is_read_page_by_page_are_not_kept(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "pages")
+            for number in range(7):
+                await _config_map(client, namespace, f"m{number}")
+            watch = Watch(CONFIG_MAPS, (namespace,), labels="test=yes")
+            cache = WatchedCache(client, [watch], pace=Pace(page_objects=2))
+            following = asyncio.ensure_future(cache.run())
+            await cache.wait_synced()
+            assert len(cache.list(CONFIG_MAPS, namespace)) == 7
+            assert len(cache.list(CONFIG_MAPS)) == 7
+            assert cache.get(CONFIG_MAPS, namespace, "m3") is not None
+            assert cache.get(CONFIG_MAPS, "default", "m3") is None
+            assert all("managedFields" not in each["metadata"] for each in cache.list(CONFIG_MAPS))
+            following.cancel()
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_a_connection_that_dies_without_a_word_is_noticed_and_the_controller_goes_on(cluster: Any) -> None:
+    async def story() -> None:
+        access = from_kubeconfig(cluster.kubeconfig, cluster.context)
+        async with connect(cluster.kubeconfig, cluster.context) as client, Proxy(access.server) as proxy:
+            namespace = await controllers.make_namespace(client, "silent")
+            await client.apply(POLICIES, policy(namespace))
+            limits = Limits(deadline_seconds=2, attempt_seconds=1)
+            pace = replace(controllers.QUICK, idle_seconds=1.0, watch_seconds=30)
+            async with (
+                ApiClient(replace_server(access, proxy.server), limits) as through,
+                running(through, settings(namespace), pace=pace) as controller,
+            ):
+                await settled(controller, client, namespace)
+                proxy.fall_silent()
+                await client.patch(POLICIES, namespace, "chat", {"spec": {"minLoadTokens": 77}})
+                await asyncio.sleep(2.5)
+                assert controller.cache.problems(stale_seconds=1.0), "silence is a problem that readiness can show"
+                proxy.cut()
+                proxy.speak()
+                await settled(controller, client, namespace)
+                assert not controller.cache.problems()
+            live = json.loads((await client.get(CONFIG_MAPS, namespace, "chat-live"))["data"]["live.json"])
+            assert live["minLoadTokens"] == 77
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def replace_server(access: Any, server: str) -> Any:
+    access.server = server
+    return access
+
+
+def test_a_slow_api_server_delays_and_changes_nothing(
+    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+) -> None:
+    async def story() -> None:
+        access = from_kubeconfig(cluster.kubeconfig, cluster.context)
+        async with connect(cluster.kubeconfig, cluster.context) as client, Proxy(access.server) as proxy:
+            namespace = await controllers.make_namespace(client, "slow")
+            proxy.delay_seconds = 0.2
+            async with (
+                ApiClient(replace_server(access, proxy.server)) as through,
+                running(through, settings(namespace, **SECTIONS)) as controller,
+            ):
+                for body in (
+                    policy(namespace, tiers=[EXPORT], attach={"mode": "ConfigMapOnly"}),
+                    policy(namespace, tiers=[OTHER], attach={"mode": "Webhook"}, minLoadTokens=99),
+                ):
+                    await client.apply(POLICIES, body)
+                    await settled(controller, client, namespace)
+            assert await belongings(client, namespace) == undisturbed[0]
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_what_the_api_server_refuses_is_reported_and_tried_again(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "refused")
+            await client.apply(POLICIES, policy(namespace, tiers=[EXPORT]))
+            refusing = FaultyClient(client, every=_refuse_claims)
+            async with running(refusing, settings(namespace, **SECTIONS)) as controller:
+                found = await settled(controller, client, namespace)
+                storage = condition(found, "StorageReady")
+                assert (storage["status"], storage["reason"]) == ("False", "ApplyRefused")
+                claim = next(call.name for call in refusing.calls if call.verb == "apply" and "shared" in call.name)
+                assert storage["message"].endswith(
+                    "the API server refused it: injected: apply PersistentVolumeClaim "
+                    f"{namespace}/{claim.removeprefix(f'kvtier-{namespace}-')}"
+                )
+                assert condition(found, "Ready")["status"] == "False"
+                assert condition(found, "Accepted")["status"] == "True"
+                assert not await _missing(client, CONFIG_MAPS, namespace, "chat-live"), "the rest is applied"
+                refusing.every = lambda call: None
+                controller.queue.add((namespace, "chat"))
+
+                async def made() -> bool:
+                    found = await settled(controller, client, namespace)
+                    return condition(found, "StorageReady")["reason"] == "ClaimPending"
+
+                await until("the claim is made once nothing is in the way", made)
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def _refuse_claims(call: Call) -> Fault | None:
+    return Fault.FORBIDDEN if call.verb == "apply" and call.kind.kind == "PersistentVolumeClaim" else None
+
+
+async def _missing(client: ApiClient, kind: Kind, namespace: str, name: str) -> bool:
+    try:
+        await client.get(kind, namespace, name)
+    except ApiError as error:
+        return error.status == 404
+    return False
+
+
+def test_a_killed_controller_is_not_mistaken_for_one_that_works(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            faulty = FaultyClient(client, {1: Fault.KILLED_BEFORE})
+            with pytest.raises(KilledError):
+                await faulty.get(POLICIES, "default", "none")
+            with pytest.raises(KilledError):
+                await faulty.get(POLICIES, "default", "none")
+            assert len(faulty.calls) == 1
+
+    asyncio.run(story())
