@@ -103,19 +103,17 @@ def node_api(node_cluster: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def node_images(node_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The chart's values that name the images of operator and sidecar, which are on the node, as is the stand-in engine's."""
-    return dict(_beside("operators").load_images(node_cluster, tmp_path_factory.mktemp("images"), stand_in=True))
+def node_images(node_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The images that ship are on the node, under the names that the chart's values have."""
+    _beside("operators").load_images(node_cluster, tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
 def operator_on_node(
-    node_cluster: Any, node_api: Any, node_images: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    node_cluster: Any, node_api: Any, node_images: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """The operator, installed by the chart for the tests of one file (``operators.Installed``)."""
-    with _beside("operators").installed(
-        node_cluster, node_api, node_images, tmp_path_factory.mktemp("storage")
-    ) as found:
+    with _beside("operators").installed(node_cluster, node_api, tmp_path_factory.mktemp("storage")) as found:
         yield found
 
 

@@ -24,20 +24,11 @@ QUICK = {
 """Periods for tests: nobody wants to wait half a minute for a status."""
 
 
-def load_images(cluster: Any, home: Path, *, stand_in: bool = False) -> dict[str, Any]:
-    """Makes the images (the stand-in engine's where asked), puts them on the node, and gives the chart's values that name them."""
-    operator, payload = images.operator(home), images.payload(home)
-    for image in (operator, payload, *([images.stand_in(home)] if stand_in else ())):
-        cluster.load(image.archive)
-        image.archive.unlink()
-    return {
-        "images": {
-            "operator": operator.reference,
-            "payload": payload.reference,
-            "tierd": payload.reference,
-            "pullPolicy": "Never",
-        }
-    }
+def load_images(cluster: Any, home: Path) -> None:
+    """Makes the images that ship and puts them on the node, under the names that the chart's values have."""
+    for archive in images.shipped(home):
+        cluster.load(archive)
+        archive.unlink()
 
 
 def storage(home: Path, *names: str) -> list[Path]:
@@ -81,7 +72,9 @@ class Installed:
         """A namespace whose pods may be given tiers; gone, with all its pods, when the block ends."""
         make_namespace(self.api, name, {"kvtier.io/inject": "enabled", **(labels or {})})
         try:
-            yield Place(self.cluster, self.api, name)
+            place = Place(self.cluster, self.api, name)
+            place.prepare()
+            yield place
         finally:
             path = f"/api/v1/namespaces/{name}"
             self.api.request("DELETE", path)
@@ -94,10 +87,10 @@ class Installed:
 
 
 @contextlib.contextmanager
-def installed(cluster: Any, api: Any, image_values: dict[str, Any], home: Path) -> Iterator[Installed]:
+def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
     """The chart's release for as long as the block runs; every directory below ``home`` is allowed."""
     allowed = [{"namespaces": ["*"], "hostPath": str(home)}, {"namespaces": ["*"], "nfs": DEAD_EXPORT}]
-    values = {**QUICK, **image_values, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
+    values = {**QUICK, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
     with Release(cluster.kubeconfig, cluster.context) as release:
         try:
             install(cluster, release, values)

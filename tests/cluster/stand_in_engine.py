@@ -115,3 +115,7 @@ def main() -> int:
     print("stand-in engine listens", Handler.engine.seen(), flush=True)
     server.serve_forever()
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

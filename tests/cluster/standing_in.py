@@ -39,14 +39,17 @@ def deployment(
                     "containers": [
                         {
                             "name": CONTAINER,
-                            "image": images.STAND_IN,
+                            "image": images.PAYLOAD,
                             "imagePullPolicy": "Never",
-                            "command": ["/usr/local/bin/stand-in"],
+                            # A command that tells of vLLM, as an engine's does.
+                            "command": ["/usr/local/bin/python3", "/stand-in/stand_in_engine.py", "vllm", "serve"],
+                            "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
                             "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 1},
                             "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "10m", "memory": "64Mi"}},
                             **(container or {}),
                         }
                     ],
+                    "volumes": [{"name": "stand-in", "configMap": {"name": "stand-in"}}],
                     **(pod or {}),
                 },
             },
@@ -88,6 +91,18 @@ class Place:
 
     def __init__(self, cluster: Any, api: Any, namespace: str) -> None:
         self._cluster, self._api, self.namespace = cluster, api, namespace
+
+    def prepare(self) -> None:
+        """Gives the namespace what pods of the stand-in engine mount."""
+        text = Path(__file__).with_name("stand_in_engine.py").read_text(encoding="utf-8")
+        self.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "stand-in"},
+                "data": {"stand_in_engine.py": text},
+            }
+        )
 
     def apply(self, *bodies: Mapping[str, Any]) -> None:
         """`kubectl apply` of objects of this namespace."""

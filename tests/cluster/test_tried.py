@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import images
 import pytest
 
 pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
@@ -69,8 +70,7 @@ def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
 def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
-    images = operator_on_node.values["images"]
-    operator_on_node.upgrade(images={**images, "tierd": "registry.local/none:1"})
+    operator_on_node.upgrade(images={"tierd": "registry.local/none:1"})
     try:
         with operator_on_node.namespace("image-missing") as place:
             place.apply_policy(engines.policy())
@@ -82,14 +82,17 @@ def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
             assert [entry["kind"] for entry in suspended] == ["ReplicaSet"] or suspended[0]["kind"] == "Deployment"
             assert place.condition("Attached")["status"] == "False"
     finally:
-        operator_on_node.upgrade(images=images)
+        operator_on_node.upgrade()
 
 
 def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
-    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType, tmp_path: Path
 ) -> None:
-    images = operator_on_node.values["images"]
-    operator_on_node.upgrade(images={**images, "tierd": "registry.local/kvtier-stand-in:test"})
+    archive = images.crashing(tmp_path)
+    if archive is None:
+        pytest.skip("the crashing program is written for x86-64")
+    operator_on_node.cluster.load(archive)
+    operator_on_node.upgrade(images={"tierd": images.CRASHING})
     try:
         with operator_on_node.namespace("sidecar-crashes") as place:
             place.apply_policy(engines.policy())
@@ -99,7 +102,7 @@ def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
             assert not engines.seen(pod)["attached"]
             nodes.wait_for("the policy says so", lambda: place.condition("Attached").get("status") == "False", 60)
     finally:
-        operator_on_node.upgrade(images=images)
+        operator_on_node.upgrade()
 
 
 # What the API server would refuse

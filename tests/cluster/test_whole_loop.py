@@ -17,13 +17,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def loop(node_cluster: Any, node_images: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def loop(node_cluster: Any, node_images: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The loop, run once; and its result."""
     from whole_loop import WholeLoop
 
     from kvtier.cli.demo_display import Display
 
-    done = WholeLoop(node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), node_images)
+    done = WholeLoop(node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), images_loaded=True)
     return done, done.run()
 
 

@@ -64,13 +64,13 @@ class Told:
 
 @dataclass(slots=True)
 class WholeLoop:
-    """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images``: the
-    chart's values that name them where they are on the node already."""
+    """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images_loaded``: they
+    are on the node already."""
 
     cluster: Any
     home: Path
     display: Display
-    images: dict[str, Any] | None = None
+    images_loaded: bool = False
     rows: list[Row] = field(default_factory=list)
     told: Told = field(default_factory=Told)
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -99,10 +99,11 @@ class WholeLoop:
 
     def _install(self, release: Release, directory: Path) -> None:
         with self.display.step("Making the operator's and the sidecar's image, and putting them on the node"):
-            names = self.images or operators.load_images(self.cluster, self.home / "images")
+            if not self.images_loaded:
+                operators.load_images(self.cluster, self.home / "images")
         allowed = [{"namespaces": ["*"], "hostPath": str(directory)}]
         with self.display.step("helm install: operator and webhook run as pods, with the chart's own rights"):
-            operators.install(self.cluster, release, {**operators.QUICK, **names, "allowedVolumes": allowed})
+            operators.install(self.cluster, release, {**operators.QUICK, "allowedVolumes": allowed})
         version = json.loads(self.cluster.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
         self.facts["kubernetes_version"] = version
 
