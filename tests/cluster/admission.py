@@ -81,6 +81,12 @@ class WebhookProcess:
         link.rename(self.directory / "..data")
         self.bundle = issued.authority + self.bundle
 
+    def make_secret(self) -> dict[str, str | None]:
+        """The data of a Secret with a new certificate, as the controller would keep it."""
+        issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
+        self.bundle = issued.authority
+        return certificates.secret_data(certificates.Material(issued.certificate, issued.key, issued.authority))
+
     def __enter__(self) -> Self:
         self.start()
         return self
