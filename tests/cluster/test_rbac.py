@@ -1,0 +1,264 @@
+"""The operator with exactly the rights that ship: as processes on this machine, let in by the tokens of the chart's accounts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+
+from charts import NAMESPACE, Release, rendered
+from nodes import make_namespace, ok, wait_for
+
+Settings = dict[str, Any]
+REPOSITORY = Path(__file__).resolve().parents[2]
+CALLS = re.compile(r"^kvtier_operator_api_calls_total\{(?P<labels>.*)\} (?P<count>\S+)$", re.MULTILINE)
+EXPORT = {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
+VALUES = {
+    "storage": {"createVolumes": True},
+    "allowedVolumes": [EXPORT],
+    "controller": {"resyncSeconds": 2, "pollSeconds": 1, "statusBytesSeconds": 1},
+}
+ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/kvtier-controller"
+
+
+@pytest.fixture(scope="module")
+def chart(full_cluster: Any, full_api: Any) -> Iterator[Settings]:
+    """The chart is installed; its settings, for processes on this machine."""
+    with Release(full_cluster.kubeconfig, full_cluster.context) as release:
+        try:
+            objects = rendered(release.install(VALUES))
+            settings = next(body for body in objects if body["kind"] == "ConfigMap")["data"]["settings.yaml"]
+            yield yaml.safe_load(settings)
+        finally:
+            release.uninstall()
+            full_cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found")
+
+
+class Process:
+    """One of the operator's two processes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self._port, self._log = process, port, log
+
+    def metrics(self) -> str:
+        """Its /metrics; empty before it listens."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def ready(self) -> bool:
+        """Whether /readyz says so."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/readyz", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def calls(self, code: str) -> dict[tuple[str, str], int]:
+        """Calls to the API server that were answered with ``code``, by verb and kind."""
+        found: dict[tuple[str, str], int] = {}
+        for match in CALLS.finditer(self.metrics()):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
+            if labels["code"] == code:
+                found[labels["verb"], labels["kind"]] = int(float(match["count"]))
+        return found
+
+    def log(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+@contextlib.contextmanager
+def operator(component: str, cluster: Any, api: Any, settings: Settings, home: Path) -> Iterator[Process]:
+    """``kvtier-operator COMPONENT`` as the chart's account."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    here = {**settings, "monitoring": {"host": "127.0.0.1", "port": port}}
+    here["webhook"] = {**settings["webhook"], "host": "127.0.0.1", "port": 0, "drainSeconds": 0}
+    (home / "settings.yaml").write_text(yaml.safe_dump(here))
+    config, log = home / "kubeconfig", home / "log"
+    config.write_text(yaml.safe_dump(_kubeconfig(cluster, api, f"kvtier-{component}")))
+    command = [sys.executable, "-m", "kvtier_operator.main", component]
+    command += ["--settings", str(home / "settings.yaml"), "--kubeconfig", str(config), "--log-format", "text"]
+    paths = f"{REPOSITORY / 'connector'}:{REPOSITORY / 'operator'}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": paths}, start_new_session=True
+        )
+    found = Process(process, port, log)
+    try:
+        try:
+            wait_for(f"the {component} is ready", lambda: found.ready() or process.poll() is not None, 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {found.log()}") from None
+        assert process.poll() is None, found.log()
+        yield found
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _kubeconfig(cluster: Any, api: Any, account: str) -> dict[str, Any]:
+    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    token = ok(api.request("POST", path, request))["status"]["token"]
+    config = yaml.safe_load(Path(cluster.kubeconfig).read_text())
+    server = config["clusters"][0]["cluster"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "account",
+        "clusters": [{"name": "account", "cluster": server}],
+        "users": [{"name": "account", "user": {"token": token}}],
+        "contexts": [{"name": "account", "context": {"cluster": "account", "user": "account"}}],
+    }
+
+
+def policy(namespace: str, name: str, *tiers: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
+    memory = {"name": "ram", "memory": {"capacity": "1Gi"}}
+    return {
+        "apiVersion": "kvtier.io/v1alpha1",
+        "kind": "KVTierPolicy",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"podSelector": {"matchLabels": {"app": name}}, "tiers": [memory, *map(dict, tiers)], **spec},
+    }
+
+
+def files(volume: Mapping[str, Any], name: str = "disk") -> dict[str, Any]:
+    return {"name": name, "fileSystem": {"capacity": "1Gi", "sharing": "Cluster", "volume": dict(volume)}}
+
+
+NFS = {"nfs": {"server": "nas.example", "path": "/kv/a"}}
+CLAIM = {"claimTemplate": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
+
+
+def _accepted(api: Any, namespace: str, name: str) -> str:
+    path = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies/{name}"
+    conditions = ok(api.request("GET", path)).get("status", {}).get("conditions", ())
+    return next((str(each["status"]) for each in conditions if each["type"] == "Accepted"), "")
+
+
+def _exists(api: Any, path: str) -> bool:
+    return bool(api.request("GET", path)[0] == 200)
+
+
+def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
+    chart: Settings, full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path
+) -> None:
+    api, namespace = full_api, make_namespace(full_api, "rights", {"kvtier.io/inject": "enabled"})
+    policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
+    core = f"/api/v1/namespaces/{namespace}"
+    with (
+        nodes.FakeNode(api, "rights-node"),
+        operator("controller", full_cluster, api, chart, tmp_path) as controller,
+    ):
+        ok(api.request("POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))))
+        ok(api.request("POST", policies, policy(namespace, "written", attach={"mode": "ConfigMapOnly"})))
+        wait_for(
+            "both are accepted", lambda: {_accepted(api, namespace, each) for each in ("chat", "written")} == {"True"}
+        )
+        for path in ("configmaps/chat-live", "secrets/chat-token", "configmaps/written-structural"):
+            wait_for(path, lambda path=path: _exists(api, f"{core}/{path}"))
+        wait_for("an NFS volume", lambda: _volumes(api, namespace) == 1)
+        # A pod that the policy governs and that was not asked about: found and told of.
+        pod = {
+            "metadata": {"name": "missed", "labels": {"app": "chat"}},
+            "spec": {"containers": [{"name": "vllm", "image": "x"}]},
+        }
+        ok(api.request("POST", f"{core}/pods", pod))
+        wait_for("it is bound", lambda: api.request("GET", f"{core}/pods/missed")[1]["spec"].get("nodeName"))
+        nodes.run_pod(api, namespace, "missed")
+        wait_for("the policy counts it", lambda: _status(api, policies, "chat").get("pods", {}).get("selected") == 1)
+        wait_for("Events", lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200)
+        # A live value changes, the structure changes, the policy goes, and its volume with the resync.
+        change = {"spec": {"minLoadTokens": 1024}}
+        merge = "application/merge-patch+json"
+        ok(api.request("PATCH", f"{policies}/chat", change, content_type=merge))
+        wait_for("live values", lambda: '"minLoadTokens": 1024' in json.dumps(json.loads(_live(api, core))))
+        ok(api.request("DELETE", f"{policies}/chat"))
+        wait_for("the token goes", lambda: not _exists(api, f"{core}/secrets/chat-token"))
+        hooks = "/apis/admissionregistration.k8s.io/v1/{}webhookconfigurations/kvtier"
+        for kind in ("mutating", "validating"):
+            assert "caBundle" in api.request("GET", hooks.format(kind))[1]["webhooks"][0]["clientConfig"]
+        assert controller.calls("403") == {}, controller.log()
+        done = {verb for verb, _ in controller.calls("200")} | {verb for verb, _ in controller.calls("201")}
+        assert {"list", "watch", "get"} <= done
+    api.request("DELETE", core)
+
+
+def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
+    chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
+) -> None:
+    api, namespace = full_api, make_namespace(full_api, "cut", {"kvtier.io/inject": "enabled"})
+    policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
+    role = ok(api.request("GET", ROLE))
+    cut = [_without_create(rule) if "configmaps" in rule["resources"] else rule for rule in role["rules"]]
+    merge = "application/merge-patch+json"
+    ok(api.request("PATCH", ROLE, {"rules": cut}, content_type=merge))
+    try:
+        with operator("controller", full_cluster, api, chart, tmp_path) as controller:
+            ok(api.request("POST", policies, policy(namespace, "chat")))
+            wait_for("a call is forbidden", lambda: any(kind == "ConfigMap" for _, kind in controller.calls("403")))
+            forbidden = {kind for _, kind in controller.calls("403")}
+            assert forbidden == {"ConfigMap"}, controller.log()
+            # Nothing else suffers, and with the right back it is made good without a restart.
+            wait_for("the token", lambda: _exists(api, f"/api/v1/namespaces/{namespace}/secrets/chat-token"))
+            ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=merge))
+            live = f"/api/v1/namespaces/{namespace}/configmaps/chat-live"
+            wait_for("the live values", lambda: _exists(api, live), 90)
+    finally:
+        ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=merge))
+        api.request("DELETE", f"/api/v1/namespaces/{namespace}")
+
+
+def test_the_webhook_answers_with_the_rights_that_ship(
+    chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "controller").mkdir()
+    (tmp_path / "webhook").mkdir()
+    with (
+        operator("controller", full_cluster, full_api, chart, tmp_path / "controller"),
+        operator("webhook", full_cluster, full_api, chart, tmp_path / "webhook") as webhook,
+    ):
+        assert webhook.calls("403") == {}, webhook.log()
+        written = {verb for verb, _ in {**webhook.calls("200"), **webhook.calls("201")}}
+        assert written <= {"get", "list", "watch"}
+
+
+def _without_create(rule: Mapping[str, Any]) -> dict[str, Any]:
+    return {**rule, "verbs": [verb for verb in rule["verbs"] if verb not in ("create", "patch")]}
+
+
+def _status(api: Any, policies: str, name: str) -> dict[str, Any]:
+    return dict(ok(api.request("GET", f"{policies}/{name}")).get("status", {}))
+
+
+def _live(api: Any, core: str) -> str:
+    return str(ok(api.request("GET", f"{core}/configmaps/chat-live"))["data"]["live.json"])
+
+
+def _volumes(api: Any, namespace: str) -> int:
+    found = ok(api.request("GET", "/api/v1/persistentvolumes"))["items"]
+    return sum(body["spec"].get("claimRef", {}).get("namespace") == namespace for body in found)
