@@ -168,6 +168,8 @@ def settle_seconds(renew_before_seconds: float) -> float:
 
 def problem(material: Material, names: Sequence[str], now: float) -> str:
     """Why the serving pair cannot be used, in one sentence; empty where it can."""
+    if not material.certificate and not material.key:
+        return "there was no certificate"
     try:
         certificate = x509.load_pem_x509_certificate(material.certificate)
         key = serialization.load_pem_private_key(material.key, None)
@@ -219,6 +221,14 @@ def secret_data(material: Material) -> dict[str, str | None]:
         NEXT_KEY: material.next_key,
     }
     return {name: base64.b64encode(part).decode() if part else None for name, part in parts.items()}
+
+
+def from_bundle_field(field: str) -> bytes:
+    """What a ``clientConfig.caBundle`` holds; empty where it holds nothing that can be read."""
+    try:
+        return base64.b64decode(field, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
 
 
 def bundle_field(bundle: bytes) -> str:

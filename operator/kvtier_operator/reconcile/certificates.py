@@ -94,6 +94,10 @@ class CertificateKeeper:
         self._client = client
         self._settings = settings
         self._options = settings.webhook.certificates
+        self._configurations = (
+            (MUTATING_WEBHOOKS, self._options.mutating_configuration),
+            (VALIDATING_WEBHOOKS, self._options.validating_configuration),
+        )
         self._names = certificates.server_names(settings)
         self._wall_clock = wall_clock
         self._seen_since: tuple[str, float] = ("", 0.0)
@@ -104,8 +108,11 @@ class CertificateKeeper:
         for _ in range(MAX_ROUNDS):
             secret = await self._read()
             material = certificates.from_secret(secret)
+            if material is None:
+                # Replicas go on showing what they had until they see the new Secret: its CA stays trusted.
+                material = Material(b"", b"", await self._trusted())
             # First the bundle that is there, so that a step never runs ahead of what API servers trust.
-            spread = material is not None and await self._spread(material)
+            spread = bool(material.certificate) and await self._spread(material)
             step = certificates.step(
                 material,
                 self._names,
@@ -146,6 +153,25 @@ class CertificateKeeper:
             raise
         return True
 
+    async def _trusted(self) -> bytes:
+        """The CAs that API servers trust at the moment."""
+        found: list[bytes] = []
+        for kind, name in self._configurations:
+            configuration = await self._configuration(kind, name)
+            for hook in (configuration or {}).get("webhooks") or ():
+                bundle = certificates.from_bundle_field(_bundle(hook))
+                if bundle not in found:
+                    found.append(bundle)
+        return b"".join(found)
+
+    async def _configuration(self, kind: Kind, name: str) -> Object | None:
+        try:
+            return await self._client.get(kind, None, name)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
     async def _spread(self, material: Material) -> bool:
         """Whether both configurations have had this bundle for long enough; gives it to those that have another."""
         if not material.bundle or not certificates.trusts(material.bundle):
@@ -153,10 +179,7 @@ class CertificateKeeper:
             return False
         field = certificates.bundle_field(material.bundle)
         there = True
-        for kind, name in (
-            (MUTATING_WEBHOOKS, self._options.mutating_configuration),
-            (VALIDATING_WEBHOOKS, self._options.validating_configuration),
-        ):
+        for kind, name in self._configurations:
             there = await self._bundled(kind, name, field) and there
         now = self._wall_clock()
         if not there or self._seen_since[0] != field:
@@ -165,13 +188,10 @@ class CertificateKeeper:
 
     async def _bundled(self, kind: Kind, name: str, field: str) -> bool:
         """Whether it was there already."""
-        try:
-            found = await self._client.get(kind, None, name)
-        except ApiError as error:
-            if error.status == 404:
-                # Not installed (yet): nobody asks, so nobody has to trust.
-                return True
-            raise
+        found = await self._configuration(kind, name)
+        if found is None:
+            # Not installed (yet): nobody asks, so nobody has to trust.
+            return True
         stale = [hook for hook in found.get("webhooks") or () if _bundle(hook) != field]
         if not stale:
             return True

@@ -45,9 +45,6 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-UNCHANGED = Verdict("Unchanged")
-
-
 def question(review: Review, knowledge: Knowledge, settings: Settings) -> Question | None:
     """What is to be decided; None where nothing is: another object, another operation, a pod that no policy governs."""
     if (review.group, review.kind, review.operation, review.sub_resource) != ("", "Pod", "CREATE", ""):

@@ -205,6 +205,19 @@ def test_a_secret_with_wrong_content_is_filled(data: Mapping[str, str]) -> None:
     assert server.right(clock)
 
 
+def test_a_secret_that_was_deleted_is_made_again_and_replicas_with_the_old_certificate_stay_trusted() -> None:
+    server, clock = Server(), Clock()
+    keeping = keeper(server, clock)
+    rounds(keeping)
+    first = server.material
+    del server.objects[SECRETS, SECRET]
+    rounds(keeping)
+    assert server.right(clock)
+    old = certificates.Material(first.certificate, first.key, server.material.bundle)
+    assert server.material.certificate != first.certificate
+    assert not certificates.problem(old, certificates.server_names(SETTINGS), clock())
+
+
 def test_an_expired_certificate_is_replaced_at_once() -> None:
     server, clock = Server(), Clock()
     rounds(keeper(server, clock))
