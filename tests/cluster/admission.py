@@ -6,6 +6,7 @@ import contextlib
 import copy
 import http.client
 import os
+import secrets
 import signal
 import socket
 import ssl
@@ -57,6 +58,10 @@ class WebhookProcess:
         webhook.setdefault("drainSeconds", 0.2)
         webhook.update(host="127.0.0.1", port=self.port)
         chosen = webhook.setdefault("certificates", {"mode": "Mounted"})
+        # Beside what a chart has installed: "kvtier" itself is the chart's.
+        name = f"kvtier-{secrets.token_hex(3)}"
+        for configuration in ("mutatingConfiguration", "validatingConfiguration"):
+            chosen.setdefault(configuration, name)
         chosen.update(directory=str(self.directory), extraNames=["127.0.0.1"])
         self._file = home / "settings.yaml"
         self._file.write_text(yaml.safe_dump(document))
