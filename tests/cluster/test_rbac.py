@@ -192,13 +192,14 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
         nodes.run_pod(api, namespace, "missed")
         wait_for("the policy counts it", lambda: _status(api, policies, "chat").get("pods", {}).get("selected") == 1)
         wait_for("Events", lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200)
-        # A live value changes, the structure changes, the policy goes, and its volume with the resync.
+        # A live value changes, what was written for people is no longer wanted, the policy goes.
         change = {"spec": {"minLoadTokens": 1024}}
         merge = "application/merge-patch+json"
         ok(api.request("PATCH", f"{policies}/chat", change, content_type=merge))
         wait_for("live values", lambda: '"minLoadTokens": 1024' in json.dumps(json.loads(_live(api, core))))
+        ok(api.request("PATCH", f"{policies}/written", {"spec": {"attach": {"mode": "Webhook"}}}, content_type=merge))
+        wait_for("what it no longer needs goes", lambda: not _exists(api, f"{core}/configmaps/written-structural"))
         ok(api.request("DELETE", f"{policies}/chat"))
-        wait_for("the token goes", lambda: not _exists(api, f"{core}/secrets/chat-token"))
         hooks = "/apis/admissionregistration.k8s.io/v1/{}webhookconfigurations/kvtier"
         for kind in ("mutating", "validating"):
             assert "caBundle" in api.request("GET", hooks.format(kind))[1]["webhooks"][0]["clientConfig"]
