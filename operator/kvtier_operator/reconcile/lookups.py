@@ -55,12 +55,10 @@ class Lookups:
 
     async def events(self, client: Client, pod: Object) -> Sequence[Object]:
         """Events about a pod."""
-        fields = f"involvedObject.uid={objects.uid(pod)}"
-        namespace = objects.namespace(pod)
-        return (
-            await self._remembered(("events", objects.uid(pod)), lambda: client.list(EVENTS, namespace, fields=fields))
-            or ()
-        )
+        uid, namespace = objects.uid(pod), objects.namespace(pod)
+        fields = f"involvedObject.uid={uid}"
+        found = await self._remembered(("events", uid), lambda: client.list(EVENTS, namespace, fields=fields)) or ()
+        return [event for event in found if (event.get("involvedObject") or {}).get("uid") == uid]
 
     async def template(self, client: Client, namespace: str, owner: Owner) -> Object | None:
         """The pod template of an owner whose pod was refused; None where its kind is not one that may be read."""
