@@ -208,7 +208,10 @@ def _age(policy: KVTierPolicy) -> tuple[str, str]:
 
 def _same_intent(before: Object, after: Object) -> bool:
     left, right = _metadata(before), _metadata(after)
-    same = all(left.get(key) == right.get(key) for key in ("uid", "labels", "annotations", "creationTimestamp"))
+    same = all(
+        left.get(key) == right.get(key)
+        for key in ("uid", "labels", "annotations", "creationTimestamp", "deletionTimestamp")
+    )
     return same and before.get("spec") == after.get("spec")
 
 

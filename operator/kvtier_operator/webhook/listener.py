@@ -156,7 +156,7 @@ class AdmissionServer:
             return "Malformed", 400, {"error": f"more than {review.MAX_BODY_BYTES} bytes"}
         except TimeoutError:
             return "Malformed", 400, {"error": f"no body within {READ_SECONDS:g} s"}
-        except review.MalformedError as error:
+        except (review.MalformedError, web.RequestPayloadError, ConnectionError) as error:
             logger.warning("a request to %s is malformed: %s", request.path, error)
             return "Malformed", 400, {"error": str(error)}
         unchanged = review.allowed(asked.uid)

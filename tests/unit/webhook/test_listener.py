@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import math
 import ssl
@@ -202,6 +203,31 @@ def test_what_is_malformed_is_a_400(path: str, content: bytes) -> None:
             assert status == 400
             assert answer["error"]
             assert asked.counted("Malformed", path) == 1
+            await asked.mutate()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "nonsense"])
+def test_a_body_that_is_not_encoded_as_it_says_harms_nobody(encoding: str) -> None:
+    async def go() -> None:
+        async with running(world()) as asked:
+            headers = {"Content-Encoding": encoding}
+            content = b"\x00garbage" * 100
+            async with asked.session.post(asked.address + "/mutate", data=content, headers=headers) as answer:
+                assert answer.status == 400
+            await asked.mutate()
+
+    asyncio.run(go())
+
+
+def test_a_body_that_grows_when_it_is_decoded_is_bounded() -> None:
+    async def go() -> None:
+        async with running(world()) as asked:
+            headers = {"Content-Encoding": "gzip"}
+            content = gzip.compress(b" " * (review.MAX_BODY_BYTES * 4))
+            async with asked.session.post(asked.address + "/mutate", data=content, headers=headers) as answer:
+                assert answer.status == 400
             await asked.mutate()
 
     asyncio.run(go())
