@@ -93,6 +93,9 @@ class Reconciler:
         if known.policy is None or not planned.accepted:
             return await self._report_refused(known, planned, key)
         refused = await carry_out(planned, self._client, self._cache)
+        if planned.apply:
+            # What was just made is there: a status about its absence would be out of date when it is written.
+            planned = plan(observe(known, self._cache), self._settings)
         token = await self._tokens.of(known)
         problems = [each.message for each in refused if not concerns_storage(each)]
         if token.problem:

@@ -71,8 +71,8 @@ class WorkQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a key is worked on, or could be at once."""
-        return bool(self._working) or self.ready > 0
+        """Whether a key is worked on, could be at once, or failed and will be again."""
+        return bool(self._working or self._failures) or self.ready > 0
 
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
         """The key is looked at in so many seconds; an earlier time that it has already stays."""
