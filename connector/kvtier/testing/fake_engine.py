@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tierd.client import TierdClient
+from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.replica import Replica
 from kvtier.tierd.supervisor import Supervisor
@@ -148,6 +149,7 @@ class FakeWorker:
             drained_epoch=self.drained_epoch,
             codec="fake",
             shard_bytes=(self._options.object_bytes,),
+            lock=own_lock(Path(self._options.run_directory)),
         )
 
     def start(self) -> None:
@@ -295,6 +297,7 @@ class FakeEngine:
             process_start=me.start,
             identity=json.dumps({"name": self.options.identity}),
             volatile_reason=self.options.volatile_reason,
+            lock=own_lock(Path(self.options.run_directory)),
         )
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,11 +64,11 @@ def wait_for(condition: Callable[[], object], what: str, timeout_seconds: float 
 class EngineProcess:
     """A fake engine in a process of its own, and the last it said."""
 
-    def __init__(self, topology: Path, log: Path, *arguments: str) -> None:
+    def __init__(self, topology: Path, log: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
         self._output = log.with_suffix(".jsonl")
         with log.open("ab") as errors, self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.testing.fake_engine", "--topology", str(topology), *arguments],
+                [*prefix, sys.executable, "-m", "kvtier.testing.fake_engine", "--topology", str(topology), *arguments],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -231,9 +231,10 @@ class TierdCase:
         counters = self.status().get("counters", [])
         return sum(c["value"] for c in counters if c["name"] == name and reason in (None, c["reason"]))
 
-    def engine_process(self, *arguments: str) -> EngineProcess:
-        """Starts a fake engine in a process of its own."""
-        engine = EngineProcess(self.topology_directory, self.directory / f"engine-{len(self._engines)}.log", *arguments)
+    def engine_process(self, *arguments: str, prefix: Sequence[str] = ()) -> EngineProcess:
+        """Starts a fake engine in a process of its own; ``prefix``: a command that starts it (``unshare ...``)."""
+        log = self.directory / f"engine-{len(self._engines)}.log"
+        engine = EngineProcess(self.topology_directory, log, *arguments, prefix=prefix)
         self._engines.append(engine)
         return engine
 

@@ -34,14 +34,15 @@ from kvtier.tierd.exchange import Exchange
 from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.outbox import SEND_MESSAGES
+from kvtier.tierd.peers import PEERS_NAME, PeerFates, open_directory
 from kvtier.tierd.pool import PoolFile
 from kvtier.tierd.process import Fate, ProcessIdentity, fate
 from kvtier.tierd.reporting import Facts, Reporter
 from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory, sweep
 from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
-from kvtier.tierd.takeover import describe_namespace, open_table
 from kvtier.tierd.status import Snapshot
+from kvtier.tierd.takeover import describe_namespace, open_table
 from kvtier.tierd.token import Token
 from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
 from kvtier.tiers.checksum import preferred
@@ -56,6 +57,7 @@ LOCK_SECONDS = 2.0
 """How long the lock may be taken: whoever only looks whether a tierd lives holds it for a moment."""
 _FLUSH_MILLISECONDS = 300
 _SPAWNER_GONE_SECONDS = 5.0
+_SWEEP_SECONDS = 60.0
 
 EXIT_OK = 0
 EXIT_CANNOT_SERVE = 1
@@ -134,6 +136,7 @@ class TierDaemon:
             options.run_directory or Path(structural.run_directory), shared=structural.daemon is Daemon.SIDECAR
         )
         self._stop_requests = 0
+        self._peers: PeerFates | None = None
         self._draining = False
         self._loop: Loop | None = None
         self._pool_start: _PoolStart | None = None
@@ -217,8 +220,10 @@ class TierDaemon:
             path = run.path / SOCKET_NAME
             socket.bind(f"ipc://{path}")
             os.chmod(path, run.file_mode)
+            open_directory(run.path / PEERS_NAME)
             files = SessionFiles(run.path / SESSIONS_NAME, run.file_mode)
-            fence = Fence(files, self._clock(), fate, options.blind_seconds)
+            peers = self._peers = PeerFates(run.path, self._clock)
+            fence = Fence(files, self._clock(), peers, options.blind_seconds)
             loop = Loop(
                 socket,
                 fence,
@@ -228,7 +233,7 @@ class TierDaemon:
                     fence,
                     derive,
                     self._next_epoch,
-                    fate,
+                    peers,
                     self._counters,
                     blind_seconds=options.blind_seconds,
                 ),
@@ -250,13 +255,16 @@ class TierDaemon:
             context.destroy(linger=_FLUSH_MILLISECONDS)
 
     def _go_round(self, loop: Loop, lock: FileLock, fence: Fence) -> None:
-        last_beat = 0.0
+        last_beat = last_sweep = 0.0
         while True:
             loop.turn(BEAT_SECONDS)
             now = self._clock()
             if now - last_beat >= BEAT_SECONDS:
                 last_beat = now
                 self._run_directory.beat(lock)
+            if now - last_sweep >= _SWEEP_SECONDS and self._peers is not None:
+                last_sweep = now
+                self._peers.sweep(loop.sessions.locks() | {worker.process.lock for worker in fence.waiting})
             self._begin_when_allocated(loop, fence)
             self._apply_live(loop)
             self._reporter.turn(now, lambda: self._facts(loop, fence))

@@ -55,6 +55,7 @@ class SessionFiles:
             "pid": worker.process.pid,
             "processStart": worker.process.start,
             "pidNamespace": worker.process.pid_namespace,
+            "lock": worker.process.lock,
         }
         replace_atomically(self._path(worker), json.dumps(document).encode(), self._mode)
 
@@ -75,7 +76,10 @@ class SessionFiles:
             try:
                 document = json.loads(path.read_bytes())
                 process = ProcessIdentity(
-                    int(document["pid"]), int(document["processStart"]), str(document["pidNamespace"])
+                    int(document["pid"]),
+                    int(document["processStart"]),
+                    str(document["pidNamespace"]),
+                    str(document.get("lock", "")),
                 )
                 worker = AttachedWorker(str(document["engine"]), int(document["rank"]), int(document["epoch"]), process)
             except FileNotFoundError:

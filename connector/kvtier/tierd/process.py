@@ -10,7 +10,7 @@ before a thread becomes a zombie, so a process all of whose threads are zombies 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -29,11 +29,13 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process: ``pid`` in the pid namespace ``pid_namespace`` (inode number as text), started at ``start`` (clock ticks)."""
+    """One process: ``pid`` in the pid namespace ``pid_namespace`` (inode number as text), started at ``start`` (clock ticks).
+    ``lock``: name of the lock that it holds while it lives (peers.py); empty: none."""
 
     pid: int
     start: int
     pid_namespace: str
+    lock: str = field(default="", compare=False)
 
 
 def pid_namespace() -> str:

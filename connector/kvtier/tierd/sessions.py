@@ -96,6 +96,11 @@ class Sessions:
         """Every engine, open or forming."""
         return iter(list(self._engines.values()))
 
+    def locks(self) -> set[str]:
+        """Names of the locks of all processes that are attached, or have to be proven gone."""
+        waiting = [session for quarantine in self._quarantines for session in quarantine.waiting]
+        return {session.process.lock for session in (*self._routes.values(), *waiting)}
+
     @property
     def quarantined(self) -> int:
         """How many processes have to be proven gone."""
@@ -112,7 +117,7 @@ class Sessions:
         if reason:
             self._refuse(route, hello, reason)
             return
-        process = ProcessIdentity(hello.pid, hello.process_start, hello.pid_namespace)
+        process = ProcessIdentity(hello.pid, hello.process_start, hello.pid_namespace, hello.lock)
         if hello.role == "worker":
             self._drained(hello, process)
         engine = self._engines.get(hello.engine)

@@ -61,6 +61,8 @@ class Hello(Message, frozen=True, kw_only=True):
     shard_bytes: tuple[int, ...] = ()
     ranks: int = 0
     """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs."""
+    lock: str = ""
+    """Name of the file in ``peers/`` on which the process holds a lock until it ends; empty: none."""
 
 
 class Bye(Message, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.engines.vllm import logs
+from kvtier.tierd import peers
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
 TRANSFER_CONFIG_VARIABLE = "KVTIER_TRANSFER_CONFIG"
@@ -32,6 +33,7 @@ def register() -> None:
     if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
     try:
+        peers.reserve()
         logs.adopt()
         _wrap(directory)
     except Exception as error:  # a plugin that raises ends the engine's start

@@ -27,6 +27,7 @@ from kvtier.engines.vllm.scheduler_loads import LoadCounts, Loads
 from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
 from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
+from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import PROTOCOL, Hello
 from kvtier.topology.models import Topology
@@ -113,6 +114,7 @@ class SchedulerSide:
             volatile_reason=self.link.volatile_reason() or identity.volatile_reason,
             writer_ranks=tuple(range(ranks)),
             ranks=ranks,
+            lock=own_lock(self._run_directory),
         )
 
     def bind(self, pool: BlockPool) -> None:

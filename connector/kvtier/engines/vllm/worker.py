@@ -32,6 +32,7 @@ from kvtier.engines.vllm.worker_setup import (
 from kvtier.engines.vllm.worker_state import Clock, Counters, Reports, Snapshot, WorkerClient
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
+from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
@@ -196,6 +197,7 @@ class WorkerSide:
             drained_epoch=thread.drained_epoch if thread is not None else 0,
             codec=codec.text if codec is not None else "",
             shard_bytes=codec.shard_bytes if codec is not None else (),
+            lock=own_lock(Path(self._topology.structural.run_directory)),
         )
 
     def _received(self, message: Message) -> None:

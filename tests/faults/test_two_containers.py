@@ -1,0 +1,105 @@
+"""Engine and tierd in two pid namespaces, as in two containers: process ids mean nothing, locks do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.tierd_case import WAIT_SECONDS, EngineProcess, TierdCase, wait_for
+from kvtier.tierd.daemon import Options, TierDaemon
+
+CONTAINER = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
+AT_ONCE_SECONDS = 20.0
+"""Far less than the minute that a process without a lock is waited for."""
+
+
+def _namespaces_can_be_made() -> bool:
+    try:
+        return subprocess.run([*CONTAINER, "true"], capture_output=True, timeout=30, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _namespaces_can_be_made(), reason="no right to make a pid namespace")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[TierdCase]:
+    made = TierdCase(tmp_path, memory_bytes=8 << 20)
+    yield made
+    made.close()
+
+
+def engine_in_a_container(case: TierdCase, *arguments: str) -> EngineProcess:
+    return case.engine_process(*arguments, prefix=CONTAINER)
+
+
+def first_process(engine: EngineProcess) -> int:
+    """Process id, as seen here, of the engine itself (``engine.pid`` is what made its namespace)."""
+    return int(Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()[0])
+
+
+def nothing_is_held(case: TierdCase) -> bool:
+    return case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == case.pool("pinned") == 0
+
+
+def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for_the_next(case: TierdCase) -> None:
+    case.start_tierd()
+    engine = engine_in_a_container(case, "--keys", "20")
+    engine.wait_more("loaded", 20)
+    assert case.status()["sessions"][0]["pid"] == 1
+    os.kill(first_process(engine), signal.SIGKILL)
+    wait_for(lambda: not case.status()["sessions"], "the sessions end")
+    wait_for(lambda: nothing_is_held(case), "its slots come back", AT_ONCE_SECONDS)
+    again = engine_in_a_container(case, "--keys", "20")
+    wait_for(lambda: again.seen().get("usable"), "it is attached again")
+    looking = case.engine()
+    assert looking.wait("usable", WAIT_SECONDS)
+    assert looking.wait_for(lambda: any(looking.holds(number) for number in range(20)), WAIT_SECONDS)
+    again.wait_more("loaded", 20)
+    assert again.number("wrong") == 0
+    assert case.counter("sessions_vanished", "proven") + case.counter("sessions_vanished", "unproven") > 0
+
+
+def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(case: TierdCase) -> None:
+    # A process that cannot be seen would be given up after a second here.
+    daemon = TierDaemon(Options(case.topology_directory, blind_seconds=1.0))
+    thread = threading.Thread(target=daemon.run, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: case.status().get("started"), "tierd serves")
+        engine = engine_in_a_container(case, "--keys", "20")
+        engine.wait_more("loaded", 5)
+        inner = first_process(engine)
+        os.kill(inner, signal.SIGSTOP)
+        wait_for(lambda: not case.status()["sessions"], "its silence is noticed")
+        held = case.pool("quarantined")
+        assert held > 0
+        time.sleep(3.0)
+        assert case.pool("quarantined") == held
+        os.kill(inner, signal.SIGKILL)
+        wait_for(lambda: nothing_is_held(case), "its slots come back", AT_ONCE_SECONDS)
+    finally:
+        daemon.stop()
+        thread.join(WAIT_SECONDS)
+
+
+def test_a_tierd_that_starts_after_the_engine_died_waits_for_nobody(case: TierdCase) -> None:
+    case.start_tierd()
+    engine = engine_in_a_container(case, "--keys", "20")
+    engine.wait_more("loaded", 5)
+    case.kill_tierd()
+    os.kill(first_process(engine), signal.SIGKILL)
+    engine.process.wait(WAIT_SECONDS)
+    begun = time.monotonic()
+    case.start_tierd()
+    wait_for(lambda: not case.status()["fenced"], "the fence opens")
+    assert time.monotonic() - begun < AT_ONCE_SECONDS
+    assert not list((case.run_directory / "sessions").iterdir())
