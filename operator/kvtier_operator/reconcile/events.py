@@ -97,6 +97,8 @@ def _news(old: Condition | None, new: Condition) -> bool:
         return new.status == "False"
     if new.status == "Unknown":
         return False
+    if old.status == "Unknown" and new.status == "True":
+        return new.type == "Attached"
     return (old.status, old.reason) != (new.status, new.reason)
 
 

@@ -66,6 +66,7 @@ def crowded_out(pod: Object, nodes: Sequence[Object], pods: Iterable[Object]) ->
             sums["pods"] += 1
             for resource, value in asked(objects.spec(other), with_injected=True).items():
                 sums[resource] += value
+    crowded = ""
     for node in nodes:
         if not _open_to(described, node):
             continue
@@ -80,8 +81,9 @@ def crowded_out(pod: Object, nodes: Sequence[Object], pods: Iterable[Object]) ->
         if not lacking:
             # It fits as it is: whatever keeps it from being scheduled, it is not its size.
             return ""
-        return f"node {objects.name(node)} has room for it without tiers, and too little {lacking[0]} with them"
-    return ""
+        if not crowded:
+            crowded = f"node {objects.name(node)} has room for it without tiers, and too little {lacking[0]} with them"
+    return crowded
 
 
 def _container(container: Mapping[str, Any], which: str) -> dict[str, Fraction]:
