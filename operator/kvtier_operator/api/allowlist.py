@@ -43,6 +43,13 @@ class AllowedVolume(Model):
     mount_options: Annotated[
         list[str], Field(default_factory=list, description="Options that policies may set beside harmless ones.")
     ]
+    shared: Annotated[
+        bool,
+        Field(
+            description="Policies store in the directory itself, together; otherwise each has a directory of its own "
+            "in it, <namespace>/<policy uid>."
+        ),
+    ] = False
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(name="one-kind", check=_one_kind),)
 

@@ -15,6 +15,8 @@ class SkipReason(StrEnum):
 
     ALREADY_CONFIGURED = "AlreadyConfigured"
     WOULD_BE_REFUSED = "WouldBeRefused"
+    WOULD_NOT_START = "WouldNotStart"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
     MIXED_GROUP = "MixedGroup"
     UNSUPPORTED_OWNER = "UnsupportedOwner"
     UNSUPPORTED_ENGINE = "UnsupportedEngine"

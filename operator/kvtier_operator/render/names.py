@@ -33,6 +33,8 @@ TOPOLOGY_VOLUME: Final = "kvtier-topology"
 PAYLOAD_VOLUME: Final = "kvtier-payload"
 TOKEN_VOLUME: Final = "kvtier-token"  # noqa: S105  (a name)
 KEY_VOLUME: Final = "kvtier-key"
+SHARED_MEMORY_VOLUME: Final = "kvtier-shm"
+"""``/dev/shm`` of an engine whose connector needs it and that has none of its own."""
 NO_ACCOUNT_VOLUME: Final = "kvtier-no-account"
 """Empty, over the service account's token: tierd parses storage that others can write."""
 INJECTED_NAMES: Final = "kvtier-"
@@ -50,6 +52,12 @@ def tier_volume(tier: str) -> str:
     """The pod's volume of a file tier; at most 63 characters."""
     name = f"kvtier-tier-{tier}"
     return name if len(name) <= 63 else f"kvtier-tier-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
+
+
+def credentials_volume(tier: str) -> str:
+    """The volume with the credentials of a remote tier; at most 63 characters."""
+    name = f"kvtier-secret-{tier}"
+    return name if len(name) <= 63 else f"kvtier-secret-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
 
 
 def token_secret(policy: str) -> str:

@@ -39,6 +39,8 @@ POD_RUN_DIRECTORY = "/run/kvtier"
 POD_TIERS_DIRECTORY = "/var/lib/kvtier/tiers"
 """In pods: the volume of a file tier is mounted at the tier's name below this."""
 POD_SECRETS_DIRECTORY = "/etc/kvtier/secrets"
+POD_KEY_DIRECTORY = "/etc/kvtier/isolation"
+"""Not below the secrets' directory: there a tier may be called anything."""
 LOOPBACK = HttpEndpoint()
 POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus ask from other pods)
 
@@ -56,6 +58,7 @@ class Placement:
     daemon: Daemon | None = None
     storage_gid: int | None = None
     secrets_directory: str = POD_SECRETS_DIRECTORY
+    key_directory: str = POD_KEY_DIRECTORY
 
 
 def pod_placement(policy: KVTierPolicy) -> Placement:
@@ -213,7 +216,7 @@ def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) 
         isolation=Isolation(
             salt=spec.isolation.salt,
             model_revision=spec.isolation.model_revision,
-            key_file=f"{placement.secrets_directory}/key" if key_secret else None,
+            key_file=f"{placement.key_directory}/key" if key_secret else None,
         ),
         storage_gid=placement.storage_gid,
         http=placement.http,
