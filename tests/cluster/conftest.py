@@ -130,6 +130,12 @@ def rest() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def images() -> ModuleType:
+    """The module ``images``: archives for the node."""
+    return _beside("images")
+
+
+@pytest.fixture(scope="session")
 def charts() -> ModuleType:
     """The module ``charts``: the Helm chart on a cluster."""
     return _beside("charts")
