@@ -95,7 +95,13 @@ def webhook(
     from kvtier_operator.webhook.server import serve
 
     async def part(given: Surroundings) -> None:
-        await serve(given.settings, given.client, given.stop, registry=given.registry)
+        await serve(
+            given.settings,
+            given.client,
+            given.stop,
+            registry=given.registry,
+            on_restart=given.api_metrics.restart,
+        )
 
     _run(part, load(settings), kubeconfig, context, log_format, WEBHOOK_STOP_SECONDS)
 

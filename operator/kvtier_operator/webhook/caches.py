@@ -16,7 +16,6 @@ from typing import Any
 from kvtier_operator.api import allowlist
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.refusals import RefusedError, validated
-from kvtier_operator.api.selector import matches
 from kvtier_operator.cluster.contract import (
     LIMIT_RANGES,
     NAMESPACES,
@@ -29,12 +28,13 @@ from kvtier_operator.cluster.contract import (
     Object,
 )
 from kvtier_operator.render.attachment import PodObject, Surroundings
+from kvtier_operator.render.configured import GROUP_LABEL
+from kvtier_operator.render.containers import owner_of
+from kvtier_operator.render.governing import governing
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
-"""On every pod of a LeaderWorkerSet: which group it belongs to. Pods without it are never looked at here."""
 DELETED = "DELETED"
 
 
@@ -92,8 +92,7 @@ class Knowledge:
         """The policy that governs a pod with these labels, if any: the oldest that selects it. Costs one comparison per
         policy of the namespace.
         """
-        selecting = (policy for policy in self.policies(namespace) if matches(policy.spec.pod_selector, labels))
-        return min(selecting, key=_age, default=None)
+        return governing(self.policies(namespace), namespace, labels)
 
     def surroundings(self, policy: KVTierPolicy, namespace: str, pod: PodObject) -> Surroundings:
         """What is known around a pod that this policy governs."""
@@ -172,11 +171,11 @@ class Knowledge:
         )
 
     def _suspended(self, raw: Object, pod: PodObject) -> str | None:
-        uid = controller_uid(pod)
-        if uid is None:
+        owner = owner_of(pod)
+        if owner is None:
             return None
         for entry in (raw.get("status") or {}).get("suspendedOwners") or ():
-            if entry.get("uid") == uid and not self._past(entry.get("until")):
+            if entry.get("uid") == owner[2] and not self._past(entry.get("until")):
                 until = f" until {entry['until']}" if entry.get("until") else ""
                 return f"{entry.get('kind')} {entry.get('name')} is left alone{until}: {entry.get('reason') or 'a pod did not start'}"
         return None
@@ -191,19 +190,6 @@ class Knowledge:
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=datetime.UTC)
         return moment.timestamp() <= self._wall_clock()
-
-
-def controller_uid(pod: PodObject) -> str | None:
-    """The uid of the object that made the pod, if it was one."""
-    for owner in _metadata(pod).get("ownerReferences") or ():
-        if owner.get("controller"):
-            uid: str | None = owner.get("uid")
-            return uid
-    return None
-
-
-def _age(policy: KVTierPolicy) -> tuple[str, str]:
-    return policy.metadata.creation_timestamp or "", policy.metadata.uid or ""
 
 
 def _same_intent(before: Object, after: Object) -> bool:

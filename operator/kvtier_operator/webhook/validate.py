@@ -17,6 +17,7 @@ from kvtier_operator.api.refusals import Refusal, RefusedError, validated
 from kvtier_operator.api.selector import LabelSelector, Operator, matches
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.render.names import INJECT_LABEL
+from kvtier_operator.render.storage import sub_path
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import Review
 
@@ -57,7 +58,7 @@ def examine(
     if policy is not None:
         name = policy.metadata.name
         warnings += _of_the_namespace(policy, settings, namespace_labels)
-        warnings += _of_others(policy, [other for other in others if other.metadata.name != name])
+        warnings += _of_others(policy, [other for other in others if other.metadata.name != name], settings)
     return Findings(refused, tuple(warnings))
 
 
@@ -91,21 +92,26 @@ def _of_the_namespace(
         yield f"metadata.namespace: no pod of {namespace} gets tiers until its administrator labels it {INJECT_LABEL}=enabled"
 
 
-def _of_others(policy: KVTierPolicy, others: Sequence[KVTierPolicy]) -> Iterator[str]:
+def _of_others(policy: KVTierPolicy, others: Sequence[KVTierPolicy], settings: Settings) -> Iterator[str]:
     for other in sorted(others, key=lambda each: each.metadata.name):
         if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
             yield (
                 f"spec.podSelector: policy {other.metadata.name} selects the same pods; the older policy governs each"
             )
-        shared = sorted(set(_places(policy)) & set(_places(other)))
-        if not shared:
+        mine, theirs = dict(_places(policy, settings)), dict(_places(other, settings))
+        common = sorted(mine.keys() & theirs.keys())
+        if not common:
             continue
-        yield f"spec.tiers: policy {other.metadata.name} stores in the same place ({shared[0]}); each keeps its own capacity"
-        mine, theirs = policy.spec.engine.hash_seed, other.spec.engine.hash_seed
-        if mine != theirs:
+        yield (
+            f"spec.tiers: policy {other.metadata.name} stores in the same place ({common[0]}); each keeps to its own "
+            "capacity, so the place has to hold both"
+        )
+        together = [place for place in common if mine[place] and theirs[place]]
+        seeds = policy.spec.engine.hash_seed, other.spec.engine.hash_seed
+        if together and seeds[0] != seeds[1]:
             yield (
-                f"spec.engine.hashSeed: {mine} here and {theirs} in policy {other.metadata.name}, "
-                f"which stores in the same place: neither finds what the other stored"
+                f"spec.engine.hashSeed: {seeds[0]} here and {seeds[1]} in policy {other.metadata.name}, which shares "
+                f"{together[0]}: neither finds what the other stored"
             )
 
 
@@ -126,14 +132,16 @@ def _example(selector: LabelSelector) -> dict[str, str]:
     return {**labels, **(selector.match_labels or {})}
 
 
-def _places(policy: KVTierPolicy) -> Iterator[str]:
+def _places(policy: KVTierPolicy, settings: Settings) -> Iterator[tuple[str, bool]]:
+    """Where the policy stores that others may store as well; and whether in the very same directory."""
     for tier in policy.spec.tiers:
         if tier.file_system is None:
             continue
         volume = tier.file_system.volume
+        together = sub_path(policy, tier, settings.allowed_volumes) is None
         if volume.persistent_volume_claim is not None:
-            yield f"claim {volume.persistent_volume_claim.claim_name}"
+            yield f"claim {volume.persistent_volume_claim.claim_name}", together
         elif volume.host_path is not None:
-            yield f"hostPath {volume.host_path.path.rstrip('/')}"
+            yield f"hostPath {volume.host_path.path.rstrip('/')}", together
         elif volume.nfs is not None:
-            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}"
+            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}", together

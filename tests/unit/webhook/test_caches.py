@@ -8,8 +8,8 @@ import pytest
 from tests.unit.webhook.world import SERVING, World, disk, pod
 
 from kvtier_operator.cluster.contract import LIMIT_RANGES, NAMESPACES, NODES, PODS, POLICIES, QUOTAS
+from kvtier_operator.render.configured import GROUP_LABEL
 from kvtier_operator.webhook import caches
-from kvtier_operator.webhook.caches import GROUP_LABEL
 
 LABELS = {"app": "engine"}
 

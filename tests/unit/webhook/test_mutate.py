@@ -9,6 +9,7 @@ import pytest
 from tests.unit.webhook.test_patch import applied
 from tests.unit.webhook.world import SERVING, World, body, pod, policy_document, question
 
+from kvtier_operator.render.attach import attach
 from kvtier_operator.render.attachment import Attached, Decision, Skipped, SkipReason
 from kvtier_operator.render.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.webhook import mutate, review
@@ -120,3 +121,24 @@ def test_namespaces_that_are_not_watched_are_left_alone() -> None:
     world.policy()
     assert decided(world, pod()) is not None
     assert policy_document()["metadata"]["namespace"] == SERVING
+
+
+def test_a_real_decision_touches_only_what_is_injected(world: World) -> None:
+    original = pod(annotations={"own": "1"})
+    asked = mutate.question(review.parse(body(question(original))), world.knowledge, world.settings)
+    assert asked is not None
+    verdict = mutate.answer(asked, world.settings, attach)
+    assert verdict.result == "Attached"
+    result = applied(original, list(verdict.patch))
+    assert STRUCTURAL_ANNOTATION in result["metadata"]["annotations"]
+    assert result["spec"]["containers"][0]["command"] == original["spec"]["containers"][0]["command"]
+    touched = {operation["path"].split("/")[1] + "/" + operation["path"].split("/")[2] for operation in verdict.patch}
+    assert touched == {
+        "metadata/annotations",
+        "metadata/labels",
+        "spec/containers",
+        "spec/initContainers",
+        "spec/volumes",
+    }
+    again = mutate.question(review.parse(body(question(result))), world.knowledge, world.settings)
+    assert again is None

@@ -140,6 +140,15 @@ def test_a_shared_claim_with_another_hash_seed_is_warned_of() -> None:
     assert not any("hashSeed" in warning for warning in examined(ram_and(claim), [same]).warnings)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_directory_of_the_node_is_the_same_only_where_the_administrator_shares_it(shared: bool) -> None:
+    entry = AllowedVolume.model_validate({"namespaces": ["*"], "hostPath": "/mnt", "shared": shared})
+    other = ram_and(disk(), "other", engine={"hashSeed": "7"}, podSelector={"matchLabels": {"app": "other"}})
+    warnings = examined(ram_and(disk()), [other], allowed=[entry]).warnings
+    assert any("hostPath /mnt/kv" in warning and "own capacity" in warning for warning in warnings)
+    assert any("hashSeed" in warning for warning in warnings) == shared
+
+
 def test_a_namespace_that_nobody_labelled_or_watches_is_warned_of() -> None:
     assert examined(policy_document(), labels={"kvtier.io/inject": "enabled"}) == Findings()
     (warning,) = examined(policy_document(), labels={}).warnings

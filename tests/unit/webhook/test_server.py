@@ -1,0 +1,242 @@
+"""The whole process in one loop: caches, certificate from the Secret, answers, health, a stop that refuses nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.unit.webhook.world import SERVING, body, pod, policy_document, question
+
+from kvtier_operator.cluster import certificates
+from kvtier_operator.cluster.client import WatchEvent
+from kvtier_operator.cluster.contract import NODES, PODS, POLICIES, SECRETS, ApiError, Kind
+from kvtier_operator.settings import Settings
+from kvtier_operator.testing.memory_cluster import MemoryCluster
+from kvtier_operator.webhook.server import serve, watches
+
+ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
+WAIT_SECONDS = 30
+
+
+class Flaky(MemoryCluster):
+    """Watches end with 410 whenever ``lose`` is called, and see nothing of what happened before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = False
+        self._lost = asyncio.Event()
+
+    def lose(self) -> None:
+        self._lost.set()
+        self._lost = asyncio.Event()
+
+    async def page(self, kind: Kind, namespace: str | None = None, **more: Any) -> Any:
+        if self.down:
+            raise ApiError(503, "ServiceUnavailable", "down")
+        return await super().page(kind, namespace, **more)
+
+    async def watch(self, kind: Kind, namespace: str | None, resource_version: str, **more: Any) -> Any:
+        if self.down:
+            yield WatchEvent("ERROR", {"code": 410, "reason": "Expired"})
+            return
+        lost, changes = self._lost, super().watch(kind, namespace, resource_version, **more)
+        while True:
+            waits = [asyncio.ensure_future(anext(changes)), asyncio.ensure_future(lost.wait())]
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for each in waits:
+                each.cancel()
+            if waits[1] in done:
+                yield WatchEvent("ERROR", {"code": 410, "reason": "Expired"})
+                return
+            yield waits[0].result()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Running:
+    """The process, seen from outside."""
+
+    def __init__(self, settings: Settings, session: aiohttp.ClientSession, plain: aiohttp.ClientSession) -> None:
+        self._settings, self._session, self._plain = settings, session, plain
+
+    async def ready(self) -> tuple[int, str]:
+        address = f"http://127.0.0.1:{self._settings.monitoring.port}/readyz"
+        async with self._plain.get(address) as answer:
+            return answer.status, await answer.text()
+
+    async def attached(self) -> bool:
+        address = f"https://127.0.0.1:{self._settings.webhook.port}/mutate"
+        async with self._session.post(address, data=body(question(pod()))) as answer:
+            return "patch" in json.loads(await answer.read())["response"]
+
+    async def until(self, what: str, check: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                if await check():
+                    return
+            except aiohttp.ClientError:
+                pass
+            assert time.monotonic() < deadline, what
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running, asyncio.Event]]:
+    monitoring = {"host": "127.0.0.1", "port": free_port()}
+    webhook = {"host": "127.0.0.1", "port": free_port(), "drainSeconds": 0, **options}
+    settings = Settings.model_validate({"monitoring": monitoring, "webhook": webhook})
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(serve(settings, cluster, stop))  # type: ignore[arg-type]
+    tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session,
+        aiohttp.ClientSession() as plain,
+    ):
+        yield Running(settings, session, plain), stop
+    stop.set()
+    async with asyncio.timeout(WAIT_SECONDS):
+        await running
+
+
+def cluster() -> Flaky:
+    made = Flaky()
+    made.put(SECRETS, secret())
+    made.put(POLICIES, policy_document())
+    return made
+
+
+def secret() -> dict[str, Any]:
+    material = certificates.Material(ISSUED.certificate, ISSUED.key, ISSUED.authority)
+    name = Settings().webhook.certificates.secret_name
+    return {"metadata": {"namespace": "kvtier-system", "name": name}, "data": certificates.secret_data(material)}
+
+
+def test_it_is_ready_once_it_has_certificate_and_caches() -> None:
+    async def go() -> None:
+        made = Flaky()
+        made.put(POLICIES, policy_document())
+        async with serving(made) as (running, _):
+
+            async def waits() -> bool:
+                return (await running.ready()) == (503, "webhook: no certificate yet\n")
+
+            await running.until("no certificate", waits)
+            made.put(SECRETS, secret())
+            await running.until("attached", running.attached)
+            assert (await running.ready())[0] == 200
+
+    asyncio.run(go())
+
+
+def test_what_was_deleted_while_nobody_watched_is_no_ghost() -> None:
+    async def go() -> None:
+        made = cluster()
+        async with serving(made) as (running, _):
+            await running.until("attached", running.attached)
+            made.down = True
+            made.lose()
+            await asyncio.sleep(0.1)
+            made.remove(POLICIES, SERVING, "chat")
+            # The API server is away: what was known stays known, and pods are attached by it.
+            assert await running.attached()
+            assert (await running.ready())[0] == 200
+            made.down = False
+
+            async def forgotten() -> bool:
+                return not await running.attached()
+
+            await running.until("forgotten", forgotten)
+            made.put(POLICIES, policy_document())
+            await running.until("attached by the one made again", running.attached)
+
+    asyncio.run(go())
+
+
+def test_an_api_server_that_is_away_at_the_start_means_not_ready_and_pods_unchanged() -> None:
+    async def go() -> None:
+        made = cluster()
+        made.down = True
+        async with serving(made) as (running, _):
+
+            async def waits() -> bool:
+                status, text = await running.ready()
+                return status == 503 and "kvtierpolicies" in text
+
+            await running.until("not ready, with the kinds that are missing", waits)
+            made.down = False
+            await running.until("attached", running.attached)
+
+    asyncio.run(go())
+
+
+def test_it_stops_when_told_to_and_frees_its_ports() -> None:
+    async def go() -> None:
+        async with serving(cluster()) as (running, stop):
+            await running.until("attached", running.attached)
+            stop.set()
+
+            async def refused() -> bool:
+                try:
+                    await running.attached()
+                except aiohttp.ClientConnectorError:
+                    return True
+                return False
+
+            await running.until("closed", refused)
+
+    asyncio.run(go())
+
+
+def test_a_port_that_is_taken_ends_the_process_with_the_reason() -> None:
+    async def go() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            options = {"host": "127.0.0.1", "port": taken.getsockname()[1]}
+            settings = Settings.model_validate({"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}})
+            with pytest.raises(OSError, match="address already in use"):
+                await serve(settings, cluster(), asyncio.Event())  # type: ignore[arg-type]
+
+    asyncio.run(go())
+
+
+def test_pods_are_watched_only_where_they_have_siblings_and_the_secret_only_by_its_name() -> None:
+    followed = {watch.kind: watch for watch in watches(Settings())}
+    assert followed[PODS].labels == "leaderworkerset.sigs.k8s.io/group-key"
+    assert (followed[SECRETS].namespaces, followed[SECRETS].fields) == (
+        ("kvtier-system",),
+        "metadata.name=kvtier-webhook-certificates",
+    )
+    mounted = Settings.model_validate({"webhook": {"certificates": {"mode": "Mounted"}}, "watchNamespaces": ["a"]})
+    kinds = {watch.kind: watch for watch in watches(mounted)}
+    assert SECRETS not in kinds
+    assert kinds[POLICIES].namespaces == kinds[PODS].namespaces == ("a",)
+
+
+def test_little_of_pods_and_nodes_is_kept() -> None:
+    followed = {watch.kind: watch for watch in watches(Settings())}
+    node = {
+        "metadata": {"name": "n", "uid": "u", "resourceVersion": "1", "labels": {"a": "b"}},
+        "status": {"nodeInfo": {"kubeletVersion": "v1.37.2", "osImage": "x"}, "images": [{}]},
+    }
+    assert followed[NODES].trim(node)["status"] == {"nodeInfo": {"kubeletVersion": "v1.37.2"}}
+    member = {
+        "metadata": {"name": "p", "namespace": "s", "labels": {"a": "b"}},
+        "spec": {"containers": []},
+        "status": {"phase": "Failed", "podIP": "10.0.0.1"},
+    }
+    assert followed[PODS].trim(member) == {"metadata": member["metadata"], "status": {"phase": "Failed"}}
