@@ -72,7 +72,7 @@ class Triggers:
         cache.note(POLICIES, answer)
         found = cache.get(POLICIES, answer["metadata"]["namespace"], answer["metadata"]["name"])
         if found is not None:
-            self.index.put_policy(found, cache)
+            self._policy(found, False, cache)
 
     def _policy(self, found: Object, gone: bool, cache: Cache) -> None:
         metadata = found["metadata"]
@@ -104,10 +104,6 @@ class Triggers:
 
 
 def _intent(raw: Object) -> tuple[Any, ...]:
+    """What a look depends on. The spec itself, not its generation: another schema shows other fields of the same."""
     metadata = raw["metadata"]
-    return (
-        metadata.get("uid"),
-        metadata.get("generation"),
-        metadata.get("deletionTimestamp"),
-        metadata.get("annotations"),
-    )
+    return metadata.get("uid"), metadata.get("deletionTimestamp"), metadata.get("annotations"), raw.get("spec")

@@ -1,0 +1,367 @@
+"""Accepted, StorageReady and Ready on a real API server: every reason, with its message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvtier_operator.cluster.client import ApiClient, connect
+from kvtier_operator.cluster.contract import CLAIMS, CONFIG_MAPS, POLICIES, VOLUMES, ApiError
+from kvtier_operator.testing import controllers
+from kvtier_operator.testing.controllers import condition, file_tier, policy, running, settings, settled, until
+
+NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
+EXPORTS = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
+NOTHING_MADE = "Nothing is made for a policy that is not accepted."
+
+
+@pytest.fixture(scope="session")
+def cluster(kubernetes_cluster: Any) -> Any:
+    async def prepare() -> None:
+        async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
+            await controllers.install_definition(client)
+
+    asyncio.run(prepare())
+    return kubernetes_cluster
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy, settings and claims, and what is then said. ``NS`` and ``CLAIM`` in messages stand for the names."""
+
+    name: str
+    expected: dict[str, tuple[str, str, str]]
+    tiers: Sequence[dict[str, Any]] = ()
+    spec: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+    claim: dict[str, Any] | None = None
+    phase: str = ""
+
+
+def _claimed(sharing: str = "Cluster") -> dict[str, Any]:
+    return file_tier("disk", {"persistentVolumeClaim": {"claimName": "mine"}}, sharing)
+
+
+ACCEPTED = ("True", "Accepted", "The policy is accepted as written.")
+CASES = [
+    Case(
+        "accepted without claims",
+        {"Accepted": ACCEPTED, "StorageReady": ("True", "NoClaims", "No tier needs a claim.")},
+    ),
+    Case(
+        "a host path that nobody allowed",
+        {
+            "Accepted": (
+                "False",
+                "VolumeNotAllowed",
+                'spec.tiers[1].fileSystem.volume.hostPath.path: "/mnt/kv" is not accepted; accepted is nothing of this '
+                "kind in namespace NS: its administrator has allowed none",
+            ),
+            "StorageReady": ("False", "NotAccepted", NOTHING_MADE),
+            "Ready": (
+                "False",
+                "VolumeNotAllowed",
+                'Accepted: spec.tiers[1].fileSystem.volume.hostPath.path: "/mnt/kv" is not accepted; accepted is nothing '
+                "of this kind in namespace NS: its administrator has allowed none",
+            ),
+        },
+        tiers=[file_tier("disk", {"hostPath": {"path": "/mnt/kv"}}, "Node")],
+    ),
+    Case(
+        "an export beside the allowed ones",
+        {
+            "Accepted": (
+                "False",
+                "VolumeNotAllowed",
+                'spec.tiers[1].fileSystem.volume.nfs: "nas.example:/kvx" is not accepted; accepted is what the '
+                "administrator allows in namespace NS: nas.example:/kv and below",
+            ),
+        },
+        tiers=[file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kvx"}})],
+        sections={"allowedVolumes": EXPORTS, "storage": {"createVolumes": True}},
+    ),
+    Case(
+        "an engine that is not rendered",
+        {
+            "Accepted": (
+                "False",
+                "Unsupported",
+                "spec.engine.type: ATOM is not accepted; accepted is VLLM is what this version renders",
+            ),
+        },
+        spec={"engine": {"type": "ATOM"}},
+    ),
+    Case(
+        "fields that another connector cannot say",
+        {"Accepted": ("True", "PartlyExpressed", "")},
+        spec={"engine": {"connector": "Offloading"}, "minLoadTokens": 640},
+    ),
+    Case(
+        "an export without the right to make volumes",
+        {
+            "Accepted": ACCEPTED,
+            "StorageReady": (
+                "False",
+                "ClaimMissing",
+                "tier shared: claim NS/CLAIM does not exist; the operator may make no volumes (storage.createVolumes), so "
+                "an administrator makes a volume for nas.example:/kv/chat and this claim",
+            ),
+            "Ready": (
+                "False",
+                "ClaimMissing",
+                "StorageReady: tier shared: claim NS/CLAIM does not exist; the operator may make no volumes "
+                "(storage.createVolumes), so an administrator makes a volume for nas.example:/kv/chat and this claim",
+            ),
+        },
+        tiers=[file_tier("shared", NFS)],
+        sections={"allowedVolumes": EXPORTS},
+    ),
+    Case(
+        "a claim that waits for its volume",
+        {"StorageReady": ("Unknown", "ClaimPending", "tier shared: claim NS/CLAIM is Pending")},
+        tiers=[file_tier("shared", NFS)],
+        sections={"allowedVolumes": EXPORTS, "storage": {"createVolumes": True}},
+    ),
+    Case(
+        "somebody's claim that is not there",
+        {"StorageReady": ("False", "ClaimMissing", "tier disk: claim NS/mine does not exist; create it")},
+        tiers=[_claimed()],
+    ),
+    Case(
+        "somebody's claim that is bound",
+        {"StorageReady": ("True", "Bound", "Every claim is bound: mine.")},
+        tiers=[_claimed()],
+        claim={"accessModes": ["ReadWriteMany"]},
+        phase="Bound",
+    ),
+    Case(
+        "somebody's claim that only one node may mount",
+        {
+            "StorageReady": (
+                "False",
+                "ClaimNotShared",
+                "tier disk: claim NS/mine has accessModes ReadWriteOnce; sharing: Cluster needs ReadWriteMany",
+            )
+        },
+        tiers=[_claimed()],
+        claim={"accessModes": ["ReadWriteOnce"]},
+        phase="Bound",
+    ),
+    Case(
+        "the same, shared by one node only",
+        {"StorageReady": ("True", "Bound", "Every claim is bound: mine.")},
+        tiers=[_claimed("Node")],
+        claim={"accessModes": ["ReadWriteOnce"]},
+        phase="Bound",
+    ),
+    Case(
+        "a claim that has lost its volume",
+        {"StorageReady": ("False", "ClaimLost", "tier disk: claim NS/mine has lost its volume pv-1")},
+        tiers=[_claimed()],
+        claim={"accessModes": ["ReadWriteMany"], "volumeName": "pv-1"},
+        phase="Lost",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_is_said_with_its_reason_and_message(cluster: Any, case: Case) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "conditions")
+            if case.claim is not None:
+                await _claim(client, namespace, case.claim, case.phase)
+            await client.apply(POLICIES, policy(namespace, tiers=case.tiers, **case.spec))
+            async with running(client, settings(namespace, **case.sections)) as controller:
+                found = await settled(controller, client, namespace)
+            claims = {tier["name"]: tier.get("claimName", "") for tier in found["status"].get("tiers") or ()}
+            claim = claims.get("shared", "")
+            for name, (status, reason, message) in case.expected.items():
+                text = message.replace("NS", namespace).replace("CLAIM", claim)
+                said = condition(found, name)
+                assert (said["status"], said["reason"]) == (status, reason), said
+                assert said["message"] == text or (not message and said["message"])
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase: str) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "mine", "namespace": namespace},
+        "spec": {"resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "", **spec},
+    }
+    await client.create(CLAIMS, namespace, body)
+    # What the volume controller would say.
+    await client.patch(CLAIMS, namespace, "mine", {"status": {"phase": phase}}, subresource="status")
+
+
+def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "leaving")
+            chosen = settings(namespace, allowedVolumes=EXPORTS, storage={"createVolumes": True})
+            await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
+            async with running(client, chosen) as controller:
+                await settled(controller, client, namespace)
+                (claim,) = await client.list(CLAIMS, namespace)
+                name = claim["metadata"]["name"]
+                # Protected by a finalizer, as a claim that a pod mounts, it stays.
+                await client.delete(CLAIMS, namespace, name, uid=claim["metadata"]["uid"])
+                await client.patch(CLAIMS, namespace, name, {"metadata": {"labels": {"kvtier.io/tier": "tampered"}}})
+
+                async def said() -> Any:
+                    found = condition(await settled(controller, client, namespace), "StorageReady")
+                    return found if found["reason"] == "ClaimTerminating" else None
+
+                assert await until("it is said", said) == {
+                    "status": "False",
+                    "reason": "ClaimTerminating",
+                    "message": f"tier shared: claim {namespace}/{name} is being deleted; it is made anew once no pod "
+                    "uses it",
+                }
+                held = await client.get(CLAIMS, namespace, name)
+                assert held["metadata"]["labels"]["kvtier.io/tier"] == "tampered"
+                await client.patch(CLAIMS, namespace, name, {"metadata": {"finalizers": None}})
+
+                async def anew() -> bool:
+                    claims = await client.list(CLAIMS, namespace)
+                    return bool(claims) and claims[0]["metadata"]["uid"] != claim["metadata"]["uid"]
+
+                await until("it is made anew", anew)
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_what_is_allowed_later_is_accepted_and_what_is_forbidden_later_is_not_while_nothing_is_taken_away(
+    cluster: Any,
+) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "allowed")
+            await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
+            allowing = settings(namespace, allowedVolumes=EXPORTS, storage={"createVolumes": True})
+            refusing = settings(namespace, storage={"createVolumes": True})
+            async with running(client, refusing) as controller:
+                found = await settled(controller, client, namespace)
+                assert condition(found, "Accepted")["reason"] == "VolumeNotAllowed"
+                assert not await client.list(CLAIMS, namespace)
+                assert not await client.list(CONFIG_MAPS, namespace, labels="kvtier.io/policy")
+            async with running(client, allowing) as controller:
+
+                async def accepted() -> bool:
+                    found = await settled(controller, client, namespace)
+                    return condition(found, "Accepted")["status"] == "True"
+
+                await until("it is accepted", accepted)
+                (claim,) = await client.list(CLAIMS, namespace)
+            async with running(client, refusing) as controller:
+
+                async def refused() -> bool:
+                    found = await settled(controller, client, namespace)
+                    return condition(found, "Accepted")["status"] == "False"
+
+                await until("it is refused", refused)
+            (same,) = await client.list(CLAIMS, namespace)
+            assert same["metadata"]["uid"] == claim["metadata"]["uid"]
+            assert "deletionTimestamp" not in same["metadata"]
+            assert await client.get(VOLUMES, None, claim["spec"]["volumeName"])
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_what_it_has(cluster: Any) -> None:
+    """As after a downgrade: the API server holds what this operator does not know."""
+
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "invalid")
+            await client.apply(POLICIES, policy(namespace))
+            async with running(client, settings(namespace)) as controller:
+                await settled(controller, client, namespace)
+            found = await client.get(controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io")
+            schema = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
+            try:
+                changed = {"spec": {"versions": found["spec"]["versions"]}}
+                await client.patch(controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io", changed)
+
+                async def taken() -> bool:
+                    body = {"spec": {"later": "x", "minLoadTokens": 9}}
+                    return "later" in (await client.patch(POLICIES, namespace, "chat", body))["spec"]
+
+                await until("the API server takes the field", taken)
+                async with running(client, settings(namespace)) as controller:
+
+                    async def said() -> Any:
+                        held = condition(await settled(controller, client, namespace), "Accepted")
+                        return held if held["reason"] == "Invalid" else None
+
+                    held = await until("it is said", said)
+                    assert held == {
+                        "status": "False",
+                        "reason": "Invalid",
+                        "message": "spec.later: unknown field is not accepted; accepted is tiers (the nearest known field)",
+                    }
+                    live = await client.get(CONFIG_MAPS, namespace, "chat-live")
+                    assert '"minLoadTokens": 512' in live["data"]["live.json"]
+            finally:
+                await controllers.install_definition(client)
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "long")
+            url = "redis://cache.serving:6379/" + "x" * 1900
+            tiers = [{"name": f"remote-{number}", "lmcache": {"url": url, "capacity": "1Ti"}} for number in range(7)]
+            try:
+                await client.apply(POLICIES, policy(namespace, tiers=tiers))
+            except ApiError as error:
+                pytest.skip(f"the API server takes no policy that long: {error.message}")
+            async with running(client, settings(namespace)) as controller:
+                found = await settled(controller, client, namespace)
+            said = condition(found, "Accepted")
+            assert (said["status"], said["reason"]) == ("False", "TooLarge")
+            assert "at most 16384 are accepted" in said["message"]
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
+
+
+def test_transition_times_change_with_the_status_of_a_condition_only(cluster: Any) -> None:
+    async def story() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "times")
+            await client.apply(POLICIES, policy(namespace))
+
+            def times(found: Any) -> dict[str, str]:
+                return {each["type"]: each["lastTransitionTime"] for each in found["status"]["conditions"]}
+
+            async with running(client, settings(namespace)) as controller:
+                first = times(await settled(controller, client, namespace))
+                await asyncio.sleep(1.1)  # times have seconds
+                tiers = policy(namespace, tiers=[_claimed()])["spec"]["tiers"]
+                await client.patch(POLICIES, namespace, "chat", {"spec": {"tiers": tiers}})
+
+                async def changed() -> Any:
+                    found = await settled(controller, client, namespace)
+                    return found if condition(found, "StorageReady")["status"] == "False" else None
+
+                second = times(await until("storage is missing", changed))
+            assert second["Accepted"] == first["Accepted"]
+            assert second["StorageReady"] > first["StorageReady"]
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(story())
