@@ -47,11 +47,10 @@ def percent(part: int, whole: int) -> int | None:
 
 def rounded(used: int, capacity: int) -> int:
     """Bytes in steps of ``STEP_PERCENT`` of the capacity; what is there at all is not shown as nothing."""
-    step = capacity * STEP_PERCENT // 100
-    if step <= 0:
+    if capacity <= 0:
         return used
-    steps = round(used / step)
-    return min(MAX_NUMBER, step * (steps if steps or not used else 1))
+    steps = round(100 * used / (STEP_PERCENT * capacity)) or (1 if used else 0)
+    return min(MAX_NUMBER, capacity * steps * STEP_PERCENT // 100)
 
 
 def _said(name: str, pods: Sequence[PodView]) -> list[tuple[PodView, TierReport]]:
