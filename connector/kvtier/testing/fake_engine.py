@@ -38,6 +38,7 @@ from kvtier.tierd.wire import (
     MEMORY_BIT,
     PROTOCOL,
     Abort,
+    Beat,
     Credits,
     Deliver,
     Delta,
@@ -89,6 +90,9 @@ class FakeEngineOptions:
     drains: bool = True
     limit_seconds: float = 2.0
     protocol: str = PROTOCOL
+
+
+OBJECT_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -300,8 +304,14 @@ class FakeEngine:
             lock=own_lock(Path(self.options.run_directory)),
         )
 
+    def _beat(self) -> Beat:
+        """Every object stands for ``OBJECT_TOKENS`` tokens of a prompt."""
+        loaded, stored = self.seen.loaded * OBJECT_TOKENS, self.seen.stored * OBJECT_TOKENS
+        return Beat(prompt_tokens=loaded + stored, loaded_tokens=(loaded,))
+
     def start(self) -> None:
         """Attaches in the background."""
+        self.client.beat = self._beat
         self.client.start()
         self.worker.start()
 

@@ -51,7 +51,6 @@ REFUSED_RETRY_SECONDS = 30.0
 _IDLE_SECONDS = 60.0
 _FULL_RETRY_SECONDS = 0.05
 _MAX_RECEIVED_AT_ONCE = 256
-_BEAT = encode(Beat())
 
 _log = logging.getLogger("kvtier.tierd.client")
 
@@ -103,6 +102,8 @@ class TierdClient:
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
         """Why tierd refused; empty unless the state is REFUSED."""
+        self.beat: Callable[[], Beat] = Beat
+        """Makes each heartbeat; called on the I/O thread. Set it before ``start``."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
             "lost": 0,
@@ -312,7 +313,7 @@ class TierdClient:
                 self._next_beat = now + _FULL_RETRY_SECONDS
             elif now >= self._next_beat:
                 self._next_beat = now + BEAT_SECONDS
-                connection.send(_BEAT)
+                connection.send(encode(self.beat()))
         except zmq.ZMQError as error:
             self._lose(str(error))
 

@@ -382,6 +382,7 @@ class TierDaemon:
             pool_error="" if start is None else start.error,
             store=None if loop.exchange is None else loop.exchange.store,
             sessions=loop.sessions,
+            hits=loop.hits,
             fenced=loop.fenced,
             draining=self._draining,
             awaited_workers=len(fence.waiting),

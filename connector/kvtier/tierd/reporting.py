@@ -17,6 +17,7 @@ from kvtier import __version__
 from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore
 from kvtier.tierd.building import BuiltTiers
+from kvtier.tierd.hits import Hits, Tokens
 from kvtier.tierd.http import Answer, Guard, HttpServer, Route, text
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.pool import PoolFile
@@ -53,6 +54,7 @@ class Facts:
     pool_error: str
     store: TierStore | None
     sessions: Sessions
+    hits: Hits
     fenced: bool
     draining: bool
     awaited_workers: int
@@ -154,6 +156,7 @@ class Reporter:
         if facts.pool is not None:
             pool["touched"] = facts.pool.touched_bytes
         policy = self._structural.policy
+        recent, total = facts.hits.recent(self._clock()), facts.hits.total
         return Snapshot(
             version=__version__,
             policy=f"{policy.namespace}/{policy.name}",
@@ -164,7 +167,9 @@ class Reporter:
             applied_generation=facts.live.generation,
             live_refused_total=facts.follower.refused_total,
             live_refusals=tuple(map(str, facts.follower.refusals)),
-            tiers=self._tiers(store),
+            tiers=self._tiers(store, recent, total),
+            prompt_tokens=recent.prompt,
+            prompt_tokens_total=total.prompt,
             sessions=_sessions(facts.sessions),
             quarantined_processes=facts.sessions.quarantined,
             awaited_workers=facts.awaited_workers,
@@ -174,10 +179,12 @@ class Reporter:
             events=dict(facts.counters.values),
         )
 
-    def _tiers(self, store: TierStore | None) -> tuple[TierStatus, ...]:
+    def _tiers(self, store: TierStore | None, recent: Tokens, total: Tokens) -> tuple[TierStatus, ...]:
         states = {state.name: state for state in store.tier_states()} if store is not None else {}
         found = []
+        bits = self._bits(store)
         for document in self._structural.tiers:
+            index = bits.get(document.name, len(bits))
             state = states.get(document.name)
             if state is None:
                 found.append(TierStatus(document.name, document.kind, "Unknown"))
@@ -193,10 +200,17 @@ class Reporter:
                     pending_store_bytes=state.pending_store_bytes,
                     late_reads=state.late_reads,
                     last_error=state.last_error,
+                    hit_tokens=recent.of(index),
+                    hit_tokens_total=total.of(index),
                     cause=state.cause,
                 )
             )
         return tuple(found)
+
+    @staticmethod
+    def _bits(store: TierStore | None) -> dict[str, int]:
+        """Indices of tiers, as engines know them: those that were built, in order."""
+        return {} if store is None else {state.name: index for index, state in enumerate(store.tier_states())}
 
     def _conditions(self, facts: Facts) -> tuple[Condition, ...]:
         found = list(facts.built.conditions)
@@ -227,6 +241,16 @@ def _sessions(sessions: Sessions) -> tuple[SessionStatus, ...]:
             pid=session.hello.pid,
             epoch=session.worker.epoch,
             ready=session.hello.engine in ready,
+            engine_version=_engine_version(session.hello.identity),
         )
         for session in sessions.all()
     )
+
+
+def _engine_version(identity: str) -> str:
+    """Name and version of the engine, as a scheduler's identity says them; empty where it does not."""
+    try:
+        engine = json.loads(identity)["engine"]
+        return f"{engine['name']} {engine['version']}"[:64]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

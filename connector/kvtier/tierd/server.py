@@ -21,8 +21,10 @@ from kvtier.errors import KVTierError
 from kvtier.store.contract import StoreCounters
 from kvtier.tierd.exchange import Exchange
 from kvtier.tierd.fence import Fence
+from kvtier.tierd.hits import Hits
 from kvtier.tierd.members import Engine, Session
 from kvtier.tierd.outbox import Outbox
+from kvtier.tierd.process import own_identity
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.wire import (
     BEAT_SECONDS,
@@ -86,6 +88,7 @@ class Loop:
         self._poller.register(self._wake_descriptor, zmq.POLLIN)
         self._outbox = Outbox(socket)
         self.sessions = make_sessions(self)
+        self.hits = Hits()
         self.exchange: Exchange | None = None
         """The open store; None while the pool is being allocated."""
         self.no_pool = ""
@@ -234,6 +237,9 @@ class Loop:
             self.sessions.bye(route)
         elif session is not None:
             self.sessions.heard(session, now)
+            if isinstance(message, Beat) and session.is_scheduler:
+                younger = session.process.start >= own_identity().start
+                self.hits.heard(session.hello.engine, message.prompt_tokens, message.loaded_tokens, now, younger)
             self._act(session, message, now)
         elif route not in self._early:
             # It speaks to a tierd that was before this one, or to a session that ended.

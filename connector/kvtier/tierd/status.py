@@ -32,6 +32,9 @@ class TierStatus:
     late_reads: int = 0
     last_error: str = ""
     cause: str = ""
+    hit_tokens: int = 0
+    """Prompt tokens that were loaded from it in the last five minutes."""
+    hit_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class SessionStatus:
     pid: int
     epoch: int
     ready: bool
+    engine_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class Snapshot:
     live_refused_total: int = 0
     live_refusals: tuple[str, ...] = ()
     tiers: tuple[TierStatus, ...] = ()
+    prompt_tokens: int = 0
+    """Of the last five minutes."""
+    prompt_tokens_total: int = 0
     sessions: tuple[SessionStatus, ...] = ()
     quarantined_processes: int = 0
     awaited_workers: int = 0
@@ -101,6 +108,8 @@ def status_json(snapshot: Snapshot) -> bytes:
         "liveRefusedTotal": snapshot.live_refused_total,
         "liveRefusals": list(snapshot.live_refusals),
         "pendingStores": snapshot.pending_stores,
+        "promptTokens": snapshot.prompt_tokens,
+        "promptTokensTotal": snapshot.prompt_tokens_total,
         "tiers": [_camel_keys(asdict(tier)) for tier in snapshot.tiers],
         "sessions": [_camel_keys(asdict(session)) for session in snapshot.sessions],
         "pool": _camel_keys(dict(snapshot.pool)),
@@ -124,7 +133,9 @@ class _SnapshotCollector(Collector):
         objects = GaugeMetricFamily("kvtier_tier_objects", "Objects a tier holds.", labels=["tier"])
         pending = GaugeMetricFamily("kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"])
         state = GaugeMetricFamily("kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"])
+        loaded = CounterMetricFamily("kvtier_loaded_tokens", "Prompt tokens that engines loaded.", labels=["tier"])
         for tier in snapshot.tiers:
+            loaded.add_metric([tier.name], tier.hit_tokens_total)
             used.add_metric([tier.name], tier.used_bytes)
             capacity.add_metric([tier.name], tier.capacity_bytes)
             objects.add_metric([tier.name], tier.objects)
@@ -142,6 +153,9 @@ class _SnapshotCollector(Collector):
             events.add_metric(list(labels), value)
         refused = CounterMetricFamily("kvtier_live_refused", "Live values that were refused.")
         refused.add_metric([], snapshot.live_refused_total)
+        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens that engines scheduled.")
+        prompts.add_metric([], snapshot.prompt_tokens_total)
+        yield from (loaded, prompts)
         yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)
         for name, text, number in (
             ("kvtier_live_generation", "Generation of the live values in force.", snapshot.applied_generation),

@@ -75,7 +75,11 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Both directions: still here."""
+    """Both directions: still here. A scheduler's says what has become of prompts since its engine started: tokens of those that were
+    scheduled, and of these, by tier, those that were loaded instead of computed."""
+
+    prompt_tokens: int = 0
+    loaded_tokens: tuple[int, ...] = ()
 
 
 class Reserve(Message, frozen=True, kw_only=True):

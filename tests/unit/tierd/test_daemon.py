@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtier.testing.fake_engine import FakeEngine, FakeEngineOptions, block_hash
+from kvtier.testing.fake_engine import OBJECT_TOKENS, FakeEngine, FakeEngineOptions, block_hash
 from kvtier.testing.tierd_case import TierdCase, wait_for
 from kvtier.tierd import outbox as outbox_module
 from kvtier.tierd.daemon import Options, TierDaemon
@@ -293,3 +293,14 @@ def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start
     engine.close()
     wait_for(lambda: not case.status()["sessions"], "both sessions end")
     assert case.counter("sessions_vanished") == 0
+
+
+def test_status_says_how_many_prompt_tokens_came_from_a_tier(case: TierdCase, start: Start) -> None:
+    start()
+    engine = case.engine()
+    assert engine.wait("can_store", WAIT_SECONDS)
+    assert engine.store(1)
+    assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
+    assert engine.load([1]) == 1
+    wait_for(lambda: case.status()["tiers"][0]["hitTokens"] == OBJECT_TOKENS, "the load is counted")
+    assert case.status()["promptTokens"] == 2 * OBJECT_TOKENS

@@ -97,7 +97,13 @@ SNAPSHOT = Snapshot(
     epoch=4,
     applied_generation=9,
     live_refused_total=2,
-    tiers=(TierStatus("ram", "memory", "Healthy", 10, 20, 3), TierStatus("far", "lmcache", "Unknown")),
+    content_hash="0123abcd",
+    prompt_tokens=400,
+    prompt_tokens_total=900,
+    tiers=(
+        TierStatus("ram", "memory", "Healthy", 10, 20, 3, hit_tokens=100, hit_tokens_total=300),
+        TierStatus("far", "lmcache", "Unknown"),
+    ),
     sessions=(SessionStatus("e", "worker", 0, 1, 4, True),),
     pool={"pool_bytes": 20, "free": 10},
     conditions=(Condition("PoolSmaller", "why"),),
@@ -109,6 +115,8 @@ def test_status_shows_tiers_pool_conditions_and_generation() -> None:
     document = json.loads(status_json(SNAPSHOT))
     assert document["tiers"][0]["usedBytes"] == 10
     assert document["tiers"][1]["state"] == "Unknown"
+    assert (document["contentHash"], document["promptTokens"]) == ("0123abcd", 400)
+    assert document["tiers"][0]["hitTokens"] == 100
     assert document["pool"] == {"poolBytes": 20, "free": 10}
     assert document["conditions"] == [{"type": "PoolSmaller", "message": "why"}]
     assert (document["appliedGeneration"], document["epoch"], document["sessions"][0]["pid"]) == (9, 4, 1)
@@ -129,5 +137,7 @@ def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
     assert samples["kvtier_sessions", (("role", "worker"),)] == 1
     assert samples["kvtier_events_total", (("name", "reads"), ("reason", "corrupt"), ("tier", "disk"))] == 5
     assert samples["kvtier_live_generation", ()] == 9
+    assert samples["kvtier_prompt_tokens_total", ()] == 900
+    assert samples["kvtier_loaded_tokens_total", (("tier", "ram"),)] == 300
     assert samples["kvtier_live_refused_total", ()] == 2
     assert samples["kvtier_epoch", ()] == 4

@@ -116,3 +116,16 @@ def test_what_the_scheduler_side_counted_is_taken_once(rig: Rig) -> None:
     assert stats.data["offered_tokens"] == {"": 4 * CHUNK}
     assert stats.data["loaded_tokens"] == {"ram": 3 * CHUNK}
     assert stats.data["load_failures"] == {"address": 1}
+
+
+def test_heartbeats_say_which_prompt_tokens_were_loaded_from_which_tier_instead_of_computed(rig: Rig) -> None:
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4))
+    rig.admit(request, 0, rig.ask(request) or 0)
+    (job,) = rig.build().loads
+    rig.report(loads=[rig.result(job.load, 4, tiers=(0, 0, 1, 1))])
+    rig.build({"r": 300 - 4 * CHUNK})
+    rig.build({"r": 1})
+    beat = rig.client.beat()  # type: ignore[attr-defined]
+    assert beat.prompt_tokens == 300
+    assert beat.loaded_tokens == (2 * CHUNK, 2 * CHUNK)

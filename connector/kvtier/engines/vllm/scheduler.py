@@ -29,7 +29,7 @@ from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
 from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
 from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
-from kvtier.tierd.wire import PROTOCOL, Hello
+from kvtier.tierd.wire import PROTOCOL, Beat, Hello
 from kvtier.topology.models import Topology
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class SchedulerSide:
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_Step] = deque()
         self._step = 0
+        self._prompt_tokens = 0
         self._said_no_pool = False
         self.link.lost = self._session_lost
         self._make_client = client
@@ -178,6 +179,9 @@ class SchedulerSide:
                 continue
             state.scheduled = True
             request = state.request
+            if not state.counted:
+                state.counted = True
+                self._prompt_tokens += request.num_tokens
             work.add(request.num_computed_tokens, scheduled, request.num_tokens)
             if state.excluded:
                 continue
@@ -188,6 +192,7 @@ class SchedulerSide:
                 storable = self._storable(state)
                 if storable > frontier.next_chunk and state.ready(self._adapters):
                     self.stores.plan(state, tables(state), storable, last=False)
+        self._note_tokens()
         self._steps.append(step)
         self.prefill.built(self._step, work)
         if len(self._steps) > MAX_UNREPORTED_STEPS:
@@ -252,7 +257,16 @@ class SchedulerSide:
                 state.frontier.executed(generation, tokens)
         for result in report.loads:
             self.loads.ended(result)
+        if report.loads:
+            self._note_tokens()
         self.stores.done(report.stores_done)
+
+    def _note_tokens(self) -> None:
+        """What tierd is told with the next heartbeat; it reports which share of prompts came from which tier."""
+        loaded, before = self.loads.loaded_tokens, self.link.beat
+        totals = tuple(loaded[tier] for tier in range(max(loaded) + 1)) if loaded else ()
+        if (before.prompt_tokens, before.loaded_tokens) != (self._prompt_tokens, totals):
+            self.link.beat = Beat(prompt_tokens=self._prompt_tokens, loaded_tokens=totals)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True) -> None:
         """``request_finished_all_groups``: its blocks are still there, for the last time. ``store``: whether to keep the rest."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from kvtier.tierd.replica import Replica
 from kvtier.tierd.wire import (
+    Beat,
     Credits,
     Delta,
     Hello,
@@ -49,6 +50,8 @@ class SchedulerClient(Protocol):
 
     @property
     def epoch(self) -> int: ...
+
+    beat: Callable[[], Beat]
 
     def start(self) -> None: ...
 
@@ -95,6 +98,8 @@ class Link:
         self.promoted: Callable[[Promoted], None] = lambda _: None
         self.lost: Callable[[], None] = lambda: None
         self.client: SchedulerClient | None = None
+        self.beat = Beat()
+        """The next heartbeat. The scheduler's thread replaces it as a whole, the I/O thread reads it."""
         self._structural = topology.structural
         self._inbox: deque[Message | _Lost] = deque()
         """Bounded by tierd: one ``Promoted`` for each ``Promote``, credits only for slots that were used, settings that a person changed."""
@@ -109,6 +114,7 @@ class Link:
     def start(self, client: SchedulerClient) -> None:
         """Begins to attach."""
         self.client = client
+        client.beat = lambda: self.beat
         client.start()
 
     # The client's I/O thread.

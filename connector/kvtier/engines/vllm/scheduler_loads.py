@@ -95,6 +95,8 @@ class Loads:
         self._jobs: list[LoadJob] = []
         self._cancelled: list[int] = []
         self.counts = LoadCounts()
+        self.loaded_tokens: Counter[int] = Counter()
+        """By tier, since the engine started."""
         link.promoted = self._promoted
 
     # Questions.
@@ -333,6 +335,7 @@ class Loads:
         for index, tokens in enumerate(active.chunk_tokens[: active.keys_loaded]):
             tier = active.tiers[index] if index < len(active.tiers) else 0
             self.counts.loaded_tokens[self._link.tier_name(tier)] += tokens
+            self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(result.seconds)
         if active.keys_loaded == len(active.chunk_tokens):
             self._copies.observe(sum(active.chunk_tokens), result.seconds)

@@ -64,6 +64,7 @@ class RequestState:
         "asked_at",
         "blocks",
         "computed",
+        "counted",
         "excluded",
         "failed",
         "frontier",
@@ -78,6 +79,8 @@ class RequestState:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.counted = False
+        """Whether its prompt is among those that were scheduled."""
         self.frontier = Frontier()
         self.answer: Answer | None = None
         self.asked_at: float | None = None
