@@ -26,6 +26,7 @@ from kvtier.topology.loading import load
 
 PORT = 8000
 OBJECT_BYTES = 256 << 10
+ANNOUNCED_SECONDS = 3.0
 
 
 class StandIn:
@@ -73,6 +74,9 @@ class StandIn:
         with self._lock:
             numbers = range(first, first + count)
             if what == "load":
+                # What was just stored is announced a moment later.
+                engine = self._engine
+                engine.wait_for(lambda: all(map(engine.holds, numbers)), ANNOUNCED_SECONDS)
                 done = self._engine.load(list(numbers), float(options.get("budget", 5)))
             else:
                 done = sum(self._store(self._engine, number) for number in numbers)

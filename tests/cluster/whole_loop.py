@@ -135,7 +135,6 @@ class WholeLoop:
         with self.display.step("Computing three prompts, then asking again with the engine's own cache emptied"):
             self._ask(pod, "computed", "A", "B", "C")
             self._wait_stored(pod)
-            pod.client().reset_prefix_cache()
             self._ask(pod, "cache emptied", "A", "B")
 
     def _restart_container(self, pod: EnginePod) -> None:
@@ -191,8 +190,10 @@ class WholeLoop:
             )
 
     def _ask(self, pod: EnginePod, stage: str, *names: str) -> None:
+        """Each prompt on its own: what an earlier one left in the engine's cache is emptied before."""
         client = pod.client()
         for name in names:
+            client.reset_prefix_cache()
             tokens, loaded, seconds = ask(client, prompts()[name], NEW_TOKENS)
             equal = tokens == self.expected[name]
             self.rows.append(Row(stage, name, loaded.get(RAM, 0), loaded.get(FILE, 0), seconds, equal))
