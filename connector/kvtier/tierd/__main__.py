@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from kvtier.tierd.building import WrapTier
 from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
 from kvtier.tierd.process import ProcessIdentity, pid_namespace
 
+TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)
+"""For a tierd that an engine starts in a pod: nobody writes its command line."""
 LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
 
 
@@ -36,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
         "--structural", type=Path, metavar="FILE", help="instead of the structural.json in the topology directory"
     )
     found.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="/status and /metrics want the bearer token that it holds"
+        "--token-file",
+        type=Path,
+        default=os.environ.get(TOKEN_VARIABLE) or None,
+        metavar="FILE",
+        help=f"/status and /metrics want the bearer token that it holds (default: ${TOKEN_VARIABLE})",
     )
     found.add_argument("--data-bytes", type=int, metavar="N", help="what may be allocated beside the pool")
     found.add_argument(

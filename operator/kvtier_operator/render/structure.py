@@ -127,8 +127,9 @@ def _port(policy: KVTierPolicy, pod: PodObject) -> int:
     }
     if spec.get("hostNetwork"):
         metadata = pod.get("metadata") or {}
-        name = metadata.get("name") or metadata.get("generateName") or ""
-        digest = hashlib.sha256(f"{policy.namespace}/{name}/{policy.metadata.uid}".encode()).digest()
+        # The pods of a group have one structure, which is made before they can see each other's.
+        name = (metadata.get("labels") or {}).get(GROUP_LABEL) or metadata.get("name") or metadata.get("generateName")
+        digest = hashlib.sha256(f"{policy.namespace}/{name or ''}/{policy.metadata.uid}".encode()).digest()
         first, count = HOST_PORTS
         start = int.from_bytes(digest[:4], "big") % count
         candidates = [first + (start + step) % count for step in range(OTHER_PORTS)]
