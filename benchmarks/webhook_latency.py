@@ -38,6 +38,8 @@ PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 GROUP_PODS = 8
 TARGET_SECONDS = 0.020
+PATCH_BYTES = 4096
+"""What attaching adds is more than this; a pod that is left alone gets a sentence."""
 CHANGES_PER_SECOND = 10.0
 LOADERS = 4
 
@@ -79,17 +81,27 @@ def measure(arguments: argparse.Namespace, cluster: Any, home: Path) -> None:
                 ("8 connections", 8, False),
             ):
                 progress(f"asking: {name}")
+                before = process.cpu_times()
                 seconds = asked(webhook, arguments, api, connections, changing)
+                after = process.cpu_times()
+                computed = (after.user + after.system - before.user - before.system) / len(seconds)
                 p50, p99 = percentile(seconds, 50), percentile(seconds, 99)
                 if connections == 1:
                     worst = max(worst, p99)
-                rows.append((name, len(seconds), *(f"{1e3 * each:.1f}" for each in (p50, p99, max(seconds)))))
+                rows.append((name, len(seconds), *(f"{1e3 * each:.1f}" for each in (p50, p99, max(seconds), computed))))
             memory = process.memory_info().rss / 2**20
-            rows.append((f"ready after {ready_seconds:.1f} s, {memory:.0f} MiB resident", "", "", "", ""))
+            rows.append((f"ready after {ready_seconds:.1f} s, {memory:.0f} MiB resident", "", "", "", "", ""))
     progress("")
     title = f"A pod's admission with {arguments.policies} policies and {arguments.pods} pods known"
     judged = "p99 of one connection, the worse of two, over 20 ms; below 1 is within the target"
-    report(arguments.json, title, ("", "questions", "p50 ms", "p99 ms", "max ms"), rows, worst / TARGET_SECONDS, judged)
+    report(
+        arguments.json,
+        title,
+        ("", "questions", "p50 ms", "p99 ms", "max ms", "CPU ms"),
+        rows,
+        worst / TARGET_SECONDS,
+        judged,
+    )
 
 
 def policies(number: int) -> Iterator[dict[str, Any]]:
@@ -149,13 +161,14 @@ def ask(webhook: admission.WebhookProcess, policies_known: int, number: int, fir
     connection = http.client.HTTPSConnection("127.0.0.1", webhook.port, timeout=10, context=tls)
     taken = []
     for index in range(number + 20):
-        body = question(f"engine-{(first + index * 7) % policies_known:05d}", f"group-{index % 600:05d}")
+        # A group of its own: the pods that are known are members of others.
+        body = question(f"engine-{(first + index * 7) % policies_known:05d}", f"new-{first}-{index}")
         began = time.perf_counter()
         connection.request("POST", "/mutate?timeout=2s", body, {"Content-Type": "application/json"})
         answer = connection.getresponse().read()
         taken.append(time.perf_counter() - began)
-        if b'"patch"' not in answer:
-            raise RuntimeError(f"a pod was left alone: {answer[:500]!r}")
+        if len(answer) < PATCH_BYTES:
+            raise RuntimeError(f"a pod was left alone: {answer!r}")
     connection.close()
     # The first ones warm up connection and process.
     return taken[20:]
@@ -165,6 +178,7 @@ def question(app: str, group: str) -> bytes:
     """An AdmissionReview about a pod with the usual weight of annotations, variables and volumes."""
     document = admission.pod({"app": app, GROUP_LABEL: group}, annotations={"note": "x" * 2000})
     engine = document["spec"]["containers"][0]
+    engine["resources"] = {"limits": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}}
     engine["env"] = [{"name": f"VARIABLE_{index}", "value": "value " * 8} for index in range(40)]
     engine["volumeMounts"] = [{"name": f"volume-{index}", "mountPath": f"/mnt/{index}"} for index in range(8)]
     document["spec"]["volumes"] = [{"name": f"volume-{index}", "emptyDir": {}} for index in range(8)]
