@@ -44,11 +44,6 @@ def refusals(pod: PodObject, around: Surroundings) -> list[str]:
     ]
 
 
-def injected(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Containers of KVTier's own."""
-    return [each for each in containers(spec) if str(each.get("name")).startswith(INJECTED_NAMES)]
-
-
 def with_defaults(spec: Mapping[str, Any], ranges: Sequence[PodObject]) -> dict[str, Any]:
     """The spec with what LimitRanges add to containers that do not say it."""
     default: dict[str, Any] = {}
@@ -86,7 +81,7 @@ def pod_level(spec: Mapping[str, Any]) -> Iterator[str]:
                 f"with tiers the containers ask for {shown(name, asked[name])} {name}, and the pod's own request is "
                 f"{shown(name, requests[name])} (spec.resources)"
             )
-        for each in injected(spec):
+        for each in containers(spec):
             value = limits_of(each).get(name)
             if name in limits and value is not None and value > limits[name]:
                 yield (
@@ -101,7 +96,8 @@ def limit_ranges(spec: Mapping[str, Any], ranges: Sequence[PodObject]) -> Iterat
         name = (limit_range.get("metadata") or {}).get("name")
         for item in (limit_range.get("spec") or {}).get("limits") or ():
             if item.get("type") == "Container":
-                for each in injected(spec):
+                # All, not only those that were added: the engine's may have grown.
+                for each in containers(spec):
                     for sentence in _outside(requests_of(each), limits_of(each), item):
                         yield f"{each['name']} {sentence} per container (LimitRange {name})"
             elif item.get("type") == "Pod":

@@ -1,0 +1,363 @@
+"""Attached pods before a real API server: accepted where ``attach`` says so, refused exactly where it says that.
+
+Nothing runs here. Each pod first passes the server by itself, so that it has the defaults a webhook sees; then as it would
+be with its tiers. Both are dry runs: admission answers, nothing is stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.render.attach import attach
+from kvtier_operator.render.attachment import Attached, Skipped, SkipReason, Surroundings
+from kvtier_operator.render.names import TIERD_CONTAINER
+from kvtier_operator.render.resources import qos_class
+from kvtier_operator.settings import Images, Settings
+from kvtier_operator.testing import objects
+from kvtier_operator.testing.objects import GUARANTEED, container, engine, file_tier, memory_tier, variables
+
+SETTINGS = Settings(images=Images(payload="registry.local/payload:1", tierd="registry.local/payload:1"))
+ENFORCE = "pod-security.kubernetes.io/enforce"
+CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def bounds(kind: str, **item: Any) -> tuple[str, dict[str, Any]]:
+    return "limitranges", {"metadata": {"name": "bounds"}, "spec": {"limits": [{"type": kind, **item}]}}
+
+
+def share(hard: dict[str, str], **spec: Any) -> tuple[str, dict[str, Any]]:
+    return "resourcequotas", {"metadata": {"name": "share"}, "spec": {"hard": hard, **spec}}
+
+
+Setup = tuple[dict[str, str], list[tuple[str, dict[str, Any]]]]
+PRIORITY = {"matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": ["system-node-critical"]}]}
+SETUPS: dict[str, Setup] = {
+    "plain": ({}, []),
+    "baseline": ({ENFORCE: "baseline"}, []),
+    "restricted": ({ENFORCE: "restricted"}, []),
+    "container-max-memory": ({}, [bounds("Container", max={"memory": "1700Mi"})]),
+    "container-max-wide": ({}, [bounds("Container", max={"memory": "16Gi", "cpu": "8"})]),
+    "container-max-cpu": ({}, [bounds("Container", max={"cpu": "4"})]),
+    "container-min": ({}, [bounds("Container", min={"memory": "200Mi"})]),
+    "container-min-low": ({}, [bounds("Container", min={"memory": "64Mi", "cpu": "50m"})]),
+    "container-ratio": ({}, [bounds("Container", maxLimitRequestRatio={"cpu": "4"})]),
+    "container-ratio-wide": ({}, [bounds("Container", maxLimitRequestRatio={"cpu": "10", "memory": "1"})]),
+    "container-storage": ({}, [bounds("Container", max={"ephemeral-storage": "4Gi"})]),
+    "container-default": (
+        {},
+        [
+            bounds(
+                "Container",
+                default={"cpu": "2", "memory": "2Gi", "ephemeral-storage": "2Gi"},
+                defaultRequest={"cpu": "500m", "memory": "1Gi"},
+            ),
+            share({"limits.memory": "5Gi", "limits.ephemeral-storage": "5Gi", "requests.cpu": "2"}),
+        ],
+    ),
+    "pod-max": ({}, [bounds("Pod", max={"memory": "9Gi"})]),
+    "pod-max-wide": ({}, [bounds("Pod", max={"memory": "10Gi"})]),
+    "pod-max-cpu": ({}, [bounds("Pod", max={"cpu": "6"})]),
+    "pod-min": ({}, [bounds("Pod", min={"memory": "1Gi", "cpu": "1"})]),
+    "pod-ratio": ({}, [bounds("Pod", maxLimitRequestRatio={"cpu": "5"})]),
+    "quota-memory": ({}, [share({"requests.memory": "9Gi", "limits.memory": "9Gi"})]),
+    "quota-memory-wide": ({}, [share({"requests.memory": "10Gi", "limits.memory": "10Gi"})]),
+    "quota-plain-names": ({}, [share({"memory": "3Gi", "cpu": "3"})]),
+    "quota-cpu-limit": ({}, [share({"limits.cpu": "9"})]),
+    "quota-pods": ({}, [share({"pods": "1"})]),
+    "quota-count": ({}, [share({"count/pods": "1"})]),
+    "quota-storage": ({}, [share({"requests.ephemeral-storage": "1Gi"})]),
+    "quota-best-effort": ({}, [share({"pods": "0"}, scopes=["BestEffort"])]),
+    "quota-not-best-effort": ({}, [share({"pods": "0"}, scopes=["NotBestEffort"])]),
+    "quota-terminating": ({}, [share({"pods": "0"}, scopes=["Terminating"])]),
+    "quota-not-terminating": ({}, [share({"requests.cpu": "4"}, scopes=["NotTerminating"])]),
+    "quota-priority": ({}, [share({"pods": "0"}, scopeSelector=PRIORITY)]),
+}
+
+ENOUGH = {"requests": {"cpu": "8", "memory": "12Gi"}, "limits": {"cpu": "8", "memory": "12Gi"}}
+TIGHT = {"requests": {"cpu": "4500m", "memory": "8Gi"}, "limits": {"cpu": "8", "memory": "16Gi"}}
+SMALL = {"limits": {"cpu": "2", "memory": "1Gi"}}
+BURST = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "8Gi"}}
+
+PODS: dict[str, dict[str, Any]] = {
+    "best-effort": objects.pod(),
+    "guaranteed": objects.pod(engine(resources=GUARANTEED)),
+    "burstable": objects.pod(engine(resources=BURST)),
+    "restricted": objects.pod(engine(securityContext=RESTRICTED, resources=BURST)),
+    "restricted-pod-wide": objects.pod(
+        engine(securityContext={"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}),
+        securityContext={"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+    ),
+    "root": objects.pod(engine(securityContext={"runAsUser": 0}, resources=GUARANTEED)),
+    "job": objects.pod(engine(resources=GUARANTEED), activeDeadlineSeconds=600, restartPolicy="Never"),
+    "pod-level": objects.pod(engine(resources={"requests": {"cpu": "2", "memory": "4Gi"}}), resources=ENOUGH),
+    "pod-level-tight": objects.pod(engine(resources={"requests": {"cpu": "4"}}), resources=TIGHT),
+    "pod-level-small": objects.pod(engine(), resources=SMALL),
+    "pod-level-guaranteed": objects.pod(engine(resources=GUARANTEED), resources=ENOUGH),
+    "own-sidecar": objects.pod(
+        engine(resources=GUARANTEED),
+        initContainers=[{"name": "log", "image": "x", "restartPolicy": "Always", "resources": GUARANTEED}],
+    ),
+    "large-init": objects.pod(
+        engine(resources=BURST),
+        initContainers=[{"name": "get", "image": "x", "resources": {"limits": {"cpu": "8", "memory": "9Gi"}}}],
+    ),
+    "host-network": objects.pod(engine(resources=BURST, ports=[{"containerPort": 8000}]), hostNetwork=True),
+}
+
+HOST_PATH = file_tier("nvme", {"hostPath": {"path": "/mnt/kv"}})
+POLICIES: dict[str, KVTierPolicy] = {
+    "ram": objects.policy(),
+    "host-path": objects.policy(memory_tier(), HOST_PATH),
+    "claims": objects.policy(
+        memory_tier(),
+        file_tier("claim", {"persistentVolumeClaim": {"claimName": "kv"}}),
+        file_tier("scratch", {"emptyDir": {"sizeLimit": "2Gi"}}, "Pod"),
+        file_tier("own", {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}, "Pod"),
+        file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv"}}, "Cluster"),
+        isolation={"keySecretRef": {"name": "tenant"}},
+    ),
+    "in-the-engine": objects.policy(
+        memory_tier(), HOST_PATH, engine={"daemon": "Engine"}, resources={"memoryPolicy": "Grow"}
+    ),
+    "offloading": objects.policy(
+        memory_tier(),
+        file_tier("claim", {"persistentVolumeClaim": {"claimName": "kv"}}),
+        engine={"connector": "Offloading"},
+        resources={"memoryPolicy": "Ignore"},
+    ),
+}
+
+
+class Space:
+    """A namespace, and what a webhook knows of it."""
+
+    def __init__(self, api: Any, nodes: ModuleType, name: str, setup: Setup) -> None:
+        self.api, self.name = api, name
+        self._known: dict[str, Any] = {}
+        labels, made = setup
+        nodes.make_namespace(api, name, labels)
+        for plural, body in made:
+            nodes.ok(api.request("POST", f"/api/v1/namespaces/{name}/{plural}", body))
+        if any(plural == "resourcequotas" for plural, _ in made):
+            nodes.wait_for(
+                "quotas are counted", lambda: all(each.get("status") for each in self._list("resourcequotas"))
+            )
+        found = nodes.ok(api.request("GET", f"/api/v1/namespaces/{name}"))
+        self.around = Surroundings(
+            namespace_labels=found["metadata"]["labels"],
+            limit_ranges=self._list("limitranges"),
+            quotas=self._list("resourcequotas"),
+            kubelet_versions=("v1.37.2",),
+        )
+
+    def _list(self, plural: str) -> list[dict[str, Any]]:
+        status, body = self.api.request("GET", f"/api/v1/namespaces/{self.name}/{plural}")
+        assert status == 200, body
+        return list(body["items"])
+
+    def create(self, pod: dict[str, Any]) -> tuple[int, Any]:
+        """Everything but storing."""
+        document = copy.deepcopy(pod)
+        document["metadata"]["namespace"] = self.name
+        status, body = self.api.request("POST", f"/api/v1/namespaces/{self.name}/pods?dryRun=All", document)
+        return int(status), body
+
+    def by_itself(self, shape: str) -> Any:
+        """A pod as a webhook is asked about it, with the server's defaults; None where the server refuses it anyway."""
+        if shape not in self._known:
+            status, body = self.create(PODS[shape])
+            self._known[shape] = body if status == 201 else None
+        return self._known[shape]
+
+    def policy(self, policy: KVTierPolicy) -> KVTierPolicy:
+        """The policy, in this namespace."""
+        return policy.model_copy(update={"metadata": policy.metadata.model_copy(update={"namespace": self.name})})
+
+
+@pytest.fixture(scope="module")
+def spaces(full_api: Any, nodes: ModuleType) -> Iterator[dict[str, Space]]:
+    token = secrets.token_hex(3)
+    made = {name: Space(full_api, nodes, f"attached-{token}-{name}", setup) for name, setup in SETUPS.items()}
+    yield made
+    for space in made.values():
+        full_api.request("DELETE", f"/api/v1/namespaces/{space.name}")
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_server_refuses_exactly_what_was_said_to_be_refused(spaces: dict[str, Space], setup: str) -> None:
+    space = spaces[setup]
+    wrong, attached, refused = [], 0, 0
+    for shape in PODS:
+        by_itself = space.by_itself(shape)
+        if by_itself is None:
+            continue
+        for which, policy in POLICIES.items():
+            decision = attach(space.policy(policy), by_itself, space.around, SETTINGS)
+            if isinstance(decision, Attached):
+                attached += 1
+                status, body = space.create(decision.pod)
+                if status != 201:
+                    wrong.append(f"{shape}/{which} was attached, and {status}: {body.get('message')}")
+                elif body["status"]["qosClass"] != qos_class(decision.pod["spec"]):
+                    wrong.append(f"{shape}/{which}: class {body['status']['qosClass']}")
+                elif by_itself["status"]["qosClass"] == "Guaranteed" != body["status"]["qosClass"]:
+                    wrong.append(f"{shape}/{which} is not Guaranteed any more")
+                continue
+            assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
+            refused += 1
+            blindly = attach(space.policy(policy), by_itself, Surroundings(), SETTINGS)
+            if isinstance(blindly, Skipped):
+                blindly = _patched_all_the_same(space.policy(policy), by_itself)
+            status, body = space.create(blindly.pod)
+            if status == 201:
+                wrong.append(f"{shape}/{which} was left alone and is accepted: {decision.message}")
+    assert not wrong, "\n".join(wrong)
+    assert attached + refused > 0
+
+
+def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
+    """With what the pod's own resources refuse: they are taken away for the decision and put back."""
+    spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
+    decision = attach(policy, {**pod, "spec": spec}, Surroundings(), SETTINGS)
+    assert isinstance(decision, Attached), decision
+    decision.pod["spec"]["resources"] = pod["spec"]["resources"]
+    return decision
+
+
+def test_the_setups_show_both_answers(spaces: dict[str, Space]) -> None:
+    answers: dict[bool, int] = {True: 0, False: 0}
+    for space in spaces.values():
+        for shape in PODS:
+            by_itself = space.by_itself(shape)
+            if by_itself is not None:
+                for policy in POLICIES.values():
+                    decision = attach(space.policy(policy), by_itself, space.around, SETTINGS)
+                    answers[isinstance(decision, Attached)] += 1
+    assert min(answers.values()) >= 100, answers
+
+
+GPU = {"limits": {"nvidia.com/gpu": "8"}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "shell string": objects.pod(engine(command=["sh", "-c", "exec vllm serve m -tp 2 --port 8000"])),
+    "python -m": objects.pod(engine(command=["python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"])),
+    "foreign launcher": objects.pod(
+        engine(command=["/opt/launch/start"], args=["serve"], image="org/launcher:1", resources=GPU)
+    ),
+    "arguments in a variable": objects.pod(
+        engine(command=["sh", "-c", "vllm serve $VLLM_ARGS"], env=[{"name": "VLLM_ARGS", "value": "m -tp 2"}])
+    ),
+    "$(VAR) in arguments": objects.pod(engine(args=["-tp", "$(TP)"], env=[{"name": "TP", "value": "2"}])),
+    "native sidecars of its own": PODS["own-sidecar"],
+    "a mesh's container first": objects.pod(
+        {
+            "name": "istio-proxy",
+            "image": "istio/proxyv2:1",
+            "ports": [{"containerPort": 15090, "name": "http-envoy-prom"}],
+        },
+        engine(),
+        initContainers=[{"name": "istio-init", "image": "istio/proxyv2:1"}],
+    ),
+    "read-only root, restricted": objects.pod(engine(securityContext={**RESTRICTED, "readOnlyRootFilesystem": True})),
+    "a /dev/shm of its own": objects.pod(
+        engine(volumeMounts=[{"name": "shm", "mountPath": "/dev/shm"}]),
+        volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}],
+    ),
+    "hostIPC": objects.pod(hostIPC=True),
+    "path from elsewhere": objects.pod(
+        engine(env=[{"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}])
+    ),
+    "a variable twice": objects.pod(
+        engine(env=[{"name": "PYTHONPATH", "value": "/a"}, {"name": "PYTHONPATH", "value": "/b"}])
+    ),
+    "a claimed device": objects.pod(
+        engine(resources={"claims": [{"name": "gpu"}]}),
+        {"name": "other", "image": "x"},
+        resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "gpu"}],
+    ),
+    "no image's user, host network": PODS["host-network"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("which", ["claims", "in-the-engine", "offloading"])
+def test_pods_of_every_shape_are_attached_and_accepted(spaces: dict[str, Space], shape: str, which: str) -> None:
+    restricted = "restricted" in shape and which != "in-the-engine"  # that policy mounts a hostPath
+    space = spaces["restricted" if restricted else "plain"]
+    status, by_itself = space.create(SHAPES[shape])
+    assert status == 201, by_itself
+    decision = attach(space.policy(POLICIES[which]), by_itself, space.around, SETTINGS)
+    assert isinstance(decision, Attached), decision
+    status, body = space.create(decision.pod)
+    assert status == 201, body["message"]
+    for new, old in zip(body["spec"]["containers"], by_itself["spec"]["containers"], strict=True):
+        assert (new.get("command"), new.get("args")) == (old.get("command"), old.get("args"))
+    assert "PYTHONPATH" in variables(container(body, "vllm"))
+    if which == "claims":
+        tierd = container(body, TIERD_CONTAINER)
+        accounts = [mount for mount in tierd["volumeMounts"] if "serviceaccount" in mount["mountPath"]]
+        assert [mount["name"] for mount in accounts] == ["kvtier-no-account"]
+        assert body["spec"]["terminationGracePeriodSeconds"] == by_itself["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -> None:
+    space = spaces[level]
+    policy = space.policy(objects.policy(engine={"delivery": "ImageVolume"}))
+    status, by_itself = space.create(PODS["restricted"])
+    assert status == 201, by_itself
+    decision = attach(policy, by_itself, space.around, SETTINGS)
+    assert isinstance(decision, Attached), decision
+    status, body = space.create(decision.pod)
+    assert status == 201, body["message"]
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (objects.pod(engine(args=["--kv-transfer-config", CONFIG])), SkipReason.ALREADY_CONFIGURED),
+        (
+            objects.pod(engine(command=["sh", "-c", f"vllm serve m --kv-transfer-config '{CONFIG}'"])),
+            SkipReason.ALREADY_CONFIGURED,
+        ),
+        (
+            objects.pod(
+                engine(command=["sh", "-c", "ray start --head && vllm serve m -tp 16"], resources=GPU),
+                metadata={"labels": {"app": "chat", "leaderworkerset.sigs.k8s.io/group-key": "g"}},
+            ),
+            SkipReason.MULTI_HOST,
+        ),
+    ],
+)
+def test_pods_that_are_left_alone_are_as_the_server_knows_them(
+    spaces: dict[str, Space], pod: dict[str, Any], reason: SkipReason
+) -> None:
+    space = spaces["plain"]
+    status, by_itself = space.create(pod)
+    assert status == 201, by_itself
+    decision = attach(space.policy(objects.policy()), by_itself, space.around, SETTINGS)
+    assert isinstance(decision, Skipped)
+    assert decision.reason is reason
+
+
+def test_a_pod_that_was_stored_with_its_tiers_comes_back_unchanged(spaces: dict[str, Space]) -> None:
+    space = spaces["plain"]
+    policy = space.policy(POLICIES["claims"])
+    decision = attach(policy, space.create(objects.pod())[1], space.around, SETTINGS)
+    assert isinstance(decision, Attached)
+    stored = space.create(decision.pod)[1]
+    assert attach(policy, stored, space.around, SETTINGS) == Attached(stored)
