@@ -12,7 +12,7 @@ holds what), engines (who is there, and quarantine), stores, promotion and reads
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from kvtier.store.arc import Arc
 from kvtier.store.contract import Accounts, Clock, EngineInfo, IoExecutor, StoreCounters, StoreEvent
@@ -20,6 +20,7 @@ from kvtier.store.deciding import Decider
 from kvtier.store.engines import Engines, EngineState
 from kvtier.store.estimates import PromptShape
 from kvtier.store.eviction import Lru
+from kvtier.store.hung import Hung
 from kvtier.store.kept import LANE as VERIFY_LANE
 from kvtier.store.kept import Kept
 from kvtier.store.loads import Loads
@@ -28,7 +29,7 @@ from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.presence import RAM_BITS, PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.reads import Reads
-from kvtier.store.records import SlotTable
+from kvtier.store.records import ReadLog, SlotPlace, SlotTable
 from kvtier.store.sealing import Sealer
 from kvtier.store.shared import Shared
 from kvtier.store.slots import SlotPool
@@ -65,6 +66,8 @@ class TierStore:
     ``memory``: the whole pool, writable, or None where no bytes are needed. ``tiers``: the lower ones in the document's
     order, not opened: the store opens them on their "maintain" lanes. ``fenced``: begin without touching a slot, until
     ``unfence``. ``slot_table``: where sealed objects are noted for the next tierd; what it has recovered is taken over.
+    ``read_log``: where the slots that are read into are noted. ``hung``: by name of a dead tierd, slots that a thread of it may still read
+    into; they are nobody's until ``hung_over``.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class TierStore:
         epoch: int = 1,
         fenced: bool = False,
         slot_table: SlotTable | None = None,
+        read_log: ReadLog | None = None,
+        hung: Mapping[str, Sequence[SlotPlace]] | None = None,
     ) -> None:
         self.epoch = epoch
         self.counters = StoreCounters()
@@ -100,6 +105,8 @@ class TierStore:
         self._decider = Decider(shared, self._lowers, topology.live.selection)
         self._kept = Kept(shared, self._pool, self._table, self._index, self._supply)
         self._slot_table = slot_table
+        self._reads.log = read_log
+        self._hung = Hung(shared, self._pool, hung or {})
         self._promotions = Promotions(
             shared, self._table, self._lowers, self._reads, self._supply, self._decider, self._kept
         )
@@ -125,6 +132,7 @@ class TierStore:
         self._kept.on_verified = self._writes.consider
 
     def _take_over(self) -> None:
+        self._hung.place()
         if self._slot_table is None:
             return
         for reason, number in self._slot_table.refused.items():
@@ -214,6 +222,10 @@ class TierStore:
         self._shared.fenced = False
         self._take_over()
         self._sealer.run()
+
+    def hung_over(self, name: str) -> None:
+        """No thread of this dead tierd lives any more."""
+        self._hung.over(name)
 
     def configure(self, live: Live) -> None:
         """Takes over live settings at once."""

@@ -6,15 +6,17 @@ returned, however late, and what it brings is kept. Only a call that no thread h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from kvtier.errors import TierCorruptError
+from kvtier.errors import TierCorruptError, TierMissError
 from kvtier.store.estimates import Batch
 from kvtier.store.jobs import Job
 from kvtier.store.lower import LowerTier, LowerTiers, reason_of
 from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.presence import MEMORY_BIT, PresenceIndex
+from kvtier.store.records import ReadLog
 from kvtier.store.shared import Shared
 from kvtier.store.slots import Slot, SlotClass, SlotPool, SlotState
 from kvtier.store.timers import Timer
@@ -77,6 +79,10 @@ class Read:
         self.waiters: dict[tuple[Waiter, int], None] = {}
 
 
+def _not_noted() -> None:
+    raise TierMissError("the run directory has no room to note a read, so it is not begun")
+
+
 class Reads:
     """Reads under way. Owner's thread only."""
 
@@ -96,6 +102,7 @@ class Reads:
         self._lowers = lowers
         self._supply = supply
         self._reads: dict[tuple[str, bytes], Read] = {}
+        self.log: ReadLog | None = None
 
     def get(self, namespace: str, key: bytes) -> Read | None:
         """The read of this key, if one is under way."""
@@ -140,7 +147,9 @@ class Reads:
             return
         self._expect(read)
         into = shared.view(slot.offset, read.payload_bytes)
-        work = partial(lower.tier.read, ObjectRef(read.namespace, read.key), into)
+        work: Callable[[], object] = partial(lower.tier.read, ObjectRef(read.namespace, read.key), into)
+        if self.log is not None and not self.log.begin(self._pool.place(slot)):
+            work = _not_noted
         read.job = Job(shared.clock, work, partial(self._returned, read)).submit(shared.io, f"read:{lower.name}")
         limit = shared.clock() + lower.settings.load_timeout_seconds
         read.timer = shared.timers.at(limit, partial(self._out_of_time, read))
@@ -159,6 +168,8 @@ class Reads:
         """Takes the call back; False if it has begun."""
         if read.job is None or not read.job.revoke():
             return False
+        if self.log is not None and read.slot is not None:
+            self.log.end(read.slot.offset)
         if read.batch is not None:
             read.lower.model.withdrawn(read.batch, read.payload_bytes)
             read.batch = None
@@ -219,6 +230,8 @@ class Reads:
 
     def _returned(self, read: Read, result: object, error: BaseException | None) -> None:
         lower, job = read.lower, read.job
+        if self.log is not None and read.slot is not None:
+            self.log.end(read.slot.offset)
         if read.timer is not None:
             read.timer.cancel()
             read.timer = None

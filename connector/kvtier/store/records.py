@@ -21,6 +21,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -55,6 +56,28 @@ def table_bytes(pool_bytes: int) -> int:
 def object_digest(meta: ObjectMeta) -> bytes:
     """One digest for all shards of an object: that of their checksums."""
     return blake3(b"".join(meta.checksums)).digest(DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    """A slot, and the run of equal slots that it belongs to."""
+
+    offset: int
+    slot_bytes: int
+    segment_start: int
+    segment_slots: int
+
+
+class ReadLog(Protocol):
+    """Where tierd notes the slots that it reads into, for the case that it dies and a thread of it does not."""
+
+    def begin(self, place: SlotPlace) -> bool:
+        """A read is about to begin; False if it must not."""
+        ...
+
+    def end(self, offset: int) -> None:
+        """The read has returned, or will not begin."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

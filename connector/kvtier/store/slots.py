@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvtier.store.contract import Accounts
+from kvtier.store.records import SlotPlace
 from kvtier.tiers.base import ALIGNMENT_BYTES, aligned
 
 if TYPE_CHECKING:
@@ -157,6 +158,12 @@ class SlotPool:
         segment.free -= 1
         self.move(slot, SlotState.COMMITTED)
         return slot
+
+    @staticmethod
+    def place(slot: Slot) -> SlotPlace:
+        """Where the slot is, as ``restore`` takes it."""
+        segment = slot.segment
+        return SlotPlace(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
 
     def available(self, kind: SlotClass) -> int:
         """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free

@@ -125,10 +125,11 @@ class TierdCase:
         file_bytes: int | None = None,
         run_directory: Path | None = None,
         persistence: Literal["Process", "Pod"] = "Pod",
+        files: Path | None = None,
     ) -> None:
         self.directory = directory
         self.topology_directory = directory / "topology"
-        self.files = directory / "tier"
+        self.files = files or directory / "tier"
         self.run_directory = run_directory or Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
         self.log = directory / "tierd.log"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -171,8 +172,8 @@ class TierdCase:
         """Replaces live.json."""
         write_live(self.topology_directory, live)
 
-    def start_tierd(self, fencing: bool = True) -> int:
-        """Starts a tierd and waits until it serves; its process id."""
+    def start_tierd(self, fencing: bool = True, tiers: bool = True) -> int:
+        """Starts a tierd and waits until it serves, with ``tiers`` until those are scanned as well; its process id."""
         command = [sys.executable, "-m", "kvtier.tierd", "--topology", str(self.topology_directory)]
         if not fencing:
             command = [sys.executable, "-c", _WITHOUT_FENCE, str(self.topology_directory)]
@@ -181,12 +182,15 @@ class TierdCase:
                 command, env=environment(), stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
             )
         self._processes.append(process)
-        wait_for(lambda: self.tierd_pid() == process.pid and self._open(), "tierd serves, and its tiers are scanned")
+        wait_for(
+            lambda: self.tierd_pid() == process.pid and self._open(tiers), "tierd serves, and its tiers are scanned"
+        )
         return process.pid
 
-    def _open(self) -> bool:
+    def _open(self, tiers: bool) -> bool:
         status = self.status()
-        return bool(status.get("started")) and all(tier["state"] != "Unknown" for tier in status["tiers"])
+        known = not tiers or all(tier["state"] != "Unknown" for tier in status.get("tiers", ()))
+        return bool(status.get("started")) and known
 
     def kill_tierd(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the tierd that serves, and waits until it is gone."""

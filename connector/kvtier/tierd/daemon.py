@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from kvtier.tierd import limits
 from kvtier.tierd.building import WrapTier, build_tiers, memory_document
 from kvtier.tierd.exchange import Exchange
 from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
+from kvtier.tierd.hung import Hung, ReadsFile, find
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.outbox import SEND_MESSAGES
 from kvtier.tierd.peers import PEERS_NAME, PeerFates, open_directory
@@ -45,11 +46,17 @@ from kvtier.tierd.status import Snapshot
 from kvtier.tierd.takeover import describe_namespace, open_table
 from kvtier.tierd.token import Token
 from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
+from kvtier.tiers.base import Tier
 from kvtier.tiers.checksum import preferred
 from kvtier.topology.loading import load
 from kvtier.topology.models import Daemon, Structural, Topology
 
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 3.0
+STALLED_SECONDS = 1.25
+"""Without any store written for so long, what is pending is not waited for any more: the storage hangs, or is too slow to matter."""
+CLOSE_SECONDS = 0.75
+"""For all tiers together to give back what they hold of their storage. With the above, and what is said to sessions, a tierd beside a
+hung mount has ended within three seconds."""
 LINGER_SECONDS = 5.0
 """A tierd that an engine started waits this long for a session after the last one vanished: an engine that lost tierd for a moment
 comes back within four seconds."""
@@ -148,6 +155,9 @@ class TierDaemon:
         self._parent = os.getppid()
         self._empty_since: float | None = None
         self._drain_until: float | None = None
+        self._progress: tuple[int, float] = (0, 0.0)
+        self._reads: ReadsFile | None = None
+        self._hung: list[Hung] = []
         self._built = build_tiers(self._topology, options.wrap_tier)
         self._follower = LiveFollower(options.topology_directory, structural, options.structural is not None)
         self._live = self._topology.live
@@ -210,6 +220,8 @@ class TierDaemon:
     def _serve(self, lock: FileLock) -> None:
         run, options = self._run_directory, self._options
         run.beat(lock)
+        self._reads = ReadsFile(run.path, self._epoch, run.file_mode)
+        self._hung = find(run.path, self._reads.path)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         try:
@@ -262,6 +274,7 @@ class TierDaemon:
             if now - last_beat >= BEAT_SECONDS:
                 last_beat = now
                 self._run_directory.beat(lock)
+                self._check_hung(loop)
             if now - last_sweep >= _SWEEP_SECONDS and self._peers is not None:
                 last_sweep = now
                 self._peers.sweep(loop.sessions.locks() | {worker.process.lock for worker in fence.waiting})
@@ -292,6 +305,8 @@ class TierDaemon:
             epoch=self._epoch,
             fenced=fenced,
             slot_table=start.table,
+            read_log=self._reads,
+            hung={each.path.name: each.places for each in self._hung},
         )
         # One set of counters: whatever happened before the store was there is in it as well.
         for (name, tier, reason), value in self._counters.values.items():
@@ -303,6 +318,13 @@ class TierDaemon:
         names = (memory_document(self._topology.structural).name, *(tier.name for tier in self._built.tiers))
         exchange = Exchange(store, pool.bytes, loop.send, self._counters, self._describe_namespace)
         loop.begin(exchange, Pool(str(pool.path), pool.bytes, names))
+
+    def _check_hung(self, loop: Loop) -> None:
+        if loop.exchange is None:
+            return
+        for each in [each for each in self._hung if each.over()]:
+            self._hung.remove(each)
+            loop.exchange.store.hung_over(each.path.name)
 
     def _unfence(self, store: TierStore) -> None:
         _log.info("every worker of earlier epochs has drained or is gone")
@@ -361,7 +383,10 @@ class TierDaemon:
     def _drained(self, loop: Loop, now: float) -> bool:
         if self._drain_until is None or now >= self._drain_until:
             return True
-        return loop.exchange is None or not loop.exchange.store.pending_stores()
+        pending = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
+        if pending != self._progress[0]:
+            self._progress = (pending, now)
+        return not pending or now - self._progress[1] > STALLED_SECONDS
 
     def _count_dropped(self, loop: Loop) -> None:
         dropped = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
@@ -394,17 +419,34 @@ class TierDaemon:
         self._reporter.close()
         if self._io is not None:
             self._io.close()
-        for tier in self._built.tiers:
-            try:
-                tier.close()
-            except KVTierError as error:
-                _log.warning("tier %s: %s", tier.name, error)
+        _close_all(self._built.tiers)
+        if self._reads is not None:
+            self._reads.leave()
         if self._pool_start is not None:
             self._pool_start.stop()
             if self._pool_start.pool is not None:
                 self._pool_start.pool.close()
             if self._pool_start.table is not None:
                 self._pool_start.table.close()
+
+
+def _close_all(tiers: Sequence[Tier]) -> None:
+    """Closes the tiers side by side. One whose storage hangs is left to itself."""
+
+    def close(tier: Tier) -> None:
+        try:
+            tier.close()
+        except KVTierError as error:
+            _log.warning("tier %s: %s", tier.name, error)
+
+    threads = [
+        threading.Thread(target=close, args=(tier,), name=f"kvtier-close-{tier.name}", daemon=True) for tier in tiers
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _ignore_result(_result: object, error: BaseException | None) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from kvtier.tierd.process import Fate, ProcessIdentity, fate, pid_namespace, process_start
+from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 START_SECONDS = 5.0
 """A shell takes milliseconds to say which process it started."""
@@ -52,9 +52,9 @@ class DetachedProcess:
         """Whether ``poll`` has seen its end."""
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has ended. A thread that hangs in the kernel is not waited for: nothing of the program runs any more."""
         if not self.ended:
-            self.ended = fate(self._identity) is Fate.GONE
+            self.ended = leader_is_dead(self._identity)
             if self.ended:
                 self._reap()
         return self.ended

@@ -10,6 +10,7 @@ before a thread becomes a zombie, so a process all of whose threads are zombies 
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -93,6 +94,38 @@ def fate(process: ProcessIdentity) -> Fate:
     if fields[0] not in _DEAD_STATES:
         return Fate.ALIVE
     return Fate.ALIVE if _any_thread_runs(process.pid) else Fate.GONE
+
+
+def leader_is_dead(process: ProcessIdentity) -> bool:
+    """Whether the first thread of ``process`` has ended for good, though others may hang in the kernel: none of them ever runs a line of
+    its program again. False where it cannot be seen."""
+    if fate(process) is Fate.GONE:
+        return True
+    own = own_identity()
+    if not process.pid_namespace or process.pid_namespace != own.pid_namespace or not process.start:
+        return False
+    fields = _stat_fields(_PROC / str(process.pid) / "stat")
+    if fields is None or int(fields[19]) != process.start or fields[0] not in _DEAD_STATES:
+        return False
+    return _every_thread_ends(process.pid)
+
+
+def _every_thread_ends(pid: int) -> bool:
+    """Whether SIGKILL is on its way to every thread that still is there, as when the whole process ends; not when one thread has."""
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+        texts = [(_PROC / str(pid) / "task" / thread / "status").read_text(errors="replace") for thread in threads]
+    except OSError:
+        return False
+    return all(_is_killed(text) for text in texts)
+
+
+def _is_killed(status: str) -> bool:
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if fields.get("State", "").strip()[:1] in _DEAD_STATES:
+        return True
+    pending = int(fields.get("SigPnd", "0").strip() or "0", 16) | int(fields.get("ShdPnd", "0").strip() or "0", 16)
+    return bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
 def _any_thread_runs(pid: int) -> bool:

@@ -6,6 +6,8 @@
         alive                shared lock held by every attached process and by tierd: nobody holds it, nobody lives here
         tierd.lock           exclusive lock held by the living tierd, which touches the file with every beat of its loop
         spawn.lock           exclusive lock held while somebody starts a tierd
+        aside.lock           exclusive lock held while the lock of a dead tierd is set aside
+        reads/               where tierds read into, should one die and a thread of it hang (hung.py)
         epoch                the last epoch that was given out, as text
         pool                 the host pool
         slots, namespaces/   what is in the pool, for the next tierd (takeover.py)
@@ -19,6 +21,7 @@ Locks are flock(2): the kernel drops them with the last process that holds them,
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -29,16 +32,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import ConfigurationError
+from kvtier.tierd.process import ProcessIdentity, leader_is_dead, own_identity
 
 ALIVE_NAME = "alive"
 LOCK_NAME = "tierd.lock"
 SPAWN_NAME = "spawn.lock"
+ASIDE_NAME = "aside.lock"
 EPOCH_NAME = "epoch"
 HTTP_NAME = "http.json"
 SESSIONS_NAME = "sessions"
 PREFIX = "kvtier-"
 MARKER = b"kvtier run directory\n"
-"""Content of ``alive``: nothing is ever removed from a directory whose ``alive`` says something else."""
+SHARED_MARKER = b"kvtier run directory of a pod\n"
+"""Content of ``alive``: nothing is ever removed from a directory whose ``alive`` says something else, such as
+the other one: between two lives of a sidecar's tierd nobody may hold the lock, and its RAM shall still be there."""
 MAX_SOCKET_PATH_BYTES = 107
 _JOIN_SECONDS = 5.0
 
@@ -141,7 +148,7 @@ class RunDirectory:
                 lock.close()
                 return None
             if os.fstat(lock.descriptor).st_size == 0:
-                os.pwrite(lock.descriptor, MARKER, 0)
+                os.pwrite(lock.descriptor, SHARED_MARKER if self.shared else MARKER, 0)
             sessions = self.path / SESSIONS_NAME
             sessions.mkdir(exist_ok=True)
         except FileNotFoundError:
@@ -178,8 +185,48 @@ class RunDirectory:
             lock.close()
 
     def try_daemon_lock(self) -> FileLock | None:
-        """The lock of the one living tierd; None if there is one. Raises ``OSError``."""
-        return try_lock(self.path / LOCK_NAME, self.file_mode)
+        """The lock of the one living tierd; None if there is one. Raises ``OSError``.
+
+        A tierd that was killed keeps its lock for as long as a thread of it hangs in a mount. Its file is set aside.
+        """
+        path = self.path / LOCK_NAME
+        lock = try_lock(path, self.file_mode)
+        if lock is None and self._set_aside(path):
+            lock = try_lock(path, self.file_mode)
+        if lock is not None and not _is_file(lock.descriptor, path):
+            lock.close()
+            return None
+        if lock is not None:
+            me = own_identity()
+            text = json.dumps({"pid": me.pid, "processStart": me.start, "pidNamespace": me.pid_namespace})
+            os.ftruncate(lock.descriptor, 0)
+            os.pwrite(lock.descriptor, text.encode(), 0)
+        return lock
+
+    def _set_aside(self, path: Path) -> bool:
+        """Removes the lock file of a tierd that will never run again. One at a time, so that nobody's new file is taken for the old one."""
+        if not self._holder_is_dead(path):
+            return False
+        turn = try_lock(self.path / ASIDE_NAME, self.file_mode)
+        if turn is None:
+            return False
+        try:
+            if not self._holder_is_dead(path):
+                return False
+            path.unlink(missing_ok=True)
+            _log.warning("a thread of the last tierd hangs; its lock is set aside")
+            return True
+        finally:
+            turn.close()
+
+    @staticmethod
+    def _holder_is_dead(path: Path) -> bool:
+        try:
+            document = json.loads(path.read_bytes())
+            holder = ProcessIdentity(int(document["pid"]), int(document["processStart"]), str(document["pidNamespace"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return leader_is_dead(holder)
 
     def daemon_lives(self) -> bool:
         """Whether some process holds the daemon's lock. A look is a shared lock for a moment, so looks do not see each other."""
@@ -188,7 +235,7 @@ class RunDirectory:
         except OSError:
             return False
         if lock is None:
-            return True
+            return not self._holder_is_dead(self.path / LOCK_NAME)
         lock.close()
         return False
 

@@ -98,3 +98,51 @@ def test_joining_again_after_somebody_removed_it_makes_it_anew(tmp_path: Path) -
 def test_a_path_that_no_socket_fits_into_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="runDirectory"):
         RunDirectory(tmp_path / ("x" * 100))
+
+
+def test_a_pods_directory_is_not_swept_while_its_tierd_is_being_restarted(tmp_path: Path) -> None:
+    own = make(tmp_path, "kvtier-own")
+    own.join()
+    pod = RunDirectory(tmp_path / "kvtier-pod", shared=True)
+    pod.join()
+    pod.leave()
+    assert sweep(own.path) == 0
+    assert pod.path.exists()
+
+
+def test_the_lock_of_a_living_tierd_is_never_set_aside(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    first.join()
+    lock = first.try_daemon_lock()
+    assert lock is not None
+    inode = os.stat(first.path / "tierd.lock").st_ino
+    assert second.try_daemon_lock() is None
+    # Not for nonsense in it either.
+    for text in ("", "nonsense", "{}", '{"pid": 1, "processStart": 0, "pidNamespace": ""}'):
+        (first.path / "tierd.lock").write_text(text)
+        assert second.try_daemon_lock() is None
+        assert second.daemon_lives()
+    assert os.stat(first.path / "tierd.lock").st_ino == inode
+    lock.close()
+    taken = second.try_daemon_lock()
+    assert taken is not None
+    taken.close()
+
+
+def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    first.join()
+    kept = first.try_daemon_lock()
+    monkeypatch.setattr("kvtier.tierd.rundir.leader_is_dead", lambda holder: holder.pid == os.getpid())
+    assert not second.daemon_lives()
+    lock = second.try_daemon_lock()
+    assert kept is not None
+    assert lock is not None
+    monkeypatch.undo()
+    assert first.daemon_lives()
+    assert first.try_daemon_lock() is None
+    kept.close()
+    assert first.daemon_lives()
+    lock.close()

@@ -1,0 +1,161 @@
+"""A file tier on a mount that hangs for ever: nothing waits for the threads in it, and nobody gets the slots they may write into.
+
+The kernel keeps a thread that waits for an answer of the mount, also after SIGKILL, and with it the process's entry in its table. What
+ends at once is everything else: no line of the program runs any more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.hanging_mount import HangingMount, hanging_mount
+from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
+from kvtier.topology.models import Daemon
+
+OBJECT_BYTES = 64 << 10
+WAIT_SECONDS = 60.0
+EXIT_SECONDS = 5.0
+KEYS = list(range(6))
+
+MakeCase = Callable[..., TierdCase]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[HangingMount]:
+    if not Path("/dev/fuse").exists():
+        pytest.skip("there is no /dev/fuse")
+    try:
+        with hanging_mount(tmp_path / "fuse") as mount:
+            yield mount
+    except OSError as error:
+        pytest.skip(f"no FUSE mount can be made here: {error}")
+
+
+@pytest.fixture
+def make_case(tmp_path: Path, mount: HangingMount) -> Iterator[MakeCase]:
+    cases: list[TierdCase] = []
+
+    def make(**options: Any) -> TierdCase:
+        cases.append(TierdCase(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options))
+        return cases[-1]
+
+    yield make
+    mount.release()
+    for case in cases:
+        case.close()
+
+
+def on_disk_alone(case: TierdCase) -> FakeEngine:
+    """An engine whose keys are in files and in no RAM."""
+    case.start_tierd()
+    engine = case.engine()
+    for number in KEYS:
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.store(number)
+    wait_for(lambda: len(list(case.files.rglob("*.kv"))) == len(KEYS), "the objects are written")
+    case.kill_tierd()
+    case.start_tierd()
+    assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+    return engine
+
+
+def ended(pid: int, number: int) -> float:
+    """Sends a signal; seconds until the process runs nothing any more."""
+    process = ProcessIdentity(pid, process_start(pid), pid_namespace())
+    began = time.monotonic()
+    os.kill(pid, number)
+    while not leader_is_dead(process):
+        assert time.monotonic() - began < WAIT_SECONDS
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def waits_in_kernel(pid: int) -> bool:
+    """Whether the process is still in the table, with a thread in it that the kernel does not let go."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return "D" in [path.read_text().rpartition(")")[2].split()[0] for path in threads]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
+def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_nobody(
+    make_case: MakeCase, mount: HangingMount, number: int
+) -> None:
+    case = make_case(persistence="Process", memory_bytes=16 * OBJECT_BYTES)
+    engine = on_disk_alone(case)
+    mount.hang("read", "write")
+    assert engine.load(KEYS, budget_seconds=0.5) == 0
+    wait_for(lambda: case.pool("reading") >= OBJECT_BYTES, "reads hang")
+    pid = case.tierd_pid()
+    seconds = ended(pid, number)
+    print(f"\n{signal.Signals(number).name}: nothing of tierd runs after {seconds:.2f} s")
+    assert seconds < EXIT_SECONDS
+    assert waits_in_kernel(pid)
+
+    case.start_tierd(tiers=False)
+    assert engine.wait_for(lambda: engine.seen.attached == 3, WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
+    # One slot for each thread that hangs; the others are the next tierd's, and its engine's.
+    wait_for(lambda: case.pool("quarantined") > 0, "slots are kept from everybody")
+    quarantined = case.pool("quarantined")
+    assert quarantined <= len(KEYS) * OBJECT_BYTES
+    for chunk in range(100, 120):
+        engine.store(chunk, timeout_seconds=1.0)
+        engine.wait("can_store", 1.0)
+    assert case.pool("quarantined") == quarantined
+
+    # The mount answers: what the old threads waited for is written into the old slots, and they are free.
+    mount.release()
+    wait_for(lambda: not waits_in_kernel(pid), "the threads come back")
+    wait_for(lambda: case.pool("quarantined") == 0, "the slots come back", 20.0)
+    for chunk in range(100, 120):
+        engine.load([chunk])
+    assert engine.seen.wrong == 0
+
+
+def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: HangingMount) -> None:
+    case = make_case()
+    case.start_tierd()
+    engine = case.engine()
+    mount.hang("write")
+    for number in KEYS:
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.store(number)
+    wait_for(lambda: case.status()["pendingStores"] >= len(KEYS), "writes hang")
+    pid = case.tierd_pid()
+    seconds = ended(pid, signal.SIGTERM)
+    print(f"\nSIGTERM with {len(KEYS)} writes pending: nothing of tierd runs after {seconds:.2f} s")
+    assert seconds < EXIT_SECONDS
+    # RAM is taken over all the same.
+    case.start_tierd(tiers=False)
+    assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
+    assert engine.wait("can_store", WAIT_SECONDS)
+    assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+    assert engine.load(KEYS) == len(KEYS)
+    assert engine.seen.wrong == 0
+
+
+def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: MakeCase, mount: HangingMount) -> None:
+    case = make_case(daemon=Daemon.ENGINE)
+    engine = case.engine_process("--keys", "40")
+    engine.wait_more("loaded", 10)
+    mount.hang("read", "write")
+    pid = case.tierd_pid()
+    began = time.monotonic()
+    engine.signal(signal.SIGTERM)
+    engine.process.wait(WAIT_SECONDS)
+    seconds = time.monotonic() - began
+    print(f"\nthe engine has ended after {seconds:.2f} s")
+    assert seconds < EXIT_SECONDS
+    process = ProcessIdentity(pid, process_start(pid), pid_namespace())
+    wait_for(lambda: leader_is_dead(process), "tierd ends", EXIT_SECONDS)

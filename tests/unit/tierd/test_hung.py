@@ -1,0 +1,89 @@
+"""Which slots threads of dead tierds may still read into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.store.records import SlotPlace
+from kvtier.testing.tierd_case import environment
+from kvtier.tierd.hung import ReadsFile, find
+
+PLACES = [SlotPlace(number * 8192, 8192, 0, 10) for number in range(4)]
+_DYING = """
+import sys
+from pathlib import Path
+from kvtier.store.records import SlotPlace
+from kvtier.tierd.hung import ReadsFile
+log = ReadsFile(Path(sys.argv[1]), 7, 0o600)
+for number in range(3):
+    log.begin(SlotPlace(number * 8192, 8192, 0, 10))
+log.end(8192)
+print("noted", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has noted two reads and holds its lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DYING, str(tmp_path)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "noted\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_slots_of_reads_that_have_not_returned_are_kept_until_every_thread_is_gone(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    (hung,) = find(tmp_path)
+    assert hung.places == (PLACES[0], PLACES[2])
+    assert not hung.over()
+    other.kill()
+    other.wait()
+    assert hung.over()
+    assert find(tmp_path) == []
+    assert list((tmp_path / "reads").iterdir()) == []
+
+
+def test_the_own_file_is_nobody_elses(tmp_path: Path) -> None:
+    log = ReadsFile(tmp_path, 1, 0o600)
+    log.begin(PLACES[0])
+    assert find(tmp_path, log.path) == []
+    assert log.path.exists()
+
+
+def test_a_process_without_reads_leaves_no_file(tmp_path: Path) -> None:
+    log = ReadsFile(tmp_path, 1, 0o600)
+    for place in PLACES:
+        assert log.begin(place)
+    for place in PLACES[:3]:
+        log.end(place.offset)
+    log.leave()
+    assert log.path.exists()
+    log.end(PLACES[3].offset)
+    log.leave()
+    assert not log.path.exists()
+
+
+def test_places_are_used_again(tmp_path: Path) -> None:
+    log = ReadsFile(tmp_path, 1, 0o600)
+    for _ in range(100):
+        log.begin(PLACES[0])
+        log.begin(PLACES[1])
+        log.end(PLACES[0].offset)
+        log.end(PLACES[1].offset)
+    assert os.stat(log.path).st_size == 64
