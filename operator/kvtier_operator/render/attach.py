@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier import __version__
@@ -20,9 +21,10 @@ from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.render import collisions, configured, connectors, containers, names
 from kvtier_operator.render.attachment import Attached, Decision, PodObject, Skipped, SkipReason, Surroundings
+from kvtier_operator.render.command import Said, read
 from kvtier_operator.render.patching import Draft, engine_daemon, other_connector, sidecar
 from kvtier_operator.render.refusal import refusals
-from kvtier_operator.render.structure import Structure, structure
+from kvtier_operator.render.structure import structure
 from kvtier_operator.render.topology import content_hash
 from kvtier_operator.settings import Settings
 
@@ -42,22 +44,21 @@ def attach(policy: KVTierPolicy, pod: PodObject, around: Surroundings, settings:
     engine = containers.engine_container(policy, pod)
     if isinstance(engine, str):
         return Skipped(SkipReason.NO_ENGINE_CONTAINER, engine)
-    skipped = _engine_left_alone(pod, pod["spec"]["containers"][engine.index])
+    container = pod["spec"]["containers"][engine.index]
+    said = read(container)
+    skipped = _engine_left_alone(pod, container, said)
     if skipped is not None:
         return skipped
     try:
         given = structure(policy, pod, around)
         if isinstance(given, Skipped):
             return given
-        return _patched(policy, pod, around, settings, engine.index, given)
+        return _patched(policy, around, settings, Draft.of(pod, engine.index, said, given))
     except ConfigurationError as error:
         return Skipped(SkipReason.NOT_ACCEPTED, f"the policy cannot be rendered: {error}")
 
 
-def _patched(
-    policy: KVTierPolicy, pod: PodObject, around: Surroundings, settings: Settings, index: int, given: Structure
-) -> Decision:
-    draft = Draft.of(pod, index, given)
+def _patched(policy: KVTierPolicy, around: Surroundings, settings: Settings, draft: Draft) -> Decision:
     if policy.spec.engine.connector is not Connector.KVTIER:
         skipped = other_connector(draft, policy, settings)
     elif policy.spec.engine.daemon is Daemon.ENGINE:
@@ -135,14 +136,14 @@ def _oldest(around: Surroundings) -> tuple[int, int]:
     return min(((int(match[1]), int(match[2])) for match in found if match), default=(9, 0))
 
 
-def _engine_left_alone(pod: PodObject, engine: dict[str, Any]) -> Skipped | None:
-    own = configured.own_transfer_config(engine)
+def _engine_left_alone(pod: PodObject, engine: Mapping[str, Any], said: Said) -> Skipped | None:
+    own = configured.own_transfer_config(engine, said)
     if own is not None:
         return Skipped(
             SkipReason.ALREADY_CONFIGURED,
             f"container {engine['name']} brings its own KV configuration, which is left alone: {own}; remove it to attach the pod",
         )
-    hosts = configured.several_hosts(pod, engine)
+    hosts = configured.several_hosts(pod, engine, said)
     if hosts is not None:
         return Skipped(
             SkipReason.MULTI_HOST,
@@ -155,7 +156,7 @@ def _engine_left_alone(pod: PodObject, engine: dict[str, Any]) -> Skipped | None
 def _look_at_command(policy: KVTierPolicy, draft: Draft) -> None:
     if policy.spec.engine.delivery is Delivery.IMAGE:
         return
-    if configured.python_ignores_path(draft.engine):
+    if configured.python_ignores_path(draft.said):
         draft.notes.append(
             "the command's Python ignores PYTHONPATH (-I or -E), so the plugin will not be found; use delivery: Image"
         )

@@ -7,11 +7,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 4
 """Shells within shells."""
 MAX_WORDS = 4096
+MAX_TEXT = 32 << 10
+"""Characters of a text that are looked at: variables that name one another can expand without end."""
 SHORT_OPTIONS = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -27,6 +30,28 @@ _REFERENCE = re.compile(r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{([A-Za-z_]
 Container = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A container's command, read once. ``words``: of command and arguments, of shells' texts within them, and of variables
+    that hold options. ``options``: ``(name, value)`` of each option among them. ``variables``: those whose values are known.
+    """
+
+    words: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    variables: Mapping[str, str]
+
+    def option(self, name: str) -> str | None:
+        """The value of an option, the last where it is given several times; None where it is not."""
+        return next((value for key, value in reversed(self.options) if key == name), None)
+
+
+def read(container: Container) -> Said:
+    """What the container's command says."""
+    variables = literal_environment(container)
+    found = _words(container, variables)
+    return Said(tuple(found), tuple(options(found)), variables)
+
+
 def literal_environment(container: Container) -> dict[str, str]:
     """Variables whose values stand in the pod. The last of several entries of a name counts; a value from elsewhere is
     not known here, and hides an earlier one.
@@ -37,34 +62,42 @@ def literal_environment(container: Container) -> dict[str, str]:
         if entry.get("valueFrom"):
             known.pop(name, None)
         else:
-            known[name] = expanded(str(entry.get("value") or ""), known)
+            known[name] = expanded(str(entry.get("value") or "")[:MAX_TEXT], known)
     return known
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
     """The text with ``$(NAME)``, as Kubernetes replaces it, and ``$NAME`` and ``${NAME:-default}``, as a shell would.
-    What is not known stays.
+    What is not known stays, and so does a text that would become too long.
     """
+    length = len(text)
 
     def value(match: re.Match[str]) -> str:
+        nonlocal length
         name = match[1] or match[2] or match[4]
-        if name is None:
+        if name is None or length > MAX_TEXT:
             return match[0]
-        return variables.get(name, match[3] if match[3] is not None else match[0])
+        found = variables.get(name, match[3] if match[3] is not None else match[0])
+        length += len(found)
+        return found
 
     return _REFERENCE.sub(value, text)
 
 
-def words(container: Container) -> list[str]:
-    """Command and arguments as words, those of shell texts within them and of variables that hold options included."""
-    variables = literal_environment(container)
+def _words(container: Container, variables: Mapping[str, str]) -> list[str]:
+    # Variables first: what the command itself says counts, where both say something.
     found: list[str] = []
-    for text in [*(container.get("command") or ()), *(container.get("args") or ())]:
-        found.extend(_split(expanded(str(text), variables), 0))
+    left = MAX_TEXT
     for text in variables.values():
         if "--" in text:
-            found.extend(_split(text, 0))
-    return found[:MAX_WORDS]
+            found.extend(_split(text[:left], 0))
+            left -= min(left, len(text))
+    left = MAX_TEXT
+    for text in [*(container.get("command") or ()), *(container.get("args") or ())]:
+        part = expanded(str(text)[:left], variables)[:left]
+        left -= len(part)
+        found.extend(_split(part, 0))
+    return found[-MAX_WORDS:]
 
 
 def _split(text: str, depth: int) -> Iterator[str]:
@@ -97,12 +130,6 @@ def options(found: Sequence[str]) -> list[tuple[str, str]]:
             value = "" if following.startswith("-") else following
         pairs.append((name, value))
     return pairs
-
-
-def option(found: Sequence[str], name: str) -> str | None:
-    """The value of an option, the last where it is given several times; None where it is not."""
-    values = [value for key, value in options(found) if key == name]
-    return values[-1] if values else None
 
 
 def number(text: str | None) -> int | None:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier_operator.render import command
 from kvtier_operator.render.attachment import PodObject
+from kvtier_operator.render.command import Said, number
 from kvtier_operator.render.connectors.contract import TRANSFER_CONFIG_VARIABLE
 from kvtier_operator.render.containers import gpu_count, world_size
 
@@ -23,12 +23,12 @@ _RAY_PROGRAM = re.compile(r"(^|/)ray$")
 Container = Mapping[str, Any]
 
 
-def own_transfer_config(container: Container) -> str | None:
+def own_transfer_config(container: Container, said: Said) -> str | None:
     """Where a KV connector, or vLLM's own offloading, is configured already; None: nowhere that can be seen.
 
     What cannot be seen (a configuration file in the image, a ConfigMap) is left alone by the plugin, in the engine.
     """
-    for name, value in command.options(command.words(container)):
+    for name, value in said.options:
         if name == "kv-transfer-config" or name.startswith("kv-transfer-config."):
             return f"--{name} is in its command or variables"
         if name == "kv-offloading-size" and value not in ("", "0"):
@@ -42,15 +42,14 @@ def own_transfer_config(container: Container) -> str | None:
     return None
 
 
-def several_hosts(pod: PodObject, container: Container) -> str | None:
+def several_hosts(pod: PodObject, container: Container, said: Said) -> str | None:
     """Why the engine's ranks are on more hosts than this pod's, or None.
 
     A chunk exists once every rank has delivered to one tierd, and a tierd is a pod's own.
     """
-    said = command.words(container)
     ray = _ray(pod, said)
-    nodes = command.number(command.option(said, "nnodes")) or 1
-    world, gpus = world_size(container), gpu_count(container)
+    nodes = number(said.option("nnodes")) or 1
+    world, gpus = world_size(said), gpu_count(container)
     if nodes > 1:
         return f"--nnodes is {nodes}"
     if gpus and world is not None and world > gpus:
@@ -60,12 +59,11 @@ def several_hosts(pod: PodObject, container: Container) -> str | None:
     return None
 
 
-def python_ignores_path(container: Container) -> bool:
+def python_ignores_path(said: Said) -> bool:
     """Whether Python is told not to look at PYTHONPATH (``-I``, ``-E``)."""
-    said = command.words(container)
     return any(
         re.search(r"(^|/)python[\d.]*$", word) and re.fullmatch(r"-[a-zA-Z]*[IE][a-zA-Z]*", following)
-        for word, following in itertools.pairwise(said)
+        for word, following in itertools.pairwise(said.words)
     )
 
 
@@ -77,14 +75,14 @@ def assigns(container: Container, name: str) -> bool:
     )
 
 
-def _ray(pod: PodObject, said: list[str]) -> str | None:
+def _ray(pod: PodObject, said: Said) -> str | None:
     if any(label in ((pod.get("metadata") or {}).get("labels") or {}) for label in RAY_LABELS):
         return "it is part of a Ray cluster"
-    if any(_RAY_PROGRAM.search(word) and following == "start" for word, following in itertools.pairwise(said)):
+    if any(_RAY_PROGRAM.search(word) and following == "start" for word, following in itertools.pairwise(said.words)):
         return "its command starts Ray"
-    if any(_RAY_SCRIPT.search(word) for word in said):
+    if any(_RAY_SCRIPT.search(word) for word in said.words):
         return "its command makes a Ray cluster"
-    if command.option(said, "distributed-executor-backend") == "ray":
+    if said.option("distributed-executor-backend") == "ray":
         return "Ray executes it"
     return None
 
@@ -96,5 +94,5 @@ def _grouped(pod: PodObject) -> bool:
         return True
     if GROUP_LABEL not in labels:
         return False
-    size = command.number(str(annotations.get(GROUP_SIZE_ANNOTATION) or ""))
+    size = number(str(annotations.get(GROUP_SIZE_ANNOTATION) or ""))
     return size is None or size > 1

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Any
 
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.render import command
 from kvtier_operator.render.admission import MIRROR_ANNOTATION
 from kvtier_operator.render.attachment import PodObject
+from kvtier_operator.render.command import Said, number, read
 from kvtier_operator.render.names import INJECTED_NAMES
 from kvtier_operator.render.resources import limits_of, requests_of
 
@@ -98,29 +98,25 @@ def gpu_count(container: Mapping[str, Any]) -> int:
     return int(sum((value for name, value in asked.items() if _GPU.search(name)), Fraction(0)))
 
 
-def local_ranks(policy: KVTierPolicy, container: Mapping[str, Any]) -> int | None:
+def local_ranks(policy: KVTierPolicy, container: Mapping[str, Any], said: Said) -> int | None:
     """Worker ranks in the pod: as the policy says, else by the engine's options, else one for each GPU; None: unknown."""
     if policy.spec.engine.local_ranks is not None:
         return policy.spec.engine.local_ranks
-    world = world_size(container)
+    world = world_size(said)
     gpus = gpu_count(container) or None
     if world is None:
         return gpus
-    said = command.words(container)
-    replicas = command.number(command.option(said, "data-parallel-size-local"))
-    replicas = replicas or command.number(command.option(said, "data-parallel-size")) or 1
+    replicas = number(said.option("data-parallel-size-local")) or number(said.option("data-parallel-size")) or 1
     return min(world * replicas, gpus) if gpus else world * replicas
 
 
-def world_size(container: Mapping[str, Any]) -> int | None:
+def world_size(said: Said) -> int | None:
     """Ranks of one engine by its options, or None where none is given."""
-    said = command.words(container)
-    variables = command.literal_environment(container)
     product, known = 1, False
     for name, others in SIZES:
-        value = command.number(command.option(said, name))
+        value = number(said.option(name))
         for other in others:
-            value = value or command.number(variables.get(other))
+            value = value or number(said.variables.get(other))
         if value is not None:
             product, known = product * value, True
     return product if known else None
@@ -135,7 +131,7 @@ def _names(found: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
 
 
 def _by_command(container: Mapping[str, Any]) -> bool:
-    return any(_VLLM_WORD.search(word) for word in command.words(container))
+    return any(_VLLM_WORD.search(word) for word in read(container).words)
 
 
 def _by_environment(container: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.render import collisions, connectors, engine_memory, environment, names, storage
 from kvtier_operator.render import sidecar as parts
 from kvtier_operator.render.attachment import PodObject, Skipped
+from kvtier_operator.render.command import Said
 from kvtier_operator.render.configured import TOPOLOGY_VARIABLE
 from kvtier_operator.render.containers import local_ranks
 from kvtier_operator.render.documents import POD_TOPOLOGY_DIRECTORY
@@ -31,18 +32,19 @@ class Draft:
     pod: dict[str, Any]
     spec: dict[str, Any]
     engine: dict[str, Any]
+    said: Said
     structure: Structure
     whole: bool
     storage: Storage = field(default_factory=Storage)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pod: PodObject, index: int, structure: Structure) -> Draft:
+    def of(cls, pod: PodObject, index: int, said: Said, structure: Structure) -> Draft:
         """Begins with a copy of the pod."""
         copied = copy.deepcopy(dict(pod))
         spec = copied["spec"]
         whole = not has_pod_level(spec) and qos_class(spec) == "Guaranteed"
-        return cls(copied, spec, spec["containers"][index], structure, whole, notes=list(structure.notes))
+        return cls(copied, spec, spec["containers"][index], said, structure, whole, notes=list(structure.notes))
 
 
 def sidecar(draft: Draft, policy: KVTierPolicy, settings: Settings) -> Skipped | None:
@@ -89,7 +91,7 @@ def other_connector(draft: Draft, policy: KVTierPolicy, settings: Settings) -> S
     found, tiers = draft.storage, draft.structure.tiers
     paths = {tier.name: f"{POD_TIERS_DIRECTORY}/{tier.name}" for tier in tiers if tier.file_system is not None}
     spec = policy.spec.model_copy(update={"tiers": list(tiers)})
-    ranks = local_ranks(policy, draft.engine)
+    ranks = local_ranks(policy, draft.engine, draft.said)
     if ranks is None:
         ranks = 1
         draft.notes.append("how many ranks the engine has is not known, one is assumed; set spec.engine.localRanks")
@@ -109,7 +111,7 @@ def other_connector(draft: Draft, policy: KVTierPolicy, settings: Settings) -> S
 
 def _ranks(draft: Draft, policy: KVTierPolicy) -> dict[str, str]:
     """What is derived from the pod goes into its environment, since the structure's hash is the policy's."""
-    ranks = local_ranks(policy, draft.engine)
+    ranks = local_ranks(policy, draft.engine, draft.said)
     return {} if ranks is None else {RANKS_VARIABLE: str(ranks)}
 
 

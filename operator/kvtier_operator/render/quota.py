@@ -30,7 +30,7 @@ EVERY_CONTAINER = (CPU, MEMORY)
 
 def over_quota(spec: Mapping[str, Any], quotas: Sequence[PodObject]) -> Iterator[str]:
     """What does not fit, with the numbers."""
-    usage = _usage(spec)
+    usage = _usage(spec) if quotas else {}
     for quota in quotas:
         if not _applies(spec, quota.get("spec") or {}):
             continue
