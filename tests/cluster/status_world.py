@@ -77,8 +77,8 @@ class Place:
         self.uid = found["metadata"]["uid"]
         return found
 
-    async def deployment(self, pod: Mapping[str, Any], name: str = "chat", replicas: int = 1) -> Object:
-        """A Deployment whose pods are as ``pod``, and carry the node's name."""
+    async def deployment(self, pod: Mapping[str, Any], name: str = "chat", replicas: int = 1, **spec: Any) -> Object:
+        """A Deployment whose pods are as ``pod``, for the node; ``spec``: more of the pods'."""
         metadata = {key: pod["metadata"][key] for key in ("labels", "annotations") if key in pod["metadata"]}
         body = {
             "apiVersion": "apps/v1",
@@ -87,7 +87,7 @@ class Place:
             "spec": {
                 "replicas": replicas,
                 "selector": {"matchLabels": {"app": "chat"}},
-                "template": {"metadata": metadata, "spec": {**pod["spec"], **self._spec()}},
+                "template": {"metadata": metadata, "spec": {**pod["spec"], **self._spec(), **spec}},
             },
         }
         return await self.client.create(DEPLOYMENTS, self.namespace, body)

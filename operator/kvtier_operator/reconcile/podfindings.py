@@ -169,7 +169,9 @@ def engines_compatible(found: PodFacts) -> Finding:
         return Finding(kind, "Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
     if not found.in_state(PodState.ATTACHED):
         return Finding(kind, "Unknown", Reason.NOT_REPORTED.value, "No engine has attached yet.")
-    return Finding(kind, "True", Reason.COMPATIBLE.value, "Every engine that attached was accepted.")
+    engines = {engine for pod in found.pods if pod.report is not None for engine in pod.report.engines}
+    which = f": {listed(engines)}" if engines else ""
+    return Finding(kind, "True", Reason.COMPATIBLE.value, f"Every engine that attached was accepted{which}.")
 
 
 def tiers_healthy(found: PodFacts, tiers: Sequence[TierStatus]) -> Finding:

@@ -284,6 +284,7 @@ def _matters(said: Said) -> object:
         report.applied_generation,
         report.live_refusals,
         report.content_hash,
+        report.engines,
         report.conditions,
         tuple((tier.name, tier.state) for tier in report.tiers),
     )

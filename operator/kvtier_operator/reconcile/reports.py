@@ -20,6 +20,7 @@ MAX_NUMBER = (1 << 63) - 1
 MAX_TIERS = 8
 MAX_SESSIONS = 1024
 MAX_CONDITIONS = 16
+MAX_ENGINES = 4
 MAX_COUNTERS = 4096
 
 
@@ -43,7 +44,7 @@ class TierReport:
 class Report:
     """What a pod says. ``schedulers`` and ``workers``: how many of its sessions are ready; ``unready``: how many are not.
 
-    ``conditions``: type and message.
+    ``engines``: names and versions, as far as sessions tell. ``conditions``: type and message.
     """
 
     version: str = ""
@@ -57,6 +58,7 @@ class Report:
     unready: int = 0
     sessions_refused: int = 0
     prompt_tokens: int | None = None
+    engines: tuple[str, ...] = ()
     conditions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -130,6 +132,7 @@ def read(body: bytes) -> Report:
             if entry.get("name") == "sessions_refused"
         ),
         prompt_tokens=number(document.get("promptTokens")),
+        engines=tuple(sorted({text(entry.get("engineVersion")) for entry in ready} - {""}))[:MAX_ENGINES],
         conditions=tuple(
             (text(entry.get("type")), text(entry.get("message")))
             for entry in entries(document.get("conditions"), MAX_CONDITIONS)

@@ -188,6 +188,15 @@ def test_engines_compatible_says_what_was_refused(expected: str, reason: str, po
     assert verdict(status(*pods), "EnginesCompatible") == (expected, reason)
 
 
+def test_engines_compatible_names_the_engines() -> None:
+    document = status_document()
+    for session, version in zip(document["sessions"], ("vllm 0.32.0", ""), strict=True):
+        session["engineVersion"] = version
+    found = status(looked_at(running(injected_pod()), document))
+    message = condition(found, "EnginesCompatible").message
+    assert message == "Every engine that attached was accepted: vllm 0.32.0."
+
+
 def ill(word: str) -> PodView:
     return attached("chat-1", tier_document("ram", word, lastError="read timed out"))
 

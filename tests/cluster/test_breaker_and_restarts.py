@@ -1,0 +1,309 @@
+"""What the controller does about pods, on a real API server with controllers and scheduler: it frees what attaching keeps
+from starting, tells of pods that do not end, and restarts workloads when it is asked to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+
+from kvtier_operator.cluster.contract import DEPLOYMENTS, PODS, POLICIES, QUOTAS, REPLICA_SETS, ApiError, Object
+from kvtier_operator.testing.controllers import condition, until
+from kvtier_operator.testing.pods import status_document
+
+Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 20}}
+RESTARTING = {"rollout": {"strategy": "RestartWorkloads"}}
+
+
+@pytest.fixture
+def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+    """Runs a story in a labelled namespace of its own."""
+    return lambda story: told(story, full_cluster, full_api, nodes)
+
+
+def owner_of(pod: Object) -> str:
+    (owner,) = pod["metadata"]["ownerReferences"]
+    return str(owner["uid"])
+
+
+def test_a_pod_kept_down_by_an_injected_image_is_freed_and_its_owner_stands_in_the_status(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with controlled(where):
+            await where.policy(**SHORT)
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            await where.deployment(where.injected(9, written))
+            (pod,) = await where.pods()
+            name = pod["metadata"]["name"]
+            await where.hold(name, "kvtier-tierd", "ImagePullBackOff", 'Back-off pulling image "tierd"')
+            found = await where.until("Attached", "False", "ImageNotPulled")
+            assert "kvtier-tierd is in ImagePullBackOff" in condition(found, "Attached")["message"]
+            (suspended,) = found["status"]["suspendedOwners"]
+            # What the webhook will see of the next pod: the uid of the ReplicaSet in its ownerReferences.
+            assert (suspended["kind"], suspended["uid"]) == ("ReplicaSet", owner_of(pod))
+            assert suspended["reason"] == "ImageNotPulled"
+
+            async def deleted() -> bool:
+                pods = await where.client.list(PODS, where.namespace)
+                return all(each["metadata"]["uid"] != pod["metadata"]["uid"] for each in pods) or any(
+                    "deletionTimestamp" in each["metadata"] for each in pods
+                )
+
+            await until("the stuck pod is deleted", deleted)
+            await where.finish(name)
+            (following,) = await where.pods()
+            assert owner_of(following) == suspended["uid"]
+            assert following["metadata"]["uid"] != pod["metadata"]["uid"]
+            await where.events("Suspended")
+            await where.events("StuckPodDeleted")
+
+            # A changed policy is tried at once.
+            await where.policy(minLoadTokens=640, **SHORT)
+
+            async def free() -> bool:
+                status = (await where.client.get(POLICIES, where.namespace, "chat"))["status"]
+                return not status.get("suspendedOwners")
+
+            await until("nobody is suspended", free)
+
+    tell(story)
+
+
+def test_a_suspension_ends_after_the_retry_time(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with controlled(where):
+            await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            await where.deployment(where.injected(9, written))
+            (pod,) = await where.pods()
+            await where.hold(pod["metadata"]["name"], "kvtier-payload", "CreateContainerConfigError", "no such secret")
+            await where.until("Attached", "False", "ContainerNotStarted")
+            await where.client.patch(DEPLOYMENTS, where.namespace, "chat", {"spec": {"replicas": 0}})
+            await where.until("Attached", "Unknown", "NoPods", seconds=60)
+
+    tell(story)
+
+
+def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        quota = {"metadata": {"name": "gold"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
+        await where.client.create(QUOTAS, where.namespace, quota)
+        async with controlled(where):
+            await where.policy(**SHORT)
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            pod = where.injected(9, written)
+            for container in (*pod["spec"]["containers"], pod["spec"]["initContainers"][0]):
+                container["resources"] = {"limits": {"memory": "64Mi"}}
+
+            await where.deployment(pod)
+            found = await where.until("Attached", "False", "Refused")
+            (suspended,) = found["status"]["suspendedOwners"]
+            assert (suspended["kind"], suspended["reason"]) == ("ReplicaSet", "Refused")
+            assert "exceeded quota: gold" in condition(found, "Attached")["message"]
+
+    tell(story)
+
+
+def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with controlled(where):
+            await where.policy(**SHORT)
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            volume = {"name": "kvtier-tier-nas", "persistentVolumeClaim": {"claimName": "gone"}}
+            await where.deployment(where.injected(9, written, volumes=[volume]))
+            found = await where.until("Attached", "False", "Unschedulable")
+            assert 'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
+
+    tell(story)
+
+
+def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier_operator.reconcile import terminating
+
+    monkeypatch.setattr(terminating, "OVERDUE_SECONDS", 2.0)
+
+    async def story(where: Place) -> None:
+        volume = {"hostPath": {"path": "/mnt/disk"}}
+        disk = {"name": "disk", "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume}}
+        allowed = {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}
+        async with PlayedTierd() as tierd, controlled(where, allowed):
+            await where.policy(tiers=[disk])
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            tierd.document = status_document(generation=1)
+            pod = where.injected(tierd.port, written, volumes=[{"name": "kvtier-tier-disk", **volume}])
+            # With none at all, the API server would forget it at once.
+            await where.deployment(pod, terminationGracePeriodSeconds=1)
+            (found,) = await where.pods()
+            name = found["metadata"]["name"]
+            await where.run(name)
+            await where.until("Attached", "True", "Attached")
+            await where.client.delete(PODS, where.namespace, name, uid=found["metadata"]["uid"])
+            await where.pods()
+            status = await where.until("TiersHealthy", "False", "StuckTerminating")
+            message = condition(status, "TiersHealthy")["message"]
+            assert f"pod {name} on node {where.node} should be gone" in message
+            assert "hostPath /mnt/disk (tier disk)" in message
+            told_about = {event["involvedObject"]["name"] for event in await where.events("StuckTerminating")}
+            assert name in told_about
+            await where.finish(name)
+            await where.until("Attached", "False", "Starting")
+
+    tell(story)
+
+
+async def replica_sets(where: Place, name: str) -> list[Object]:
+    found = await where.client.list(REPLICA_SETS, where.namespace)
+    return [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == name]
+
+
+def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where):
+            await where.policy()
+            first = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            for name in ("a", "b"):
+                await where.deployment(where.injected(tierd.port, first), name=name)
+            for pod in await where.pods(2):
+                await where.run(pod["metadata"]["name"])
+            await where.until("Ready", "True", "InForce")
+
+            # A structural change alone restarts nobody.
+            await where.policy(chunkTokens=512)
+            found = await where.until("UpToDate", "False", "Outdated")
+            second = found["status"]["structuralHash"]
+            assert second != first
+            assert found["status"]["pods"]["outdated"] == 2
+            assert len(await replica_sets(where, "a")) == 1
+
+            # When it is asked for, the first is restarted, and the second waits for it.
+            await where.policy(chunkTokens=512, **RESTARTING)
+
+            async def restarted(name: str) -> bool:
+                return len(await replica_sets(where, name)) == 2
+
+            await until("a has another ReplicaSet", lambda: restarted("a"))
+            found = await where.until("UpToDate", "False", "RollingOut")
+            assert "Deployment a" in condition(found, "UpToDate")["message"]
+            assert condition(found, "Ready")["status"] == "True"
+            await asyncio.sleep(1.0)
+            assert len(await replica_sets(where, "b")) == 1
+
+            # The played kubelet runs what comes; the played webhook gives it the structure of the time.
+            await roll(where, "a", second)
+            await until("b has another ReplicaSet", lambda: restarted("b"))
+            await roll(where, "b", second)
+            await where.until("UpToDate", "True", "Current")
+            for name in ("a", "b"):
+                deployment = await where.client.get(DEPLOYMENTS, where.namespace, name)
+                annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+                assert annotations["kvtier.io/restarted-for"] == second
+                assert len(await replica_sets(where, name)) == 2
+            assert len(await where.events("WorkloadRestarted")) == 2
+
+    async def roll(where: Place, name: str, structural_hash: str) -> None:
+        """The new pod of a Deployment runs with another structure, and the old one ends."""
+        sets = await replica_sets(where, name)
+        marks = {
+            each["metadata"]["uid"]: "kvtier.io/restarted-for" in each["spec"]["template"]["metadata"]["annotations"]
+            for each in sets
+        }
+
+        async def pod_of(is_new: bool) -> Object | None:
+            for each in await where.client.list(PODS, where.namespace):
+                (owner,) = each["metadata"]["ownerReferences"]
+                if marks.get(owner["uid"]) is is_new and each["spec"].get("nodeName"):
+                    return each
+            return None
+
+        fresh = await until(f"the new pod of {name}", lambda: pod_of(True))
+        marked = {"metadata": {"annotations": {"kvtier.io/structural-hash": structural_hash}}}
+        await where.client.patch(PODS, where.namespace, fresh["metadata"]["name"], marked)
+        await where.run(fresh["metadata"]["name"])
+
+        async def old_goes() -> bool:
+            old = await pod_of(False)
+            if old is not None and "deletionTimestamp" in old["metadata"]:
+                await where.finish(old["metadata"]["name"])
+            return old is None
+
+        await until(f"the old pod of {name} ends", old_goes)
+
+    tell(story)
+
+
+def test_what_is_not_restarted_says_why(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where):
+            await where.policy(**RESTARTING)
+            await where.until("Attached", "Unknown", "NoPods")
+            pod = where.injected(tierd.port, "older000")
+            body = {
+                "metadata": {"name": "alone", **{key: pod["metadata"][key] for key in ("labels", "annotations")}},
+                "spec": pod["spec"],
+            }
+            await where.client.create(PODS, where.namespace, body)
+            found = await where.until("UpToDate", "False", "RestartUnsupported")
+            assert "pod alone is not restarted: nobody would replace it" in condition(found, "UpToDate")["message"]
+
+    tell(story)
+
+
+def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where):
+            await where.policy()
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            label = {"leaderworkerset.sigs.k8s.io/group-key": "g"}
+            for name, structure in (("leader", written), ("worker", "older000")):
+                pod = where.injected(tierd.port, structure, **label)
+                metadata = {"name": name, **{key: pod["metadata"][key] for key in ("labels", "annotations")}}
+                await where.client.create(PODS, where.namespace, {"metadata": metadata, "spec": pod["spec"]})
+            found = await where.until("UpToDate", "False", "MixedGroup")
+            assert "leader, worker: they have different structures" in condition(found, "UpToDate")["message"]
+
+    tell(story)
+
+
+def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where, {"controller": {"pollSeconds": 0.1}}):
+            await where.policy()
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            await where.deployment(where.injected(tierd.port, written), replicas=2)
+            for pod in await where.pods(2):
+                await where.run(pod["metadata"]["name"])
+            found = await where.until("Ready", "True", "InForce")
+            await asyncio.sleep(1.0)
+            version = (await where.client.get(POLICIES, where.namespace, "chat"))["metadata"]["resourceVersion"]
+            for number in range(20):
+                tier = {**found["status"]["tiers"][0], "usedBytes": number << 24, "hitTokens": number}
+                tierd.document = status_document(tier, generation=1, promptTokens=100)
+                await asyncio.sleep(0.15)
+            after = await where.client.get(POLICIES, where.namespace, "chat")
+            assert after["metadata"]["resourceVersion"] == version
+
+    tell(story)
+
+
+def test_the_status_is_refused_by_nobody(tell: Tell) -> None:
+    """Every field that is written fits the definition: the API server prunes what it does not know, so what was written is read
+    back whole."""
+
+    async def story(where: Place) -> None:
+        async with controlled(where):
+            await where.policy(**SHORT)
+            await where.until("Attached", "Unknown", "NoPods")
+            found = await where.client.get(POLICIES, where.namespace, "chat")
+            kinds = [each["type"] for each in found["status"]["conditions"]]
+            assert kinds == [
+                "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy",
+            ]  # fmt: skip
+            with pytest.raises(ApiError, match="404"):
+                await where.client.get(POLICIES, where.namespace, "nobody")
+
+    tell(story)
