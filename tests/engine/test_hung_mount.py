@@ -1,0 +1,94 @@
+"""A real engine beside a mount that never answers: it serves, and it ends at once when it is told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, start_plain
+from kvtier.testing.engine_process import DrivenEngine
+from kvtier.testing.engine_requests import Plain
+from kvtier.testing.hanging_mount import HangingMount, hanging_mount
+from kvtier.testing.tiny_model import prompt
+from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
+
+EXIT_SECONDS = 5.0
+CHUNKS = 6
+
+
+@pytest.fixture
+def mount(scratch: Path) -> Iterator[HangingMount]:
+    if not Path("/dev/fuse").exists():
+        pytest.skip("there is no /dev/fuse")
+    try:
+        with hanging_mount(scratch / "hung-fuse") as mount:
+            yield mount
+    except OSError as error:
+        pytest.skip(f"no FUSE mount can be made here: {error}")
+
+
+@pytest.fixture
+def alone(model: Path, payload: Path, scratch: Path) -> Iterator[DrivenEngine]:
+    """An engine without KVTier, which takes seconds to end by itself, on a busy machine many: what counts is what comes on top."""
+    engine = start_plain(model, payload, scratch / "alone.log")
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.kill()
+
+
+@pytest.fixture
+def case(model: Path, payload: Path, scratch: Path, mount: HangingMount) -> Iterator[EngineCase]:
+    case = EngineCase(scratch / "hung", model, payload)
+    case.files_root = mount.path / "tier"
+    case.files_root.mkdir()
+    case.write_topology()
+    try:
+        yield case
+    finally:
+        mount.release()
+        case.close()
+
+
+def _exit_seconds(engine: DrivenEngine) -> float:
+    assert engine.call("exit") == "bye"
+    began = time.monotonic()
+    engine.process.wait(60)
+    return time.monotonic() - began
+
+
+def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_hangs(
+    case: EngineCase, mount: HangingMount, plain: Plain, alone: DrivenEngine
+) -> None:
+    stored, other = (prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + index) for index in range(2))
+    engine = case.start()
+    case.wait_attached()
+    assert case.requests().run(stored) == plain.tokens(stored)
+    case.settle_stores()
+    assert len(case.files()) == CHUNKS
+
+    mount.hang("read", "write")
+    # What is in RAM serves, and what is computed is stored there, while the writes below hang.
+    case.empty_gpu_cache()
+    with case.loads("ram") as loads:
+        assert case.requests().run(stored) == plain.tokens(stored)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    assert case.requests().run(other) == plain.tokens(other)
+    case.wait_for(lambda: (case.status() or {}).get("pendingStores", 0) >= CHUNKS, "no write hangs")
+
+    pid = case.daemon_pid()
+    tierd = ProcessIdentity(pid, process_start(pid), pid_namespace())
+    alone_seconds = _exit_seconds(alone)
+    engine_seconds = _exit_seconds(engine)
+    began = time.monotonic()
+    while not leader_is_dead(tierd) and time.monotonic() - began < 60:
+        time.sleep(0.02)
+    tierd_seconds = time.monotonic() - began
+    print(
+        f"\nends after {engine_seconds:.2f} s, without KVTier after {alone_seconds:.2f} s; tierd {tierd_seconds:.2f} s later"
+    )
+    assert engine_seconds - alone_seconds < EXIT_SECONDS
+    assert tierd_seconds < EXIT_SECONDS
