@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.refusals import Refusal, RefusedError, validated
 from kvtier_operator.cluster.contract import CLAIMS, CONFIG_MAPS, PODS, VOLUMES, Cache, Object
+from kvtier_operator.render.documents import live_name, structural_name
 from kvtier_operator.render.names import POLICY_UID_ANNOTATION
 from kvtier_operator.render.volumes import POLICY_LABEL, claim_name
 
@@ -58,7 +59,7 @@ class Observed:
 
 
 def observe(known: Known, cache: Cache) -> Observed:
-    """Reads from the cache what concerns a policy; costs what the policy's namespace holds of each kind."""
+    """Reads from the cache what concerns a policy; costs what the policy's namespace holds of claims."""
     metadata = known.raw["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     needed = set(claims_of(known.policy).values())
@@ -70,13 +71,11 @@ def observe(known: Known, cache: Cache) -> Observed:
         if ours or about["name"] in needed:
             claims[about["name"]] = claim
             stale = stale or (ours and about["name"] not in needed)
+    names = [live_name(known.policy), structural_name(known.policy)] if known.policy is not None else []
+    maps = [cache.get(CONFIG_MAPS, namespace, each) for each in names]
     return Observed(
         known,
-        {
-            each["metadata"]["name"]: each
-            for each in cache.list(CONFIG_MAPS, namespace)
-            if (each["metadata"].get("labels") or {}).get(POLICY_LABEL) == name
-        },
+        {each["metadata"]["name"]: each for each in maps if each is not None},
         claims,
         [each for each in cache.list(VOLUMES) if volume_owner(each) == (namespace, name)],
         # Only a claim that nobody needs any more makes it worth to look at every pod.
