@@ -32,10 +32,19 @@ NATIVE_SIDECARS = (1, 29)
 IMAGE_VOLUMES = (1, 33)
 IMAGE_VOLUMES_BY_DEFAULT = (1, 35)
 MAX_SENTENCES = 4
+MAX_MESSAGE = 1_000
+"""Characters of a reason; it goes into an annotation, a condition and an Event."""
 
 
 def attach(policy: KVTierPolicy, pod: PodObject, around: Surroundings, settings: Settings) -> Decision:
     """Decides about a pod that ``policy`` governs."""
+    decision = _decide(policy, pod, around, settings)
+    if isinstance(decision, Skipped) and len(decision.message) > MAX_MESSAGE:
+        return Skipped(decision.reason, decision.message[: MAX_MESSAGE - 3] + "...")
+    return decision
+
+
+def _decide(policy: KVTierPolicy, pod: PodObject, around: Surroundings, settings: Settings) -> Decision:
     if names.STRUCTURAL_ANNOTATION in ((pod.get("metadata") or {}).get("annotations") or {}):
         return Attached(copy.deepcopy(dict(pod)))
     skipped = _pod_left_alone(policy, pod, around)

@@ -60,8 +60,7 @@ def sidecar(draft: Draft, policy: KVTierPolicy, settings: Settings) -> Skipped |
     if skipped is not None:
         return skipped
     _add_payload_container(draft, policy, settings)
-    port = draft.structure.port
-    container = parts.tierd(policy, settings, draft.engine, draft.spec, found, port, draft.whole)
+    container = parts.tierd(policy, settings, draft.engine, draft.spec, found, draft.structure, draft.whole)
     draft.spec["initContainers"] = [*(draft.spec.get("initContainers") or ()), container]
     _note_shared_limit(draft, policy)
     _finish(draft, policy, settings)
@@ -78,7 +77,9 @@ def engine_daemon(draft: Draft, policy: KVTierPolicy, settings: Settings) -> Ski
     storage.add_tiers(found, policy, tiers, settings, found.engine)
     plain = {TOPOLOGY_VARIABLE: POD_TOPOLOGY_DIRECTORY, TOKEN_VARIABLE: names.TOKEN_FILE, **_ranks(draft, policy)}
     skipped = _engine(draft, policy, plain)
-    skipped = skipped or engine_memory.fit(policy, draft.engine, parts.daemon_bytes(policy), draft.notes)
+    skipped = skipped or engine_memory.fit(
+        policy, draft.engine, parts.daemon_bytes(policy, draft.structure.tiers), draft.notes
+    )
     if skipped is not None:
         return skipped
     _add_payload_container(draft, policy, settings)
@@ -144,7 +145,7 @@ def _note_shared_limit(draft: Draft, policy: KVTierPolicy) -> None:
     if limit is not None:
         draft.notes.append(
             f"the pod's own memory limit of {shown(MEMORY, limit)} holds the tiers' "
-            f"{shown(MEMORY, amount(parts.daemon_bytes(policy)))} too"
+            f"{shown(MEMORY, amount(parts.daemon_bytes(policy, draft.structure.tiers)))} too"
         )
 
 

@@ -10,6 +10,7 @@ from kvtier_operator.render.attachment import PodObject
 from kvtier_operator.render.resources import (
     CPU,
     MEMORY,
+    STORAGE,
     Amounts,
     amounts,
     containers,
@@ -22,7 +23,6 @@ from kvtier_operator.render.resources import (
     shown,
 )
 
-STORAGE = "ephemeral-storage"
 COMPUTE = (CPU, MEMORY, STORAGE)
 EVERY_CONTAINER = (CPU, MEMORY)
 """What every container has to say where a quota counts it."""

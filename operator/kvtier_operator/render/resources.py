@@ -13,6 +13,7 @@ from kvtier_operator.api.quantity import Quantity, QuantityError
 
 CPU = "cpu"
 MEMORY = "memory"
+STORAGE = "ephemeral-storage"
 SCALE = ((1 << 40, "Ti"), (1 << 30, "Gi"), (1 << 20, "Mi"))
 
 Amounts = dict[str, Fraction]

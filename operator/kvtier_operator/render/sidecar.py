@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.tiers import Tier
+from kvtier_operator.api.volumes import Medium
 from kvtier_operator.render import names
 from kvtier_operator.render.documents import POD_TOPOLOGY_DIRECTORY
-from kvtier_operator.render.resources import CPU, MEMORY, amount, amounts
+from kvtier_operator.render.resources import CPU, MEMORY, STORAGE, amount, amounts, containers, limits_of
 from kvtier_operator.render.storage import Storage, pool_bytes
+from kvtier_operator.render.structure import Structure
 from kvtier_operator.render.topology import POD_RUN_DIRECTORY
 from kvtier_operator.settings import Settings
 
@@ -20,6 +23,8 @@ INDEX_BYTES = 256 << 20
 """For indexes of objects; those beyond it are not indexed, and counted."""
 GUARANTEED_CPU = 4
 """Whole, because a Guaranteed pod's cpus may be exclusive, and enough for a pool to be touched by several threads."""
+SCRATCH_BYTES = 512 << 20
+"""Of the node's disk beside tiers: the payload, and logs as the kubelet rotates them."""
 USUAL_CPU_LIMIT = 8
 PAYLOAD_RESOURCES = {"cpu": ("100m", "1"), "memory": ("128Mi", "128Mi")}
 PORT_NAME = "kvtier-http"
@@ -27,9 +32,29 @@ PORT_NAME = "kvtier-http"
 Container = dict[str, Any]
 
 
-def daemon_bytes(policy: KVTierPolicy) -> int:
-    """Memory of tierd's container, request and limit: pool, tierd itself, indexes."""
-    return pool_bytes(policy) + DAEMON_BYTES + INDEX_BYTES
+def daemon_bytes(policy: KVTierPolicy, tiers: Sequence[Tier]) -> int:
+    """Memory of tierd's container, request and limit: pool, tierd itself, indexes, and file tiers that are in memory, whose
+    pages count against who writes them.
+    """
+    return pool_bytes(policy) + DAEMON_BYTES + INDEX_BYTES + _empty_dir_bytes(tiers, Medium.MEMORY)
+
+
+def scratch_bytes(tiers: Sequence[Tier], spec: Mapping[str, Any]) -> int:
+    """Ephemeral storage of tierd's container. The kubelet evicts a pod whose containers and directories together exceed the
+    sum of its limits, so where there is a limit, or a tier lives in such a directory, what is added has to have its own.
+    """
+    files = _empty_dir_bytes(tiers, Medium.DISK)
+    limited = any(STORAGE in limits_of(each) for each in containers(spec))
+    return files + SCRATCH_BYTES if files or limited else 0
+
+
+def _empty_dir_bytes(tiers: Sequence[Tier], medium: Medium) -> int:
+    found = 0
+    for tier in tiers:
+        empty = tier.file_system.volume.empty_dir if tier.file_system is not None else None
+        if tier.file_system is not None and empty is not None and empty.medium is medium:
+            found += (empty.size_limit or tier.file_system.capacity).size_bytes
+    return found
 
 
 def payload(
@@ -56,7 +81,7 @@ def tierd(
     engine: Mapping[str, Any],
     spec: Mapping[str, Any],
     found: Storage,
-    port: int,
+    given: Structure,
     whole: bool,
 ) -> Container:
     """The native sidecar. It has no probe: process 1 restarts a tierd that died or hangs, and a container that the
@@ -77,8 +102,8 @@ def tierd(
             "--token-file",
             names.TOKEN_FILE,
         ],
-        "ports": [{"name": PORT_NAME, "containerPort": port, "protocol": "TCP"}],
-        "resources": daemon_resources(policy, spec, whole),
+        "ports": [{"name": PORT_NAME, "containerPort": given.port, "protocol": "TCP"}],
+        "resources": daemon_resources(policy, given.tiers, spec, whole),
         "securityContext": security(engine, spec),
         "lifecycle": {
             "preStop": {"exec": {"command": ["kvtier-sidecar", "drain", "--run-directory", POD_RUN_DIRECTORY]}}
@@ -88,7 +113,9 @@ def tierd(
     }
 
 
-def daemon_resources(policy: KVTierPolicy, spec: Mapping[str, Any], whole: bool) -> dict[str, dict[str, str]]:
+def daemon_resources(
+    policy: KVTierPolicy, tiers: Sequence[Tier], spec: Mapping[str, Any], whole: bool
+) -> dict[str, dict[str, str]]:
     """Requests and limits of tierd. Whatever the policy says, both have cpu and memory. Within a pod that has limits of
     its own no container may exceed them.
     """
@@ -98,7 +125,10 @@ def daemon_resources(policy: KVTierPolicy, spec: Mapping[str, Any], whole: bool)
     requests.setdefault(CPU, "1")
     if CPU not in limits:
         limits[CPU] = requests[CPU] if amount(requests[CPU]) > USUAL_CPU_LIMIT else str(USUAL_CPU_LIMIT)
-    memory = str(daemon_bytes(policy))
+    memory = str(daemon_bytes(policy, tiers))
+    scratch = scratch_bytes(tiers, spec)
+    if scratch and STORAGE not in {**requests, **limits}:
+        requests[STORAGE] = limits[STORAGE] = str(scratch)
     if whole:
         said = "requests" in written.model_fields_set and CPU in written.requests
         cpu = str(max(1, math.ceil(amount(requests[CPU]))) if said else GUARANTEED_CPU)

@@ -91,6 +91,25 @@ class TestTierd:
         assert memory is not None
         assert size >= memory.capacity.size_bytes + 72 * MIB
 
+    def test_a_file_tier_in_memory_counts_for_the_container_that_writes_it(self) -> None:
+        tier = file_tier("ramdisk", {"emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"}}, "Pod")
+        pod = attached(objects.policy(memory_tier(), tier), objects.pod()).pod
+        assert container(pod, TIERD_CONTAINER)["resources"]["limits"]["memory"] == str((4 * 1024 + 768) * MIB)
+
+    @pytest.mark.parametrize(
+        ("tiers", "limited", "expected"),
+        [([], False, None), ([], True, 512), ([{"emptyDir": {}}], False, 1536), ([HOST], False, None)],
+    )
+    def test_what_it_adds_to_the_pods_scratch_space_is_not_taken_from_the_engines(
+        self, tiers: list[dict[str, Any]], limited: bool, expected: int | None
+    ) -> None:
+        files = [file_tier("files", source, "Pod" if "emptyDir" in source else "Node") for source in tiers]
+        resources = {"limits": {"ephemeral-storage": "10Gi"}} if limited else None
+        pod = attached(objects.policy(memory_tier(), *files), objects.pod(objects.engine(resources=resources))).pod
+        found = container(pod, TIERD_CONTAINER)["resources"]
+        wanted = None if expected is None else str(expected * MIB)
+        assert found["requests"].get("ephemeral-storage") == found["limits"].get("ephemeral-storage") == wanted
+
     def test_nothing_of_it_can_hold_up_or_restart_the_pod(self) -> None:
         tierd = container(attached(objects.policy(), objects.pod()).pod, TIERD_CONTAINER)
         assert not {"startupProbe", "livenessProbe", "readinessProbe"} & tierd.keys()
