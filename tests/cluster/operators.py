@@ -12,7 +12,7 @@ from typing import Any
 
 import images
 from charts import NAMESPACE, Release
-from nodes import make_namespace, wait_for
+from nodes import make_namespace, ok, wait_for
 from standing_in import STORAGE_GID, Place
 
 DEAD_EXPORT = {"server": "192.0.2.1", "exportPrefix": "/kv"}
@@ -69,16 +69,23 @@ class Installed:
 
     @contextlib.contextmanager
     def namespace(self, name: str, labels: Mapping[str, str] | None = None) -> Iterator[Place]:
-        """A namespace whose pods may be given tiers; gone, with all its pods, when the block ends."""
+        """A namespace whose pods may be given tiers; deleted when the block ends, and gone a little later."""
         make_namespace(self.api, name, {"kvtier.io/inject": "enabled", **(labels or {})})
         try:
             place = Place(self.cluster, self.api, name)
             place.prepare()
             yield place
         finally:
-            path = f"/api/v1/namespaces/{name}"
-            self.api.request("DELETE", path)
-            wait_for(f"namespace {name} is gone", lambda: self.api.request("GET", path)[0] == 404, 120)
+            self.api.request("DELETE", f"/api/v1/namespaces/{name}")
+
+    def wait_gone(self) -> None:
+        """Waits until namespaces that were deleted are gone, with all that was in them."""
+
+        def going() -> list[str]:
+            found = ok(self.api.request("GET", "/api/v1/namespaces"))["items"]
+            return [body["metadata"]["name"] for body in found if "deletionTimestamp" in body["metadata"]]
+
+        wait_for("deleted namespaces are gone", lambda: not going(), 180)
 
     def upgrade(self, **values: Any) -> None:
         """`helm upgrade` with other values, and waits until the operator runs with them."""
@@ -94,7 +101,9 @@ def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
     with Release(cluster.kubeconfig, cluster.context) as release:
         try:
             install(cluster, release, values)
-            yield Installed(cluster, api, release, values, home)
+            found = Installed(cluster, api, release, values, home)
+            yield found
+            found.wait_gone()
         finally:
             release.uninstall()
             cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=120)

@@ -13,6 +13,8 @@ from nodes import ok, wait_for
 from serving import container_status, pods_of
 
 STORAGE_GID = 3000
+IMPATIENT = {"startTimeoutSeconds": 10, "retrySeconds": 600}
+"""``attach`` of policies that are known to keep a pod from starting; a machine that does much else starts others late."""
 CONTAINER = "engine"
 PORT = 8000
 APP = "engine"
@@ -79,7 +81,7 @@ def policy(*tiers: Mapping[str, Any], name: str = "tiers", **spec: Any) -> dict[
             "selection": "Weighted",
             "security": {"storageGid": STORAGE_GID},
             "resources": {"daemon": {"requests": {"cpu": "20m"}, "limits": {"cpu": "2"}}},
-            "attach": {"startTimeoutSeconds": 10, "retrySeconds": 600},
+            "attach": {"startTimeoutSeconds": 120, "retrySeconds": 600},
             "tiers": [dict(tier) for tier in tiers] or [memory()],
             **spec,
         },
