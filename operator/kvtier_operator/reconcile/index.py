@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.selector import matches
@@ -16,17 +17,53 @@ from kvtier_operator.reconcile.observe import Known, claims_of, read
 from kvtier_operator.reconcile.queue import Key
 
 Age = tuple[str, str]
+Label = tuple[str, str]
 
 
 @dataclass(slots=True)
 class _Space:
-    """One namespace. ``selected``: policy to names of pods; ``selecting``: pod to policies, oldest first."""
+    """One namespace. ``selected``: policy to names of pods; ``selecting``: pod to policies, oldest first. ``anchored``:
+    policies by one label that their pods must have (None: of those that demand none), ``labelled``: pods by each label,
+    so that nobody is compared with everybody.
+    """
 
     policies: dict[str, Known] = field(default_factory=dict)
     selected: dict[str, set[str]] = field(default_factory=dict)
     selecting: dict[str, tuple[str, ...]] = field(default_factory=dict)
     labels: dict[str, Mapping[str, str]] = field(default_factory=dict)
     claims: dict[str, set[str]] = field(default_factory=dict)
+    anchored: dict[Label | None, set[str]] = field(default_factory=dict)
+    labelled: dict[Label, set[str]] = field(default_factory=dict)
+
+    def set_labels(self, pod: str, labels: Mapping[str, str] | None) -> None:
+        """A pod's labels; None: the pod is gone."""
+        for label in (self.labels.pop(pod, None) or {}).items():
+            _discard(self.labelled, label, pod)
+        if labels is not None:
+            self.labels[pod] = labels
+            for label in labels.items():
+                self.labelled.setdefault(label, set()).add(pod)
+
+    def may_select(self, policy: KVTierPolicy) -> Iterable[str]:
+        """Pods among which all that the policy selects are."""
+        anchor = _anchor(policy)
+        return list(self.labels) if anchor is None else list(self.labelled.get(anchor, ()))
+
+    def may_be_selected(self, labels: Mapping[str, str]) -> Iterable[str]:
+        """Policies among which all that select such a pod are."""
+        anchors: list[Label | None] = [None, *labels.items()]
+        return [name for anchor in anchors for name in self.anchored.get(anchor, ())]
+
+
+def _anchor(policy: KVTierPolicy) -> Label | None:
+    return next(iter((policy.spec.pod_selector.match_labels or {}).items()), None)
+
+
+def _discard(sets: dict[Any, set[str]], key: Any, name: str) -> None:
+    held = sets.get(key, set())
+    held.discard(name)
+    if not held:
+        sets.pop(key, None)
 
 
 def age(known: Known) -> Age:
@@ -84,21 +121,24 @@ class PolicyIndex:
         namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
         space = self._spaces.setdefault(namespace, _Space())
         before, known = space.policies.get(name), read(raw)
-        space.policies[name] = known
         if before is not None and before.policy is not None:
-            self._forget_claims(space, name, before.policy)
-        for claim in claims_of(known.policy).values():
-            space.claims.setdefault(claim, set()).add(name)
+            self._forget(space, name, before.policy)
+        space.policies[name] = known
+        if known.policy is not None:
+            for claim in claims_of(known.policy).values():
+                space.claims.setdefault(claim, set()).add(name)
+            space.anchored.setdefault(_anchor(known.policy), set()).add(name)
         if before is not None and age(before) == age(known) and _selector(before) == _selector(known):
             return {(namespace, name)}
-        for pod in cache.list(PODS, namespace) if not space.labels else ():
-            space.labels[pod["metadata"]["name"]] = pod["metadata"].get("labels") or {}
+        if not space.labels:
+            for pod in cache.list(PODS, namespace):
+                space.set_labels(pod["metadata"]["name"], pod["metadata"].get("labels") or {})
         affected = {name}
-        for pod_name, labels in space.labels.items():
-            old = space.selecting.get(pod_name, ())
-            is_selected = known.policy is not None and matches(known.policy.spec.pod_selector, labels)
-            if is_selected or name in old:
-                others = [other for other in old if other != name]
+        candidates = space.may_select(known.policy) if known.policy is not None else ()
+        for pod_name in {*candidates, *space.selected.get(name, ())}:
+            is_selected = known.policy is not None and matches(known.policy.spec.pod_selector, space.labels[pod_name])
+            others = [other for other in space.selecting.get(pod_name, ()) if other != name]
+            if is_selected or pod_name in space.selected.get(name, ()):
                 affected.update(others)
                 self._assign(space, pod_name, [*others, name] if is_selected else others)
         return {(namespace, other) for other in affected}
@@ -110,7 +150,7 @@ class PolicyIndex:
         if space is None or known is None:
             return set()
         if known.policy is not None:
-            self._forget_claims(space, name, known.policy)
+            self._forget(space, name, known.policy)
         affected: set[str] = set()
         for pod_name in list(space.selected.get(name, ())):
             others = [other for other in space.selecting[pod_name] if other != name]
@@ -130,15 +170,9 @@ class PolicyIndex:
             return set()
         old = space.selecting.get(name, ())
         if space.labels.get(name) != labels:
-            space.labels[name] = labels
+            space.set_labels(name, labels)
             self._assign(
-                space,
-                name,
-                [
-                    other
-                    for other, known in space.policies.items()
-                    if known.policy is not None and matches(known.policy.spec.pod_selector, labels)
-                ],
+                space, name, [other for other in space.may_be_selected(labels) if _selects(space, other, labels)]
             )
         return {(namespace, other) for other in {*old, *space.selecting.get(name, ())}}
 
@@ -148,7 +182,7 @@ class PolicyIndex:
         if space is None:
             return set()
         old = space.selecting.get(name, ())
-        space.labels.pop(name, None)
+        space.set_labels(name, None)
         self._assign(space, name, ())
         return {(namespace, other) for other in old}
 
@@ -164,12 +198,15 @@ class PolicyIndex:
             space.selecting.pop(pod_name, None)
 
     @staticmethod
-    def _forget_claims(space: _Space, name: str, policy: KVTierPolicy) -> None:
+    def _forget(space: _Space, name: str, policy: KVTierPolicy) -> None:
         for claim in claims_of(policy).values():
-            users = space.claims.get(claim, set())
-            users.discard(name)
-            if not users:
-                space.claims.pop(claim, None)
+            _discard(space.claims, claim, name)
+        _discard(space.anchored, _anchor(policy), name)
+
+
+def _selects(space: _Space, name: str, labels: Mapping[str, str]) -> bool:
+    policy = space.policies[name].policy
+    return policy is not None and matches(policy.spec.pod_selector, labels)
 
 
 def _selector(known: Known) -> object:

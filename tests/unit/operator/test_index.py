@@ -27,7 +27,10 @@ steps = st.lists(
 
 
 def _policy(number: int, label: str, created: int, uid: str) -> dict[str, Any]:
-    body = controllers.policy("n", f"p{number}", podSelector={"matchLabels": {"app": label}})
+    # One kind of policy demands no label at all, so that it cannot be found by one.
+    any_but_x = {"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["x"]}]}
+    selector = any_but_x if label == "z" else {"matchLabels": {"app": label}}
+    body = controllers.policy("n", f"p{number}", podSelector=selector)
     body["metadata"] |= {"uid": uid, "creationTimestamp": f"2026-01-0{created + 1}T00:00:00Z", "generation": 1}
     return body
 
