@@ -13,9 +13,11 @@ from kvtier_operator.render.admission import MIRROR_ANNOTATION
 from kvtier_operator.render.attachment import PodObject
 from kvtier_operator.render.command import Said, number, read
 from kvtier_operator.render.names import INJECTED_NAMES
-from kvtier_operator.render.resources import limits_of, requests_of
+from kvtier_operator.render.resources import Amounts, limits_of, requests_of
 
-_GPU = re.compile(r"(^|[./-])(gpu|mig-|gaudi$)|^gpu\.", re.IGNORECASE)
+_GPU = re.compile(r"(^|[./-])(v?gpu|mig-|gaudi$)", re.IGNORECASE)
+_COUNTED = re.compile(r"/(v?gpu(\.shared)?|mig-[\w.]+|gaudi)$|^gpu\.intel\.com/(i915|xe)$")
+"""Resources whose number is one of devices, and not of bytes or shares."""
 _VLLM_IMAGE = re.compile(r"(^|[/_.-])vllm([/_.:@-]|$)")
 _VLLM_WORD = re.compile(r"(^|/)vllm$|^vllm\.|^vllm/")
 SIZES = (
@@ -88,14 +90,19 @@ def engine_container(policy: KVTierPolicy, pod: PodObject) -> EngineContainer | 
 
 
 def has_gpu(container: Mapping[str, Any]) -> bool:
-    """Whether it asks for a GPU, or for a claimed device."""
-    return gpu_count(container) > 0 or bool((container.get("resources") or {}).get("claims"))
+    """Whether it asks for a GPU, a part of one, or a claimed device."""
+    if (container.get("resources") or {}).get("claims"):
+        return True
+    return any(value > 0 and _GPU.search(name) for name, value in _asked(container).items())
 
 
 def gpu_count(container: Mapping[str, Any]) -> int:
     """GPUs of device plugins; claimed devices are not counted."""
-    asked = {**requests_of(container), **limits_of(container)}
-    return int(sum((value for name, value in asked.items() if _GPU.search(name)), Fraction(0)))
+    return int(sum((value for name, value in _asked(container).items() if _COUNTED.search(name)), Fraction(0)))
+
+
+def _asked(container: Mapping[str, Any]) -> Amounts:
+    return {**requests_of(container), **limits_of(container)}
 
 
 def local_ranks(policy: KVTierPolicy, container: Mapping[str, Any], said: Said) -> int | None:

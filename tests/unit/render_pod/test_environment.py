@@ -147,3 +147,17 @@ def test_a_command_that_would_hide_the_plugin_is_named(command: list[str]) -> No
 def test_a_command_that_extends_the_path_is_not() -> None:
     command = ["sh", "-c", "export PYTHONPATH=/src:$PYTHONPATH; vllm serve m"]
     assert engine_of([], command=command).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("limits", "ranks"),
+    [
+        ({"nvidia.com/gpu": 2, "nvidia.com/gpumem": 30_000}, "2"),
+        ({"gpu.intel.com/xe": 2, "gpu.intel.com/memory.max": "16G"}, "2"),
+        ({"nvidia.com/mig-3g.40gb": 1}, "1"),
+        ({"aliyun.com/gpu-mem": 8}, None),
+    ],
+)
+def test_devices_are_counted_and_not_their_bytes(limits: dict[str, Any], ranks: str | None) -> None:
+    found = variables(container(engine_of([], resources={"limits": limits}).pod, "vllm"))
+    assert found.get("KVTIER_LOCAL_RANKS") == ranks

@@ -194,6 +194,7 @@ class TestEngineContainer:
             ([engine("a"), engine("b", resources={"limits": {"amd.com/gpu": "1"}})], "b"),
             ([engine("a"), engine("b", resources={"limits": {"gpu.intel.com/i915": "1"}})], "b"),
             ([engine("a"), engine("b", resources={"limits": {"nvidia.com/mig-1g.5gb": "1"}})], "b"),
+            ([engine("a"), engine("b", resources={"limits": {"aliyun.com/gpu-mem": "8"}})], "b"),
             ([engine("a"), engine("b", resources={"claims": [{"name": "gpu"}]})], "b"),
             ([engine("a"), engine("b", resources={"limits": {"nvidia.com/gpu": 0}}, command=["x"], image="x")], "a"),
             (
