@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvtier.store.contract import CreditsGranted, EngineInfo, KeysLeaving, LoadReady, PromotionEnded, StoreEvent
 from kvtier.store.core import TierStore
-from kvtier.store.records import SlotTable, TableIdentity
+from kvtier.store.records import SlotPlace, SlotTable, TableIdentity
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.manual_io import ManualCall, ManualClock, ManualExecutor
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
@@ -135,6 +135,22 @@ def topology(
     return Topology(structural=structural, live=values)
 
 
+class ReadNotes:
+    """Which slots are noted as being read into."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, SlotPlace] = {}
+        self.full = False
+
+    def begin(self, place: SlotPlace) -> bool:
+        if not self.full:
+            self.places[place.offset] = place
+        return not self.full
+
+    def end(self, offset: int) -> None:
+        self.places.pop(offset, None)
+
+
 class World:
     """One store, its tiers opened, and shorthand for what tests do with it.
 
@@ -162,6 +178,7 @@ class World:
         self._document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
         self._table_file = os.memfd_create("slots")
         weakref.finalize(self, os.close, self._table_file)
+        self.hung: dict[str, tuple[SlotPlace, ...]] = {}
         self.store = self._make_store(fenced)
         self.events: list[StoreEvent] = []
         self.stamps: list[float] = []
@@ -174,6 +191,7 @@ class World:
     def _make_store(self, fenced: bool) -> TierStore:
         self.table = SlotTable(os.dup(self._table_file), TableIdentity(len(self.pool), 1, "topology"))
         weakref.finalize(self.table, os.close, self.table._descriptor)
+        self.notes = ReadNotes()
         return TierStore(
             len(self.pool),
             self.pool,
@@ -184,10 +202,15 @@ class World:
             CHECKSUMS,
             fenced=fenced,
             slot_table=self.table,
+            read_log=self.notes,
+            hung=self.hung,
         )
 
-    def restart(self, fenced: bool = False) -> None:
-        """The store's process is killed and another begins over the same pool. Calls under way die with it."""
+    def restart(self, fenced: bool = False, hung: str = "") -> None:
+        """The store's process is killed and another begins over the same pool. Calls under way die with it, unless it has a name as one
+        whose threads hang in the kernel."""
+        if hung and self.notes.places:
+            self.hung[hung] = tuple(self.notes.places.values())
         self.io = ManualExecutor()
         self.store = self._make_store(fenced)
         self.events.clear()
@@ -195,6 +218,11 @@ class World:
         self._used.clear()
         self.io.run_all("maintain:")
         self.pump()
+
+    def hung_over(self, name: str) -> None:
+        """The last thread of a dead process is gone."""
+        del self.hung[name]
+        self.store.hung_over(name)
 
     def flip(self, offset: int) -> None:
         """One bit of the pool is not what it was."""

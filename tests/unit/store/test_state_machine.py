@@ -126,6 +126,8 @@ class Driver:
         )
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
+        self.orphans: dict[str, list[memoryview]] = {}
+        """Memory that threads of dead processes may still write into, by process."""
 
     def apply(self, operation: tuple[Any, ...]) -> list[tuple[float, StoreEvent]]:
         """Applies one operation and returns its events with their times."""
@@ -219,15 +221,26 @@ class Driver:
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
-    def restart(self, pool_flip: int, table_flip: int) -> None:
+    def restart(self, pool_flip: int, table_flip: int, hung: str) -> None:
         world = self.world
+        if hung and world.notes.places:
+            # What has not begun never will.
+            self.orphans[hung] = self.hung_reads()
         sealed = [entry for entry in world.store._table.entries() if entry.meta is not None or entry.kept is not None]
         if pool_flip and sealed:
             entry = sealed[pool_flip % len(sealed)]
             world.flip(entry.slot.offset + pool_flip % 64)
         if table_flip:
             world.damage_table(table_flip)
-        world.restart(fenced=True)
+        world.restart(fenced=True, hung=hung)
+
+    def hung_over(self, name: str) -> None:
+        del self.orphans[name]
+        self.world.hung_over(name)
+
+    def scribble_orphan(self, name: str, number: int) -> None:
+        for memory in self.orphans[name]:
+            memory[:] = bytes([number % 251]) * len(memory)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -268,7 +281,8 @@ class StoreMachine(RuleBasedStateMachine):
             (o, n, f"{e.info.engine} writes") for e in [*self.engines.values(), *self.ghosts] for o, n in e.writable()
         ]
         base = memoryview(self.driver.world.pool)
-        return found + [(_offset(base, memory), len(memory), "hung read") for memory in self.driver.hung_reads()]
+        memories = [*self.driver.hung_reads(), *(m for orphan in self.driver.orphans.values() for m in orphan)]
+        return found + [(_offset(base, memory), len(memory), "hung read") for memory in memories]
 
     def see(self, at: float, event: StoreEvent) -> None:
         if isinstance(event, CreditsGranted):
@@ -366,11 +380,13 @@ class StoreMachine(RuleBasedStateMachine):
         table_flip=st.sampled_from((0, 0, 0, 0, 10, *range(4096, 6000, 77))),
         sealed=st.booleans(),
         resumed=st.booleans(),
+        hangs=st.booleans(),
     )
-    def restart(self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool) -> None:
+    def restart(self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool, hangs: bool) -> None:
         """tierd is killed, and another one takes over; a bit of the pool and one of its table may have flipped meanwhile.
 
-        Workers go on writing and reading until they have drained, and that is when the new one's fence opens.
+        Workers go on writing and reading until they have drained, and that is when the new one's fence opens. With ``hangs`` the old
+        one's reads go on as well, for as long as the kernel keeps them.
         """
         if sealed:
             self.do("run_lane", "hash")
@@ -384,7 +400,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.tokens.clear()
         self.deadlines.clear()
         self.fenced = True
-        self.do("restart", pool_flip, table_flip)
+        self.do("restart", pool_flip, table_flip, f"life {self.number()}" if hangs else "")
         if resumed:
             self.unfence()
             for engine in engines:
@@ -393,6 +409,14 @@ class StoreMachine(RuleBasedStateMachine):
                 kept = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & KEPT_BIT)
                 self.promote_keys(engine, kept[:5], 3.0)
             self.do("run_lane", "verify")
+
+    @precondition(lambda self: self.driver.orphans)
+    @rule(number=st.integers(0, 1000), over=st.booleans())
+    def a_hung_thread_comes_back(self, number: int, over: bool) -> None:
+        name = next(iter(self.driver.orphans))
+        self.do("scribble_orphan", name, number)
+        if over:
+            self.do("hung_over", name)
 
     @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS))
     def open_engine(self, name: str, kind: Kind) -> None:
@@ -750,6 +774,8 @@ class StoreMachine(RuleBasedStateMachine):
                     if rank not in answered:
                         self.do("call", "abort", engine.info.engine, rank, number)
         self.ghosts = []
+        for name in list(self.driver.orphans):
+            self.do("hung_over", name)
         for name in NAMES:
             self.do("call", "engine_proven_gone", name)
         for _ in range(60):
