@@ -124,9 +124,9 @@ def test_a_structure_that_is_too_long_for_an_annotation_is_said_to_be() -> None:
     ]
     policy = objects.policy(*tiers, isolation={"salt": "s" * 256})
     decision = decide(objects.pod(), policy)
-    if isinstance(decision, Skipped):
-        assert decision.reason is SkipReason.NOT_ACCEPTED
-        assert "16384" in decision.message
+    assert isinstance(decision, Skipped)
+    assert decision.reason is SkipReason.NOT_ACCEPTED
+    assert "16384" in decision.message
 
 
 class TestKubelets:

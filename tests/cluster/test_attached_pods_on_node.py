@@ -1,0 +1,141 @@
+"""Attached pods on a node that runs them: what the kubelet makes of variables, users, modes and directories."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import operators
+import pytest
+
+import kvtier
+from kvtier_operator.render.attach import attach
+from kvtier_operator.render.attachment import Attached, Surroundings
+from kvtier_operator.render.names import TIERD_CONTAINER
+from kvtier_operator.settings import Images, PullPolicy, Settings
+from kvtier_operator.testing import objects
+from kvtier_operator.testing.objects import engine, file_tier, memory_tier
+
+IMAGE = f"kvtier/payload:{kvtier.__version__}"
+SETTINGS = Settings(images=Images(payload=IMAGE, tierd=IMAGE, pull_policy=PullPolicy.NEVER))
+STORAGE_GID = 3000
+LOOK = """
+import importlib.metadata, json, os, pathlib, sys, time
+deadline = time.monotonic() + 60
+run = pathlib.Path("/run/kvtier")
+while not (run / "http.json").exists() and time.monotonic() < deadline:
+    time.sleep(0.2)
+points = [p.value for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.dist.locate_file("") == pathlib.Path(sys.argv[2])]
+names = ("PYTHONPATH", "VLLM_PLUGINS", "PYTHONHASHSEED", "KVTIER_LOCAL_RANKS")
+mounts = [line.split()[4] for line in open("/proc/self/mountinfo")]
+print(json.dumps({
+    "variables": {name: os.environ.get(name) for name in names},
+    "plugins": points,
+    "files": sorted(path.name for path in run.iterdir()),
+    "structural": json.load(open("/etc/kvtier/topology/structural.json"))["policy"]["name"],
+    "tiers": [mount for mount in mounts if mount.startswith("/var/lib/kvtier")],
+    "writable": os.access(run / "pool", os.W_OK),
+    "user": os.getuid(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def space(node_api: Any, node_images: dict[str, Any], nodes: ModuleType) -> Any:
+    name = nodes.make_namespace(node_api, f"attached-{secrets.token_hex(3)}")
+    values = {"PYTHONPATH": "/from/a/map", "plugins": "lora_resolver"}
+    body = {"metadata": {"name": "settings"}, "data": values}
+    nodes.ok(node_api.request("POST", f"/api/v1/namespaces/{name}/configmaps", body))
+    yield name
+    node_api.request("DELETE", f"/api/v1/namespaces/{name}")
+
+
+def looking(**fields: Any) -> dict[str, Any]:
+    """An engine's container that prints what it finds and ends."""
+    return engine(
+        image=IMAGE,
+        imagePullPolicy="Never",
+        command=["/usr/local/bin/python3", "-c", LOOK, "vllm", "/opt/kvtier/payload", "-tp", "2"],
+        **fields,
+    )
+
+
+def run(cluster: Any, api: Any, nodes: ModuleType, space: str, pod: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Attaches and runs a pod to its end; returns what its engine printed."""
+    tier = file_tier("files", {"hostPath": {"path": str(directory)}})
+    policy = objects.policy(memory_tier("16Mi"), tier, namespace=space)
+    document = {
+        **pod,
+        "metadata": {"name": f"look-{secrets.token_hex(3)}", "namespace": space, "labels": {"app": "chat"}},
+    }
+    decision = attach(policy, document, Surroundings(kubelet_versions=("v1.37.2",)), SETTINGS)
+    assert isinstance(decision, Attached), decision
+    path = f"/api/v1/namespaces/{space}/pods"
+    nodes.ok(api.request("POST", path, decision.pod))
+    name = document["metadata"]["name"]
+
+    def ended() -> Any:
+        found = nodes.ok(api.request("GET", f"{path}/{name}"))
+        return found if found["status"]["phase"] in ("Succeeded", "Failed") else None
+
+    try:
+        found = nodes.wait_for(f"pod {name} ends", ended, 120)
+    except AssertionError:
+        raise AssertionError(cluster.kubectl("-n", space, "describe", "pod", name)) from None
+    output = cluster.kubectl("-n", space, "logs", name, "-c", "vllm")
+    assert found["status"]["phase"] == "Succeeded", output + cluster.kubectl(
+        "-n", space, "logs", name, "-c", TIERD_CONTAINER
+    )
+    said: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return said | {"class": found["status"]["qosClass"]}
+
+
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As an administrator prepares a directory of a node."""
+    return operators.storage(tmp_path_factory.mktemp("files"), "kv")[0]
+
+
+@pytest.mark.parametrize("user", [None, 1000, 0])
+def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
+    node_cluster: Any,
+    node_api: Any,
+    nodes: ModuleType,
+    space: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    user: int | None,
+) -> None:
+    directory = prepared(tmp_path_factory)
+    context = {} if user is None else {"securityContext": {"runAsUser": user, "runAsGroup": user}}
+    pod = objects.pod(looking(**context), restartPolicy="Never")
+    said = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert said["user"] == (65532 if user is None else user)
+    assert {"pool", "tierd.sock"} <= set(said["files"])
+    assert said["writable"]
+    assert said["tiers"] == []
+    assert said["structural"] == "chat"
+    assert said["plugins"] == ["kvtier.engines.vllm.plugin:register"]
+    assert said["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
+    assert said["variables"]["KVTIER_LOCAL_RANKS"] == "2"
+    own = directory / space / objects.POLICY_UID
+    status = own.stat()
+    assert (status.st_gid, status.st_mode & 0o2070) == (STORAGE_GID, 0o2070), "tierd's group may write there"
+    assert any(own.iterdir()), "tierd wrote there"
+
+
+def test_variables_from_elsewhere_are_extended_by_the_kubelet(
+    node_cluster: Any, node_api: Any, nodes: ModuleType, space: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = prepared(tmp_path_factory)
+    plugins = {"name": "VLLM_PLUGINS", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "plugins"}}}
+    source = [{"configMapRef": {"name": "settings"}}]
+    pod = objects.pod(looking(env=[plugins], envFrom=source), restartPolicy="Never")
+    said = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert said["variables"] == {
+        "PYTHONPATH": "/opt/kvtier/payload:/from/a/map",
+        "VLLM_PLUGINS": "lora_resolver,kvtier",
+        "PYTHONHASHSEED": "0",
+        "KVTIER_LOCAL_RANKS": "2",
+    }
