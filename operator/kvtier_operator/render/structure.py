@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from kvtier.topology.models import HttpEndpoint, Structural
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.selector import matches
 from kvtier_operator.api.tiers import Tier
 from kvtier_operator.render.attachment import PodObject, Skipped, SkipReason, Surroundings
 from kvtier_operator.render.configured import GROUP_LABEL
@@ -42,10 +43,10 @@ def structure(policy: KVTierPolicy, pod: PodObject, around: Surroundings) -> Str
     ``ConfigurationError`` for one that is too long for an annotation.
     """
     group = ((pod.get("metadata") or {}).get("labels") or {}).get(GROUP_LABEL)
-    siblings = _living(around.siblings, pod) if group else []
+    siblings = _living(policy, around.siblings, pod) if group else []
     if siblings:
         return _of_siblings(policy, siblings, str(group))
-    tiers, notes = _reachable(policy, around)
+    tiers, notes = _reachable(policy, pod, around)
     port = _port(policy, pod)
     spec = policy.spec.model_copy(update={"tiers": list(tiers)})
     rendered = policy.model_copy(update={"spec": spec})
@@ -56,29 +57,41 @@ def structure(policy: KVTierPolicy, pod: PodObject, around: Surroundings) -> Str
     return Structure(structural_text(document), tuple(tiers), port, tuple(notes))
 
 
-def _reachable(policy: KVTierPolicy, around: Surroundings) -> tuple[list[Tier], list[str]]:
-    if around.storage_ready:
-        return list(policy.spec.tiers), []
+def _reachable(policy: KVTierPolicy, pod: PodObject, around: Surroundings) -> tuple[list[Tier], list[str]]:
+    """The tiers whose volumes can be expected to be mounted, and what is left out."""
+    own_users = (pod.get("spec") or {}).get("hostUsers") is False
     kept: list[Tier] = []
-    left_out: list[Tier] = []
+    unready: list[str] = []
+    unmapped: list[str] = []
     for tier in policy.spec.tiers:
         sources = tier.file_system.volume.sources if tier.file_system is not None else ()
-        (left_out if NETWORK_SOURCES.intersection(sources) else kept).append(tier)
-    if not left_out:
-        return kept, []
-    names = ", ".join(tier.name for tier in left_out)
-    return kept, [
-        f"left out while the policy's StorageReady is False, so that no volume keeps the engine from starting: {names}. "
-        "A pod that is made later has them again"
-    ]
+        if own_users and "nfs" in sources:
+            unmapped.append(tier.name)
+        elif not around.storage_ready and NETWORK_SOURCES.intersection(sources):
+            unready.append(tier.name)
+        else:
+            kept.append(tier)
+    notes = []
+    if unready:
+        notes.append(
+            "left out while the policy's StorageReady is False, so that no volume keeps the engine from starting: "
+            f"{', '.join(unready)}. A pod that is made later has them again"
+        )
+    if unmapped:
+        notes.append(
+            f"left out, because NFS cannot be mounted into a pod with users of its own (hostUsers: false): {', '.join(unmapped)}"
+        )
+    return kept, notes
 
 
-def _living(siblings: Sequence[PodObject], pod: PodObject) -> list[PodObject]:
+def _living(policy: KVTierPolicy, siblings: Sequence[PodObject], pod: PodObject) -> list[PodObject]:
+    """Others of the group that run or will, and that the policy is about: a group may have pods that are no engines."""
     own = (pod.get("metadata") or {}).get("name")
     return [
         each
         for each in siblings
-        if not (each.get("metadata") or {}).get("deletionTimestamp")
+        if matches(policy.spec.pod_selector, (each.get("metadata") or {}).get("labels") or {})
+        and not (each.get("metadata") or {}).get("deletionTimestamp")
         and (each.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
         and (own is None or (each.get("metadata") or {}).get("name") != own)
     ]

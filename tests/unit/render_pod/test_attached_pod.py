@@ -225,6 +225,12 @@ class TestStorage:
         assert "shared, claim" in decision.notes[0]
         assert json.loads(decision.pod["metadata"]["annotations"][NOTES_ANNOTATION]) == list(decision.notes)
 
+    def test_nfs_is_left_out_of_a_pod_with_users_of_its_own(self) -> None:
+        policy = objects.policy(memory_tier(), file_tier("nvme", HOST), file_tier("shared", NFS, "Cluster"))
+        decision = attached(policy, objects.pod(hostUsers=False))
+        assert [tier.name for tier in structural(decision.pod).tiers] == ["ram", "nvme"]
+        assert any("hostUsers" in note for note in decision.notes)
+
     def _mount(self, source: dict[str, Any], settings: Settings) -> dict[str, Any]:
         policy = objects.policy(memory_tier(), file_tier("files", source))
         tierd = container(attached(policy, objects.pod(), settings=settings).pod, TIERD_CONTAINER)

@@ -69,6 +69,11 @@ class TestGroups:
         itself = member("chat-0-2")
         assert with_tiers("chat-0-2", siblings=[gone, failed, itself])
 
+    def test_members_that_the_policy_is_not_about_do_not_count(self) -> None:
+        router = member("chat-0")
+        del router["metadata"]["labels"]["app"]
+        assert with_tiers("chat-0-1", siblings=[router])
+
     def test_siblings_of_a_pod_outside_any_group_do_not_count(self) -> None:
         decision = attach(POLICY, objects.pod(), Surroundings(siblings=[member("x")]), Settings())
         assert isinstance(decision, Attached)
