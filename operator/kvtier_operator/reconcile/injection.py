@@ -35,6 +35,12 @@ START_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunConta
 MOUNT_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 
 
+_PART = re.compile(
+    r"(?<![A-Za-z0-9./-])kvtier-(?:(?:payload|tierd|run|topology|token|key|shm|no-account)(?![A-Za-z0-9-])|(?:tier|secret)-)"
+)
+"""Names that are injected. A pod or a claim whose own name begins with kvtier- is not among them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """What was found. ``pod``: the pod that is kept down; None: it was refused, and is none. ``owner``: who made it, or
@@ -97,10 +103,7 @@ def refused_owner(event: Object) -> Owner | None:
 
 def names_a_part(message: str) -> bool:
     """Whether an injected container or volume is named."""
-    return (
-        re.search(r"(?<![a-z0-9./-])kvtier-(payload|tierd|run|topology|token|key|no-account|tier-)", message)
-        is not None
-    )
+    return _PART.search(message) is not None
 
 
 def shortened(message: str) -> str:

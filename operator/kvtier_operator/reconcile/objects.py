@@ -134,16 +134,21 @@ def has_tierd(pod: Object) -> bool:
     return any(each.get("name") == TIERD_CONTAINER for each in spec(pod).get("initContainers") or ())
 
 
-def engine(pod: Object, said: str | None) -> str:
-    """Name of the engine's container: the one that the policy says, else the one that shares a volume with tierd, else
-    the first.
+def has_daemon(pod: Object) -> bool:
+    """Whether tierd runs in it, wherever: the volume that engines and tierd share is there. With a connector that is not
+    KVTier's there is none, and nobody who could be asked.
     """
+    return any(volume.get("name") == RUN_VOLUME for volume in spec(pod).get("volumes") or ())
+
+
+def engine(pod: Object, said: str | None) -> str:
+    """Name of the engine's container: the one that the policy says, else the one that was given a volume, else the first."""
     containers = [each for each in spec(pod).get("containers") or () if not ours(str(each.get("name")))]
     names = [str(each.get("name")) for each in containers]
     if said in names and said is not None:
         return said
     for each in containers:
-        if any(mount.get("name") == RUN_VOLUME for mount in each.get("volumeMounts") or ()):
+        if any(ours(str(mount.get("name"))) for mount in each.get("volumeMounts") or ()):
             return str(each.get("name"))
     return names[0] if names else ""
 

@@ -122,6 +122,9 @@ def up_to_date(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> Findi
         whom, why = rollout.unsupported[0]
         message = f"{old}; {whom} is not restarted: {why}. Restart it yourself."
         return Finding("UpToDate", "False", Reason.RESTART_UNSUPPORTED.value, message)
+    if rollout.held:
+        message = f"{old}. Nothing is restarted while {rollout.held}."
+        return Finding("UpToDate", "False", Reason.OUTDATED.value, message)
     if rollout.tried:
         message = f"{old}, although {listed(rollout.tried)} was restarted for it."
         return Finding("UpToDate", "False", Reason.OUTDATED.value, message)
@@ -135,6 +138,10 @@ def tuned(facts: PlanFacts, found: PodFacts) -> Finding:
     pods = found.in_state(PodState.ATTACHED)
     if not pods:
         return Finding("Tuned", "Unknown", Reason.NO_PODS.value, "No pod is attached.")
+    pods = [pod for pod in pods if not pod.silent]
+    if not pods:
+        message = "The connector of these pods follows no live values."
+        return Finding("Tuned", "Unknown", Reason.NOT_REPORTED.value, message)
     refusing = [pod for pod in pods if pod.report is not None and pod.report.live_refusals]
     if refusing and refusing[0].report is not None:
         message = f"{_names(refusing)} refused live values: {refusing[0].report.live_refusals[0]}"

@@ -112,7 +112,11 @@ class _Look:
 
     def _follow(self, pods: Sequence[Object]) -> None:
         """Asks those with tiers, also while they end: what they said last tells what they hang in."""
-        asked = [pod for pod in pods if objects.injected(pod) or podview.mounts_documents(self._policy, pod)]
+        asked = [
+            pod
+            for pod in pods
+            if (objects.injected(pod) and objects.has_daemon(pod)) or podview.mounts_documents(self._policy, pod)
+        ]
         targets = [found for found in map(target, asked) if found is not None]
         self._reports.follow(self._key, targets, self._facts.token)
 
@@ -174,14 +178,20 @@ class _Look:
 
     async def _roll_out(self, views: Sequence[PodView], trouble: bool) -> Rollout:
         storage = {finding.type: finding.status for finding in self._facts.findings}.get("StorageReady")
-        may_restart = self._facts.accepted and not trouble and storage != "False"
+        held = ""
+        if not self._facts.accepted:
+            held = "the policy is not accepted"
+        elif storage == "False":
+            held = "StorageReady is False"
+        elif trouble:
+            held = "attaching keeps pods from starting"
         namespace = self._policy.namespace
         found = rollout(
             self._policy,
             views,
             self._facts.structural_hash,
             lambda kind, name: self._cache.get(kind, namespace, name),
-            may_restart,
+            held,
         )
         if found.under_way:
             self._wakes.append(LOOK_AGAIN_SECONDS)

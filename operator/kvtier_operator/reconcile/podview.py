@@ -78,6 +78,11 @@ class PodView:
         return objects.uid(self.pod)
 
     @property
+    def silent(self) -> bool:
+        """Whether nobody in it can be asked: its connector is not KVTier's."""
+        return self.injected and objects.injected(self.pod) and not objects.has_daemon(self.pod)
+
+    @property
     def node(self) -> str:
         """Where it runs; empty: nowhere yet."""
         return str(objects.spec(self.pod).get("nodeName") or "")
@@ -164,6 +169,14 @@ def _attached(
     if crash:
         message = f"the engine's container {container} does not stay up: {crash}"
         return PodState.ENGINE_CRASHED, Reason.ENGINE_CRASHED.value, message
+    if objects.injected(pod) and not objects.has_daemon(pod):
+        if entry.get("ready"):
+            return (
+                PodState.ATTACHED,
+                Reason.ATTACHED.value,
+                "the engine runs with another connector, which cannot be asked",
+            )
+        return PodState.STARTING, Reason.STARTING.value, f"the container {container} is starting"
     tierd = _failed_tierd(pod)
     if tierd and objects.ever_ran(entry):
         message = f"{TIERD_CONTAINER} does not run ({tierd}); the engine serves without tiers"

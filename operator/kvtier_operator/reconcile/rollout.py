@@ -1,4 +1,4 @@
-"""Restarting workloads whose pods have an older structure, where the policy asks for it. Pure but for nothing.
+"""Restarting workloads whose pods have an older structure, where the policy asks for it. Pure.
 
 One annotation of the pod template, with the structural hash as its value, makes the workload's own controller replace its
 pods as its update strategy says. One workload at a time, the next when the last is available. A workload that has the
@@ -49,7 +49,7 @@ class Workload:
 class Rollout:
     """Where it stands. ``restart``: the workload whose turn it is; ``under_way``: one that is being replaced, and why it
     counts as that; ``tried``: those that were restarted for this structure and have outdated pods still;
-    ``unsupported``: owner and why.
+    ``unsupported``: owner and why; ``remaining``: how many wait for their turn; ``held``: why none has it.
     """
 
     restart: Workload | None = None
@@ -57,6 +57,7 @@ class Rollout:
     tried: tuple[str, ...] = ()
     unsupported: tuple[tuple[str, str], ...] = ()
     remaining: int = 0
+    held: str = ""
 
 
 NO_ROLLOUT = Rollout()
@@ -71,19 +72,17 @@ def outdated(policy: KVTierPolicy, pods: Iterable[PodView], structural_hash: str
     ]
 
 
-def rollout(
-    policy: KVTierPolicy, pods: Sequence[PodView], structural_hash: str, find: Find, may_restart: bool
-) -> Rollout:
-    """Whose turn it is. ``may_restart``: False while new pods would get no tiers, or not those they should."""
+def rollout(policy: KVTierPolicy, pods: Sequence[PodView], structural_hash: str, find: Find, held: str = "") -> Rollout:
+    """Whose turn it is. ``held``: why nothing may be restarted: new pods would get no tiers, or not those they should."""
     if policy.spec.rollout.strategy is not RolloutStrategy.RESTART_WORKLOADS:
         return NO_ROLLOUT
-    late = outdated(policy, pods, structural_hash)
+    late = {pod.uid for pod in outdated(policy, pods, structural_hash)}
     workloads: dict[str, Workload] = {}
     unsupported: dict[str, str] = {}
     counts: dict[str, int] = {}
     for pod in pods:
         found, why = _top(pod.pod, find)
-        is_late = pod in late
+        is_late = pod.uid in late
         if found is None:
             if is_late:
                 unsupported[why[0]] = why[1]
@@ -101,8 +100,8 @@ def rollout(
             waiting.remove(each)
     pending = next((f"{each}: {_not_available(each)}" for each in begun if _not_available(each)), "")
     tried = tuple(str(each) for each in begun if each.outdated and not _not_available(each))
-    restart = waiting[0] if waiting and not pending and may_restart else None
-    return Rollout(restart, pending, tried, tuple(sorted(unsupported.items())), len(waiting))
+    restart = waiting[0] if waiting and not pending and not held else None
+    return Rollout(restart, pending, tried, tuple(sorted(unsupported.items())), len(waiting), held if waiting else "")
 
 
 def restart_body(kind: Kind, found: Object, structural_hash: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
         counts = _kept_counts(counts, previous)
         tiers = _kept_tiers(tiers, previous)
         hits = previous.summary.hit_tokens_percent if previous.summary is not None else None
-    findings.append(_ready(findings))
+    findings.append(_ready(findings, all(pod.silent for pod in found.in_state(PodState.ATTACHED))))
     skipped = [pod for pod in found.pods if pod.state is PodState.SKIPPED][:MAX_SKIPPED]
     return PolicyStatus.model_validate(
         {
@@ -108,12 +108,14 @@ def settled(
     return held, wake
 
 
-def _ready(findings: Sequence[Finding]) -> Finding:
-    """The summary with the most useful reason: what is wrong, else what is not as wanted yet, else that all is well."""
+def _ready(findings: Sequence[Finding], silent: bool) -> Finding:
+    """The summary with the most useful reason: what is wrong, else what is not as wanted yet, else that all is well.
+    ``silent``: no attached pod can be asked.
+    """
     by_type = {finding.type: finding for finding in findings}
     attached = by_type["Attached"]
-    # Without an attached engine, that nothing is known of tiers is a consequence, not the reason.
-    ours = {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" else set()
+    # Without an engine that can be asked, that nothing is known of tiers is a consequence, not the reason.
+    ours = {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" or silent else set()
     summed = ready(each for each in findings if each.type not in ours or each.status != "Unknown")
     if summed.status != "True":
         return summed

@@ -280,6 +280,19 @@ def test_ready_gives_the_most_useful_reason(
     assert verdict(status(*pods, **found), "Ready") == (expected, reason)
 
 
+def test_a_policy_for_another_connector_is_ready_with_its_engines_and_says_what_it_does_not_know() -> None:
+    pod = injected_pod()
+    pod["spec"]["volumes"] = []
+    found = status(looked_at(running(pod)))
+    assert verdict(found, "Ready") == ("True", "InForce")
+    assert verdict(found, "Tuned") == verdict(found, "TiersHealthy") == ("Unknown", "NotReported")
+
+
+def test_a_rollout_that_is_held_says_why() -> None:
+    found = status(attached(structural_hash="older000"), rollout=Rollout(remaining=1, held="StorageReady is False"))
+    assert "Nothing is restarted while StorageReady is False" in condition(found, "UpToDate").message
+
+
 def test_what_the_plan_found_wrong_comes_first() -> None:
     wrong = Finding("StorageReady", "False", "Pending", "claim chat-nas is not bound")
     found = status(nobody(), planned=facts(findings=(FINE[0], wrong)))

@@ -198,7 +198,7 @@ def refusal(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dict[str,
         ('pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "kvtier-tier-nvme")', True),
         ('pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "model")', False),
         ('Pod "chat-5d-x" is invalid: spec.initContainers[1].image: Required value', True),
-        ('pods "kvtier-5d-x" is forbidden: error looking up service account serving/vllm', False),
+        ('pods "kvtier-payload-5d-x" is forbidden: error looking up service account serving/vllm', False),
         ('pods "x" is forbidden: exceeded quota: gold, requested: pods=1, used: pods=4, limited: pods=4', False),
     ],
 )  # fmt: skip

@@ -177,3 +177,14 @@ def test_the_engine_is_the_named_container_else_the_one_with_the_shared_volume()
     nobody = status_document(sessions="none")
     assert looked_at(pod, nobody).state is PodState.STARTING
     assert looked_at(pod, nobody, policy(engine={"containerName": "istio-proxy"})).state is PodState.NOT_ATTACHED
+
+
+def test_with_another_connector_nobody_can_be_asked_and_a_ready_engine_counts() -> None:
+    pod = injected_pod()
+    pod["spec"]["initContainers"].pop()
+    pod["spec"]["volumes"] = [{"name": "kvtier-payload", "emptyDir": {}}]
+    pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "kvtier-payload", "mountPath": "/opt/kvtier/payload"}]
+    found = looked_at(running(pod))
+    assert (found.state, found.silent) == (PodState.ATTACHED, True)
+    assert looked_at(running(pod, ready_since=None)).state is PodState.STARTING
+    assert not looked_at(running(injected_pod())).silent

@@ -17,7 +17,7 @@ from kvtier_operator.testing.pods import status_document, tier_document
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
+    max_leaves=6,
 )
 FIELDS = st.dictionaries(
     st.sampled_from(
@@ -78,7 +78,7 @@ def test_what_is_no_document_is_refused_with_a_reason_that_does_not_quote_it(ans
         read(answer)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(FIELDS)
 def test_any_json_object_reads_as_a_bounded_report(document: dict[str, Any]) -> None:
     report = read(json.dumps(document).encode())

@@ -64,8 +64,8 @@ def pod(name: str, owner: str, structural_hash: str = "older000", **labels: str)
     return looked_at(running(found), status_document())
 
 
-def decide(space: Space, *pods: PodView, may: bool = True, of: Any = RESTARTING) -> Rollout:
-    return rollout(of, pods, HASH, space.find, may)
+def decide(space: Space, *pods: PodView, held: str = "", of: Any = RESTARTING) -> Rollout:
+    return rollout(of, pods, HASH, space.find, held)
 
 
 def chosen(found: Rollout) -> str:
@@ -139,7 +139,7 @@ def test_again_for_another_structure() -> None:
 def test_nothing_is_restarted_while_new_pods_would_get_no_tiers() -> None:
     space = Space()
     space.deployment("chat")
-    assert chosen(decide(space, pod("a", "ReplicaSet chat-5d"), may=False)) == ""
+    assert chosen(decide(space, pod("a", "ReplicaSet chat-5d"), held="StorageReady is False")) == ""
 
 
 def test_a_stateful_set_and_a_leader_worker_set_are_restarted() -> None:
