@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from kvtier.store.presence import KEPT_BIT, MEMORY_BIT
 from kvtier.testing import left_pool
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.testing.tierd_case import TierdCase, environment, wait_for
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
@@ -176,3 +178,50 @@ def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byt
     assert kept > 0
     assert case.counter("kept_dropped", "corrupt") == 0
     assert engine.stop()["wrong"] == 0
+
+
+def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(make_case: MakeCase) -> None:
+    case = make_case()
+    log = (case.directory / "sidecar.log").open("ab")
+    sidecars: list[subprocess.Popen[bytes]] = []
+
+    def start(other_than: int = 0) -> None:
+        """As the kubelet does; waits until a tierd serves."""
+        if not sidecars or sidecars[-1].poll() is not None:
+            command = ["run", "--topology", str(case.topology_directory), "--run-directory", str(case.run_directory)]
+            sidecars.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "kvtier.tierd.sidecar", *command],
+                    env=environment(),
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        wait_for(lambda: case.tierd_pid() not in (0, other_than) and case.status().get("started"), "a tierd serves")
+
+    try:
+        start()
+        engine = case.engine()
+        for number in KEYS:
+            assert engine.wait("can_store", WAIT_SECONDS)
+            assert engine.store(number)
+        wait_for(lambda: case.counter("seals") >= len(KEYS), "everything is sealed")
+        for life in (2, 3):
+            pid = case.tierd_pid()
+            if life == 3:
+                os.killpg(sidecars[-1].pid, signal.SIGKILL)
+                sidecars[-1].wait(WAIT_SECONDS)
+            else:
+                os.kill(pid, signal.SIGKILL)
+            start(other_than=pid)
+            assert engine.wait_for(lambda n=life: engine.seen.attached >= n, WAIT_SECONDS)  # type: ignore[misc]
+            assert engine.wait("can_store", WAIT_SECONDS)
+            assert engine.wait_for(lambda: all(engine.holds(number) == KEPT_BIT for number in KEYS), WAIT_SECONDS)
+            assert engine.load(KEYS) == len(KEYS)
+        assert engine.seen.wrong == 0
+    finally:
+        for sidecar in sidecars:
+            if sidecar.poll() is None:
+                sidecar.terminate()
+                sidecar.wait(WAIT_SECONDS)
+        log.close()
