@@ -1,0 +1,243 @@
+"""Runs inside the virtual machine of ``in_vm``: two tier daemons, each on its own mount of one NFS export, and what happens to that.
+
+    scenarios.py DIRECTORY      (a directory that nobody else uses)
+
+Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` says what has to be in it. Everything here is real: daemons, mounts, the server and
+what is done to it. Engines are fake ones that check every byte they load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.tierd_case import TierdCase
+from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tiers.filesystem.format import HEADER_BYTES
+
+MIB = 1 << 20
+WAIT = 60.0
+"""The machine is emulated: what takes a second elsewhere takes ten here."""
+BUDGET_SECONDS = 2.0
+FILE_BIT = 2
+
+
+def control(*words: str) -> None:
+    """Does something to the server or to the network between it and its clients."""
+    subprocess.run(["nfs-control", *words], check=True, timeout=60)
+
+
+class Client:
+    """A daemon whose file tier is on one of the mounts, and an engine."""
+
+    def __init__(self, directory: Path, mount: str) -> None:
+        directory.mkdir(parents=True)
+        # The tier's root is the mount itself, as in a pod.
+        (directory / "tier").symlink_to(mount)
+        self.case = TierdCase(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        self.case.start_tierd()
+        self.engine: FakeEngine = self.case.engine()
+        self.wait(lambda: self.engine.can_store, "attached")
+
+    def wait(self, condition: Callable[[], object], what: str, seconds: float = WAIT) -> bool:
+        """Steps the engine until ``condition``."""
+        if self.engine.wait_for(condition, seconds):
+            return True
+        print(f"not within {seconds:g} s: {what}; {self.case.status().get('tiers')}", flush=True)
+        return False
+
+    def store(self, numbers: range) -> int:
+        """Stores chunks; how many went through."""
+        done = 0
+        for number in numbers:
+            self.wait(lambda: self.engine.can_store, "a free slot", 20)
+            done += self.engine.store(number, 20)
+        return done
+
+    def load(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Loads one by one; how many came, how long the longest took."""
+        longest, came = 0.0, 0
+        for number in numbers:
+            begun = time.monotonic()
+            came += self.engine.load([number], BUDGET_SECONDS)
+            longest = max(longest, time.monotonic() - begun)
+        return {"loaded": came, "longest_seconds": round(longest, 3)}
+
+    def filed(self, numbers: Sequence[int]) -> list[int]:
+        """Waits a little for writes; those of ``numbers`` that are in files. (A store may be dropped where nothing is free.)"""
+        self.wait(lambda: self.in_files(numbers), "all are in files", 10)
+        return [number for number in numbers if self.engine.holds(number) & FILE_BIT]
+
+    def in_files(self, numbers: Sequence[int]) -> bool:
+        """Whether the engine knows of all of these in the file tier."""
+        return all(self.engine.holds(number) & FILE_BIT for number in numbers)
+
+    def state(self) -> str:
+        """State of the file tier."""
+        return next((tier["state"] for tier in self.case.status().get("tiers", []) if tier["name"] == "disk"), "")
+
+
+def found_by_another(a: Client, b: Client) -> dict[str, Any]:
+    """What one client stores the other one finds, at once or with its next look; until then it is a miss."""
+    a.store(range(12))
+    numbers = a.filed(range(12))
+    at_once = b.load(numbers)
+    seen = b.wait(lambda: b.in_files(numbers), "the other client has found them")
+    return {"filed": len(numbers), "at_once": at_once, "seen": seen, "later": b.load(numbers)}
+
+
+def never_half_written(a: Client, b: Client) -> dict[str, Any]:
+    """Whatever the other mount shows under an object's name is a whole object."""
+    stop, looked, partial = threading.Event(), 0, []
+    root = Path(os.environ["NFS_MOUNT_2"])
+    worker = threading.Thread(target=lambda: a.store(range(100, 120)))
+    worker.start()
+    expected = HEADER_BYTES + -(-(64 << 10) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    while worker.is_alive() and not stop.is_set():
+        for path in root.rglob("*.kv"):
+            try:
+                data = path.read_bytes()
+            except OSError:
+                continue
+            looked += 1
+            # A header that is there before its payload is would show as zeros.
+            if len(data) != expected or not any(data[:64]) or not any(data[-4096:]):
+                partial.append(path.name)
+    worker.join(WAIT)
+    numbers = a.filed(range(100, 120))
+    b.wait(lambda: b.in_files(numbers), "the other client has found them")
+    return {"filed": len(numbers), "looked": looked, "partial": partial[:4], "later": b.load(numbers)}
+
+
+def unreachable(how: tuple[str, ...], back: tuple[str, ...]) -> Callable[[Client, Client], dict[str, Any]]:
+    """The server does not answer for a while: misses within the clock, and afterwards everything is there again."""
+
+    def run(a: Client, b: Client) -> dict[str, Any]:
+        first = 200 if how == ("stop",) else 300
+        a.store(range(first, first + 3))
+        numbers = a.filed(range(first, first + 3))
+        b.wait(lambda: b.in_files(numbers), "the other client has found them")
+        control(*how)
+        try:
+            during = b.load(numbers)
+            # RAM goes on serving what it holds, and takes what is new.
+            begun = time.monotonic()
+            ram = b.store(range(first + 50, first + 52))
+            ram_loaded = b.engine.load([first + 50], BUDGET_SECONDS)
+            ram_seconds = time.monotonic() - begun
+        finally:
+            control(*back)
+
+        def again() -> bool:
+            return b.engine.load(numbers[:1], BUDGET_SECONDS) == 1
+
+        begun = time.monotonic()
+        recovered = b.wait(again, "the tier serves again", 180)
+        return {
+            "filed": len(numbers),
+            "during": during,
+            "ram": [ram, ram_loaded, round(ram_seconds, 3)],
+            "recovered": recovered,
+            "recovery_seconds": round(time.monotonic() - begun, 1),
+            "later": b.load(numbers),
+        }
+
+    return run
+
+
+def replaced(a: Client, _: Client) -> dict[str, Any]:
+    """The exported directory is another one: stale handles. Misses; and the tier can be used again."""
+    numbers = range(12)  # stored so long ago that RAM holds none of them
+    held = sum(bool(a.engine.holds(number) & FILE_BIT) for number in numbers)
+    control("stale")
+    during = a.load(numbers)
+    begun = time.monotonic()
+
+    def stores_again() -> bool:
+        number = 500 + int(time.monotonic() * 10) % 100_000
+        return a.store(range(number, number + 1)) == 1 and a.wait(
+            lambda: a.in_files(range(number, number + 1)), "it is in a file", 5
+        )
+
+    recovered = a.wait(stores_again, "the tier takes objects again", 30)
+    return {
+        "held": held,
+        "during": during,
+        "recovered": recovered,
+        "recovery_seconds": round(time.monotonic() - begun, 1),
+        "state": a.state(),
+    }
+
+
+def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
+    """A daemon with reads that never come back ends when it is told to."""
+    a.store(range(700, 703))
+    numbers = a.filed(range(700, 703))
+    b.wait(lambda: b.in_files(numbers), "the other client has found them", 10)
+    control("partition")
+    try:
+        b.load(numbers)
+        pid = b.case.tierd_pid()
+        begun = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        while Path(f"/proc/{pid}").exists() and time.monotonic() - begun < 60:
+            for process in b.case._processes:
+                process.poll()
+            time.sleep(0.05)
+        return {"exit_seconds": round(time.monotonic() - begun, 2)}
+    finally:
+        control("heal")
+
+
+SCENARIOS: dict[str, Callable[[Client, Client], dict[str, Any]]] = {
+    "found by another client": found_by_another,
+    "never half written": never_half_written,
+    "server stopped": unreachable(("stop",), ("start",)),
+    "partition": unreachable(("partition",), ("heal",)),
+    "end beside a hang": ends_beside_a_hang,
+    "directory replaced": replaced,
+}
+
+
+LAST = ("end beside a hang", "directory replaced")
+
+
+def main() -> int:
+    """Runs all scenarios, whatever one of them does."""
+    directory = Path(sys.argv[1])
+    clients = [Client(directory / "a", os.environ["NFS_MOUNT"]), Client(directory / "b", os.environ["NFS_MOUNT_2"])]
+    for name, scenario in SCENARIOS.items():
+        pids = [client.case.tierd_pid() for client in clients]
+        begun = time.monotonic()
+        try:
+            result = scenario(*clients)
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        result["wrong"] = sum(client.engine.seen.wrong for client in clients)
+        result["seconds"] = round(time.monotonic() - begun, 1)
+        # The last two are about a daemon that ends, and go on without it.
+        serving = clients if name not in LAST else clients[:1]
+        result["daemons_live"] = [client.case.tierd_pid() for client in serving] == pids[: len(serving)] and all(
+            client.case.status() for client in serving
+        )
+        print(f"SCENARIO {json.dumps({'name': name, **result})}", flush=True)
+    for client in clients:
+        print(client.case.log.read_text(errors="replace")[-3000:], flush=True)
+    # Threads may be held by a mount; nobody waits for them.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
