@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,7 +40,13 @@ class Sidecar:
 
     def wait_serving(self, other_than: int = 0) -> int:
         """Waits until a tierd serves; its process id."""
-        wait_for(lambda: self.case.tierd_pid() not in (0, other_than) and self.case.status().get("started"), "serves")
+        try:
+            wait_for(
+                lambda: self.case.tierd_pid() not in (0, other_than) and self.case.status().get("started"),
+                "tierd serves",
+            )
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the sidecar said: {self.log()}") from None
         return self.case.tierd_pid()
 
     def log(self) -> str:
@@ -136,9 +143,15 @@ def test_it_waits_for_a_document_and_says_so(case: TierdCase, start: Start) -> N
     structural = case.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")
-    sidecar = start()
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    sidecar = start("--port", str(port))
     wait_for(lambda: "no structural document yet" in sidecar.log(), "it says what is missing")
     assert sidecar.process.poll() is None
+    code, text = http_request(port, "GET", "/healthz", timeout_seconds=5)
+    assert (code, "structural.json" in text) == (503, True)
+    status = json.loads(http_request(port, "GET", "/status", timeout_seconds=5)[1])
+    assert [each["type"] for each in status["conditions"]] == ["TopologyNotAccepted"]
     structural.write_text(good)
     sidecar.wait_serving()
     assert sidecar.log().count("no structural document yet") == 1

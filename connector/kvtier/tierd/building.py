@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtier.errors import KVTierError
 from kvtier.tierd.status import Condition
@@ -52,16 +54,42 @@ def limits_of(live: LiveTier) -> TierLimits:
     )
 
 
+def storage_group(gid: int | None) -> tuple[int | None, tuple[Condition, ...]]:
+    """The group that files can be given, and what is to be said where that is not the one asked for."""
+    if gid is None or gid == os.getegid() or gid in os.getgroups() or _may_change_owners():
+        return gid, ()
+    return None, (
+        Condition(
+            "StorageGroupMissing",
+            f"this process is not in group {gid} (security.storageGid), so files are made for its own user and group: other pods "
+            "may not be able to read them; the pod's securityContext.supplementalGroups must list the group",
+        ),
+    )
+
+
+def _may_change_owners() -> bool:
+    """Whether this process has CAP_CHOWN: root without capabilities may no more than others."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) & 1)
+    except (OSError, ValueError):
+        pass
+    return os.geteuid() == 0
+
+
 def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     """Makes the lower tiers; does no I/O. A tier that cannot be made leaves the others working, and a condition."""
     tiers: list[Tier] = []
     missing: list[TierDocument] = []
-    conditions: list[Condition] = []
+    gid, said = storage_group(topology.structural.storage_gid)
+    has_files = any(isinstance(document, FileSystemTierDocument) for document in topology.structural.tiers)
+    conditions: list[Condition] = list(said) if has_files else []
     for document in topology.structural.tiers:
         if isinstance(document, MemoryTierDocument):
             continue
         try:
-            tier = _build(document, topology)
+            tier = _build(document, topology, gid)
         except (KVTierError, ImportError, OSError, ValueError) as error:
             _log.error("tier %s is not served: %s", document.name, error)
             missing.append(document)
@@ -71,10 +99,10 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))
 
 
-def _build(document: TierDocument, topology: Topology) -> Tier:
+def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
     if isinstance(document, FileSystemTierDocument):
         from kvtier.tiers.filesystem import FileSystemTier
 
         live = topology.live.tiers.get(document.name, LiveTier())
-        return FileSystemTier(document, limits_of(live), topology.structural.storage_gid)
+        return FileSystemTier(document, limits_of(live), gid)
     raise KVTierError(f"tiers of kind {document.kind} are not served by this version")

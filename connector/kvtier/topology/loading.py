@@ -26,6 +26,7 @@ from kvtier.errors import ConfigurationError
 from kvtier.topology.models import (
     SCHEMA_VERSION,
     Breaker,
+    Daemon,
     FileSystemTierDocument,
     Live,
     LiveTier,
@@ -78,6 +79,28 @@ def load_with_refusals(
     document = load_structural(structural or Path(directory) / STRUCTURAL_FILE, deadline_seconds)
     live, refusals = load_live(Path(directory) / LIVE_FILE, document.live, document, deadline_seconds)
     return Topology(structural=document, live=live), refusals
+
+
+def load_for_engine(directory: Path | str) -> Topology:
+    """As ``load``, with the structural document that the sidecar keeps, where there is one: an engine that starts again in its pod after
+    the pod's annotation was changed has to be told what tierd was told.
+
+    Raises ``ConfigurationError``.
+    """
+    topology = load(directory)
+    if topology.structural.daemon is not Daemon.SIDECAR:
+        return topology
+    kept = Path(topology.structural.run_directory) / STRUCTURAL_FILE
+    if not kept.is_file():
+        return topology
+    try:
+        first = load(directory, structural=kept)
+    except ConfigurationError as error:
+        _log.warning("what the sidecar kept cannot be read: %s", error)
+        return topology
+    if first.structural != topology.structural:
+        _log.warning("%s was changed and is ignored: what is structural comes with a new pod", STRUCTURAL_FILE)
+    return first
 
 
 def load_structural(path: Path | str, deadline_seconds: float = READ_SECONDS) -> Structural:

@@ -32,7 +32,7 @@ from kvtier.engines.vllm.scheduler import SchedulerSide
 from kvtier.engines.vllm.worker import WorkerSide
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tierd.supervisor import Supervisor
-from kvtier.topology.loading import load
+from kvtier.topology.loading import load_for_engine
 from kvtier.topology.models import Topology
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigurationError(
                 "kv_load_failure_policy", policy, "'recompute'; with anything else a lost object would end its request"
             )
-        topology = load(Path(directory))
+        topology = load_for_engine(Path(directory))
         planner = planner_for(vllm_config, kv_cache_config, topology.structural.chunk_tokens)
         engine = engine_name(vllm_config)
         self._chunk_tokens = planner.chunk_tokens

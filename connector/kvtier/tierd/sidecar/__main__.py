@@ -14,6 +14,7 @@ from pathlib import Path
 from kvtier import __version__
 from kvtier.tierd.limits import DATA_BYTES
 from kvtier.tierd.sidecar.keeper import Keeper, KeeperOptions, request_drain
+from kvtier.topology.models import HttpEndpoint
 
 LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.sidecar[%(process)d] %(message)s"
 TOPOLOGY_DIRECTORY = Path("/etc/kvtier/topology")
@@ -33,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--data-bytes", type=_positive, default=DATA_BYTES, metavar="N", help="what tierd may allocate beside the pool"
+    )
+    run.add_argument(
+        "--port", type=int, default=HttpEndpoint().port, metavar="N", help="where to answer while there is no document"
     )
     run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     drain = commands.add_parser("drain", help="for preStop: takes no more stores, writes what is pending")
@@ -65,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_directory=given.run_directory.absolute(),
             token_file=None if given.token_file is None else given.token_file.absolute(),
             data_bytes=given.data_bytes,
+            port=given.port,
             log_level=given.log_level,
         )
     ).run()

@@ -35,7 +35,7 @@ from kvtier.tierd.supervisor import (
     UNRESPONSIVE_SECONDS,
     daemon_environment,
 )
-from kvtier.topology.models import Structural
+from kvtier.topology.models import HttpEndpoint, Structural
 
 DRAIN_NAME = "drain"
 """In the run directory: the preStop hook was called."""
@@ -58,6 +58,8 @@ class KeeperOptions:
     run_directory: Path
     token_file: Path | None = None
     data_bytes: int = 0
+    port: int = HttpEndpoint().port
+    """Where to answer while there is no document that says it."""
     log_level: str = "info"
     command: Sequence[str] = ()
 
@@ -74,7 +76,7 @@ class Keeper:
         self._options = options
         self._clock = clock
         self._run_directory = RunDirectory(options.run_directory, shared=True)
-        self._stand_in = StandIn(options.token_file)
+        self._stand_in = StandIn(options.token_file, options.port)
         self._child: subprocess.Popen[bytes] | None = None
         self._first: First | None = None
         self._problem = ""

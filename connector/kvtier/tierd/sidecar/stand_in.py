@@ -15,15 +15,14 @@ from kvtier.tierd.status import Condition, Snapshot
 from kvtier.tierd.token import Token
 from kvtier.topology.models import HttpEndpoint, Structural
 
-POD_ENDPOINT = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (who asks is in other pods)
-
 _log = logging.getLogger("kvtier.sidecar")
 
 
 class StandIn:
     """``begin`` and ``end`` by the supervisor's thread; neither raises."""
 
-    def __init__(self, token_file: Path | None) -> None:
+    def __init__(self, token_file: Path | None, port: int) -> None:
+        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  (who asks is in other pods)
         self._token = None if token_file is None else Token(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()
@@ -39,7 +38,7 @@ class StandIn:
         )
         if self._server is not None:
             return
-        endpoint = POD_ENDPOINT if structural is None else structural.http
+        endpoint = self._endpoint if structural is None else structural.http
         found = routes(lambda: self._snapshot, lambda: text(503, f"tierd does not run: {self._problem}"))
         try:
             self._server = HttpServer(endpoint.host, endpoint.port, found, self._token)

@@ -1,0 +1,69 @@
+"""What a pod says about groups and documents, and what tierd and engines make of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.tierd_case import TierdCase
+from kvtier.tierd import building, limits
+from kvtier.tierd.building import storage_group
+from kvtier.tierd.sidecar.documents import first_document
+from kvtier.topology.loading import load_for_engine
+from kvtier.topology.models import Daemon
+from kvtier.topology.writing import document_text
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> TierdCase:
+    return TierdCase(tmp_path, file_bytes=1 << 20, run_directory=tmp_path / "run")
+
+
+def test_files_are_given_a_group_that_this_process_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getgroups", lambda: [3_000])
+    monkeypatch.setattr(building, "_may_change_owners", lambda: False)
+    assert storage_group(None) == (None, ())
+    assert storage_group(3_000) == (3_000, ())
+    gid, (condition,) = storage_group(4_000)
+    assert gid is None
+    assert condition.type == "StorageGroupMissing"
+    assert "4000" in condition.message
+
+
+def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdCase) -> None:
+    source, run = case.topology_directory / "structural.json", case.run_directory
+    good = source.read_text()
+    source.write_text('{"schemaVersion": 9}')
+    assert "schemaVersion" in first_document(case.topology_directory, run).problem
+    assert not (run / "structural.json").exists()
+    source.write_text(good)
+    first = first_document(case.topology_directory, run)
+    assert first.structural == case.topology.structural
+    source.write_text("")
+    assert first_document(case.topology_directory, run) == first
+
+
+def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(case: TierdCase) -> None:
+    first_document(case.topology_directory, case.run_directory)
+    (case.run_directory / "structural.json").write_text("{")
+    assert first_document(case.topology_directory, case.run_directory).structural == case.topology.structural
+
+
+@pytest.mark.parametrize(("daemon", "chunk_tokens"), [(Daemon.SIDECAR, 256), (Daemon.ENGINE, 512)])
+def test_an_engine_reads_what_its_sidecar_was_told(case: TierdCase, daemon: Daemon, chunk_tokens: int) -> None:
+    first_document(case.topology_directory, case.run_directory)
+    changed = case.topology.structural.model_copy(update={"chunk_tokens": 512, "daemon": daemon})
+    (case.topology_directory / "structural.json").write_text(document_text(changed))
+    assert load_for_engine(case.topology_directory).structural.chunk_tokens == chunk_tokens
+
+
+def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(case: TierdCase) -> None:
+    assert load_for_engine(case.topology_directory).structural == case.topology.structural
+
+
+def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: TierdCase) -> None:
+    without = TierdCase(case.directory / "other", run_directory=case.run_directory).topology.structural
+    with_files = case.topology.structural
+    assert limits.data_limit(with_files, 1 << 20) - limits.data_limit(without, 1 << 20) == 4 * limits.STACK_BYTES
