@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.cluster.status_world import Place, PlayedTierd, controlled, told
 
-from kvtier_operator.cluster.contract import DEPLOYMENTS, PODS, POLICIES, QUOTAS, REPLICA_SETS, ApiError, Object
+from kvtier_operator.cluster.contract import DEPLOYMENTS, EVENTS, PODS, POLICIES, QUOTAS, REPLICA_SETS, ApiError, Object
 from kvtier_operator.testing.controllers import condition, until
 from kvtier_operator.testing.pods import status_document
 
@@ -27,62 +27,33 @@ def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
     return lambda story: told(story, full_cluster, full_api, nodes)
 
 
-def owner_of(pod: Object) -> str:
-    (owner,) = pod["metadata"]["ownerReferences"]
-    return str(owner["uid"])
-
-
-def test_a_pod_kept_down_by_an_injected_image_is_freed_and_its_owner_stands_in_the_status(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with controlled(where):
-            await where.policy(**SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
-            await where.deployment(where.injected(9, written))
-            (pod,) = await where.pods()
-            name = pod["metadata"]["name"]
-            await where.hold(name, "kvtier-tierd", "ImagePullBackOff", 'Back-off pulling image "tierd"')
-            found = await where.until("Attached", "False", "ImageNotPulled")
-            assert "kvtier-tierd is in ImagePullBackOff" in condition(found, "Attached")["message"]
-            (suspended,) = found["status"]["suspendedOwners"]
-            # What the webhook will see of the next pod: the uid of the ReplicaSet in its ownerReferences.
-            assert (suspended["kind"], suspended["uid"]) == ("ReplicaSet", owner_of(pod))
-            assert suspended["reason"] == "ImageNotPulled"
-
-            async def deleted() -> bool:
-                pods = await where.client.list(PODS, where.namespace)
-                return all(each["metadata"]["uid"] != pod["metadata"]["uid"] for each in pods) or any(
-                    "deletionTimestamp" in each["metadata"] for each in pods
-                )
-
-            await until("the stuck pod is deleted", deleted)
-            await where.finish(name)
-            (following,) = await where.pods()
-            assert owner_of(following) == suspended["uid"]
-            assert following["metadata"]["uid"] != pod["metadata"]["uid"]
-            await where.events("Suspended")
-            await where.events("StuckPodDeleted")
-
-            # A changed policy is tried at once.
-            await where.policy(minLoadTokens=640, **SHORT)
-
-            async def free() -> bool:
-                status = (await where.client.get(POLICIES, where.namespace, "chat"))["status"]
-                return not status.get("suspendedOwners")
-
-            await until("nobody is suspended", free)
-
-    tell(story)
-
-
-def test_a_suspension_ends_after_the_retry_time(tell: Tell) -> None:
+def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_ends_with_its_time(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with controlled(where):
             await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
-            await where.deployment(where.injected(9, written))
+            volume = {"name": "kvtier-tier-nas", "nfs": {"server": "192.0.2.1", "path": "/kv"}}
+            await where.deployment(where.injected(9, written, volumes=[volume]))
             (pod,) = await where.pods()
-            await where.hold(pod["metadata"]["name"], "kvtier-payload", "CreateContainerConfigError", "no such secret")
-            await where.until("Attached", "False", "ContainerNotStarted")
+            name = pod["metadata"]["name"]
+            await where.hold(name, "kvtier-payload", "PodInitializing")
+            event = {
+                "metadata": {"name": f"{name}.1"},
+                "involvedObject": {
+                    "kind": "Pod",
+                    "namespace": where.namespace,
+                    "name": name,
+                    "uid": pod["metadata"]["uid"],
+                },
+                "type": "Warning",
+                "reason": "FailedMount",
+                "message": 'MountVolume.SetUp failed for volume "kvtier-tier-nas" : mount failed: exit status 32',
+                "lastTimestamp": where.nodes.now(),
+                "source": {"component": "kubelet"},
+            }
+            await where.client.create(EVENTS, where.namespace, event)
+            found = await where.until("Attached", "False", "VolumeNotMounted")
+            assert "kvtier-tier-nas cannot be mounted" in condition(found, "Attached")["message"]
             await where.client.patch(DEPLOYMENTS, where.namespace, "chat", {"spec": {"replicas": 0}})
             await where.until("Attached", "Unknown", "NoPods", seconds=60)
 

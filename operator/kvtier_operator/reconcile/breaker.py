@@ -123,11 +123,13 @@ class Search:
         if owner is None:
             return False
         namespace = self._policy.namespace
-        policies = [read(raw) for raw in self._cache.list(POLICIES, namespace)]
         kind = {"ReplicaSet": REPLICA_SETS, "StatefulSet": STATEFUL_SETS}.get(owner.kind)
         made_by = self._cache.get(kind, namespace, owner.name) if kind is not None else None
         if made_by is not None:
             labels = objects.labels(objects.spec(made_by).get("template") or {})
+            if not matches(self._policy.spec.pod_selector, labels):
+                return False
+            policies = [read(raw) for raw in self._cache.list(POLICIES, namespace)]
             selecting = [
                 known for known in policies if known.policy and matches(known.policy.spec.pod_selector, labels)
             ]
@@ -136,4 +138,5 @@ class Search:
         if any(other is not None and other.uid == owner.uid for other in siblings):
             return True
         # What such an owner's pods look like cannot be seen; with a single policy there is nobody else to have changed them.
-        return len(policies) == 1 and injection.names_a_part(str(event.get("message") or ""))
+        alone = len(self._cache.list(POLICIES, namespace)) == 1
+        return alone and injection.names_a_part(str(event.get("message") or ""))

@@ -32,6 +32,7 @@ from kvtier_operator.reconcile.facts import Finding, PlanFacts
 from kvtier_operator.reconcile.metrics import ControllerMetrics
 from kvtier_operator.reconcile.observe import Known, observe
 from kvtier_operator.reconcile.plan import Plan, plan
+from kvtier_operator.reconcile.podmetrics import PodMetrics
 from kvtier_operator.reconcile.queue import Key, Pauses, WorkQueue
 from kvtier_operator.reconcile.standing import plain_status, status_body, status_of, written
 from kvtier_operator.reconcile.sweep import sweep
@@ -190,6 +191,7 @@ class Controller:
         )
         self._tokens = Tokens(client, settings.controller.resync_seconds, clock)
         self._reports = pods.PodReports(settings, self.queue.add)
+        PodMetrics(registry, self._reports)
         self._reconciler = Reconciler(
             self.cache, client, settings, self.triggers, self._tokens, self._reports, self._metrics
         )

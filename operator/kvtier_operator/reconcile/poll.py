@@ -146,6 +146,11 @@ class PodReports:
                 self._schedule(known, 0.0)
         self._by_policy[policy] = now_followed
 
+    @property
+    def followed(self) -> int:
+        """How many pods are asked."""
+        return len(self._followed)
+
     def said(self, uid: str) -> Said:
         """What a pod said last."""
         known = self._followed.get(uid)

@@ -294,3 +294,23 @@ def test_an_address_of_ipv6_goes_into_brackets_and_a_pod_without_one_is_not_aske
     assert found.url == "http://[fd00::7]:9400/status"
     for wrong in ("", "evil.example", "10.0.0.1/../../"):
         assert target(running(injected_pod(), address=wrong)) is None
+
+
+def test_polls_and_events_are_counted_in_metrics() -> None:
+    from prometheus_client import CollectorRegistry
+
+    from kvtier_operator.reconcile.podmetrics import PodMetrics
+
+    async def story() -> CollectorRegistry:
+        registry = CollectorRegistry()
+        async with pod(healthy) as asked, polling(chosen()) as reports:
+            PodMetrics(registry, reports)
+            reports.follow(KEY, [asked, Target("nobody", "127.0.0.1", 1)], "secret")
+            await until(lambda: reports.answered and reports.unanswered)
+        return registry
+
+    registry = asyncio.run(story())
+    assert registry.get_sample_value("kvtier_operator_polled_pods") == 2
+    for result in ("answered", "unanswered"):
+        assert (registry.get_sample_value("kvtier_operator_polls_total", {"result": result}) or 0) >= 1
+    assert registry.get_sample_value("kvtier_operator_events_total", {"result": "posted"}) == 0
