@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.tierd.process import Fate, ProcessIdentity, fate, leader_is_dead, pid_namespace, process_start
 from kvtier.tierd.rundir import RunDirectory, replace_atomically
 from kvtier.tierd.sidecar.documents import First, first_document
 from kvtier.tierd.sidecar.stand_in import StandIn
@@ -43,7 +44,7 @@ LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.25
 END_SECONDS = 1.5
 """From SIGTERM to SIGKILL of tierd: when the kubelet sends SIGTERM the engine has ended, and two seconds are left."""
-DRAIN_SECONDS = 1.0
+DRAIN_SECONDS = 0.5
 """How long tierd itself writes after SIGTERM, unless preStop made it drain before."""
 _ASLEEP_SECONDS = 2.0
 
@@ -78,6 +79,7 @@ class Keeper:
         self._run_directory = RunDirectory(options.run_directory, shared=True)
         self._stand_in = StandIn(options.token_file, options.port)
         self._child: subprocess.Popen[bytes] | None = None
+        self._identity: ProcessIdentity | None = None
         self._first: First | None = None
         self._problem = ""
         self._stop_requests = 0
@@ -145,6 +147,7 @@ class Keeper:
     def _turn(self) -> None:
         now = self._clock()
         self._reap(now)
+        self._leave_to_kernel(now)
         if self._child is not None:
             self._watch(now)
             self._pass_on_drain()
@@ -162,6 +165,15 @@ class Keeper:
                 return
             if self._child is not None and pid == self._child.pid:
                 self._ended(os.waitstatus_to_exitcode(status), now)
+
+    def _leave_to_kernel(self, now: float) -> None:
+        """A tierd that was killed while a thread of it hangs in a mount cannot be reaped before the mount answers. Nothing of it runs any
+        more, so it is not waited for; it is reaped as a stranger, should that ever be."""
+        child, identity = self._child, self._identity
+        if child is None or identity is None or not leader_is_dead(identity) or fate(identity) is Fate.GONE:
+            return
+        _log.error("a thread of tierd (process %d) hangs in the kernel and is left to it", child.pid)
+        self._ended(-signal.SIGKILL, now)
 
     def _ended(self, code: int, now: float) -> None:
         if self._child is not None:
@@ -202,6 +214,7 @@ class Keeper:
             _log.error("tierd cannot be started: %s", error)
             self._stand_in.begin(first.structural, "TierdNotRunning", f"tierd cannot be started: {error}")
             return
+        self._identity = ProcessIdentity(self._child.pid, process_start(self._child.pid), pid_namespace())
         _log.info("started tierd (process %d) in %s", self._child.pid, self._options.run_directory)
 
     def _command(self, structural: Path) -> list[str]:
@@ -278,7 +291,7 @@ class Keeper:
                 self._signal(signal.SIGKILL)
                 deadline = now + POLL_SECONDS
             elif killed and now >= deadline:
-                # A call into a dead mount does not end; the kernel takes it with the container, or keeps both.
+                # A call into a dead mount does not end: the kernel keeps the container until it does.
                 _log.error("tierd (process %d) does not die", self.child)
                 return
             self._wait(min(POLL_SECONDS, max(0.0, deadline - now)))
