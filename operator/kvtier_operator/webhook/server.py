@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ async def serve(
     registry: CollectorRegistry | None = None,
     on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
     wall_clock: Callable[[], float] = time.time,
+    freeze: Callable[[], None] = gc.freeze,
 ) -> None:
     """Answers admission requests until ``stop`` is set, and then until no API server asks this replica any more.
 
@@ -69,15 +71,14 @@ async def serve(
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
         directory = CertificateDirectory(settings.webhook.certificates.directory, serving)
         following.append(asyncio.ensure_future(directory.follow()))
-    stopped = asyncio.ensure_future(stop.wait())
+    stopped, settled = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_settle(cache, freeze))
     try:
         async with health.serve(settings.monitoring, metrics.registry, state):
             logger.info("admission requests are answered", extra={"port": await server.start()})
             await asyncio.wait([stopped, *following], return_when=asyncio.FIRST_COMPLETED)
             await server.stop()
     finally:
-        stopped.cancel()
-        for each in following:
+        for each in (stopped, settled, *following):
             each.cancel()
         ended = await asyncio.gather(*following, return_exceptions=True)
     # What follows never ends by itself: if it did, the process ends with it and is started again.
@@ -120,6 +121,15 @@ class SecretFollower:
                 logger.info("serving certificate taken from Secret %s", self._name)
         except UnusableError as error:
             logger.warning("Secret %s: %s; it is replaced by the controller", self._name, error)
+
+
+async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
+    """What a large cluster fills the caches with stays: the garbage collector need not look through it again and again,
+    and hold up an admission each time.
+    """
+    await cache.wait_synced()
+    gc.collect()
+    freeze()
 
 
 def _why_not_ready(server: AdmissionServer, cache: WatchedCache) -> str:

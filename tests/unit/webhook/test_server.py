@@ -100,7 +100,11 @@ async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running
     webhook = {"host": "127.0.0.1", "port": free_port(), "drainSeconds": 0, **options}
     settings = Settings.model_validate({"monitoring": monitoring, "webhook": webhook})
     stop = asyncio.Event()
-    running = asyncio.ensure_future(serve(settings, cluster, stop))  # type: ignore[arg-type]
+    frozen: list[bool] = []
+    running = asyncio.ensure_future(
+        # The tests' own process has to go on collecting its garbage.
+        serve(settings, cluster, stop, freeze=lambda: frozen.append(True))  # type: ignore[arg-type]
+    )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session,
@@ -110,6 +114,7 @@ async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running
     stop.set()
     async with asyncio.timeout(WAIT_SECONDS):
         await running
+    assert frozen == [True]
 
 
 def cluster() -> Flaky:
