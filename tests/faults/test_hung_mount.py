@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.hanging_mount import HangingMount, hanging_mount
-from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.testing.tierd_case import TierdCase, environment, wait_for
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 from kvtier.topology.models import Daemon
 
@@ -159,3 +161,41 @@ def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: 
     assert seconds < EXIT_SECONDS
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
     wait_for(lambda: leader_is_dead(process), "tierd ends", EXIT_SECONDS)
+
+
+def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_let_go(
+    make_case: MakeCase, mount: HangingMount
+) -> None:
+    case = make_case(persistence="Process")
+    engine = on_disk_alone(case)
+    case.kill_tierd()
+    with (case.directory / "sidecar.log").open("ab") as log:
+        command = ["run", "--topology", str(case.topology_directory), "--run-directory", str(case.run_directory)]
+        sidecar = subprocess.Popen(
+            [sys.executable, "-m", "kvtier.tierd.sidecar", *command],
+            env=environment(),
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        assert engine.wait_for(lambda: engine.seen.attached == 3, WAIT_SECONDS)
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
+        mount.hang("read", "write")
+        assert engine.load(KEYS, budget_seconds=0.5) == 0
+        wait_for(lambda: case.pool("reading") >= OBJECT_BYTES, "reads hang")
+        pid = case.tierd_pid()
+        ended(pid, signal.SIGKILL)
+        wait_for(lambda: case.tierd_pid() not in (0, pid) and case.status().get("started"), "another tierd serves")
+        assert waits_in_kernel(pid)
+        assert engine.wait_for(lambda: engine.seen.attached == 4, WAIT_SECONDS)
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.store(100)
+        mount.release()
+        # The first process of the container reaps what the kernel has let go.
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the old process is reaped")
+    finally:
+        mount.release()
+        sidecar.terminate()
+        sidecar.wait(WAIT_SECONDS)
+    assert engine.seen.wrong == 0
