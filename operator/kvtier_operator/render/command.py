@@ -21,9 +21,8 @@ SHORT_OPTIONS = {
     "-dp": "data-parallel-size",
     "-dpl": "data-parallel-size-local",
     "-pcp": "prefill-context-parallel-size",
-    "-n": "nnodes",
 }
-"""vLLM's short names of options that are read here."""
+"""vLLM's short names of options that are read here. Not ``-n`` (nnodes): in a shell's text it is most often another program's."""
 
 _REFERENCE = re.compile(r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 

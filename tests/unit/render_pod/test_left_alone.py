@@ -176,6 +176,7 @@ class TestSeveralHosts:
         [
             objects.pod(engine(args=["-tp", "8", "--distributed-executor-backend", "ray"], resources=GPU)),
             objects.pod(engine(args=["-tp", "8"], resources=GPU), metadata={"labels": GROUP, "annotations": SIZE}),
+            objects.pod(engine(command=["sh", "-c", "[ -n 2 ] && head -n 5 /etc/hosts && vllm serve m"])),
             objects.pod(
                 engine(args=["-tp", "8", "--distributed-executor-backend=ray"], resources=GPU),
                 metadata={"labels": GROUP, "annotations": {"leaderworkerset.sigs.k8s.io/size": "1"}},
