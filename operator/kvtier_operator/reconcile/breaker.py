@@ -5,6 +5,7 @@ judge. Costs nothing where every pod starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.selector import matches
@@ -27,6 +28,7 @@ from kvtier_operator.reconcile.index import age
 from kvtier_operator.reconcile.injection import Surroundings, Trouble
 from kvtier_operator.reconcile.lookups import Lookups
 from kvtier_operator.reconcile.observe import read
+from kvtier_operator.reconcile.reasons import Reason
 from kvtier_operator.reconcile.scheduling import crowded_out
 from kvtier_operator.settings import Settings
 
@@ -68,7 +70,7 @@ class Search:
         for pod in sorted(waiting, key=objects.name)[:MAX_LOOKED_INTO]:
             trouble = await self._kept_down(pod)
             if trouble is not None:
-                found.append(trouble)
+                found.append(await self._with_pull_secret(trouble))
         return [*found, *await self._refused({entry.uid for entry in in_force})]
 
     async def _kept_down(self, pod: Object) -> Trouble | None:
@@ -83,6 +85,16 @@ class Search:
         elif "Insufficient" in str(objects.condition(pod, "PodScheduled").get("message")):
             around = Surroundings(around.claim, crowded_out=await self._crowded_out(pod))
         return injection.kept_down(self._policy, pod, around, self._now)
+
+    async def _with_pull_secret(self, trouble: Trouble) -> Trouble:
+        """Says so where an image is not pulled because the Secret for it was never put into this namespace."""
+        secret, namespace = self._settings.images.pull_secret, self._policy.namespace
+        if not secret or trouble.reason is not Reason.IMAGE_NOT_PULLED:
+            return trouble
+        if not await self._lookups.lacks_secret(self._client, namespace, secret):
+            return trouble
+        message = f"{trouble.message} (the pull secret {secret} is not in namespace {namespace})"
+        return replace(trouble, message=message)
 
     async def _crowded_out(self, pod: Object) -> str:
         if self._settings.watch_namespaces:

@@ -15,6 +15,7 @@ from kvtier_operator.cluster.contract import (
     NODES,
     PODS,
     REPLICA_SETS,
+    SECRETS,
     STATEFUL_SETS,
     ApiError,
     Client,
@@ -59,6 +60,20 @@ class Lookups:
         fields = f"involvedObject.uid={uid}"
         found = await self._remembered(("events", uid), lambda: client.list(EVENTS, namespace, fields=fields)) or ()
         return [event for event in found if (event.get("involvedObject") or {}).get("uid") == uid]
+
+    async def lacks_secret(self, client: Client, namespace: str, name: str) -> bool:
+        """Whether a Secret is known not to be there. Nothing of its content is kept."""
+
+        async def ask() -> bool:
+            try:
+                await client.get(SECRETS, namespace, name)
+            except ApiError as error:
+                if error.status == 404:
+                    return True
+                raise
+            return False
+
+        return await self._remembered(("secret", namespace, name), ask) is True
 
     async def template(self, client: Client, namespace: str, owner: Owner) -> Object | None:
         """The pod template of an owner whose pod was refused; None where its kind is not one that may be read."""

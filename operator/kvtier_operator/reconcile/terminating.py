@@ -26,9 +26,15 @@ class Overdue:
 
     @property
     def message(self) -> str:
-        """For people."""
-        held = " or ".join(self.mounts) if self.mounts else "no mount of a tier"
-        return f"pod {objects.name(self.pod)} on node {self.node or 'none'} should be gone and is not; it may hang in {held}"
+        """For people. A lost node and a finalizer are likelier reasons than a mount."""
+        finalizers = objects.metadata(self.pod).get("finalizers")
+        if _node_is_lost(self.pod):
+            why = "its node does not answer"
+        elif finalizers:
+            why = f"it has the finalizer {objects.listed(map(str, finalizers))}"
+        else:
+            why = f"it may hang in {' or '.join(self.mounts) if self.mounts else 'no mount of a tier'}"
+        return f"pod {objects.name(self.pod)} on node {self.node or 'none'} should be gone and is not; {why}"
 
 
 def overdue(pod: Object, report: Report | None, tiers: Sequence[str], now: float) -> Overdue | None:
@@ -47,6 +53,11 @@ def due_seconds(pod: Object, now: float) -> float | None:
     if ends is None or now - ends >= OVERDUE_SECONDS:
         return None
     return ends + OVERDUE_SECONDS - now
+
+
+def _node_is_lost(pod: Object) -> bool:
+    evicted = objects.condition(pod, "DisruptionTarget").get("reason") == "DeletionByTaintManager"
+    return evicted or objects.status(pod).get("reason") == "NodeLost"
 
 
 def _mounts(pod: Object, tiers: Sequence[str]) -> tuple[str, ...]:

@@ -246,6 +246,29 @@ def test_a_pod_that_does_not_end_names_the_ill_tier_if_it_told_of_one() -> None:
     assert found.mounts == ("claim chat-nas-1 (tier nas)",)
 
 
+@pytest.mark.parametrize(
+    ("about", "state", "why"),
+    [
+        ({"finalizers": ["example.com/keep"]}, {}, "it has the finalizer example.com/keep"),
+        ({}, {"reason": "NodeLost"}, "its node does not answer"),
+        (
+            {},
+            {"conditions": [{"type": "DisruptionTarget", "reason": "DeletionByTaintManager"}]},
+            "its node does not answer",
+        ),
+    ],
+)
+def test_a_lost_node_and_a_finalizer_are_not_blamed_on_a_mount(
+    about: dict[str, Any], state: dict[str, Any], why: str
+) -> None:
+    pod = terminating(running(injected_pod()), NOON - 300)
+    pod["metadata"] |= about
+    pod["status"] |= state
+    found = overdue(pod, None, ["nvme"], NOON)
+    assert found is not None
+    assert found.message.endswith(f"should be gone and is not; {why}")
+
+
 def test_a_pod_that_ends_within_its_time_or_has_no_tiers_is_not_overdue() -> None:
     assert overdue(terminating(running(injected_pod()), NOON - 59), None, [], NOON) is None
     assert overdue(terminating(running(bare_pod()), NOON - 9999), None, [], NOON) is None

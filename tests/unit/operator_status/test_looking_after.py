@@ -18,6 +18,7 @@ from kvtier_operator.cluster.contract import (
     PODS,
     POLICIES,
     REPLICA_SETS,
+    SECRETS,
     ApiError,
     Kind,
 )
@@ -445,3 +446,13 @@ def test_looking_twice_at_the_same_state_gives_the_same_status_whatever_was_forg
     first = copy.deepcopy(world.look().status)
     world.restart_operator()
     assert world.look(1).status == first
+
+
+def test_a_pull_secret_that_is_not_in_the_namespace_is_named() -> None:
+    for there in (False, True):
+        world = World(images={"pullSecret": "registry-login"})
+        if there:
+            world.cluster.put(SECRETS, {"metadata": {"name": "registry-login", "namespace": "serving"}})
+        world.add(stuck())
+        message = condition(world.look().status, "Attached").message
+        assert ("(the pull secret registry-login is not in namespace serving)" in message) is not there
