@@ -1,0 +1,33 @@
+"""A tier daemon whose wall clock is off by what a file says, looked at with every call: ``--skew FILE`` (seconds as text; absent: 0)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """Runs the daemon; its own options are passed on."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--skew", type=Path, required=True)
+    options, rest = parser.parse_known_args()
+    real, real_ns = time.time, time.time_ns
+
+    def skew() -> float:
+        try:
+            return float(options.skew.read_text())
+        except (OSError, ValueError):
+            return 0.0
+
+    # Before anything of KVTier is imported: default arguments keep what they found.
+    time.time = lambda: real() + skew()
+    time.time_ns = lambda: real_ns() + int(skew() * 1e9)
+    from kvtier.tierd.__main__ import main as tierd_main
+
+    return tierd_main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
