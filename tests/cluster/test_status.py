@@ -74,7 +74,7 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
             case.change(content_hash=written)
             tierd = start_tierd(case, await where.token())
             try:
-                engine = case.engine()
+                engine = case.engine_process()
                 await where.deployment(where.injected(await started(case), written))
                 (pod,) = await where.pods()
                 await where.until("Attached", "False", "Starting")
@@ -92,6 +92,12 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
                 }  # fmt: skip
                 assert columns["Structural"] == written
 
+                # The engine stores and loads, and says how many tokens of its prompts came from where.
+                async def hits() -> bool:
+                    return ((await where.columns())["Hit%"] or 0) > 0
+
+                await until("hits are seen", hits)
+
                 # A live change is not applied before the kubelet passes it on, and then it is.
                 await where.policy(tiers=[disk], minLoadTokens=640, **SHORT)
                 found = await where.until("Tuned", "False", "Applying")
@@ -100,7 +106,7 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
                 await where.until("Tuned", "True", "Applied")
 
                 # The engine ends, while its container says that it is ready: injected, and not attached.
-                engine.close(2.0)
+                await asyncio.to_thread(engine.stop)
                 await where.until("Attached", "False", "NotAttached")
                 assert {event["type"] for event in await where.events("NotAttached")} == {"Warning"}
 
