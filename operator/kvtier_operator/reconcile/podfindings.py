@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier.topology.models import Daemon
+from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import SuspendedOwner, TierState, TierStatus
 from kvtier_operator.reconcile.facts import Finding, PlanFacts, Verdict
@@ -85,11 +87,21 @@ def attached(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> Finding
     starting = [pod for pod in found.pods if pod.state is not PodState.ATTACHED]
     if len(starting) == len(found.pods):
         return answer("False", Reason.STARTING.value, f"{has}; {_names(starting)}: {starting[0].message}.")
+    caveat = _caveat(policy)
     if starting:
-        return answer("True", Reason.STARTING.value, f"{has}; starting: {_names(starting)}.")
+        return answer("True", Reason.STARTING.value, f"{has}; starting: {_names(starting)}.{caveat}")
     if facts.conflicted:
-        return answer("True", Reason.CONFLICTED.value, f"{has}. {_conflict(facts)}")
-    return answer("True", Reason.ATTACHED.value, f"{has}.")
+        return answer("True", Reason.CONFLICTED.value, f"{has}. {_conflict(facts)}{caveat}")
+    return answer("True", Reason.ATTACHED.value, f"{has}.{caveat}")
+
+
+def _caveat(policy: KVTierPolicy) -> str:
+    """What does not hold where the engine's own container mounts the storage."""
+    engine = policy.spec.engine
+    mounts = any(tier.memory is None for tier in policy.spec.tiers)
+    if not mounts or (engine.connector is Connector.KVTIER and engine.daemon is Daemon.SIDECAR):
+        return ""
+    return " The engine's own container mounts the tiers, so a mount that hangs can keep it from ending."
 
 
 def _conflict(facts: PlanFacts) -> str:

@@ -100,6 +100,18 @@ def test_the_message_of_attached_counts_and_names() -> None:
     assert found.message.startswith("1 of 3 pods attached; chat-2, chat-6: tierd serves and vllm is ready, but")
 
 
+def test_where_the_engines_container_mounts_the_tiers_attached_says_what_does_not_hold() -> None:
+    nvme = file_tier("nvme", "Node")
+    words = "a mount that hangs can keep it from ending"
+    for of, said in (
+        (policy(nvme, engine={"daemon": "Engine"}), True),
+        (policy(nvme, engine={"connector": "Offloading"}), True),
+        (policy(engine={"daemon": "Engine"}), False),
+        (policy(nvme), False),
+    ):
+        assert (words in condition(status(attached(), of=of), "Attached").message) is said
+
+
 def test_a_suspended_owner_is_named_with_the_time_until_which() -> None:
     owners = PolicyStatus.model_validate({"suspendedOwners": [SUSPENDED]}).suspended_owners
     message = condition(status(attached(), suspended=owners), "Attached").message
