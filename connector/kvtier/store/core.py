@@ -29,7 +29,7 @@ from kvtier.store.memory import Entry, MemoryTable
 from kvtier.store.presence import RAM_BITS, PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.reads import Reads
-from kvtier.store.records import ReadLog, SlotPlace, SlotTable
+from kvtier.store.records import ReadLog, SlotPlace, SlotRecord, SlotTable
 from kvtier.store.sealing import Sealer
 from kvtier.store.shared import Shared
 from kvtier.store.slots import SlotPool
@@ -41,6 +41,8 @@ from kvtier.tiers.checksum import Checksum, preferred
 from kvtier.topology.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 
 DEFAULT_THREADS = 8
+RESTORED_PER_PUMP = 16_384
+"""Objects of the last tierd that are taken over at a time: a tenth of a second."""
 
 
 def lanes(topology: Topology) -> dict[str, int]:
@@ -105,6 +107,7 @@ class TierStore:
         self._decider = Decider(shared, self._lowers, topology.live.selection)
         self._kept = Kept(shared, self._pool, self._table, self._index, self._supply)
         self._slot_table = slot_table
+        self._left: list[SlotRecord] = []
         self._reads.log = read_log
         self._hung = Hung(shared, self._pool, hung or {})
         self._promotions = Promotions(
@@ -133,12 +136,21 @@ class TierStore:
 
     def _take_over(self) -> None:
         self._hung.place()
-        if self._slot_table is None:
-            return
-        for reason, number in self._slot_table.refused.items():
-            self._shared.count("kept_refused", "", reason, number)
-        self._kept.restore(self._slot_table.recovered)
-        self._slot_table.recovered = []
+        table = self._slot_table
+        if table is not None:
+            for reason, number in table.refused.items():
+                self._shared.count("kept_refused", "", reason, number)
+            table.refused.clear()
+            self._left, table.recovered = table.recovered, []
+        self._restore()
+
+    def _restore(self) -> None:
+        """Takes over the next objects. No slot is handed out before all are where they were."""
+        self._kept.restore(self._left[:RESTORED_PER_PUMP])
+        self._left = self._left[RESTORED_PER_PUMP:]
+        self._shared.fenced = bool(self._left)
+        if not self._left:
+            self._sealer.run()
 
     def _tier_closed(self, lower: LowerTier) -> None:
         self._reads.tier_closed(lower)
@@ -219,9 +231,7 @@ class TierStore:
 
     def unfence(self) -> None:
         """Every worker of the pool's last tierd has drained, or is gone."""
-        self._shared.fenced = False
         self._take_over()
-        self._sealer.run()
 
     def hung_over(self, name: str) -> None:
         """No thread of this dead tierd lives any more."""
@@ -338,12 +348,14 @@ class TierStore:
         shared.io.collect()
         self._index.apply_changes()
         shared.timers.run_due(shared.clock())
+        if self._left:
+            self._restore()
         if not shared.fenced:
             self._supply.run()
 
     def next_wake(self) -> float | None:
         """The time of the store's clock at which ``pump`` has something to do at the latest, I/O aside; None: never."""
-        if len(self._index.changes):
+        if len(self._index.changes) or self._left:
             return self._shared.clock()
         return self._shared.timers.next_due()
 

@@ -104,6 +104,42 @@ def test_nothing_is_announced_hashed_or_evicted_before_the_fence_opens() -> None
     assert world.ends(promotion)[0].outcome is Outcome.WHOLE
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_the_last(
+    monkeypatch: pytest.MonkeyPatch, fenced: bool
+) -> None:
+    world = left_behind(*range(6))
+    monkeypatch.setattr("kvtier.store.core.RESTORED_PER_PUMP", 2)
+    world.restart(True)
+    if not fenced:
+        world.restart(False)
+    else:
+        world.store.unfence()
+        world.pump()
+    assert world.store.objects == 4
+    assert world.store.next_wake() == world.clock.now
+    world.engine()
+    assert world.store.objects == 6
+    assert len(world.credits()) > 0
+    promotion = world.promote(*range(6))
+    world.settle("verify")
+    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    world.check_accounts()
+
+
+def test_nothing_is_granted_while_a_part_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = left_behind(*range(6))
+    monkeypatch.setattr("kvtier.store.core.RESTORED_PER_PUMP", 1)
+    world.restart(True)
+    world.store.unfence()
+    world.engine()
+    assert world.credits() == []
+    while world.store.objects < 6:
+        assert world.credits() == []
+        world.pump()
+    assert world.credits() != []
+
+
 def test_a_load_that_names_it_unverified_gets_nothing() -> None:
     world = left_behind(0)
     world.engine()
