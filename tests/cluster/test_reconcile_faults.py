@@ -12,8 +12,9 @@ import pytest
 
 from kvtier_operator.cluster.cache import Change, Pace, Watch, WatchedCache
 from kvtier_operator.cluster.client import ApiClient, Limits, Page, WatchEvent, connect
-from kvtier_operator.cluster.contract import CONFIG_MAPS, POLICIES, ApiError, Kind, Object
+from kvtier_operator.cluster.contract import CONFIG_MAPS, EVENTS, PODS, POLICIES, ApiError, Kind, Object
 from kvtier_operator.cluster.credentials import from_kubeconfig
+from kvtier_operator.render.names import SKIPPED_ANNOTATION
 from kvtier_operator.testing import controllers
 from kvtier_operator.testing.controllers import (
     belongings,
@@ -49,10 +50,11 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 
 async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, Any], list[Call]]:
-    """A policy that is made and then changed in everything, while the controller meets the faults. Killed, it is
-    started again. Returns what there is at the end, and the calls.
+    """A policy that is made and then changed in everything, and a pod that was left alone and is told about in an Event,
+    while the controller meets the faults. Killed, it is started again. Returns what there is at the end, and the calls.
     """
     namespace = await controllers.make_namespace(client, "life")
+    await _left_alone(client, namespace)
     chosen = settings(namespace, **SECTIONS)
     calls: list[Call] = []
     steps = [
@@ -74,6 +76,17 @@ async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, 
         return await belongings(client, namespace), calls
     finally:
         await controllers.drop_namespace(client, namespace)
+
+
+async def _left_alone(client: ApiClient, namespace: str) -> None:
+    accounts = Kind("", "v1", "serviceaccounts", "ServiceAccount")
+    await client.create(
+        accounts, namespace, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+    )
+    skipped = {"policy": "chat", "reason": "AlreadyConfigured", "message": "It has a configuration of its own."}
+    metadata = {"name": "pod", "labels": {"app": "chat"}, "annotations": {SKIPPED_ANNOTATION: json.dumps(skipped)}}
+    spec = {"containers": [{"name": "main", "image": "none"}]}
+    await client.create(PODS, namespace, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
 
 async def _settled_or_killed(controller: Any, client: ApiClient, namespace: str, faulty: FaultyClient) -> None:
@@ -104,8 +117,9 @@ def test_whatever_happens_to_any_call_the_objects_are_the_same_in_the_end(
 ) -> None:
     """Every call of a policy's life, one after the other; after a kill the operator starts anew."""
     expected, calls = undisturbed
+    assert EVENTS in {call.kind for call in calls}
     if fault is Fault.SLOW:
-        numbers = [list(range(1, len(calls) + 1))]  # all of them in one life
+        numbers = [list(range(1, len(calls) + 1))]
     else:
         numbers = [[number] for number in range(1, len(calls) + 1)]
 
@@ -140,6 +154,7 @@ def test_two_controllers_by_accident_come_to_the_same_objects_and_to_rest(
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "two")
+            await _left_alone(client, namespace)
             chosen = settings(namespace, **SECTIONS)
             left, right = FaultyClient(client), FaultyClient(client)
             async with running(left, chosen) as first, running(right, chosen) as second:
@@ -307,6 +322,7 @@ def test_a_slow_api_server_delays_and_changes_nothing(
         access = from_kubeconfig(cluster.kubeconfig, cluster.context)
         async with connect(cluster.kubeconfig, cluster.context) as client, Proxy(access.server) as proxy:
             namespace = await controllers.make_namespace(client, "slow")
+            await _left_alone(client, namespace)
             proxy.delay_seconds = 0.2
             async with (
                 ApiClient(replace_server(access, proxy.server)) as through,
