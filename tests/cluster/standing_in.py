@@ -115,7 +115,11 @@ class Place:
         """Applies a policy and waits until the controller has said something about it."""
         self.apply(body)
         name = str(body["metadata"]["name"])
-        wait_for("the policy is looked at", lambda: self.condition("Accepted", name), 30)
+        try:
+            wait_for("the policy is looked at", lambda: self.condition("Accepted", name), 60)
+        except AssertionError as error:
+            options = ("-n", "kvtier-system", "logs", "-l", "app.kubernetes.io/component=controller", "--tail=60")
+            raise AssertionError(f"{error}\n{self._cluster.kubectl(*options, check=False)}") from None
 
     def policy(self, name: str = "tiers") -> dict[str, Any]:
         """A policy as it is."""

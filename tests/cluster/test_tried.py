@@ -98,7 +98,8 @@ def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
     try:
         with operator_on_node.namespace("sidecar-crashes") as place:
             place.apply_policy(engines.policy())
-            place.apply(engines.deployment())
+            # The sidecar runs as the engine's user; this image names none, and root is refused.
+            place.apply(engines.deployment(container={"securityContext": {"runAsUser": 1000}}))
             pod = place.ready()
             assert engines.injected(pod)
             assert not engines.seen(pod)["attached"]
