@@ -13,6 +13,7 @@ Everything runs on one event loop. Objects are handed out as they are and never 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -334,7 +335,7 @@ class WatchedCache(Cache):
             # Spread, so that a restarted API server is not asked by everybody at once for ever.
             seconds = int(self._pace.watch_seconds * (0.75 + 0.5 * self._jitter())) or 1
             try:
-                async for event in self._client.watch(
+                changes = self._client.watch(
                     each.watch.kind,
                     each.namespace,
                     each.resource_version,
@@ -342,12 +343,15 @@ class WatchedCache(Cache):
                     fields=each.watch.fields,
                     seconds=seconds,
                     idle_seconds=self._pace.idle_seconds,
-                ):
-                    if event.type == "ERROR":
-                        code = int(event.object.get("code") or 500)
-                        raise ApiError(code, str(event.object.get("reason") or "Unknown"), str(event.object))
-                    heard, failures, pause = True, 0, self._pace.first_pause_seconds
-                    self._take(each, event)
+                )
+                # Closed at once, and with it its connection, also when an event ends the watch.
+                async with contextlib.aclosing(changes):
+                    async for event in changes:
+                        if event.type == "ERROR":
+                            code = int(event.object.get("code") or 500)
+                            raise ApiError(code, str(event.object.get("reason") or "Unknown"), str(event.object))
+                        heard, failures, pause = True, 0, self._pace.first_pause_seconds
+                        self._take(each, event)
                 each.heard_at, each.error = self._clock(), ""
                 if not heard and self._clock() - began < 1.0:
                     await self._sleep(pause * (0.5 + self._jitter()))
