@@ -280,6 +280,46 @@ def gc(
 
 
 @app.command()
+def faults(
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to work: your storage. Only a new directory in it is used, and removed."
+        ),
+    ] = None,
+    fault: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")] = None,
+    engine: Annotated[bool, typer.Option("--engine", help="Also under a real vLLM; tokens are compared.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also on the file tiers of vLLM and LMCache, where those can run.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="How long a fault lasts.")] = 6.0,
+    hang_seconds: Annotated[float, typer.Option(min=1, help="How long the hang lasts that ends.")] = 60.0,
+    objects: Annotated[int, typer.Option(min=100, help="What the writers store together.")] = 10_000,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of the faults.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Play every fault against a real tier daemon and say whether one of KVTier's promises was broken.
+
+    Exit status 0: all pass; 1: something fails; 3: nothing fails, but something could not be played here, with the reason.
+    """
+    from kvtier.cli import faults as scorecard
+
+    if names:
+        from kvtier.testing.faults.scorecard import names as known
+
+        printed("\n".join(known()))
+        raise typer.Exit(0)
+    chosen = scorecard.options(path, fault or (), seconds, hang_seconds, objects)
+    rows = scorecard.run(chosen, with_engine=engine)
+    others = scorecard.compare(chosen) if compare else []
+    if as_json:
+        printed_json(scorecard.as_json(rows, others))
+    else:
+        scorecard.show(rows, others)
+    raise typer.Exit(scorecard.status(rows))
+
+
+@app.command()
 def demo() -> None:
     """Run the demo: a real engine, stopped hard and started again, reloads what it had computed."""
     from kvtier.cli.demo import main as run_demo

@@ -39,6 +39,7 @@ from kvtier.tierd.wire import (
     PROTOCOL,
     Abort,
     Beat,
+    Cancel,
     Credits,
     Deliver,
     Delta,
@@ -61,6 +62,8 @@ from kvtier.topology.loading import load as load_topology
 Bytes = npt.NDArray[np.uint8]
 _GROUP = b"\0"
 _TICK_SECONDS = 0.05
+STRICT_SECONDS = 0.05
+"""DATAPATH 5: what a worker allows beyond the request's clock."""
 
 
 def block_hash(number: int, salt: str = "") -> bytes:
@@ -78,7 +81,8 @@ def content(key: bytes, size_bytes: int) -> Bytes:
 @dataclass(frozen=True, slots=True)
 class FakeEngineOptions:
     """``copy_seconds``: how long one copy takes, in ``copy_pieces`` pieces. ``drains``: whether the worker ever says that it has
-    drained. ``limit_seconds``: how long a load waits for its slots. ``protocol``: what it says its version is."""
+    drained. ``limit_seconds``: how long a load waits for its slots.
+    ``strict``: a load ends with its clock, as a scheduler's does, whatever tierd says or does not say. ``protocol``: what it says its version is."""
 
     run_directory: Path
     engine: str = ""
@@ -89,6 +93,7 @@ class FakeEngineOptions:
     copy_pieces: int = 16
     drains: bool = True
     limit_seconds: float = 2.0
+    strict: bool = False
     protocol: str = PROTOCOL
 
 
@@ -414,6 +419,7 @@ class FakeEngine:
 
     def load(self, numbers: Sequence[int], budget_seconds: float = 2.0) -> int:
         """Loads the prefix of ``numbers`` that is there; how many were loaded and right."""
+        end = time.monotonic() + budget_seconds + STRICT_SECONDS
         self.step()
         hashes = [block_hash(number) for number in numbers]
         bits = [self.replica.get(_GROUP + key) for key in hashes]
@@ -429,24 +435,28 @@ class FakeEngine:
             promotion = self._numbers
             self.client.send(Promote(promotion=promotion, keys=keys, budget_seconds=budget_seconds))
             answered = self.wait_for(
-                lambda: promotion in self._promoted or not self.client.attached, budget_seconds + 2
+                lambda: promotion in self._promoted or not self.client.attached,
+                budget_seconds + (STRICT_SECONDS if self.options.strict else 2),
             )
             result = self._promoted.pop(promotion, None)
+            if result is None and self.options.strict:
+                self.client.send(Cancel(promotion=promotion))
             if not answered or result is None or not result.usable:
                 self.seen.load_failed += 1
                 return 0
             keys = keys[: result.usable]
             self.seen.promoted += result.usable
-        return self._load(promotion, keys, epoch)
+        return self._load(promotion, keys, epoch, end)
 
-    def _load(self, promotion: int, keys: tuple[tuple[int, bytes], ...], epoch: int) -> int:
+    def _load(self, promotion: int, keys: tuple[tuple[int, bytes], ...], epoch: int, end: float) -> int:
         self._numbers += 1
         done = threading.Event()
         job = _Job(self._numbers, tuple(_GROUP + key for _, key in keys), epoch, -1, done)
         self.worker.put(job)
         self.client.send(Load(load=self._numbers, promotion=promotion, keys=keys))
         copies = self.options.copy_seconds * len(keys)
-        if not done.wait(self.options.limit_seconds + copies):
+        limit = max(0.0, end - time.monotonic()) if self.options.strict else self.options.limit_seconds
+        if not done.wait(limit + copies):
             done.set()
         self.seen.loaded += job.ended
         if job.ended < len(keys):

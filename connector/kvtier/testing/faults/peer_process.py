@@ -10,6 +10,7 @@ answered by one line: ``stored``, ``dropped``, ``right``, ``wrong``, ``miss``, o
 from __future__ import annotations
 
 import asyncio
+import mmap
 import sys
 import threading
 import time
@@ -24,8 +25,8 @@ from kvtier.testing.fake_engine import Bytes, block_hash, content
 
 OBJECT_BYTES = 64 << 10
 SLOTS = 8
-PATIENCE_SECONDS = 3_600.0
-"""None of ours: whoever asks gives up, as an engine's user would."""
+STORE_SECONDS = 5.0
+"""A store that has not ended by then counts as dropped: neither peer's engine waits for stores. For a load both wait without a limit."""
 _POLL_SECONDS = 0.002
 
 
@@ -47,18 +48,28 @@ class VllmFiles:
         from vllm.v1.kv_offload.tiering.base import TransferJob
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        self._results, self._context, self._make_key, self._job = LookupResult, ReqContext, make_offload_key, TransferJob
+        self._results, self._context, self._make_key, self._job = (
+            LookupResult,
+            ReqContext,
+            make_offload_key,
+            TransferJob,
+        )
         parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False)
         config = SimpleNamespace(
             groups=(), parallel=parallel, canonical_layout=False, kv_cache_layout=None, replicated_layout=False,
             model=SimpleNamespace(name="peer", dtype="bfloat16"), cache=SimpleNamespace(tokens_per_hash=16),
         )  # fmt: skip
-        self._memory = np.zeros((SLOTS, OBJECT_BYTES), dtype=np.int8)
+        # Page-aligned, as its own pinned memory is: direct I/O wants that.
+        mapped = mmap.mmap(-1, SLOTS * OBJECT_BYTES)
+        self._memory = np.frombuffer(mapped, dtype=np.int8).reshape(SLOTS, OBJECT_BYTES)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
-        self._tier: Any = FileSystemTierManager(spec, memoryview(self._memory), "fs", str(directory))
+        self._tier: Any = FileSystemTierManager(
+            spec, memoryview(mapped).cast("b", (SLOTS, OBJECT_BYTES)), "fs", str(directory)
+        )
         self._jobs = 0
 
-    def _run(self, submit: Callable[[Any], None], key: bytes, promotion: bool) -> bool:
+    def _run(self, submit: Callable[[Any], None], key: bytes, promotion: bool, seconds: float = float("inf")) -> bool:
+        deadline = time.monotonic() + seconds
         self._jobs += 1
         context = self._context(req_id=f"r{self._jobs}")
         submit(
@@ -66,16 +77,17 @@ class VllmFiles:
                 job_id=self._jobs, keys=[key], chunk_ids=np.array([0]), is_promotion=promotion, req_context=context
             )
         )
-        while True:
+        while time.monotonic() < deadline:
             for result in self._tier.get_finished_jobs():
                 if result.job_id == self._jobs:
                     return bool(result.success)
             time.sleep(_POLL_SECONDS)
+        return False
 
     def store(self, number: int) -> bool:
         """Through the first chunk of its memory."""
         self._memory[0] = content(b"\0" + block_hash(number), OBJECT_BYTES).view(np.int8)
-        return self._run(self._tier.submit_store, self._make_key(block_hash(number), 0), False)
+        return self._run(self._tier.submit_store, self._make_key(block_hash(number), 0), False, STORE_SECONDS)
 
     def load(self, number: int) -> Bytes | None:
         """Lookup, then a promotion."""
@@ -98,7 +110,8 @@ class LMCacheFiles:
         import torch
         from lmcache.utils import CacheEngineKey
         from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.memory_management import AdHocMemoryAllocator, MemoryFormat
+        from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+        from lmcache.v1.memory_management import MemoryFormat
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
         from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
@@ -108,20 +121,23 @@ class LMCacheFiles:
         )
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
-        self._cpu: Any = LocalCPUBackend(config, memory_allocator=AdHocMemoryAllocator("cpu"), dst_device="cpu")
+        self._cpu: Any = LocalCPUBackend(
+            config, memory_allocator=HostMemoryAllocator(SLOTS * OBJECT_BYTES), dst_device="cpu"
+        )
         self._disk: Any = LocalDiskBackend(config, loop, self._cpu, dst_device="cpu")
 
     def _key(self, number: int) -> Any:
         return self._key_type("peer", 1, 0, int.from_bytes(block_hash(number)[:7], "big"), self._torch.bfloat16)
 
     def store(self, number: int) -> bool:
-        """Until the disk has it, or its writing has ended without."""
+        """Until the disk has it, its writing has ended without, or it takes too long."""
         key = self._key(number)
         shape = self._torch.Size([OBJECT_BYTES // 2])
         memory = self._cpu.allocate(shape, self._torch.bfloat16, self._format)
         np.frombuffer(memory.byte_array, dtype=np.uint8)[:] = content(b"\0" + block_hash(number), OBJECT_BYTES)
         self._disk.submit_put_task(key, memory)
-        while self._disk.exists_in_put_tasks(key):
+        deadline = time.monotonic() + STORE_SECONDS
+        while self._disk.exists_in_put_tasks(key) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return bool(self._disk.contains(key))
 
@@ -146,7 +162,7 @@ def _answer(peer: Peer, command: str, number: int) -> str:
             return "miss"
         right = content(b"\0" + block_hash(number), OBJECT_BYTES)
         return "right" if np.array_equal(found[:OBJECT_BYTES], right) else "wrong"
-    except Exception as error:  # noqa: BLE001: whatever a foreign library raises is what is to be reported
+    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises is what is to be reported
         return f"error {type(error).__name__}: {error}".replace("\n", " ")
 
 

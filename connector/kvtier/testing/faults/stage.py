@@ -85,7 +85,7 @@ class Stage:
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
         self.pid = self.case.start_tierd()
-        self.engine: FakeEngine = self.case.engine()
+        self.engine: FakeEngine = self.case.engine(strict=True)
         self._next_key = KEYS
         self._turn = 0
 

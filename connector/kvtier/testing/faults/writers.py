@@ -14,7 +14,7 @@ from kvtier.testing.tier_suite import buffer
 from kvtier.tiers.base import ObjectRef
 
 COUNTS = (2, 8, 16)
-MIN_CAPACITY = 24 << 20
+MIN_CAPACITY = 4 << 20
 """Ledger, leases and directories of sixteen writers want room as well."""
 
 
