@@ -93,7 +93,12 @@ class WebhookProcess:
         return certificates.secret_data(certificates.Material(issued.certificate, issued.key, issued.authority))
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            # The block is never entered, so nobody else would end the process.
+            self.stop(signal.SIGKILL)
+            raise
         return self
 
     def __exit__(
