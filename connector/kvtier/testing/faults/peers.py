@@ -169,7 +169,7 @@ def compare(
     options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[str, ...] = tuple(TITLES)
 ) -> Iterator[PeerRow]:
     """Rows, one by one: those of the wanted faults that storage alone can have. A peer that has not answered after ``PATIENCE_SECONDS`` (or the
-    options' hang, where that is shorter) counts as waiting for ever. Everything made is removed."""
+    options' hang, where that is shorter; four times that where storage is only slow) counts as waiting for ever. Everything made is removed."""
     patience = min(PATIENCE_SECONDS, options.hang_seconds)
     for peer in peers:
         found = version(peer)
@@ -188,7 +188,7 @@ def compare(
                 if stand is None:
                     yield PeerRow(TITLES[peer], found, fault, SKIPPED, why)
                     continue
-                row = stand.play(fault, FIRST * number, patience)
+                row = stand.play(fault, FIRST * number, patience * (4 if fault.startswith("latency") else 1))
                 if row.recovery_seconds is None:
                     stand.close()
                     stand = None

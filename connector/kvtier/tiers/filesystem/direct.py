@@ -66,6 +66,16 @@ def direct_works(directory: Path) -> bool:
 
 def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
     """Fills both buffers from a file that must be exactly as long: its modification time. Raises ``OSError`` or ``TierCorruptError``."""
+    try:
+        return _read_file(path, header, payload, direct)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # A shared file system says so of a file that another host has just removed or replaced; by its name it is found, or missed.
+    return _read_file(path, header, payload, direct)
+
+
+def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct and is_aligned(payload) else 0)
     descriptor = os.open(path, flags)
     try:
