@@ -20,6 +20,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -179,6 +180,15 @@ def main(source: str, mountpoint: str, control: str) -> int:
             found = os.statvfs(source + path)
             return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
 
+    def end_with_owner() -> None:
+        # The owner holds the other end and writes nothing: it is gone, however it ended. What hangs fails when the kernel's connection goes.
+        while os.read(0, 64):
+            continue
+        subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)
+        os._exit(0)
+
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=end_with_owner, daemon=True).start()
     options = {"foreground": True, "nothreads": False, "fsname": "kvtier-faults", "default_permissions": True}
     # Nothing may come from the page cache: a fault is about the next call.
     mfusepy.FUSE(PassThrough(), mountpoint, direct_io=True, attr_timeout=0, entry_timeout=0, **options)
@@ -186,7 +196,8 @@ def main(source: str, mountpoint: str, control: str) -> int:
 
 
 class FaultyMount:
-    """The mount in a process of its own. ``source`` and ``path`` exist; ``close`` lets everything go and unmounts.
+    """The mount in a process of its own. ``source`` and ``path`` exist; ``close`` lets everything go and unmounts, and so does the end of the process
+    that made it, however that ends.
 
     Raises ``OSError`` where none can be made: no /dev/fuse, no mfusepy, no rights.
     """
@@ -198,7 +209,7 @@ class FaultyMount:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
         deadline = time.monotonic() + WAIT_SECONDS
         while not os.path.ismount(path):
@@ -224,6 +235,8 @@ class FaultyMount:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(WAIT_SECONDS)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from kvtier.testing.fake_engine import Bytes, block_hash, content
 
 OBJECT_BYTES = 64 << 10
 SLOTS = 8
+MEMORY_BYTES = 64 << 20
 STORE_SECONDS = 5.0
 """A store that has not ended by then counts as dropped: neither peer's engine waits for stores. For a load both wait without a limit."""
 _POLL_SECONDS = 0.002
@@ -121,9 +122,7 @@ class LMCacheFiles:
         )
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
-        self._cpu: Any = LocalCPUBackend(
-            config, memory_allocator=HostMemoryAllocator(SLOTS * OBJECT_BYTES), dst_device="cpu"
-        )
+        self._cpu: Any = LocalCPUBackend(config, memory_allocator=HostMemoryAllocator(MEMORY_BYTES), dst_device="cpu")
         self._disk: Any = LocalDiskBackend(config, loop, self._cpu, dst_device="cpu")
 
     def _key(self, number: int) -> Any:
@@ -136,6 +135,7 @@ class LMCacheFiles:
         memory = self._cpu.allocate(shape, self._torch.bfloat16, self._format)
         np.frombuffer(memory.byte_array, dtype=np.uint8)[:] = content(b"\0" + block_hash(number), OBJECT_BYTES)
         self._disk.submit_put_task(key, memory)
+        memory.ref_count_down()  # the task holds its own
         deadline = time.monotonic() + STORE_SECONDS
         while self._disk.exists_in_put_tasks(key) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -147,7 +147,11 @@ class LMCacheFiles:
         if not self._disk.contains(key):
             return None
         memory = self._disk.get_blocking(key)
-        return None if memory is None else np.frombuffer(memory.byte_array, dtype=np.uint8)
+        if memory is None:
+            return None
+        found = np.frombuffer(memory.byte_array, dtype=np.uint8).copy()
+        memory.ref_count_down()
+        return found
 
 
 PEERS: dict[str, Callable[[Path], Peer]] = {"vllm": VllmFiles, "lmcache": LMCacheFiles}
