@@ -1,0 +1,90 @@
+"""A scorecard that cannot fail says nothing: each promise is broken on purpose, and the row fails for that reason. A row without any fault passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faults import scorecard
+from kvtier.testing.faults.catalogue import Fault, Scene
+from kvtier.testing.faults.scorecard import Options
+from kvtier.testing.faults.stage import BUDGET_SECONDS, CAPACITY_BYTES, Measured, Stage
+
+SLACK_SECONDS = 2.0
+"""Where nothing is planted, the machine may be as slow as it likes."""
+
+
+def nothing(scene: Scene, measured: Measured) -> None:
+    scene.stage.stream(scene.seconds, measured)
+
+
+def wrong_bytes_in_ram(scene: Scene, measured: Measured) -> None:
+    """What the daemon believes to be sealed is something else: a lie that comes after verification."""
+    pool = scene.stage.case.run_directory / "pool"
+    with pool.open("r+b") as file:
+        file.write(b"\xa5" * pool.stat().st_size)
+    scene.stage.stream(scene.seconds, measured)
+
+
+def too_much_in_the_directory(scene: Scene, measured: Measured) -> None:
+    ballast = scene.stage.below / "ballast"
+    with ballast.open("wb") as file:
+        file.truncate(CAPACITY_BYTES)
+    scene.stage.stream(scene.seconds, measured)
+    ballast.unlink()
+
+
+def a_daemon_that_ends(scene: Scene, measured: Measured) -> None:
+    os.kill(scene.stage.pid, signal.SIGKILL)
+    scene.stage.stream(scene.seconds, measured)
+
+
+RECOVER = Stage.recover
+
+
+def recover_soon(stage: Stage, seconds: float = 15.0) -> float | None:
+    return RECOVER(stage, min(seconds, 15.0))
+
+
+PLANTED = {
+    "nothing": nothing,
+    "wrong-bytes": wrong_bytes_in_ram,
+    "over-budget": too_much_in_the_directory,
+    "crash": a_daemon_that_ends,
+}
+
+
+def test_each_broken_promise_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorecard, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items()))
+    monkeypatch.setattr("kvtier.testing.faults.stage.Stage.recover", recover_soon)
+    options = Options(tmp_path, tuple(PLANTED), seconds=3.0, slack_seconds=SLACK_SECONDS)
+    rows = {row.fault: row for row in scorecard.play(options)}
+    assert (rows["nothing"].verdict, rows["nothing"].reason) == ("pass", "")
+    assert rows["nothing"].loaded > 0
+    assert rows["wrong-bytes"].wrong_bytes
+    assert "came back wrong" in rows["wrong-bytes"].reason
+    assert rows["over-budget"].bytes_over_budget
+    assert "above the capacity" in rows["over-budget"].reason
+    assert rows["crash"].crashes
+    assert "the daemon ended" in rows["crash"].reason
+    assert "did not work again" in rows["crash"].reason
+    assert [name for name, row in rows.items() if row.verdict != "fail"] == ["nothing"]
+    assert not scorecard.passed(rows.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_waits_too_long_fails_its_row() -> None:
+    measured = Measured(loads=9, loaded=9, recovery_seconds=0.1, longest_wait=BUDGET_SECONDS + 0.11)
+    row = scorecard.judge("slow", "planted", measured)
+    assert row.verdict == "fail"
+    assert "beyond its clock" in row.reason
+    measured.longest_wait = BUDGET_SECONDS + 0.09
+    assert scorecard.judge("slow", "planted", measured).verdict == "pass"
+
+
+def test_a_load_that_waits_beside_an_open_breaker_fails_its_row() -> None:
+    measured = Measured(loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3)
+    assert "open breaker" in scorecard.judge("open", "planted", measured).reason
