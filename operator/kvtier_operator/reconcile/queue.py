@@ -75,7 +75,9 @@ class WorkQueue:
         return bool(self._working or self._failures) or self.ready > 0
 
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
-        """The key is looked at in so many seconds; an earlier time that it has already stays."""
+        """The key is looked at in so many seconds; an earlier time that it has already stays. Below zero: before keys that
+        have been due for less.
+        """
         due = self._clock() + after_seconds
         if key in self._working:
             self._again[key] = min(due, self._again.get(key, due))

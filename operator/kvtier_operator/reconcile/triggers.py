@@ -24,6 +24,8 @@ from kvtier_operator.reconcile.observe import volume_owner
 from kvtier_operator.reconcile.queue import Key
 from kvtier_operator.render.volumes import POLICY_LABEL
 
+AHEAD_SECONDS = -3600.0
+"""A policy that somebody has just changed is looked at before all that waits."""
 POD_SECONDS = 1.0
 """A rollout changes many pods of a policy in a moment; one look serves them all."""
 
@@ -87,7 +89,7 @@ class Triggers:
         self._all(affected - {key})
         # A status that was written is no reason to look again; it was written because somebody looked.
         if before is None or _intent(before.raw) != _intent(found) or not found.get("status"):
-            self._add(key, 0.0)
+            self._add(key, AHEAD_SECONDS)
 
     def _restarts(self, key: Key) -> bool:
         known = self.index.known(key)

@@ -83,6 +83,16 @@ def test_the_earlier_of_two_times_counts() -> None:
     told(story)
 
 
+def test_a_key_that_somebody_waits_for_comes_before_those_that_wait() -> None:
+    async def story() -> None:
+        work = queue(Clock())
+        work.add(A)
+        work.add(B, -60)
+        assert [await now(work), await now(work)] == [B, A]
+
+    told(story)
+
+
 def test_pauses_after_failures_double_to_a_bound_and_end_with_success() -> None:
     async def story() -> None:
         clock = Clock()
