@@ -249,16 +249,27 @@ def _container(policy: KVTierPolicy, pod: Object, now: float) -> tuple[Reason, s
             return Reason.IMAGE_NOT_PULLED, said
         if reason in START_REASONS:
             return Reason.CONTAINER_NOT_STARTED, said
-        # A sidecar that crashes keeps nobody from starting; the init container does until it ends well.
-        if container != PAYLOAD_CONTAINER:
+        # Beside an engine whose image is being pulled, a sidecar that crashes keeps nobody from starting. One that ends
+        # before the kubelet has seen it run does: then the engine still waits for the initialisation.
+        if container != PAYLOAD_CONTAINER and not _initialising(policy, pod):
             continue
         ended = state.get("terminated") or (entry.get("lastState") or {}).get("terminated") or {}
         if reason == "CrashLoopBackOff" or ended.get("exitCode"):
             return Reason.CONTAINER_NOT_STARTED, f"{container} ends with exit code {ended.get('exitCode')}"
         began = objects.moment((state.get("running") or {}).get("startedAt"))
-        if began is not None and now - began >= policy.spec.attach.start_timeout_seconds:
+        if (
+            container == PAYLOAD_CONTAINER
+            and began is not None
+            and now - began >= policy.spec.attach.start_timeout_seconds
+        ):
             return Reason.CONTAINER_NOT_STARTED, f"{container} does not end"
     return None
+
+
+def _initialising(policy: KVTierPolicy, pod: Object) -> bool:
+    """Whether the engine waits for init containers, as its kubelet says."""
+    entry = objects.container_status(pod, objects.engine(pod, policy.spec.engine.container_name))
+    return ((entry.get("state") or {}).get("waiting") or {}).get("reason") == "PodInitializing"
 
 
 def _events(pod: Object, around: Surroundings, now: float) -> tuple[Reason, str] | None:

@@ -97,13 +97,22 @@ def test_an_image_volume_that_is_not_pulled_shows_at_the_container_that_mounts_i
     assert reason(held) is Reason.IMAGE_NOT_PULLED
 
 
-def test_a_payload_that_crashes_or_does_not_end_is_the_reason_a_crashing_sidecar_is_not() -> None:
+def test_a_payload_that_crashes_or_does_not_end_is_the_reason() -> None:
     crash = {"waiting": {"reason": "CrashLoopBackOff"}, "restarts": 3, "last": {"exitCode": 2}}
     assert reason(with_state(scheduled(INJECTED), "kvtier-payload", **crash)) is Reason.CONTAINER_NOT_STARTED
-    assert reason(with_state(scheduled(INJECTED), "kvtier-tierd", **crash)) is None
     for since, expected in ((NOON - 200, Reason.CONTAINER_NOT_STARTED), (NOON - 20, None)):
         hangs = with_state(scheduled(INJECTED), "kvtier-payload", running={"startedAt": at(since)})
         assert reason(hangs) is expected
+
+
+def test_a_crashing_sidecar_is_the_reason_only_while_the_engine_waits_for_it() -> None:
+    crash = {"waiting": {"reason": "CrashLoopBackOff"}, "restarts": 3, "last": {"exitCode": 2}}
+    crashing = with_state(scheduled(INJECTED), "kvtier-tierd", **crash)
+    assert reason(crashing) is Reason.CONTAINER_NOT_STARTED
+    # Initialised: from here on the engine's own image is what takes so long.
+    assert reason(with_state(crashing, "vllm", waiting={"reason": "ContainerCreating"})) is None
+    serving = with_state(scheduled(INJECTED), "kvtier-tierd", running={"startedAt": at(NOON - 999)})
+    assert reason(serving) is None
 
 
 def test_nothing_is_said_before_the_start_timeout_and_nothing_of_who_has_run() -> None:
