@@ -1,0 +1,64 @@
+"""`kvtier faults` as a person runs it: a few faults of every means, short, and the document that it prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faults import scorecard
+from kvtier.testing.tierd_case import environment
+
+PROMISED = (
+    "fault",
+    "verdict",
+    "reason",
+    "means",
+    "wrong_bytes",
+    "crashes",
+    "longest_wait_beyond_clock_seconds",
+    "bytes_over_budget",
+    "recovery_seconds",
+)
+CHOSEN = ("hang-60s", "ESTALE", "bit-flip-header", "wrong-namespace", "bad-live-configuration", "writers-2")
+
+
+def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier.cli.main", "faults", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def test_a_short_scorecard_serves_no_wrong_byte_crashes_nowhere_and_keeps_its_budget(tmp_path: Path) -> None:
+    wanted = [word for name in CHOSEN for word in ("--fault", name)]
+    times = ["--seconds", "2", "--hang-seconds", "4", "--objects", "1000"]
+    done = faults("--path", str(tmp_path), "--json", *times, *wanted)
+    rows = {row["fault"]: row for row in json.loads(done.stdout)["faults"]}
+    assert sorted(rows) == sorted(CHOSEN), done.stderr
+    for row in rows.values():
+        assert set(PROMISED) <= set(row)
+        if row["verdict"] == "skipped":
+            assert row["reason"]
+            continue
+        # How long a load waits on a machine that runs other tests as well is not judged here.
+        assert (row["wrong_bytes"], row["crashes"], row["bytes_over_budget"]) == (0, 0, 0), row
+        assert row["recovery_seconds"] is not None, row
+    verdicts = {row["verdict"] for row in rows.values()}
+    assert done.returncode == (1 if "fail" in verdicts else 3 if "skipped" in verdicts else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
+    done = faults("--list")
+    assert done.returncode == 0
+    assert len(set(scorecard.names())) == len(scorecard.names())
+    assert set(scorecard.names()) <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [("--fault", "gremlins"), ("--path", "/nowhere")])
+def test_what_cannot_be_played_is_refused_with_what_is_accepted(arguments: tuple[str, str]) -> None:
+    done = faults(*arguments)
+    assert done.returncode == 2
+    assert arguments[1] in done.stderr
