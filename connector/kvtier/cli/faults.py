@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -39,6 +40,7 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
     """Plays everything, with a progress bar on standard error where that is a terminal."""
     from kvtier.testing.faults import engine, scorecard
 
+    signal.signal(signal.SIGTERM, _told_to_end)
     plays: list[tuple[list[str], Callable[[Callable[[str], None]], Iterable[Any]]]] = [
         (
             [name for name in scorecard.names() if not chosen.faults or name in chosen.faults],
@@ -56,6 +58,11 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
                 rows.append(row)
                 progress.advance(task)
     return rows
+
+
+def _told_to_end(number: int, _: object) -> None:
+    """As Ctrl-C: whatever was started or mounted is ended and removed on the way out."""
+    raise SystemExit(128 + number)
 
 
 def compare(chosen: Any) -> list[Any]:
