@@ -80,7 +80,7 @@ def main() -> None:
         f"The controller with {arguments.policies} policies, settings as they are by default",
         (
             "pods",
-            "first s",
+            "converged s",
             "restart s",
             "restart writes",
             "calls/change",
