@@ -1,0 +1,56 @@
+"""`kvtier faults` as a process: what it lists, what it refuses, and that it leaves nothing when it is told to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faults import scorecard
+from kvtier.testing.tierd_case import environment, wait_for
+
+
+def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier.cli.main", "faults", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
+    done = faults("--list")
+    assert done.returncode == 0
+    assert len(set(scorecard.names())) == len(scorecard.names())
+    assert set(scorecard.names()) <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [("--fault", "gremlins"), ("--path", "/nowhere")])
+def test_what_cannot_be_played_is_refused_with_what_is_accepted(arguments: tuple[str, str]) -> None:
+    done = faults(*arguments)
+    assert done.returncode == 2
+    assert arguments[1] in done.stderr
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli.main", "faults", "--path", str(tmp_path), "--fault", "latency-1s"]
+    with subprocess.Popen([*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL) as running:
+        wait_for(lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1, "something was started")
+        wait_for(lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 128 + signal.SIGTERM
+    wait_for(lambda: not processes_with(f"{tmp_path}/kvtier-faults-"), "every process has ended")
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    assert list(tmp_path.iterdir()) == []
