@@ -1,56 +1,102 @@
-"""The comparison with others' file back ends: it finds what they do, and says why it could not look."""
+"""The comparison with others' file tiers: it finds what they do wrong, leaves nothing behind, and says why it could not look."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults import peers
+from kvtier.testing.faults.peers import PEERS, Peer, PeerRow, compare
 from kvtier.testing.faults.scorecard import Options
 
-RIGHT = ["right", "right", "right", "stored"]
+STUB = """
+    import os, sys
+    from kvtier.testing.faults.peer_line import expected, is_right, serve
+    import numpy as np
+
+    class Stub:
+        version, setting = "1", "files without any check"
+        directory = None
+
+        def __init__(self):
+            self.answers = []
+
+        def open(self, directory):
+            self.directory = directory
+
+        def store(self, call, number):
+            (self.directory / str(number)).write_bytes(expected(number).tobytes())
+            self.answers.append({"id": call, "outcome": "stored", "seconds": 0.0})
+
+        def load(self, call, numbers):
+            found = [(self.directory / str(number)).read_bytes() for number in numbers]
+            if b"" in found:
+                os._exit(7)
+            wrong = sum(not is_right(n, np.frombuffer(data, np.uint8)) for n, data in zip(numbers, found))
+            self.answers.append({"id": call, "outcome": "loaded", "hits": len(found), "wrong": wrong, "seconds": 0.0})
+
+        def poll(self):
+            answers, self.answers = self.answers, []
+            return answers
+
+    sys.exit(serve(Stub))
+"""
 
 
-def test_three_right_loads_and_a_store_pass() -> None:
-    assert peers.judge(RIGHT, [], 0.1, 0.2, 10) == ("pass", "")
+def rows_of(tmp_path: Path, peers: tuple[Peer, ...], *faults: str) -> dict[str, PeerRow]:
+    """Rows by fault. Skips where there is no FUSE."""
+    work = tmp_path / "work"
+    work.mkdir()
+    rows = {row.fault: row for row in compare(Options(work, faults, seconds=1.0), peers=peers)}
+    if any("no FUSE mount" in row.reason for row in rows.values()):
+        pytest.skip(next(iter(rows.values())).reason)
+    assert list(work.iterdir()) == []
+    return rows
 
 
-@pytest.mark.parametrize(
-    ("answers", "errors", "longest", "recovery", "reason"),
-    [
-        (["right", "wrong", "wrong", "stored"], [], 0.1, 0.2, "2 of 3 loads gave other bytes"),
-        (["right", "silent"], [], 10.0, 0.2, "not answered within 10 s"),
-        (["right", "ended"], [], 0.1, None, "its process ended"),
-        (["miss", "error", "miss", "stored"], ["error OSError: no"], 0.1, 0.2, "raised into its caller: OSError: no"),
-        (RIGHT, [], 0.61, 0.2, "beyond a clock"),
-        (RIGHT, [], 0.1, None, "does not store and load again"),
-    ],
-)
-def test_each_thing_that_goes_wrong_fails_and_is_named(
-    answers: list[str], errors: list[str], longest: float, recovery: float | None, reason: str
-) -> None:
-    verdict, reasons = peers.judge(answers, errors, longest, recovery, 10)
-    assert verdict == "fail"
-    assert reason in reasons
-
-
-def test_a_peer_that_is_not_installed_is_skipped_with_the_reason(
+def test_a_peer_that_gives_other_bytes_for_an_objects_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "version", lambda _: "")
-    rows = list(peers.compare(Options(tmp_path, ("EIO",)), peers=("lmcache",)))
-    assert [(row.verdict, row.reason) for row in rows] == [("skipped", "lmcache is not installed")]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_flipped_bits_and_errors_at_vllms_own_tier_are_seen(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    rows = {row.fault: row for row in peers.compare(Options(tmp_path, ("EIO", "flips-in-flight")), peers=("vllm",))}
-    if rows["EIO"].verdict == "skipped":
-        pytest.skip(rows["EIO"].reason)
-    # Its files carry no checksum.
-    assert rows["flips-in-flight"].wrong_bytes == 3 * peers.SIZE_BYTES
+    (tmp_path / "credulous_peer.py").write_text(textwrap.dedent(STUB))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    stub = (Peer("stub", "credulous_peer"),)
+    rows = rows_of(tmp_path, stub, "latency-50ms", "EIO", "bit-flip-payload", "wrong-key", "zero-length")
+    assert {name: row.verdict for name, row in rows.items()} == {
+        "latency-50ms": "pass",
+        "EIO": "fail",
+        "bit-flip-payload": "fail",
+        "wrong-key": "fail",
+        "zero-length": "fail",
+    }
+    for name in ("bit-flip-payload", "wrong-key"):
+        assert rows[name].wrong_bytes
+        assert rows[name].crashes == 0
     assert rows["EIO"].wrong_bytes == 0
-    assert all(row.recovery_seconds is not None for row in rows.values())
-    assert list(tmp_path.iterdir()) == []
+    assert rows["EIO"].crashes
+    assert "raised into its engine" in rows["EIO"].reason
+    assert "OSError: [Errno 5]" in rows["EIO"].reason
+    assert (rows["zero-length"].crashes, rows["zero-length"].recovery_seconds) == (1, None)
+    assert "its process ended: status 7" in rows["zero-length"].reason
+    assert rows["latency-50ms"].loaded > 0
+    assert all(row.recovery_seconds is not None for name, row in rows.items() if name != "zero-length")
+
+
+def test_a_peer_that_does_not_start_is_skipped_and_why_is_said(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, (Peer("nobody", "no_such_package.peer"),), "EIO", "truncation")
+    assert [row.verdict for row in rows.values()] == ["skipped", "skipped"]
+    assert all("No module named 'no_such_package'" in row.reason for row in rows.values())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_real_peer_is_played_against(peer: Peer, tmp_path: Path) -> None:
+    row = rows_of(tmp_path, (peer,), "flips-in-flight")["flips-in-flight"]
+    if row.verdict == "skipped" and "ModuleNotFoundError" in row.reason:
+        pytest.skip(row.reason)
+    assert row.version
+    # Neither has checksums in its files.
+    assert row.verdict == "fail"
+    assert row.wrong_bytes
+    assert row.crashes == 0
+    assert row.recovery_seconds is not None

