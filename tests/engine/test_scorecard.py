@@ -1,0 +1,34 @@
+"""The scorecard's part that runs a real vLLM: tokens are compared, and what has no hits is not delayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faults import engine
+from kvtier.testing.faults.scorecard import Options
+
+FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
+
+
+@pytest.mark.timeout(600)
+def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How fast this machine is, is not for a test to say; `kvtier faults --engine` judges it.
+    monkeypatch.setattr(engine, "DELAY_SECONDS", 30.0)
+    rows = {row.fault: row for row in engine.play(Options(tmp_path, FAULTS))}
+    assert list(rows) == [f"engine-{name}" for name in FAULTS]
+    for row in rows.values():
+        if row.verdict == "skipped":
+            assert "FUSE" in row.reason
+            continue
+        assert (row.verdict, row.reason) == ("pass", "")
+        assert (row.wrong_bytes, row.crashes) == (0, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rows_are_those_of_the_faults_that_were_named(tmp_path: Path) -> None:
+    assert engine.names(Options(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
+    assert "engine-engine-and-worker-SIGKILL" in engine.names(Options(tmp_path))
