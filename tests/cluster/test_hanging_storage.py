@@ -183,7 +183,7 @@ def test_a_request_whose_hit_lies_there_waits_at_most_its_clock(frozen: Frozen) 
     assert frozen.answers[0] == frozen.expected[0]
 
 
-def test_a_shorter_clock_holds_for_the_running_engine(frozen: Frozen) -> None:
+def test_a_later_hit_waits_at_most_the_shorter_clock_that_was_applied_meanwhile(frozen: Frozen) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds_after_change < OTHER_CLOCK_SECONDS + SLACK_SECONDS
     assert frozen.answers[1] == frozen.expected[1]
