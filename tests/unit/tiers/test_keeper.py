@@ -359,3 +359,24 @@ def test_storing_and_loading_touch_one_file_each(hosts: Callable[..., Host], mon
     ref, payload, _ = make_object(2)
     first.tier.read(ref, payload)
     assert calls == ["open", "close"]
+
+
+@pytest.mark.parametrize("seen_first", ["as a writer", "as the janitor"])
+def test_books_that_vanish_are_made_again_whichever_of_them_is_missed_first(
+    hosts: Callable[..., Host], tmp_path: Path, seen_first: str
+) -> None:
+    host = hosts()
+    host.write(1)
+    for path in (tmp_path / "tier").iterdir():
+        shutil.rmtree(path)
+    if seen_first == "as the janitor":
+        # An eviction or a count found the office gone before the writer's own record was written again.
+        host.tier.keeper._deposed()
+    for _ in range(3):
+        host.turn()
+    assert host.is_janitor
+    host.write(2)
+    ref, payload, _ = make_object(2)
+    into = buffer(payload.nbytes)
+    host.tier.read(ref, into)
+    assert into == payload

@@ -24,7 +24,7 @@ from kvtier.tiers.filesystem.direct import tier_error
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS, Watch
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, GONE, Watch
 from kvtier.tiers.filesystem.passes import Passes
 from kvtier.tiers.filesystem.refresh import Pass
 from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant
@@ -252,7 +252,8 @@ class Keeper:
             self._look(now, supersede)
         self.writer.settle()
         self._wish()
-        self.writer.flush(now)
+        if self.writer.registered:
+            self.writer.flush(now)
         if not self.writer.registered:
             self._take_part(now)
         if self.janitor is not None:
@@ -299,7 +300,9 @@ class Keeper:
         silent = self.janitor is None and self._watch.unchanged_seconds > _SILENT_SECONDS
         ledger = read_ledger(self._root, self._fence) if self._fence and not silent else None
         if ledger is None:
-            self._fence = top_fence(self._root, fresh=True)
+            self._fence = self._top()
+            if not self.writer.registered:
+                return
             ledger = read_ledger(self._root, self._fence) if self._fence else None
         if ledger is not None:
             self._quantum = int(ledger.get("quantum", 0))
@@ -310,13 +313,23 @@ class Keeper:
         inherited = claim(self._root, self._fence, self.writer.name, self._modes)
         self._watch = Watch()
         if inherited is None:
-            self._fence = top_fence(self._root, fresh=True)
+            self._fence = self._top()
             return
         self._fence = inherited.fence
         self.janitor = Janitor(
             self._root, self.writer.name, inherited, self._limits, self._index, self._modes, self._forget
         )
         self._serve(now, supersede)
+
+    def _top(self) -> int:
+        try:
+            return top_fence(self._root, fresh=True)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            # The directory's books are gone, and this writer's record with them: registering anew makes both again.
+            self.writer.revoked()
+            return 0
 
     def _forget(self, namespace: str, key: bytes) -> None:
         if self._index.remove(namespace, key):
