@@ -87,3 +87,21 @@ def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(tmp_pat
     wait_for(lambda: not processes_with(f"{tmp_path}/kvtier-faults-"), "every process has ended")
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_fuse_the_daemons_tier_is_wrapped_and_what_that_cannot_play_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(19, "no such device")
+
+    monkeypatch.setattr(scorecard, "FaultyMount", refuse)
+    options = scorecard.Options(
+        tmp_path, ("EIO", "hang-60s", "ENOSPC", "flips-in-flight"), seconds=2.0, hang_seconds=3.0, slack_seconds=20.0
+    )
+    rows = {row.fault: row for row in scorecard.play(options)}
+    assert "no such device" in rows["flips-in-flight"].reason
+    assert rows.pop("flips-in-flight").verdict == "skipped"
+    for row in rows.values():
+        assert (row.verdict, row.reason, row.means) == ("pass", "", "fault wrapper")
+    assert rows["EIO"].loaded < rows["EIO"].loads

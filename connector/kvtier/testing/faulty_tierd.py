@@ -5,7 +5,7 @@
 Everything is the real daemon; only its lower tiers are wrapped. ``FILE`` is JSON, looked at before every call of a tier, and may be absent
 (no faults): ``{"read": {...}, "write": {...}}``, each with any of
 
-* ``fail``: every call raises "unavailable";
+* ``fail``: every call raises "unavailable"; ``no_space``: it raises "no space";
 * ``fail_after``: so many calls succeed, counted since the file was last replaced, then they raise;
 * ``delay_seconds``: calls take that much longer;
 * ``hang``: calls end only when the file is replaced by one without this word, and then raise.
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import TierNoSpaceError, TierUnavailableError
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.tierd.__main__ import main as tierd_main
 from kvtier.tiers.base import Tier
@@ -77,6 +77,8 @@ class FileControlledTier(FaultyTier):
                 time.sleep(LOOK_SECONDS)
             raise TierUnavailableError(f"{operation} hung")
         time.sleep(float(faults.get("delay_seconds", 0)))
+        if faults.get("no_space"):
+            raise TierNoSpaceError(f"{operation} finds no space on purpose")
         if faults.get("fail") or call > int(faults.get("fail_after", call)):
             raise TierUnavailableError(f"{operation} fails on purpose")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvtier.testing.faults.mount import FaultyMount
 from kvtier.testing.faults.stage import Measured, Stage
+from kvtier.testing.faults.wrapper import TierWrapper
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 DAY_SECONDS = 86_400
@@ -26,10 +27,10 @@ EXIT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a fault can use. ``mount``: None where FUSE cannot be had. ``seconds``: how long a fault lasts; ``hang_seconds``: a hang that ends."""
+    """What a fault can use. ``mount``: what makes storage misbehave, a wrapper where FUSE cannot be had. ``seconds``: how long a fault lasts; ``hang_seconds``: a hang that ends."""
 
     stage: Stage
-    mount: FaultyMount | None
+    mount: FaultyMount | TierWrapper
     seconds: float
     hang_seconds: float
 
@@ -47,17 +48,11 @@ class Fault:
     note: str = ""
 
 
-def _mount(scene: Scene) -> FaultyMount:
-    if scene.mount is None:
-        raise LookupError("there is no FUSE mount")
-    return scene.mount
-
-
 def by_mount(seconds_of: Callable[[Scene], float], **faults: dict[str, Any]) -> Play:
     """A fault that the mount makes."""
 
     def play(scene: Scene, measured: Measured) -> None:
-        mount = _mount(scene)
+        mount = scene.mount
         mount.set(**faults)
         try:
             scene.stage.stream(seconds_of(scene), measured)
@@ -69,7 +64,7 @@ def by_mount(seconds_of: Callable[[Scene], float], **faults: dict[str, Any]) -> 
 
 def hang_for_ever(scene: Scene, measured: Measured) -> None:
     """Nothing comes back as long as the daemon lives: it is told to end beside the hang, and another one starts."""
-    mount, stage = _mount(scene), scene.stage
+    mount, stage = scene.mount, scene.stage
     mount.set(every={"hang": True})
     try:
         stage.stream(scene.seconds, measured)

@@ -17,6 +17,7 @@ from kvtier.testing.faults import small_disks, writers
 from kvtier.testing.faults.catalogue import FAULTS, Fault, Scene
 from kvtier.testing.faults.mount import FaultyMount
 from kvtier.testing.faults.stage import BUDGET_SECONDS, Measured, Stage
+from kvtier.testing.faults.wrapper import CannotPlayError, TierWrapper
 
 ALLOWED_SECONDS = 0.1
 """DATAPATH: what a promotion may take beyond its clock."""
@@ -91,20 +92,21 @@ def _scene(home: Path, options: Options) -> Iterator[tuple[Scene, str]]:
     files.mkdir()
     with ExitStack() as stack:
         why = ""
-        mount: FaultyMount | None = None
+        mount: FaultyMount | TierWrapper
         try:
             mount = FaultyMount(below, files, home / "faults.json", home / "mount.log")
-            stack.callback(mount.close)
         except OSError as error:
             why = f"no FUSE mount can be made here: {error.strerror or error}"
-        stage = Stage(home, files if mount is not None else below, below)
+            mount = TierWrapper(home / "faults.json")
+        stack.callback(mount.close)
+        wrapped = mount.control if isinstance(mount, TierWrapper) else None
+        stage = Stage(home, below if wrapped else files, below, wrapped)
         stack.callback(stage.close)
         yield Scene(stage, mount, options.seconds, options.hang_seconds), why
 
 
 def _play(fault: Fault, scene: Scene, why_no_mount: str, options: Options) -> Row:
-    if fault.means == "FUSE" and scene.mount is None:
-        return Row(fault.name, SKIPPED, why_no_mount, fault.means)
+    means = TierWrapper.means if why_no_mount and fault.means == "FUSE" else fault.means
     stage = scene.stage
     measured = Measured()
     wrong_before = stage.engine.seen.wrong
@@ -117,16 +119,17 @@ def _play(fault: Fault, scene: Scene, why_no_mount: str, options: Options) -> Ro
             measured.crashes += 1
             measured.notes.append("the daemon ended")
         measured.recovery_seconds = stage.recover()
+    except CannotPlayError as error:
+        return Row(fault.name, SKIPPED, f"{why_no_mount}; {error}", means)
     except (OSError, TimeoutError, LookupError) as error:
-        return Row(fault.name, FAIL, f"could not be played: {type(error).__name__}: {error}", fault.means)
+        return Row(fault.name, FAIL, f"could not be played: {type(error).__name__}: {error}", means)
     finally:
-        if scene.mount is not None:
-            scene.mount.set()
+        scene.mount.set()
     if (text := _traceback(stage.case.log, log_before)) is not None:
         measured.crashes += 1
         measured.notes.append(text)
     measured.wrong = stage.engine.seen.wrong - wrong_before
-    return judge(fault.name, fault.means, measured, options.slack_seconds)
+    return judge(fault.name, means, measured, options.slack_seconds)
 
 
 def judge(name: str, means: str, measured: Measured, slack_seconds: float = 0.0) -> Row:

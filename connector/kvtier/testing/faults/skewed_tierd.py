@@ -1,4 +1,7 @@
-"""A tier daemon whose wall clock is off by what a file says, looked at with every call: ``--skew FILE`` (seconds as text; absent: 0)."""
+"""A tier daemon whose wall clock is off by what a file says, looked at with every call: ``--skew FILE`` (seconds as text; absent: 0).
+
+``--faults FILE`` wraps its lower tiers as ``kvtier.testing.faulty_tierd`` does.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ def main() -> int:
     """Runs the daemon; its own options are passed on."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--skew", type=Path, required=True)
+    parser.add_argument("--faults", type=Path)
     options, rest = parser.parse_known_args()
     real, real_ns = time.time, time.time_ns
 
@@ -26,7 +30,12 @@ def main() -> int:
     time.time_ns = lambda: real_ns() + int(skew() * 1e9)
     from kvtier.tierd.__main__ import main as tierd_main
 
-    return tierd_main(rest)
+    if options.faults is None:
+        return tierd_main(rest)
+    from kvtier.testing.faulty_tierd import FaultFile, FileControlledTier
+
+    faults = FaultFile(options.faults)
+    return tierd_main(rest, lambda tier: FileControlledTier(tier, faults))
 
 
 if __name__ == "__main__":

@@ -51,11 +51,14 @@ class Measured:
 
 
 class SkewedCase(TierdCase):
-    """A case whose daemon's wall clock can be moved."""
+    """A case whose daemon's wall clock can be moved; ``faults_file``: and whose lower tiers are wrapped."""
+
+    faults_file: Path | None = None
 
     def start_tierd(self, fencing: bool = True, tiers: bool = True) -> int:
         """Starts the daemon with a clock that ``skew`` moves."""
         command = [sys.executable, "-m", "kvtier.testing.faults.skewed_tierd", "--skew", str(self.skew_file)]
+        command += ["--faults", str(self.faults_file)] if self.faults_file is not None else []
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--topology", str(self.topology_directory)],
@@ -77,11 +80,12 @@ class SkewedCase(TierdCase):
 class Stage:
     """See the module's text. ``files``: the directory of the file tier as the daemon sees it; ``below``: the same bytes, seen past the faults."""
 
-    def __init__(self, directory: Path, files: Path, below: Path) -> None:
+    def __init__(self, directory: Path, files: Path, below: Path, faults_file: Path | None = None) -> None:
         self.below = below
         self.case = SkewedCase(
             directory, memory_bytes=MEMORY_BYTES, file_bytes=CAPACITY_BYTES, files=files, persistence="Process"
         )
+        self.case.faults_file = faults_file
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
         self.pid = self.case.start_tierd()
