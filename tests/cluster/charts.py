@@ -14,6 +14,11 @@ NAMESPACE = "kvtier-system"
 NAME = "kvtier"
 
 
+def without_definition(cluster: Any) -> None:
+    """Other tests of the same cluster apply the definition by themselves, and Helm takes over nothing that it did not make."""
+    cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", "--wait=true", "--timeout=60s")
+
+
 class Release:
     """Helm on one cluster: install, upgrade, uninstall of the chart as release ``kvtier`` in ``kvtier-system``."""
 

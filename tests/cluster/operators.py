@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import images
-from charts import NAMESPACE, Release
+from charts import NAMESPACE, Release, without_definition
 from nodes import make_namespace, ok, wait_for
 from standing_in import STORAGE_GID, Place
 
@@ -98,6 +98,7 @@ def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
     """The chart's release for as long as the block runs; every directory below ``home`` is allowed."""
     allowed = [{"namespaces": ["*"], "hostPath": str(home)}, {"namespaces": ["*"], "nfs": DEAD_EXPORT}]
     values = {**QUICK, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
+    without_definition(cluster)
     with Release(cluster.kubeconfig, cluster.context) as release:
         try:
             install(cluster, release, values)

@@ -21,6 +21,7 @@ EXPORT = {"namespaces": ["serving"], "nfs": {"server": "NAS.example", "exportPre
 
 @pytest.fixture
 def release(full_cluster: Any, charts: ModuleType) -> Iterator[Any]:
+    charts.without_definition(full_cluster)
     with charts.Release(full_cluster.kubeconfig, full_cluster.context) as found:
         try:
             yield found

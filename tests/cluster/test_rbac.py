@@ -21,7 +21,7 @@ import yaml
 
 pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
 
-from charts import NAMESPACE, Release, rendered
+from charts import NAMESPACE, Release, rendered, without_definition
 from nodes import make_namespace, ok, wait_for
 
 Settings = dict[str, Any]
@@ -39,6 +39,7 @@ ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/kvtier-controller"
 @pytest.fixture(scope="module")
 def chart(full_cluster: Any, full_api: Any) -> Iterator[Settings]:
     """The chart is installed; its settings, for processes on this machine."""
+    without_definition(full_cluster)
     with Release(full_cluster.kubeconfig, full_cluster.context) as release:
         try:
             objects = rendered(release.install(VALUES))

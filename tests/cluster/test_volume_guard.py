@@ -63,6 +63,7 @@ def volume_guard(
     full_cluster: Any, charts: ModuleType, full_api: Any, nodes: ModuleType, rest: ModuleType
 ) -> Iterator[Any]:
     """The API server as the controller's account, with the guard in force."""
+    charts.without_definition(full_cluster)
     with charts.Release(full_cluster.kubeconfig, full_cluster.context) as found:
         try:
             found.install({"storage": {"createVolumes": True}, "allowedVolumes": [EXPORT]})

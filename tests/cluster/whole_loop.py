@@ -21,7 +21,7 @@ from typing import Any
 
 import operators
 import yaml
-from charts import Release
+from charts import Release, without_definition
 from nodes import make_namespace, ok, wait_for
 from rest import Api
 from serving import EnginePod, ask, container_status, engine_deployment
@@ -83,6 +83,7 @@ class WholeLoop:
         api = Api(self.cluster.kubeconfig, self.cluster.context, WITH_TIERS)
         (directory,) = operators.storage(self.home, "tier")
         pod = EnginePod(self.cluster, api, WITH_TIERS, APP, model)
+        without_definition(self.cluster)
         with Release(self.cluster.kubeconfig, self.cluster.context) as release:
             try:
                 self._install(release, directory)
