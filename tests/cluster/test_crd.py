@@ -17,7 +17,11 @@ from kvtier_operator.render.topology import content_hash, live, pod_placement, s
 from kvtier_operator.testing.policies import changed, complete_policy
 from kvtier_operator.testing.refused import REFUSED, RefusedCase
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
+EXAMPLES = sorted(
+    path
+    for path in (Path(__file__).resolve().parents[2] / "examples").glob("*.yaml")
+    if "kind: KVTierPolicy" in path.read_text()
+)
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 READY_SECONDS = 60
 
