@@ -22,7 +22,7 @@ CHUNKS = 6
 
 @pytest.fixture
 def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "sidecar", model, payload, Tuning(daemon=Daemon.SIDECAR, file_bytes=None))
+    case = EngineCase(scratch / "late-sidecar", model, payload, Tuning(daemon=Daemon.SIDECAR, file_bytes=None))
     try:
         yield case
     finally:

@@ -121,7 +121,7 @@ def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterat
 
 
 class EngineCase:
-    """A topology directory, its daemon and its engine. ``close`` stops and removes everything but the directory."""
+    """A directory of its own (``FileExistsError``), its daemon and its engine. ``close`` stops and removes everything but the directory."""
 
     def __init__(self, directory: Path, model: Path, payload: Path, tuning: Tuning = Tuning()) -> None:
         self.directory = directory
@@ -134,8 +134,9 @@ class EngineCase:
         self.run_directory = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
         self.engine: DrivenEngine | None = None
         self.daemon: ManagedProcess | None = None
-        self.topology.mkdir(parents=True, exist_ok=True)
-        self.files_root.mkdir(parents=True, exist_ok=True)
+        # Another case's objects in the same place would be of the same namespace, and nobody would ever know them all.
+        self.topology.mkdir(parents=True)
+        self.files_root.mkdir()
         self.write_topology()
 
     # Topology.
@@ -330,7 +331,9 @@ class EngineCase:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise EngineProcessError(f"{failure} after {seconds:.0f} s; status: {self.status()}\n{self._logs()}")
+                raise EngineProcessError(
+                    f"{failure} after {seconds:.0f} s; status: {self.status()}\nengine: {self._connector()}\n{self._logs()}"
+                )
             time.sleep(0.05)
 
     def wait_files(self, count: int, seconds: float = WAIT_SECONDS) -> list[Path]:
@@ -408,6 +411,13 @@ class EngineCase:
             return False
         namespace = self.files_root / known["namespace"]
         return bool(known["replica"] >= sum(path.is_file() for path in namespace.rglob("*.kv")))
+
+    def _connector(self) -> Any:
+        """For messages: what the connector says of itself, if the engine still answers."""
+        try:
+            return self.drive("connector")
+        except (EngineProcessError, OSError, ValueError) as error:
+            return f"does not answer: {error}"
 
     def daemon_pid(self) -> int:
         """Process id of the living daemon."""
