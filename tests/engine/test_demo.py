@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -31,6 +33,25 @@ def _traces() -> set[str]:
     return found
 
 
+@contextmanager
+def _started(output: Path, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A demo whose output goes to a file. It is over afterwards, and so are the engines that it started."""
+    with output.open("w") as out:
+        demo = subprocess.Popen(
+            COMMAND, env=_environment(**changes), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield demo
+    finally:
+        if demo.poll() is None:
+            demo.terminate()  # it ends what it started; killed at once it could not
+            try:
+                demo.wait(60)
+            except subprocess.TimeoutExpired:
+                demo.kill()
+                demo.wait(30)
+
+
 @pytest.fixture
 def before() -> set[str]:
     return _traces()
@@ -38,11 +59,11 @@ def before() -> set[str]:
 
 def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, before: set[str]) -> None:
     kept = tmp_path / "demo"
-    run = subprocess.run(
-        COMMAND, env=_environment(KVTIER_DEMO_DIR=str(kept)), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    last = run.stdout.strip().splitlines()[-1]
+    with _started(tmp_path / "out", KVTIER_DEMO_DIR=str(kept)) as demo:
+        demo.wait(280)
+    told = (tmp_path / "out").read_text()
+    assert demo.returncode == 0, told[-6000:]
+    last = told.strip().splitlines()[-1]
     assert last.startswith("RESULT ")
     result = json.loads(last.removeprefix("RESULT "))
     assert result["identical_tokens"] is True
@@ -58,11 +79,7 @@ def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, b
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, before: set[str], tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w") as out:
-        demo = subprocess.Popen(
-            COMMAND, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
+    with _started(tmp_path / "out") as demo:
         deadline = time.monotonic() + 120
         # Engines are being started by then, one of them perhaps with its daemon.
         while len(psutil.Process(demo.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
@@ -70,8 +87,4 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, befor
             time.sleep(0.1)
         demo.send_signal(number)
         assert demo.wait(60) == 128 + number
-    finally:
-        if demo.poll() is None:
-            demo.kill()
-            demo.wait(30)
     assert _traces() <= before
