@@ -21,7 +21,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from kvtier.errors import KVTierError
-from kvtier.testing.fake_engine import FakeEngine, FakeEngineOptions
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.fake_worker import FakeEngineOptions
 from kvtier.topology.loading import load
 
 PORT = 8000

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import kvtier
-from kvtier.testing.fake_engine import FakeEngine, FakeEngineOptions
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.fake_worker import FakeEngineOptions
 from kvtier.topology.models import (
     Daemon,
     FileSystemTierDocument,

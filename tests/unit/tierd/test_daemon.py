@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtier.testing.fake_engine import OBJECT_TOKENS, FakeEngine, FakeEngineOptions, block_hash
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.fake_worker import OBJECT_TOKENS, FakeEngineOptions, block_hash
 from kvtier.testing.tierd_case import TierdCase, wait_for
 from kvtier.tierd import outbox as outbox_module
 from kvtier.tierd.daemon import Options, TierDaemon

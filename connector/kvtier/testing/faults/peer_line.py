@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from kvtier.testing.fake_engine import Bytes, block_hash, content
+from kvtier.testing.fake_worker import Bytes, block_hash, content
 
 OBJECT_BYTES = 64 << 10
 POLL_SECONDS = 0.002

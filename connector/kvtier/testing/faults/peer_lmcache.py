@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.testing.fake_engine import block_hash
+from kvtier.testing.fake_worker import block_hash
 from kvtier.testing.faults.peer_line import OBJECT_BYTES, Answer, expected, is_right, serve
 
 STAGING_BYTES = 64 << 20
