@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -34,6 +35,20 @@ class QuantityError(ValueError):
     """What was written is no quantity, or does not fit 64 bits."""
 
 
+@lru_cache(maxsize=4096)
+def _value(text: str) -> Fraction:
+    """Kept, because a cluster writes the same few hundred again and again, and each admission reads some thirty."""
+    match = _PARTS.fullmatch(text)
+    if match is None:
+        raise QuantityError("not a quantity")
+    number, suffix, exponent = match.groups()
+    scale = Fraction(10) ** int(exponent) if exponent else _SUFFIXES.get(suffix, Fraction(1))
+    value = Fraction(number) * scale
+    if abs(value) > MAX_VALUE:
+        raise QuantityError("does not fit 64 bits")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """A quantity as written (``text``) and its exact value. Two are equal when both agree."""
@@ -47,15 +62,9 @@ class Quantity:
         if isinstance(written, bool) or not isinstance(written, int | str):
             raise QuantityError("not an integer or a string")
         text = str(written)
-        match = _PARTS.fullmatch(text) if len(text) <= MAX_TEXT else None
-        if match is None:
+        if len(text) > MAX_TEXT:
             raise QuantityError("not a quantity")
-        number, suffix, exponent = match.groups()
-        scale = Fraction(10) ** int(exponent) if exponent else _SUFFIXES.get(suffix, Fraction(1))
-        value = Fraction(number) * scale
-        if abs(value) > MAX_VALUE:
-            raise QuantityError("does not fit 64 bits")
-        return cls(text=text, value=value)
+        return cls(text=text, value=_value(text))
 
     @property
     def size_bytes(self) -> int:

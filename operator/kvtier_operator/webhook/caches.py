@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,39 @@ class Known:
     refusals: tuple[str, ...]
 
 
+class _Selectors:
+    """One namespace's policies by one of the labels that they ask for, so that a pod is compared with the few policies that may
+    select it, and not with five hundred.
+    """
+
+    def __init__(self) -> None:
+        self._labels: dict[str, tuple[str, str] | None] = {}
+        self._by_label: dict[tuple[str, str] | None, dict[str, KVTierPolicy]] = {}
+        """Under ``None`` those that ask for no label by its value."""
+
+    def put(self, policy: KVTierPolicy) -> None:
+        """Adds one that is not there."""
+        name = policy.metadata.name
+        label = next(iter((policy.spec.pod_selector.match_labels or {}).items()), None)
+        self._labels[name] = label
+        self._by_label.setdefault(label, {})[name] = policy
+
+    def drop(self, name: str) -> None:
+        """Forgets one, if it is there."""
+        if name not in self._labels:
+            return
+        label = self._labels.pop(name)
+        policies = self._by_label[label]
+        del policies[name]
+        if not policies:
+            del self._by_label[label]
+
+    def candidates(self, labels: Mapping[str, str]) -> Iterator[KVTierPolicy]:
+        """Every policy that may select a pod with these labels."""
+        for label in (None, *((key, value) for key, value in labels.items() if isinstance(value, str))):
+            yield from self._by_label.get(label, {}).values()
+
+
 class Knowledge:
     """Follows a cache. ``wall_clock``: seconds since 1970."""
 
@@ -55,6 +88,7 @@ class Knowledge:
         self._settings = settings
         self._wall_clock = wall_clock
         self._policies: dict[str, dict[str, Known]] = {}
+        self._selectors: dict[str, _Selectors] = {}
         self._nodes: dict[str, str] = {}
         self._kubelets: Counter[str] = Counter()
         self._groups: dict[tuple[str, str], dict[str, Object]] = {}
@@ -89,10 +123,9 @@ class Knowledge:
         return sum(known), len(known) - sum(known)
 
     def governing(self, namespace: str, labels: Mapping[str, str]) -> KVTierPolicy | None:
-        """The policy that governs a pod with these labels, if any: the oldest that selects it. Costs one comparison per
-        policy of the namespace.
-        """
-        return governing(self.policies(namespace), namespace, labels)
+        """The policy that governs a pod with these labels, if any: the oldest that selects it."""
+        selectors = self._selectors.get(namespace)
+        return None if selectors is None else governing(selectors.candidates(labels), namespace, labels)
 
     def surroundings(self, policy: KVTierPolicy, namespace: str, pod: PodObject) -> Surroundings:
         """What is known around a pod that this policy governs."""
@@ -111,16 +144,21 @@ class Knowledge:
     def _policy_changed(self, raw: Object, gone: bool) -> None:
         namespace, name = _metadata(raw)["namespace"], _metadata(raw)["name"]
         policies = self._policies.setdefault(namespace, {})
+        selectors = self._selectors.setdefault(namespace, _Selectors())
         before = policies.get(name)
         if gone:
             policies.pop(name, None)
+            selectors.drop(name)
             if not policies:
-                del self._policies[namespace]
+                del self._policies[namespace], self._selectors[namespace]
         elif before is not None and _same_intent(before.raw, raw):
             # Only the status changed, which is read as it comes: parsing 500 policies anew for that takes half a second.
             policies[name] = Known(raw, before.policy, before.refusals)
         else:
-            policies[name] = self._known(raw)
+            policies[name] = known = self._known(raw)
+            selectors.drop(name)
+            if known.policy is not None:
+                selectors.put(known.policy)
 
     def _known(self, raw: Object) -> Known:
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.webhook.world import SERVING, World, disk, pod
 
 from kvtier_operator.cluster.contract import LIMIT_RANGES, NAMESPACES, NODES, PODS, POLICIES, QUOTAS
+from kvtier_operator.render import governing as rule
 from kvtier_operator.render.configured import GROUP_LABEL
 from kvtier_operator.webhook import caches
 
@@ -40,6 +43,36 @@ def test_no_policy_governs_other_pods_and_other_namespaces() -> None:
     world.policy()
     assert governing(world, {"app": "other"}) is None
     assert world.knowledge.governing("elsewhere", LABELS) is None
+
+
+FEW_LABELS = st.dictionaries(st.sampled_from("ab"), st.sampled_from("xy"), max_size=2)
+SELECTORS = st.builds(
+    lambda labels, key: {
+        "matchLabels": labels,
+        **({"matchExpressions": [{"key": key, "operator": "Exists"}]} if key else {}),
+    },
+    FEW_LABELS,
+    st.sampled_from(["", "a"]),
+)
+CHANGES = st.lists(st.tuples(st.sampled_from("pqrs"), st.none() | SELECTORS), max_size=12)
+
+
+@given(CHANGES, FEW_LABELS)
+def test_what_governs_is_what_comparing_with_every_policy_would_find(
+    changes: list[tuple[str, dict[str, Any] | None]], labels: dict[str, str]
+) -> None:
+    world, present = World(), set()
+    for number, (name, selector) in enumerate(changes):
+        if selector is not None:
+            world.policy(name, created=number, podSelector=selector)
+            present.add(name)
+        elif name in present:
+            world.cache.drop(POLICIES, SERVING, name)
+            present.remove(name)
+    known = world.knowledge.policies(SERVING)
+    assert {policy.metadata.name for policy in known} == present
+    expected = rule.governing(known, SERVING, labels)
+    assert world.knowledge.governing(SERVING, labels) is expected
 
 
 def test_a_policy_that_is_made_again_is_another() -> None:
