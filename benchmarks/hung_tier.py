@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from kvtier.cli import payload as payload_writer
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, Tuning, start_plain
+from kvtier.testing.engine_case import EngineCase, start_plain
 from kvtier.testing.engine_process import DrivenEngine
 from kvtier.testing.engine_requests import Requests
+from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
 from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
 from kvtier.topology.models import Daemon, Selection
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import payload as payload_writer
-from kvtier.testing.engine_case import EngineCase, Tuning, start_plain
+from kvtier.testing.engine_case import EngineCase, start_plain
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import Tuning
 from kvtier.testing.tiny_model import write_llama
 from kvtier.topology.models import Daemon
 

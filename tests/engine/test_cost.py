@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, DAEMON_EVENTS, EngineCase, Tuning
+from kvtier.testing.engine_case import DAEMON_EVENTS, EngineCase
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
 from kvtier.testing.tiny_model import prompt
 from kvtier.topology.models import Daemon, Live, Selection
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineCase
+from kvtier.testing.engine_case import SNAPSHOT_SECONDS, EngineCase
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS
 from kvtier.testing.tiny_model import prompt
 
 CHUNKS = 8

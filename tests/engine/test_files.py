@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, start_plain
+from kvtier.testing.engine_case import EngineCase, start_plain
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS
 from kvtier.testing.tiny_model import prompt, write_llama
 from kvtier.topology.models import Daemon
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, start_plain
+from kvtier.testing.engine_case import EngineCase, start_plain
 from kvtier.testing.engine_process import DrivenEngine
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS
 from kvtier.testing.hanging_mount import HangingMount, hanging_mount
 from kvtier.testing.tiny_model import prompt
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start

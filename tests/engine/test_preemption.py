@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_case import EngineCase
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS
 from kvtier.testing.tiny_model import prompt
 from kvtier_operator.render.engine import transfer_config
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import BLOCK_TOKENS, CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_case import EngineCase
 from kvtier.testing.engine_requests import Plain, Requests
+from kvtier.testing.engine_tuning import BLOCK_TOKENS, CHUNK_TOKENS
 from kvtier.testing.tiny_model import prompt
 
 BATCHED_TOKENS = 256

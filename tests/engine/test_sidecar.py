@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase, Tuning
+from kvtier.testing.engine_case import EngineCase
 from kvtier.testing.engine_process import ManagedProcess
 from kvtier.testing.engine_requests import Plain
+from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
 from kvtier.testing.tiny_model import prompt
 from kvtier.topology.models import Daemon
 

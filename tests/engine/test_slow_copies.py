@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import CHUNK_TOKENS, EngineCase
+from kvtier.testing.engine_case import EngineCase
 from kvtier.testing.engine_requests import Plain, Requests
+from kvtier.testing.engine_tuning import CHUNK_TOKENS
 from kvtier.testing.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED
 from kvtier.testing.tiny_model import prompt
 from kvtier.transfer.base import Direction

@@ -30,23 +30,8 @@ from kvtier.testing.engine_process import (
     tierd_processes,
 )
 from kvtier.testing.engine_requests import Requests
-from kvtier.topology.models import (
-    Breaker,
-    Daemon,
-    FileSystemTierDocument,
-    HttpEndpoint,
-    Live,
-    LiveTier,
-    MemoryTierDocument,
-    PolicyIdentity,
-    Selection,
-    StorePolicy,
-    Structural,
-    TierDocument,
-)
+from kvtier.testing.engine_tuning import BLOCK_TOKENS, DEFAULT, Tuning
 
-BLOCK_TOKENS = 32
-CHUNK_TOKENS = 64
 WAIT_SECONDS = 60.0
 
 LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
@@ -56,23 +41,6 @@ AWAITED_STATES = ("Unknown", "BreakerOpen")
 READ_FAILURES = ("tier_reads_failed", "tier_reads_timed_out")
 SNAPSHOT_SECONDS = 0.6
 """The daemon renews what it shows each half second."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What tests vary in a topology. Sizes in bytes."""
-
-    chunk_tokens: int = CHUNK_TOKENS
-    memory_bytes: int = 64 << 20
-    file_bytes: int | None = 1 << 30
-    daemon: Daemon = Daemon.ENGINE
-    persistence: str = "Pod"
-    load_timeout_seconds: int = 5
-    min_load_tokens: int = CHUNK_TOKENS
-    store_policy: StorePolicy = StorePolicy.ALL
-    failure_threshold: int = 50
-    selection: Selection = Selection.WEIGHTED
-    hash_seed: str = "0"
 
 
 ENGINE_OPTIONS: dict[str, object] = {
@@ -123,7 +91,7 @@ def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterat
 class EngineCase:
     """A directory of its own (``FileExistsError``), its daemon and its engine. ``close`` stops and removes everything but the directory."""
 
-    def __init__(self, directory: Path, model: Path, payload: Path, tuning: Tuning = Tuning()) -> None:
+    def __init__(self, directory: Path, model: Path, payload: Path, tuning: Tuning = DEFAULT) -> None:
         self.directory = directory
         self.model = model
         self.payload = payload
@@ -143,57 +111,14 @@ class EngineCase:
 
     def write_topology(self) -> None:
         """Writes structural.json and live.json from ``tuning``."""
-        tuning = self.tuning
-        tiers: list[TierDocument] = [
-            MemoryTierDocument(
-                name="ram",
-                capacity_bytes=tuning.memory_bytes,
-                persistence="Pod" if tuning.persistence == "Pod" else "Process",
-            )
-        ]
-        if tuning.file_bytes is not None:
-            tiers.append(
-                FileSystemTierDocument(
-                    name="disk", path=str(self.files_root), sharing="Node", read_threads=4, write_threads=2
-                )
-            )
-        structural = Structural(
-            policy=PolicyIdentity(namespace="test", name=self.directory.name),
-            content_hash="test",
-            daemon=tuning.daemon,
-            run_directory=str(self.run_directory),
-            chunk_tokens=tuning.chunk_tokens,
-            hash_seed=tuning.hash_seed,
-            local_ranks=1,
-            tiers=tiers,
-            http=HttpEndpoint(port=0),
-            live=self.live(),
-        )
+        structural = self.tuning.structural(self.directory.name, self.run_directory, self.files_root)
         (self.topology / "structural.json").write_text(structural.model_dump_json(by_alias=True, indent=2))
         self.write_live()
-
-    def live(self, generation: int = 1) -> Live:
-        """The live document for ``tuning``."""
-        tuning = self.tuning
-        tiers = {"ram": LiveTier()}
-        if tuning.file_bytes is not None:
-            tiers["disk"] = LiveTier(
-                capacity_bytes=tuning.file_bytes,
-                load_timeout_seconds=tuning.load_timeout_seconds,
-                store_policy=tuning.store_policy,
-            )
-        return Live(
-            generation=generation,
-            selection=tuning.selection,
-            min_load_tokens=tuning.min_load_tokens,
-            breaker=Breaker(failure_threshold=tuning.failure_threshold, period_seconds=1),
-            tiers=tiers,
-        )
 
     def write_live(self, generation: int = 1) -> None:
         """Replaces live.json in one step."""
         fresh = self.topology / f".live.{generation}"
-        fresh.write_text(self.live(generation).model_dump_json(by_alias=True, indent=2))
+        fresh.write_text(self.tuning.live(generation).model_dump_json(by_alias=True, indent=2))
         fresh.replace(self.topology / "live.json")
 
     def retune(self, generation: int, **changes: Any) -> None:

@@ -118,8 +118,9 @@ class _Scene:
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
         from kvtier.cli import payload as payload_writer
-        from kvtier.testing.engine_case import EngineCase, Tuning, start_plain
+        from kvtier.testing.engine_case import EngineCase, start_plain
         from kvtier.testing.engine_requests import Plain
+        from kvtier.testing.engine_tuning import Tuning
         from kvtier.testing.tiny_model import write_llama
         from kvtier.topology.models import Daemon
 
@@ -147,7 +148,7 @@ class _Scene:
         self.usual = statistics.median(self._fresh()[0] for _ in range(RUNS))
 
     def _prompt(self) -> list[int]:
-        from kvtier.testing.engine_case import CHUNK_TOKENS
+        from kvtier.testing.engine_tuning import CHUNK_TOKENS
         from kvtier.testing.tiny_model import prompt
 
         self.seed += 1
