@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hanging_mount
 import pytest
 from nodes import ok, wait_for
 from serving import EnginePod, ask, container_status, engine_deployment
 from standing_in import STORAGE_GID
 
+from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
 from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
 
 pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed: install the extra `engine`"
     ),
-    pytest.mark.skipif(bool(hanging_mount.available()), reason=hanging_mount.available()),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
     pytest.mark.engine,
 ]
 
@@ -91,7 +91,7 @@ def frozen(operator_on_node: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     """Everything that takes an engine to find out, with one start of it."""
     home = operator_on_node.storage / "frozen"
     model = write_llama(tmp_path_factory.mktemp("model") / "model", seed=0)
-    with hanging_mount.mounted(home) as storage:
+    with faulty_mount(home, others=True) as storage:
         os.chown(storage.path, 0, STORAGE_GID)
         storage.path.chmod(0o2770)
         with operator_on_node.namespace(NAMESPACE) as place:
@@ -99,10 +99,10 @@ def frozen(operator_on_node: Any, tmp_path_factory: pytest.TempPathFactory) -> I
                 yield _watch(operator_on_node, place, storage, model)
             finally:
                 # Before the namespace goes: its pod cannot go while the storage hangs.
-                storage.thaw()
+                storage.release()
 
 
-def _watch(installed: Any, place: Any, storage: hanging_mount.HangingMount, model: Path) -> Frozen:
+def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Frozen:
     seen = Frozen()
     pod = EnginePod(installed.cluster, installed.api, NAMESPACE, APP, model)
     place.apply_policy(policy(storage.path, FIRST_CLOCK_SECONDS))
@@ -136,7 +136,7 @@ def _watch(installed: Any, place: Any, storage: hanging_mount.HangingMount, mode
     return seen
 
 
-def _retune(place: Any, pod: EnginePod, storage: hanging_mount.HangingMount, clock_seconds: int) -> None:
+def _retune(place: Any, pod: EnginePod, storage: FaultyMount, clock_seconds: int) -> None:
     """Another time limit for the engine that runs."""
     generation = pod.status(POLICY)["appliedGeneration"]
     place.apply(policy(storage.path, clock_seconds))
@@ -170,7 +170,7 @@ def _end_container(installed: Any, pod: EnginePod, seen: Frozen) -> None:
     seen.container_end_seconds = time.monotonic() - begun
 
 
-def _delete_pod(installed: Any, place: Any, pod: EnginePod, storage: hanging_mount.HangingMount, seen: Frozen) -> None:
+def _delete_pod(installed: Any, place: Any, pod: EnginePod, storage: FaultyMount, seen: Frozen) -> None:
     # No replacement: it would have no storage that answers either.
     name = pod.now()["metadata"]["name"]
     installed.cluster.kubectl("-n", NAMESPACE, "scale", "deployment", APP, "--replicas=0")
@@ -180,7 +180,7 @@ def _delete_pod(installed: Any, place: Any, pod: EnginePod, storage: hanging_mou
     seen.told = json.dumps(place.policy()["status"]["conditions"])
     seen.still_there_before_thaw = installed.api.request("GET", path)[0] == 200
     ok(installed.api.request("GET", path))
-    storage.thaw()
+    storage.release()
     begun = time.monotonic()
     wait_for("the pod goes", lambda: installed.api.request("GET", path)[0] == 404, 120)
     seen.gone_after_thaw_seconds = time.monotonic() - begun

@@ -12,7 +12,7 @@ from kvtier.testing.engine_case import EngineCase, start_plain
 from kvtier.testing.engine_process import DrivenEngine
 from kvtier.testing.engine_requests import Plain
 from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.hanging_mount import HangingMount, hanging_mount
+from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
 from kvtier.testing.tiny_model import prompt
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
@@ -21,11 +21,11 @@ CHUNKS = 6
 
 
 @pytest.fixture
-def mount(scratch: Path) -> Iterator[HangingMount]:
-    if not Path("/dev/fuse").exists():
-        pytest.skip("there is no /dev/fuse")
+def mount(scratch: Path) -> Iterator[FaultyMount]:
+    if unavailable():
+        pytest.skip(unavailable())
     try:
-        with hanging_mount(scratch / "hung-fuse") as mount:
+        with faulty_mount(scratch / "hung-fuse") as mount:
             yield mount
     except OSError as error:
         pytest.skip(f"no FUSE mount can be made here: {error}")
@@ -42,7 +42,7 @@ def alone(model: Path, payload: Path, scratch: Path) -> Iterator[DrivenEngine]:
 
 
 @pytest.fixture
-def case(model: Path, payload: Path, scratch: Path, mount: HangingMount) -> Iterator[EngineCase]:
+def case(model: Path, payload: Path, scratch: Path, mount: FaultyMount) -> Iterator[EngineCase]:
     case = EngineCase(scratch / "hung", model, payload)
     case.files_root = mount.path / "tier"
     case.files_root.mkdir()
@@ -62,7 +62,7 @@ def _exit_seconds(engine: DrivenEngine) -> float:
 
 
 def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_hangs(
-    case: EngineCase, mount: HangingMount, plain: Plain, alone: DrivenEngine
+    case: EngineCase, mount: FaultyMount, plain: Plain, alone: DrivenEngine
 ) -> None:
     stored, other = (prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + index) for index in range(2))
     engine = case.start()

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults.mount import FaultyMount, faulty_mount
+from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
 from kvtier.testing.tierd_case import environment, wait_for
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from kvtier.testing.faults.mount import FaultyMount
+from kvtier.testing.faults.mount import FaultyMount, unavailable
 home = Path(sys.argv[1])
 mount = FaultyMount(home / "below", home / "mount", home / "faults.json", home / "mount.log")
 mount.set(every={"hang": True})
@@ -32,9 +32,8 @@ time.sleep(3600)
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("/dev/fuse is missing or not open to this user")
-    pytest.importorskip("mfusepy")
+    if unavailable():
+        pytest.skip(unavailable())
     directory = Path(tempfile.mkdtemp(prefix="kvtier-mount-"))
     yield directory
     shutil.rmtree(directory)

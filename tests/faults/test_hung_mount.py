@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.hanging_mount import HangingMount, hanging_mount
+from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
 from kvtier.testing.tierd_case import TierdCase, environment, wait_for
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 from kvtier.topology.models import Daemon
@@ -32,18 +32,18 @@ MakeCase = Callable[..., TierdCase]
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[HangingMount]:
-    if not Path("/dev/fuse").exists():
-        pytest.skip("there is no /dev/fuse")
+def mount(tmp_path: Path) -> Iterator[FaultyMount]:
+    if unavailable():
+        pytest.skip(unavailable())
     try:
-        with hanging_mount(tmp_path / "fuse") as mount:
+        with faulty_mount(tmp_path / "fuse") as mount:
             yield mount
     except OSError as error:
         pytest.skip(f"no FUSE mount can be made here: {error}")
 
 
 @pytest.fixture
-def make_case(tmp_path: Path, mount: HangingMount) -> Iterator[MakeCase]:
+def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
     cases: list[TierdCase] = []
 
     def make(**options: Any) -> TierdCase:
@@ -91,7 +91,7 @@ def waits_in_kernel(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
 def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_nobody(
-    make_case: MakeCase, mount: HangingMount, number: int
+    make_case: MakeCase, mount: FaultyMount, number: int
 ) -> None:
     case = make_case(persistence="Process", memory_bytes=16 * OBJECT_BYTES)
     engine = on_disk_alone(case)
@@ -125,7 +125,7 @@ def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_
     assert engine.seen.wrong == 0
 
 
-def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: HangingMount) -> None:
+def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: FaultyMount) -> None:
     case = make_case()
     case.start_tierd()
     engine = case.engine()
@@ -147,7 +147,7 @@ def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: Hangin
     assert engine.seen.wrong == 0
 
 
-def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: MakeCase, mount: HangingMount) -> None:
+def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: MakeCase, mount: FaultyMount) -> None:
     case = make_case(daemon=Daemon.ENGINE)
     engine = case.engine_process("--keys", "40")
     engine.wait_more("loaded", 10)
@@ -164,7 +164,7 @@ def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: 
 
 
 def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_let_go(
-    make_case: MakeCase, mount: HangingMount
+    make_case: MakeCase, mount: FaultyMount
 ) -> None:
     case = make_case(persistence="Process")
     engine = on_disk_alone(case)

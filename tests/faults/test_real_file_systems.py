@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults.mount import faulty_mount
+from kvtier.testing.faults.mount import faulty_mount, unavailable
 from kvtier.testing.faults.small_disks import NoDiskError, mounted
 from kvtier.testing.tier_suite import TierSuite, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
@@ -74,9 +73,8 @@ class TestOnXfs(Mounted):
 class TestOnFuse(Mounted):
     @pytest.fixture(scope="class")
     def place(self) -> Iterator[Path]:
-        if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-            pytest.skip("/dev/fuse is missing or not open to this user")
-        pytest.importorskip("mfusepy")
+        if unavailable():
+            pytest.skip(unavailable())
         directory = Path(tempfile.mkdtemp(prefix="kvtier-fuse-"))
         try:
             with faulty_mount(directory) as mount:

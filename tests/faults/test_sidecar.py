@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.engine_process import http_request
-from kvtier.testing.hanging_mount import hanging_mount
+from kvtier.testing.faults.mount import faulty_mount, unavailable
 from kvtier.testing.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
 from kvtier.tierd.sidecar.keeper import DRAIN_NAME
 from kvtier.topology.writing import document_text
@@ -118,11 +118,11 @@ def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(case: TierdCase
 
 
 def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    if not Path("/dev/fuse").exists():
-        pytest.skip("there is no /dev/fuse")
+    if unavailable():
+        pytest.skip(unavailable())
     with contextlib.ExitStack() as stack:
         try:
-            mount = stack.enter_context(hanging_mount(tmp_path / "fuse"))
+            mount = stack.enter_context(faulty_mount(tmp_path / "fuse"))
         except OSError as error:
             pytest.skip(f"no FUSE mount can be made here: {error}")
         case = TierdCase(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")

@@ -1,9 +1,12 @@
 """A FUSE mount that passes everything on to a directory, and does wrong what a control file says.
 
-    python -m kvtier.testing.faults.mount SOURCE MOUNTPOINT CONTROL
+    python -m kvtier.testing.faults.mount SOURCE MOUNTPOINT CONTROL [others]
+
+With ``others``, other users than root may use it, and what they make is theirs, as on a disk.
 
 ``CONTROL`` is JSON and looked at before every call; it may be absent (no faults). It maps names of calls (``open``, ``create``, ``read``, ``write``,
-``getattr``, ``readdir``, ``rename``, ``unlink``, ``mkdir``, ``fsync``, ``utimens``, ``truncate``; ``*`` is every call) to any of
+``getattr``, ``readdir``, ``rename``, ``unlink``, ``mkdir``, ``fsync``, ``flush`` (a file is closed), ``statfs``, ``utimens``, ``truncate``; ``*`` is all of
+these) to any of
 
 * ``errno``: a name such as ``EIO``; the call fails with it;
 * ``delay_seconds``: the call takes that much longer;
@@ -57,11 +60,17 @@ class ControlFile:
             return self._content.get(call) or self._content.get("*") or {}
 
 
-def main(source: str, mountpoint: str, control: str) -> int:
+def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
     """Serves the mount until it is unmounted."""
     import mfusepy  # type: ignore[import-untyped]
 
     told = ControlFile(Path(control))
+
+    def give_to_caller(made: str) -> None:
+        if others:
+            user, group, _ = mfusepy.fuse_get_context()
+            above = os.stat(os.path.dirname(made))
+            os.chown(made, user, above.st_gid if above.st_mode & stat.S_ISGID else group)
 
     def strike(call: str) -> dict[str, Any]:
         faults = told.of(call)
@@ -81,7 +90,7 @@ def main(source: str, mountpoint: str, control: str) -> int:
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
             strike("getattr")
             found = os.lstat(source + path)
-            names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino")
+            names = ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid", "st_ino")
             times = {f"st_{each}": getattr(found, f"st_{each}_ns") for each in ("atime", "mtime", "ctime")}
             return {name: getattr(found, name) for name in names} | times
 
@@ -101,7 +110,10 @@ def main(source: str, mountpoint: str, control: str) -> int:
 
         def create(self, path: str, mode: int, fi: Any = None) -> int:
             strike("create")
-            return os.open(source + path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            handle = os.open(source + path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            os.fchmod(handle, stat.S_IMODE(mode))  # the caller's own mask has been applied
+            give_to_caller(source + path)
+            return handle
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             faults = strike("read")
@@ -126,6 +138,10 @@ def main(source: str, mountpoint: str, control: str) -> int:
             os.truncate(source + path, length)
             return 0
 
+        def flush(self, path: str, fh: int) -> int:
+            strike("flush")
+            return 0
+
         def release(self, path: str, fh: int) -> int:
             os.close(fh)
             return 0
@@ -138,6 +154,9 @@ def main(source: str, mountpoint: str, control: str) -> int:
         def mkdir(self, path: str, mode: int) -> int:
             strike("mkdir")
             os.mkdir(source + path, mode)
+            inherited = os.stat(source + path).st_mode & stat.S_ISGID
+            give_to_caller(source + path)
+            os.chmod(source + path, stat.S_IMODE(mode) | inherited)
             return 0
 
         def rmdir(self, path: str) -> int:
@@ -177,6 +196,7 @@ def main(source: str, mountpoint: str, control: str) -> int:
             return 0
 
         def statfs(self, path: str) -> dict[str, int]:
+            strike("statfs")
             found = os.statvfs(source + path)
             return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
 
@@ -190,6 +210,8 @@ def main(source: str, mountpoint: str, control: str) -> int:
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=end_with_owner, daemon=True).start()
     options = {"foreground": True, "nothreads": False, "fsname": "kvtier-faults", "default_permissions": True}
+    if others:
+        options["allow_other"] = True
     # Nothing may come from the page cache: a fault is about the next call.
     mfusepy.FUSE(PassThrough(), mountpoint, direct_io=True, attr_timeout=0, entry_timeout=0, **options)
     return 0
@@ -202,9 +224,10 @@ class FaultyMount:
     Raises ``OSError`` where none can be made: no /dev/fuse, no mfusepy, no rights.
     """
 
-    def __init__(self, source: Path, path: Path, control: Path, log: Path) -> None:
+    def __init__(self, source: Path, path: Path, control: Path, log: Path, others: bool = False) -> None:
         self.source, self.path, self._control = source, path, control
         command = [sys.executable, "-m", "kvtier.testing.faults.mount", *map(str, (source, path, control))]
+        command += ["others"] * others
         package = str(Path(__file__).resolve().parents[3])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
         with log.open("ab") as output:
@@ -225,6 +248,14 @@ class FaultyMount:
         fresh.write_text(json.dumps(content))
         fresh.replace(self._control)
 
+    def hang(self, *calls: str) -> None:
+        """From now on these calls wait, without names every call."""
+        self.set(**{name: {"hang": True} for name in calls or ("every",)})
+
+    def release(self) -> None:
+        """Nothing is done wrong any more, and what waits goes on."""
+        self.set()
+
     def close(self) -> None:
         """Lets everything go, unmounts and ends the process."""
         self.set()
@@ -239,13 +270,22 @@ class FaultyMount:
             self._process.stdin.close()
 
 
+def unavailable() -> str:
+    """What is missing here for such a mount; empty if nothing is."""
+    try:
+        import mfusepy  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"mfusepy: {error}"
+    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "/dev/fuse is missing or not open to this user"
+
+
 @contextlib.contextmanager
-def faulty_mount(directory: Path) -> Iterator[FaultyMount]:
+def faulty_mount(directory: Path, others: bool = False) -> Iterator[FaultyMount]:
     """A mount ``directory/mount`` over ``directory/below`` for the time of a block. Raises ``OSError``."""
     source, path = directory / "below", directory / "mount"
     source.mkdir(parents=True)
     path.mkdir()
-    mount = FaultyMount(source, path, directory / "faults.json", directory / "mount.log")
+    mount = FaultyMount(source, path, directory / "faults.json", directory / "mount.log", others)
     try:
         yield mount
     finally:
@@ -253,4 +293,4 @@ def faulty_mount(directory: Path) -> Iterator[FaultyMount]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:5]))
