@@ -21,7 +21,7 @@ from kvtier.testing.tierd_case import environment, wait_for
 OWNER = """
 import sys, time
 from pathlib import Path
-from kvtier.testing.faults.mount import FaultyMount, unavailable
+from kvtier.testing.faults.mount import FaultyMount
 home = Path(sys.argv[1])
 mount = FaultyMount(home / "below", home / "mount", home / "faults.json", home / "mount.log")
 mount.set(every={"hang": True})
