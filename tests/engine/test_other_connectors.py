@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kvtier.testing.vllm_offloading import offloading_config
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.refusals import validated
 from kvtier_operator.render import connectors
@@ -47,33 +47,6 @@ def policy(connector: str, directory: Path, eviction: str = "LRU", sharing: str 
     )
 
 
-def offloading_config(extra: dict[str, Any]) -> Any:
-    """As vLLM's connector makes it for a small dense model."""
-    from vllm.v1.kv_offload import config as native
-
-    return native.OffloadingConfig(
-        groups=(native.OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b"), group_id=0),),
-        worker_kv_bytes_per_block=8192,
-        enable_kv_cache_events=False,
-        extra_config=extra,
-        engine_id="kvtier-test-offloading",
-        model=native.OffloadingModelConfig(name="test", dtype="float32"),
-        cache=native.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=extra["block_size"] // 16),
-        parallel=native.OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=True,
-        ),
-    )
-
-
 @pytest.mark.parametrize("eviction", ["LRU", "ARC"])
 def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: str) -> None:
     from vllm.config import KVTransferConfig
@@ -83,7 +56,9 @@ def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: st
     transfer = KVTransferConfig(**json.loads(rendered.transfer_config_text))
     assert transfer.kv_connector == "OffloadingConnector"
     assert transfer.kv_load_failure_policy == "recompute"
-    spec = OffloadingSpecFactory.create_spec(offloading_config(transfer.kv_connector_extra_config))
+    spec = OffloadingSpecFactory.create_spec(
+        offloading_config(transfer.kv_connector_extra_config, "kvtier-test-offloading", 8192)
+    )
     manager = spec.get_manager()
     try:
         assert spec.num_chunks == (96 << 20) // (8192 * 4)

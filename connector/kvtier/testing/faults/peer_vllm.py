@@ -8,7 +8,6 @@ Its primary tier is small, so that what is loaded comes from files. See ``peer_l
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -20,9 +19,10 @@ import numpy as np
 
 from kvtier.testing.fake_worker import block_hash
 from kvtier.testing.faults.peer_line import OBJECT_BYTES, Answer, expected, is_right, serve
+from kvtier.testing.vllm_offloading import BLOCK_TOKENS, offloading_config
 
 CHUNKS = 16
-BLOCK_TOKENS, BLOCKS = 16, 4
+BLOCKS = 4
 
 
 @dataclass(slots=True)
@@ -54,11 +54,11 @@ class VllmTiering:
     """A manager and its steps."""
 
     def __init__(self) -> None:
-        from vllm.v1.kv_offload import base, config
+        from vllm.v1.kv_offload import base
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
         from vllm.v1.kv_offload.tiering.fs import io, manager
 
-        self._base, self._config, self._factory = base, config, OffloadingSpecFactory
+        self._base, self._factory = base, OffloadingSpecFactory
         self.version = _version()
         native = io._HAS_FSIO_C and manager._HAS_BATCH_LOOKUP_C
         self.setting = f"TieringOffloadingManager, fs tier, 16 + 16 threads, {'C++' if native else 'Python'} I/O"
@@ -84,36 +84,15 @@ class VllmTiering:
         self._jobs, self._loads, self._stores = _Jobs(), [], []
         self._watch(self._manager.secondary_tiers[0], self._jobs)
 
-    def _offloading(self, engine: str, directory: Path) -> Any:
+    @staticmethod
+    def _offloading(engine: str, directory: Path) -> Any:
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": CHUNKS * OBJECT_BYTES,
             "block_size": BLOCK_TOKENS * BLOCKS,
             "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
         }
-        return self._config.OffloadingConfig(
-            groups=(
-                self._config.OffloadingGroupConfig(tokens_per_block=BLOCK_TOKENS, layer_names=("a", "b"), group_id=0),
-            ),
-            worker_kv_bytes_per_block=OBJECT_BYTES // BLOCKS,
-            enable_kv_cache_events=False,
-            extra_config=json.loads(json.dumps(extra)),
-            engine_id=engine,
-            model=self._config.OffloadingModelConfig(name="peer", dtype="bfloat16"),
-            cache=self._config.OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=BLOCKS),
-            parallel=self._config.OffloadingParallelConfig(
-                rank=0,
-                world_size=1,
-                tp_size=1,
-                pp_size=1,
-                pcp_size=1,
-                dcp_size=1,
-                data_parallel_index=0,
-                data_parallel_size=1,
-                data_parallel_rank_local=None,
-                is_parallelism_agnostic=True,
-            ),
-        )
+        return offloading_config(extra, engine, OBJECT_BYTES // BLOCKS, "bfloat16")
 
     @staticmethod
     def _watch(tier: Any, jobs: _Jobs) -> None:
