@@ -65,12 +65,25 @@ class ThreadExecutor:
                 self._complete(done, None, TierUnavailableError(f"{lane}: {reason}"))
                 return
             pool.queue.append((call, done))
-            if pool.idle:
-                pool.ready.notify()
-            elif pool.threads < pool.max_threads:
-                pool.threads += 1
-                name = f"kvtier-{lane}-{pool.threads}"
-                threading.Thread(target=self._serve, args=(pool,), name=name, daemon=True).start()
+            pool.ready.notify()
+            # A thread that was notified counts as idle until it runs, so what waits is compared with all that are idle: a call must
+            # not wait behind another one, which may hang, while the lane has threads left.
+            if len(pool.queue) > pool.idle and pool.threads < pool.max_threads:
+                self._start_thread(pool)
+
+    def _start_thread(self, pool: _Lane) -> None:
+        """``pool.ready`` is held. Where the system has no thread left, those there are do the work, and without any nobody can."""
+        name = f"kvtier-{pool.name}-{pool.threads + 1}"
+        try:
+            threading.Thread(target=self._serve, args=(pool,), name=name, daemon=True).start()
+        except RuntimeError as error:
+            if pool.threads:
+                return
+            while pool.queue:
+                _, done = pool.queue.popleft()
+                self._complete(done, None, TierUnavailableError(f"{pool.name}: {error}"))
+            return
+        pool.threads += 1
 
     def _lane(self, name: str) -> _Lane:
         pool = self._lanes.get(name)

@@ -68,6 +68,52 @@ def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_w
     executor.close()
 
 
+def test_calls_that_come_together_do_not_share_the_one_thread_that_is_idle() -> None:
+    executor = ThreadExecutor({"read:disk": 4})
+    finished: list[object] = []
+    executor.submit("read:disk", lambda: None, lambda r, e: finished.append(r))
+    collect_until(executor, lambda: len(finished) == 1)
+    # Each waits for the others: they end only if all of them run at the same time.
+    together = threading.Barrier(4)
+    for _ in range(4):
+        executor.submit("read:disk", lambda: together.wait(PATIENCE_SECONDS), lambda r, e: finished.append(e))
+    collect_until(executor, lambda: len(finished) == 5)
+    assert finished[1:] == [None] * 4
+    executor.close()
+
+
+def test_where_no_thread_can_be_started_a_call_fails_or_waits_for_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = ThreadExecutor({"read:disk": 2, "hash": 2})
+    gate, begun = threading.Event(), threading.Event()
+    finished: list[BaseException | None] = []
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(PATIENCE_SECONDS)
+
+    executor.submit("hash", hold, lambda r, e: finished.append(e))
+    assert begun.wait(PATIENCE_SECONDS)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    executor.submit("read:disk", lambda: None, lambda r, e: finished.append(e))
+    executor.submit("hash", lambda: None, lambda r, e: finished.append(e))
+    executor.collect()
+    assert [type(error) for error in finished] == [TierUnavailableError]
+    gate.set()
+    collect_until(executor, lambda: len(finished) == 3)
+    assert finished[1:] == [None, None]
+    monkeypatch.undo()
+    executor.submit("read:disk", lambda: None, lambda r, e: finished.append(e))
+    collect_until(executor, lambda: len(finished) == 4)
+    assert finished[3] is None
+    executor.close()
+
+
 def test_a_hung_call_keeps_its_thread_and_no_other_lane_notices() -> None:
     executor = ThreadExecutor({"read:nfs": 1, "read:disk": 1})
     gate, begun = threading.Event(), threading.Event()
