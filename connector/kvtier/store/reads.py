@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 JOIN_FACTOR = 1.5
 """Half of all reads end after their estimate, which is a median; one that has taken half as long again is past it."""
 
+BLAME_SECONDS = 0.05
+"""After a read has become late it is judged."""
+
 
 class Waiter(Protocol):
     """Who wants a key."""
@@ -227,6 +230,22 @@ class Reads:
             self._next_tier(read, "tier_timeout")
         else:
             self._lose(read, "tier_timeout")
+            self._blame_later(read)
+
+    def _blame_later(self, read: Read) -> None:
+        """A deadline that came before the read had taken too long is judged again when it has: nobody waits for it any more who
+        could, and a mount that hangs must be given up whatever its limit is."""
+        job = read.job
+        if read.late or job is None or job.started_at is None or self._reads.get((read.namespace, read.key)) is not read:
+            return
+
+        def judge() -> None:
+            read.timer = None
+            self.blame(read)
+            self._blame_later(read)
+
+        due = job.started_at + read.lower.late_seconds + BLAME_SECONDS
+        read.timer = self._shared.timers.at(max(due, self._shared.clock() + BLAME_SECONDS), judge)
 
     def _returned(self, read: Read, result: object, error: BaseException | None) -> None:
         lower, job = read.lower, read.job

@@ -132,6 +132,44 @@ def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers
     assert world.counted("tier_late_reads", "disk") == 1
 
 
+@pytest.mark.parametrize(("limit", "begins_at"), [(1, 0.0), (5, 4.5)])
+def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(limit: int, begins_at: float) -> None:
+    # Its limit is no longer than what a read may take, or it waited for a thread: then nobody's deadline finds it late.
+    world = World(
+        values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)), read_threads=2
+    )
+    world.engine()
+    world.lower(0)
+    world.promote(0, budget=0.5)
+    world.promote(0, budget=float(limit))
+    world.advance(begins_at)
+    world.io.hold(world.calls("read:")[0])
+    world.advance(limit - begins_at)
+    assert state(world) == "Healthy"
+    world.advance(2.0)
+    assert state(world) == "BreakerOpen"
+    assert world.store.tier_states()[1].cause == "hung"
+    assert world.counted("tier_late_reads", "disk") == 1
+    world.advance(30.0)
+    assert world.counted("tier_late_reads", "disk") == 1
+
+
+def test_a_read_that_comes_after_its_limit_and_before_it_is_late_is_no_failure() -> None:
+    world = World(values=live(threshold=1, disk=LiveTier(load_timeout_seconds=1)))
+    world.engine()
+    world.lower(0)
+    world.promote(0, budget=1.0)
+    world.advance(0.5)
+    call = world.calls("read:")[0]
+    world.io.hold(call)
+    world.advance(0.6)
+    world.io.run(call)
+    world.pump()
+    world.advance(5.0)
+    assert state(world) == "Healthy"
+    assert world.counted("tier_late_reads", "disk") == 0
+
+
 def test_a_slow_tier_is_late_only_at_three_times_its_usual_time() -> None:
     world = World(values=live(threshold=1, disk=LiveTier(load_timeout_seconds=60)))
     world.engine()
