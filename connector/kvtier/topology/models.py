@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 SCHEMA_VERSION: Final = 1
+MAX_BYTES: Final = (1 << 63) - 1
+"""Of a size, as in Kubernetes. Numbers have bounds here as in the policy: a larger one has no meaning, and none in the arithmetic of a clock."""
 
 
 class Document(BaseModel):
@@ -52,29 +54,29 @@ class LiveTier(Document):
     lookup_timeout_milliseconds: Annotated[int, Field(ge=1, le=10_000)] = 50
     load_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 5
     store_policy: StorePolicy = StorePolicy.ALL
-    max_pending_store_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    max_write_bytes_per_second: Annotated[int, Field(gt=0)] | None = None
+    max_pending_store_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 1 << 30
+    max_write_bytes_per_second: Annotated[int, Field(gt=0, le=MAX_BYTES)] | None = None
     """None: as fast as it goes."""
-    capacity_bytes: Annotated[int, Field(gt=0)] | None = None
+    capacity_bytes: Annotated[int, Field(gt=0, le=MAX_BYTES)] | None = None
     high_watermark_percent: Annotated[int, Field(ge=2, le=100)] = 90
     low_watermark_percent: Annotated[int, Field(ge=1, le=99)] = 75
-    retention_seconds: Annotated[int, Field(ge=0)] = 604_800
+    retention_seconds: Annotated[int, Field(ge=0, le=315_360_000)] = 604_800
     sync_data: bool = False
 
 
 class Breaker(Document):
     """When a tier is given up for a while, and for how long."""
 
-    failure_threshold: Annotated[int, Field(ge=1)] = 5
-    period_seconds: Annotated[int, Field(ge=1)] = 60
+    failure_threshold: Annotated[int, Field(ge=1, le=1000)] = 5
+    period_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
 
 
 class Live(Document):
     """Everything that may change under a running engine, tiers keyed by name."""
 
-    generation: Annotated[int, Field(ge=0)] = 0
+    generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
-    min_load_tokens: Annotated[int, Field(ge=0)] = 512
+    min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
     breaker: Breaker = Breaker()
     tiers: dict[str, LiveTier]
 
@@ -84,7 +86,7 @@ class MemoryTierDocument(Document):
 
     kind: Literal["memory"] = "memory"
     name: str
-    capacity_bytes: Annotated[int, Field(gt=0)]
+    capacity_bytes: Annotated[int, Field(gt=0, le=MAX_BYTES)]
     eviction_policy: Literal["LRU", "ARC"] = "LRU"
     persistence: Literal["Process", "Pod"] = "Pod"
 

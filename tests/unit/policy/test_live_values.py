@@ -106,6 +106,26 @@ class TestMerging:
         after, refusals = _merged({"tiers": {"nvme": {"loadWeight": value}}})
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.loadWeight"})
 
+    @pytest.mark.parametrize("number", [10**30, 10**400, 10**4000], ids=["30", "400", "4000"])
+    def test_a_number_that_no_clock_and_no_wire_can_hold_is_refused(self, number: int) -> None:
+        after, refusals = _merged(
+            {
+                "generation": number,
+                "minLoadTokens": number,
+                "breaker": {"failureThreshold": number, "periodSeconds": number},
+                "tiers": {
+                    "nvme": {
+                        "maxPendingStoreBytes": number,
+                        "maxWriteBytesPerSecond": number,
+                        "capacityBytes": number,
+                        "retentionSeconds": number,
+                    }
+                },
+            }
+        )
+        assert after == BEFORE
+        assert len(refusals) == 8
+
     def test_a_value_of_a_newer_version_is_refused_alone(self) -> None:
         after, refusals = _merged(
             {"prefetch": 1, "breaker": {"jitter": 1, "periodSeconds": 9}, "tiers": {"nvme": {"ttl": 1}}}
