@@ -17,6 +17,7 @@ from kvtier.store.estimates import TierModel
 from kvtier.store.jobs import Job
 from kvtier.store.presence import MEMORY_BIT, RAM_BITS, PresenceIndex
 from kvtier.store.shared import Shared
+from kvtier.store.timers import Timer
 from kvtier.tiers.base import Tier, TierLimits
 from kvtier.topology.models import Live, LiveTier
 
@@ -65,6 +66,9 @@ class LowerTier:
         self.breaker = TierBreaker(threshold, now)
         self.negative = NegativeCache()
         self.opened = False
+        self.looked_at = now
+        """When it was last found out, or is being, whether the tier works again."""
+        self.next_look: Timer | None = None
         self.late_reads = 0
         self.pending_store_bytes = 0
         self.average_read_seconds: float | None = None
@@ -121,6 +125,8 @@ class LowerTiers:
         self._period_seconds = float(live.breaker.period_seconds)
         for lower in self.all:
             lower.breaker.failure_threshold = live.breaker.failure_threshold
+            if lower.next_look is not None:
+                self._look_after_period(lower, lower.looked_at)
             settings = live.tiers.get(lower.name)
             if settings is None:
                 self._shared.count("settings_missing", lower.name)
@@ -189,12 +195,20 @@ class LowerTiers:
     def _opened(self, lower: LowerTier) -> None:
         shared = self._shared
         shared.count("breaker_opened", lower.name, lower.breaker.cause)
-        shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
+        self._look_after_period(lower, shared.clock())
         self._announce_usable()
         if self.on_open is not None:
             self.on_open(lower)
 
+    def _look_after_period(self, lower: LowerTier, since: float) -> None:
+        """Has the tier looked at one period after ``since``; a period that is changed meanwhile holds for this one, too."""
+        if lower.next_look is not None:
+            lower.next_look.cancel()
+        lower.looked_at = since
+        lower.next_look = self._shared.timers.at(since + self._period_seconds, partial(self._probe, lower))
+
     def _probe(self, lower: LowerTier) -> None:
+        lower.next_look = None
         if not lower.opened:
             self._submit_open(lower)
             return
@@ -211,7 +225,7 @@ class LowerTiers:
             return
         reason = "hung" if error is None else self._reason(lower, error)
         shared.count("breaker_probe_failed", lower.name, reason)
-        shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
+        self._look_after_period(lower, shared.clock())
 
     def _submit_open(self, lower: LowerTier) -> None:
         def announce(namespace: str, key: bytes, present: bool) -> None:
@@ -233,7 +247,7 @@ class LowerTiers:
         reason = self._reason(lower, error)
         shared.count("tier_open_failed", lower.name, reason)
         lower.breaker.trip(reason, shared.clock())
-        shared.timers.at(shared.clock() + self._period_seconds, partial(self._probe, lower))
+        self._look_after_period(lower, shared.clock())
 
     def _usable_now(self) -> None:
         self._announce_usable()

@@ -80,6 +80,50 @@ def test_after_the_period_one_probe_decides() -> None:
     assert world.ends(promotion)[0].outcome is Outcome.WHOLE
 
 
+def test_a_period_that_is_changed_holds_for_the_breaker_that_is_open() -> None:
+    world = broken()
+    world.tier.fail = None
+    world.advance(4.0)
+    world.store.configure(live(threshold=3, period=86_400, disk=LiveTier()))
+    world.advance(60.0)
+    assert world.calls("check:") == []
+    # Longer ago than that already: it is looked at now, and once.
+    world.store.configure(live(threshold=3, period=5, disk=LiveTier()))
+    world.advance(0.0)
+    assert len(world.calls("check:")) == 1
+    world.store.configure(live(threshold=3, period=1, disk=LiveTier()))
+    world.advance(20.0)
+    assert len(world.calls("check:")) == 1
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "Healthy"
+    world.advance(200.0)
+    assert world.calls("check:") == []
+
+
+def test_a_threshold_that_is_changed_leaves_an_open_breaker_open_and_holds_for_the_next_row() -> None:
+    world = broken()
+    world.store.configure(live(threshold=1_000, period=10, disk=LiveTier()))
+    world.pump()
+    assert state(world) == "BreakerOpen"
+    world.tier.fail = None
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "Healthy"
+    failing(world)
+    for chunk in range(5, 9):
+        world.promote(chunk)
+        world.settle()
+    assert state(world) == "Degraded"
+    # Fewer than it has failed already: the next one decides.
+    world.store.configure(live(threshold=2, period=10, disk=LiveTier()))
+    assert state(world) == "Degraded"
+    world.promote(9)
+    world.settle()
+    assert state(world) == "BreakerOpen"
+
+
 def test_a_probe_that_hangs_is_not_followed_by_another() -> None:
     world = broken()
     world.advance(10.0)
