@@ -1,5 +1,6 @@
 """`kvtier inspect`, `kvtier verify` and `kvtier gc`."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from kvtier.testing.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes
 from kvtier.testing.tier_suite import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.collect import collect
 from kvtier.tiers.filesystem.lease import here
 from kvtier.tiers.filesystem.scan import object_path, process_tag
 
@@ -144,6 +146,19 @@ def test_verify_finds_everything_that_is_not_what_it_says(kvtier: Any, root: Pat
     assert path_of(root, 3).exists()
 
 
+def test_verify_takes_no_memory_for_what_only_looks_like_an_object(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
+    tier.close()
+    os.truncate(path_of(root, 3), 1 << 43)
+    path_of(root, 4).write_bytes(bytes(4096))
+    os.truncate(path_of(root, 4), 1 << 43)
+    outcome = kvtier("verify", root, "--json")
+    assert outcome.status == 1
+    assert outcome.json["verified"] == 38
+    assert outcome.json["corrupt"] == 2
+
+
 def test_verify_deletes_what_is_corrupt_when_told_to(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     flip(path_of(root, 3), 5_000, 1)
     outcome = kvtier("verify", root, "--delete", "--json")
@@ -200,6 +215,36 @@ def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(kvtier: Any, root: P
     assert not dead.exists()
     assert len(list(root.rglob("*.kv"))) == 40
     assert kvtier("inspect", root, "--json").json["janitor"]["state"] == "Released"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files that are another's")
+@pytest.mark.parametrize("alive", [True, False], ids=["beside a janitor", "as the janitor"])
+def test_what_gc_makes_as_root_belongs_to_those_who_keep_the_books(
+    root: Path, tier: FileSystemTier, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the tier is in another process, which is asked and not replaced.
+    monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
+    monkeypatch.setattr("kvtier.tiers.filesystem.seat.in_this_process", lambda _: False)
+    if not alive:
+        tier.close()
+    for path in (root, *root.rglob("*")):
+        os.chown(path, 4_321, 4_322)
+    before = set((root / ".kvtier").rglob("*"))
+    owners: set[tuple[int, int]] = set()
+    made: set[Path] = set()
+
+    def look(_: str) -> None:
+        for path in set((root / ".kvtier").rglob("*")) - before:
+            with contextlib.suppress(FileNotFoundError):
+                owners.add((path.lstat().st_uid, path.lstat().st_gid))
+                made.add(path)
+
+    done = collect(root, 200 * 1024, None, dry_run=False, progress=look)
+    look("")
+    assert done.janitor is not alive
+    assert done.objects > 0
+    assert {path.name for path in made} >= {"record"} | (set() if alive else {"ledger"})
+    assert owners == {(4_321, 4_322)}
 
 
 def test_gc_removes_namespaces_that_were_not_used(kvtier: Any, root: Path, tier: FileSystemTier) -> None:

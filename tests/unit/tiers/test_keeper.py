@@ -288,6 +288,33 @@ def test_a_directory_that_was_replaced_is_not_filled(hosts: Callable[..., Host],
     first.write(3)
 
 
+@pytest.mark.parametrize("place", ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"])
+def test_what_others_put_among_the_books_goes_and_the_tier_works(
+    hosts: Callable[..., Host], tmp_path: Path, place: str
+) -> None:
+    first = hosts()
+    first.write(1)
+    first.tier.keeper.leave()
+    path = tmp_path / "tier" / ".kvtier" / place
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    if place.endswith("README") or place.endswith("77"):
+        path.touch()
+    elif place.endswith("link"):
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir(parents=True)
+    second = hosts()
+    for _ in range(30):
+        second.turn()
+    assert second.is_janitor
+    second.write(2)
+    assert second.tier.usage().objects == 2
+    assert not os.path.lexists(path)
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
 def test_a_directory_whose_books_were_deleted_by_hand_is_counted_anew(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:

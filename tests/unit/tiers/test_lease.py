@@ -92,7 +92,7 @@ def test_looking_anew_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_record_that_is_half_written_is_none_and_a_shorter_one_replaces_a_longer(tmp_path: Path) -> None:
     path = tmp_path / "record"
-    record.create(path, {"text": "x" * 5_000}, 0o600, None)
+    record.create(path, {"text": "x" * 5_000}, Modes(0o600, 0o700, None))
     record.rewrite(path, {"text": "y"})
     assert record.read(path) == {"text": "y"}
     with path.open("r+b") as file:
@@ -103,6 +103,53 @@ def test_a_record_that_is_half_written_is_none_and_a_shorter_one_replaces_a_long
     assert record.read(path) is None
     with pytest.raises(FileNotFoundError):
         record.rewrite(tmp_path / "gone", {})
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_what_stands_in_the_place_of_a_record_is_none(tmp_path: Path, kind: str) -> None:
+    make_control(tmp_path, MODES)
+    claim(tmp_path, 0, "a", MODES)
+    path = seat_path(tmp_path, 1) / LEDGER
+    path.unlink()
+    in_place(path, kind, tmp_path / "elsewhere")
+    assert read_ledger(tmp_path, 1) is None
+    second = claim(tmp_path, 1, "b", MODES)
+    assert second is not None
+    assert second.base_bytes is None
+    assert not seat_path(tmp_path, 1).exists()
+    assert read_ledger(tmp_path, 2) is not None
+
+
+def in_place(path: Path, kind: str, elsewhere: Path) -> None:
+    """Puts something at ``path`` that nobody of ours makes."""
+    if kind == "directory":
+        (path / "below").mkdir(parents=True)
+    elif kind == "link":
+        elsewhere.mkdir()
+        (elsewhere / "precious").touch()
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe", "directory"])
+def test_the_fence_removes_what_is_no_directory_of_ours_and_nothing_that_it_points_to(
+    tmp_path: Path, kind: str
+) -> None:
+    path, elsewhere = tmp_path / "holder", tmp_path / "elsewhere"
+    in_place(path, kind, elsewhere)
+    assert remove_fenced(path)
+    assert not os.path.lexists(path)
+    holder = tmp_path / "holder"
+    holder.mkdir()
+    in_place(holder / "inside", kind, tmp_path / "elsewhere too" if kind == "link" else elsewhere)
+    assert remove_fenced(holder)
+    assert not holder.exists()
+    if kind == "link":
+        assert (elsewhere / "precious").exists()
+        assert (tmp_path / "elsewhere too" / "precious").exists()
 
 
 def test_one_of_those_who_claim_gets_the_office_and_numbers_never_come_back(tmp_path: Path) -> None:

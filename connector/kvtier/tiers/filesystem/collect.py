@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.keeper import Keeper
-from kvtier.tiers.filesystem.layout import IDENTITY, Modes
+from kvtier.tiers.filesystem.layout import CONTROL, IDENTITY, Modes
 from kvtier.tiers.filesystem.lease import BEAT_SECONDS, LEASE_SECONDS, here
 from kvtier.tiers.filesystem.ledger import limit_bytes
 from kvtier.tiers.filesystem.scan import Found, object_path
@@ -99,9 +99,7 @@ def collect(
         chosen = plan(found, objects_of(root, now), capacity_bytes, retention_seconds, now)
         after = found.total_bytes - chosen.size_bytes
         return _collected(found, chosen, after, len(chosen.objects), dry_run=True, janitor=False)
-    status = os.stat(root)
-    shared = bool(status.st_mode & 0o020)
-    modes = Modes(0o660, 0o2770, status.st_gid) if shared else Modes(0o640, 0o750, None)
+    modes = _modes_of(root)
     index = Index(capacity_bytes)
     limits = TierLimits(capacity_bytes, 100, 99, _NEVER_SECONDS)
     keeper = Keeper(root, index, lambda: limits, modes, shared=False, on_change=lambda *_: None)
@@ -121,6 +119,19 @@ def collect(
     finally:
         keeper.leave()
     return _collected(found, chosen, survey(root, now).total_bytes, removed, dry_run=False, janitor=janitor)
+
+
+def _modes_of(root: Path) -> Modes:
+    """As those who keep books here make theirs: what this process makes while it takes part, and leaves, is theirs to read and to remove, also
+    where root does it for an engine that is not root's."""
+    try:
+        status = os.stat(root / CONTROL)
+    except FileNotFoundError:
+        status = os.stat(root)
+    modes = (0o660, 0o2770) if status.st_mode & 0o020 else (0o640, 0o750)
+    if os.geteuid() == 0:
+        return Modes(*modes, status.st_gid, status.st_uid)
+    return Modes(*modes, status.st_gid if status.st_mode & 0o020 else None)
 
 
 def _collected(

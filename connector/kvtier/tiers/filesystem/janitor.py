@@ -28,6 +28,7 @@ from kvtier.tiers.filesystem.layout import (
 )
 from kvtier.tiers.filesystem.lease import (
     BEAT_SECONDS,
+    BROKEN,
     GONE,
     Watch,
     fresh_names,
@@ -139,7 +140,7 @@ class Janitor:
         try:
             record.rewrite(self._seat / LEDGER, document)
         except OSError as error:
-            if error.errno in GONE:
+            if error.errno in BROKEN:
                 raise DeposedError from error
             raise
         self._written_at, self._dirty = now, False

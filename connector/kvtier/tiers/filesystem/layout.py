@@ -28,17 +28,18 @@ WORKING_PREFIX = "t-"
 DIRECTORY_BYTES = 4096
 """What a directory is charged: a block, as ext4 and xfs give it."""
 
-_SEAT = re.compile(r"janitor-(\d{1,18})")
+_SEAT = re.compile(r"janitor-(\d{1,200})")
 _GRANT = re.compile(r"grant-(\d{1,18})-(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permissions and group of what is made."""
+    """Permissions and group of what is made. ``uid``: whose it is, where that is not this process's user."""
 
     file: int
     directory: int
     gid: int | None
+    uid: int | None = None
 
 
 def seat_path(root: Path, fence: int) -> Path:
@@ -78,6 +79,6 @@ def make_directory(path: Path, modes: Modes) -> bool:
     except FileExistsError:
         return False
     if modes.gid is not None:
-        os.chown(path, -1, modes.gid)
+        os.chown(path, -1 if modes.uid is None else modes.uid, modes.gid)
         os.chmod(path, modes.directory)
     return True

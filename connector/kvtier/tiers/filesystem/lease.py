@@ -14,7 +14,8 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import stat
 from pathlib import Path
 
 from kvtier.tiers.filesystem.scan import process_tag
@@ -27,6 +28,8 @@ _HOLDER = re.compile(r"([0-9a-f]{8})-([0-9a-z]+)-(\d+)-(\d+)-[0-9a-f]{8}")
 _FENCE_ATTEMPTS = 16
 GONE = (errno.ENOENT, errno.ESTALE)
 """What an operation below a removed directory ends with: a path that is not there, or (NFS) a handle that is not any more."""
+BROKEN = (*GONE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""What reading or writing a record ends with that is not there, or has something else in its place."""
 
 
 def new_holder() -> str:
@@ -91,15 +94,18 @@ def fresh_names(directory: Path) -> list[str]:
 
 
 def remove_fenced(directory: Path) -> bool:
-    """Empties and removes a flat directory. After True, nothing that its holder still tries in it can succeed. Raises ``OSError``."""
+    """Empties and removes a directory. After True, nothing that its holder still tries in it can succeed. What stands in its place, such as a
+    link, goes itself; what it points to is nobody's business here. Raises ``OSError``."""
     for _ in range(_FENCE_ATTEMPTS):
         try:
-            for name in _names(directory):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(directory / name)
+            _empty(directory)
             os.rmdir(directory)
         except OSError as error:
             if error.errno in GONE:
+                return True
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(directory)
                 return True
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -108,6 +114,18 @@ def remove_fenced(directory: Path) -> bool:
     return False
 
 
-def _names(directory: Path) -> Iterator[str]:
-    with os.scandir(directory) as entries:
-        yield from [entry.name for entry in entries]
+def _empty(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in os.listdir(descriptor):
+            try:
+                os.unlink(name, dir_fd=descriptor)
+            except FileNotFoundError:
+                continue
+            except (IsADirectoryError, PermissionError):
+                # Unlinking a directory is EISDIR here and EPERM elsewhere. Nobody of ours makes one.
+                if not stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                    raise
+                shutil.rmtree(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)

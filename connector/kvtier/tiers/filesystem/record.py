@@ -18,6 +18,8 @@ from typing import Any
 
 import blake3
 
+from kvtier.tiers.filesystem.layout import Modes
+
 _DIGEST_CHARACTERS = 32
 _HEAD_BYTES = _DIGEST_CHARACTERS + 12
 _ATTEMPTS = 3
@@ -30,13 +32,13 @@ def _encoded(document: dict[str, Any]) -> bytes:
     return f"{digest} {len(body):010d}\n".encode() + body
 
 
-def create(path: Path, document: dict[str, Any], mode: int, gid: int | None) -> None:
+def create(path: Path, document: dict[str, Any], modes: Modes) -> None:
     """Makes the file. Raises ``OSError``, ``FileExistsError`` among them."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, modes.file)
     try:
-        if gid is not None:
-            os.fchown(descriptor, -1, gid)
-            os.fchmod(descriptor, mode)
+        if modes.gid is not None:
+            os.fchown(descriptor, -1 if modes.uid is None else modes.uid, modes.gid)
+            os.fchmod(descriptor, modes.file)
         _past_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
     finally:
@@ -45,7 +47,7 @@ def create(path: Path, document: dict[str, Any], mode: int, gid: int | None) -> 
 
 def rewrite(path: Path, document: dict[str, Any]) -> float:
     """Writes over the file, which must be there: the file system's time of it. Raises ``OSError``."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         _past_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
@@ -64,7 +66,8 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    # O_NONBLOCK: opening a pipe in its place would wait for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not _past_cache(descriptor):
             with os.fdopen(descriptor, "rb", closefd=False) as file:

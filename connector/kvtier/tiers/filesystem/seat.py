@@ -24,7 +24,7 @@ from kvtier.tiers.filesystem.layout import (
     seat_path,
     writers_path,
 )
-from kvtier.tiers.filesystem.lease import GONE, Watch, fresh_names, in_this_process, remove_fenced, surely_gone
+from kvtier.tiers.filesystem.lease import BROKEN, Watch, fresh_names, in_this_process, remove_fenced, surely_gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def read_ledger(root: Path, fence: int) -> dict[str, Any] | None:
     try:
         return record.read(seat_path(root, fence) / LEDGER)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in BROKEN:
             return None
         raise
 
@@ -81,12 +81,12 @@ def claim(root: Path, above: int, holder: str, modes: Modes) -> Inherited | None
     if top_fence(root, fresh=True) != fence:
         remove_fenced(mine)
         return None
-    record.create(mine / LEDGER, first_record(fence, holder), modes.file, modes.gid)
+    record.create(mine / LEDGER, first_record(fence, holder), modes)
     try:
         # The predecessor cannot announce anything from here on.
         os.rename(seat_path(root, above) / LEDGER, mine / PREVIOUS)
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in BROKEN:
             raise
     for lower in seat_fences(os.listdir(root / CONTROL)):
         if lower < fence and not remove_fenced(seat_path(root, lower)):
@@ -105,7 +105,7 @@ def _names(directory: Path) -> list[str]:
     try:
         return fresh_names(directory)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in BROKEN:
             return []
         raise
 
@@ -115,7 +115,7 @@ def _base(previous: Path) -> int | None:
         found = record.read(previous)
         os.unlink(previous)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in BROKEN:
             return None
         raise
     base = None if found is None else found.get("base")
@@ -127,6 +127,6 @@ def read_writer(root: Path, writer: str) -> dict[str, Any] | None:
     try:
         return record.read(writers_path(root) / writer / RECORD)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in BROKEN:
             return None
         raise

@@ -135,7 +135,7 @@ def _state(holder: str) -> str:
 def _writers(root: Path) -> Iterator[HolderView]:
     top = writers_path(root)
     for name in sorted(os.listdir(top)) if top.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(top / name)
             sizes = [_size(top / name / each) for each in names if each.startswith(WORKING_PREFIX)]
             settled = (read_writer(root, name) or {}).get("settled", {})
@@ -222,11 +222,13 @@ def verify(
         works = direct.direct_works(root)
     for found in objects:
         size = found.size_bytes - HEADER_BYTES
-        if room.nbytes < size:
-            room = memoryview(mmap.mmap(-1, size))
         ref = ObjectRef(found.namespace, found.key)
         path = object_path(str(root), found.namespace, found.key)
         try:
+            # Before memory is taken for it: a file that is none of ours may be of any size.
+            read_header(_header_of(path, header), ref, size)
+            if room.nbytes < size:
+                room = memoryview(mmap.mmap(-1, size))
             direct.read_file(path, header, room[:size], works)
             verify_payload(room[:size], read_header(header, ref, size))
         except FileNotFoundError:
@@ -243,6 +245,15 @@ def verify(
             done.size_bytes += found.size_bytes
         progress(done)
     return done
+
+
+def _header_of(path: str, header: memoryview) -> memoryview:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        header[:] = os.pread(descriptor, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
+        return header
+    finally:
+        os.close(descriptor)
 
 
 def _unlinked(path: str) -> bool:

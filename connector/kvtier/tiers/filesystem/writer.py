@@ -24,7 +24,7 @@ from kvtier.tiers.filesystem.layout import (
     seat_path,
     writers_path,
 )
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS, GONE, LEASE_SECONDS, new_holder, remove_fenced
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, BROKEN, GONE, LEASE_SECONDS, new_holder, remove_fenced
 
 
 class Writer:
@@ -73,7 +73,7 @@ class Writer:
             "full": 0,
             "recount": 0,
         }
-        record.create(path / RECORD, self._document, self._modes.file, self._modes.gid)
+        record.create(path / RECORD, self._document, self._modes)
         self._path, self.name, self._beat_at, self._recall = path, name, now, None
 
     def revoked(self) -> None:
@@ -109,7 +109,7 @@ class Writer:
         try:
             self.server_time = record.rewrite(self._path / RECORD, self._document)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in BROKEN:
                 raise
             self.revoked()
             return
