@@ -1,5 +1,6 @@
 """Whatever is done to a stored file, it is either the object that was asked for or a miss."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TierCorruptError, TierError, TierMissError, TierUnavailableError
+from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.testing.damage import DAMAGES, Damage
 from kvtier.testing.tier_suite import NAMESPACE, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
@@ -232,6 +233,60 @@ def test_a_disk_smaller_than_the_budget_costs_a_store_and_makes_room(small_disk:
     assert outcomes[-20:].count("stored") > 0
     assert set(outcomes) == {"stored", "no_space"}
     assert not list(root.rglob(f"{TEMPORARY_PREFIX}*"))
+
+
+def fill(directory: Path) -> Path:
+    """Leaves no block free, not even for a directory."""
+    other = directory / "others"
+    descriptor = os.open(other, os.O_CREAT | os.O_WRONLY)
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(descriptor, bytes(4096))
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        for number in range(10_000):
+            (directory / f"other-{number}").mkdir()
+    return other
+
+
+def test_what_is_there_is_served_by_a_tier_that_starts_on_a_full_disk(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = small_disk / "tier"
+    first = open_tier(root)
+    for seed in range(10):
+        first.write(*make_object(seed))
+    first.close()
+    others = fill(small_disk)
+    again = open_tier(root)
+    assert "nothing is stored until there is room" in caplog.text
+    for seed in range(10):
+        ref, payload, meta = make_object(seed)
+        assert again.contains(ref)
+        assert again.read(ref, buffer(payload.nbytes)) == meta
+    others.unlink()
+    again.maintain()
+    again.write(*make_object(20))
+    assert again.direct or not first.direct
+    again.close()
+
+
+def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its_records(small_disk: Path) -> None:
+    root = small_disk / "tier"
+    first = open_tier(root)
+    for seed in range(20):
+        first.write(*make_object(seed))
+    first.close()
+    fill(small_disk)
+    again = open_tier(root)
+    with pytest.raises(TierNoSpaceError):
+        again.write(*make_object(30))
+    again.write(*make_object(31))
+    assert 15 <= again.usage().objects <= 20
+    assert again.keeper.janitor is not None
+    again.close()
 
 
 def test_a_disk_that_turned_read_only_is_unavailable_for_writing_and_serves_on(small_disk: Path) -> None:

@@ -218,6 +218,9 @@ class LowerTiers:
 
     def _probed(self, lower: LowerTier, _result: object, error: BaseException | None) -> None:
         shared = self._shared
+        if isinstance(error, TierNoSpaceError):
+            # It answers, and what it holds can be read; stores find out for themselves.
+            error = None
         if error is None and 2 * lower.late_reads < lower.read_threads:
             lower.breaker.close(shared.clock())
             shared.count("breaker_closed", lower.name)

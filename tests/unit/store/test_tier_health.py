@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.store.store_world import World, live
 
-from kvtier.errors import TierUnavailableError, TierUnverifiableError
+from kvtier.errors import TierNoSpaceError, TierUnavailableError, TierUnverifiableError
 from kvtier.store.contract import Outcome, PresenceChanged, TiersUsable
 from kvtier.store.presence import RAM_BITS
 from kvtier.store.unexpected import MAX_KINDS, UnexpectedErrors
@@ -75,6 +75,19 @@ def test_after_the_period_one_probe_decides() -> None:
     world.pump()
     assert state(world) == "Healthy"
     assert world.counted("breaker_closed", "disk") == 1
+    promotion = world.promote(9)
+    world.settle()
+    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+
+
+def test_a_tier_that_has_no_room_for_its_probe_can_be_read() -> None:
+    world = broken()
+    world.tier.fail = lambda: TierNoSpaceError("ENOSPC")
+    world.advance(10.0)
+    world.io.run_all("check:")
+    world.pump()
+    assert state(world) == "Healthy"
+    world.tier.fail = None
     promotion = world.promote(9)
     world.settle()
     assert world.ends(promotion)[0].outcome is Outcome.WHOLE

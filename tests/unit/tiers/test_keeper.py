@@ -288,7 +288,9 @@ def test_a_directory_that_was_replaced_is_not_filled(hosts: Callable[..., Host],
     first.write(3)
 
 
-@pytest.mark.parametrize("place", ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"])
+@pytest.mark.parametrize(
+    "place", ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"]
+)
 def test_what_others_put_among_the_books_goes_and_the_tier_works(
     hosts: Callable[..., Host], tmp_path: Path, place: str
 ) -> None:
@@ -298,7 +300,7 @@ def test_what_others_put_among_the_books_goes_and_the_tier_works(
     path = tmp_path / "tier" / ".kvtier" / place
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").touch()
-    if place.endswith("README") or place.endswith("77"):
+    if place.endswith(("README", "77")):
         path.touch()
     elif place.endswith("link"):
         path.symlink_to(tmp_path / "elsewhere")

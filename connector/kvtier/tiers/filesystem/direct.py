@@ -18,7 +18,8 @@ from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpac
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""There is no room for more; what is there can be read."""
 
 
 def tier_error(error: OSError, what: str) -> TierError:
@@ -26,7 +27,7 @@ def tier_error(error: OSError, what: str) -> TierError:
     text = f"{what}: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
     if error.errno == errno.ENOENT:
         return TierMissError(text)
-    if error.errno in _NO_SPACE:
+    if error.errno in NO_SPACE:
         return TierNoSpaceError(text)
     return TierUnavailableError(text)
 
@@ -56,7 +57,9 @@ def direct_works(directory: Path) -> bool:
                 return written == len(page) and os.preadv(descriptor, [page], 0) == len(page) and page[:4] == b"kvtd"
             finally:
                 os.close(descriptor)
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
             return False
     finally:
         with contextlib.suppress(OSError):

@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.errors import TierError, TierNoSpaceError, TierUnavailableError
+from kvtier.errors import TierNoSpaceError, TierUnavailableError
 from kvtier.tiers.base import OnChange, TierLimits
 from kvtier.tiers.filesystem.allowance import Allowance, Taken
-from kvtier.tiers.filesystem.direct import tier_error
+from kvtier.tiers.filesystem.direct import NO_SPACE, tier_error
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS, GONE, Watch
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, GONE, LEASE_SECONDS, Watch
 from kvtier.tiers.filesystem.passes import Passes
 from kvtier.tiers.filesystem.refresh import Pass
 from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant
+from kvtier.tiers.filesystem.turning import keep_turning, make_room
 from kvtier.tiers.filesystem.writer import Writer
 
 _log = logging.getLogger("kvtier.tiers.filesystem")
@@ -89,6 +90,7 @@ class Keeper:
         self._looked_at = float("-inf")
         self._quantum = 0
         self._hot_until = float("-inf")
+        self._room_made_at = float("-inf")
         self._root_identity: tuple[int, int] | None = None
 
     # Life.
@@ -102,15 +104,20 @@ class Keeper:
             self._turn(self._clock(), supersede=True)
 
     def first_pass(self) -> Pass:
-        """Reads the whole directory, at full speed; the leases are kept meanwhile. Raises ``TierError``."""
+        """Reads the whole directory, at full speed; the leases are kept meanwhile, by one that has any. Raises ``TierError``."""
+
+        def meanwhile() -> None:
+            if self.writer.registered:
+                self._beats(self._clock())
+
         with self._locked(None), self._mapped():
-            return self._passes.whole(lambda: self._beats(self._clock()))
+            return self._passes.whole(meanwhile)
 
     def run(self) -> None:
         """Starts the thread."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._wake), name="kvtier-file-tier", daemon=True
+                target=keep_turning, args=(weakref.ref(self), self._wake), name="kvtier-file-tier", daemon=True
             )
             self._thread.start()
 
@@ -222,8 +229,13 @@ class Keeper:
                 self._beats(self._clock())
 
     def _turn(self, now: float, *, supersede: bool = False) -> None:
-        self._take_part(now)
-        self._beats(now, supersede=supersede)
+        try:
+            self._take_part(now)
+            self._beats(now, supersede=supersede)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                self._make_room(now)
+            raise
         janitor = self.janitor
         if janitor is not None:
             if self._enforce():
@@ -245,6 +257,17 @@ class Keeper:
         self._root_identity = identity
         make_control(self._root, self._modes)
         self.writer.register(now)
+
+    def _make_room(self, now: float) -> None:
+        """For the records. Now and then only: it may be others who fill the file system, and then it is of no use."""
+        if now - self._room_made_at < LEASE_SECONDS:
+            return
+        generation = self.generation()
+        for namespace, key, path, size in make_room(str(self._root), self._index):
+            self._room_made_at = now
+            if generation >= 0 and size:
+                self.removed.append((namespace, path, size, generation))
+            self._forget(namespace, key)
 
     def _beats(self, now: float, *, supersede: bool = False) -> None:
         """Everything that must not wait for long: leases, wishes, answers."""
@@ -365,28 +388,3 @@ class Keeper:
             yield
         finally:
             self._lock.release()
-
-
-def _run(keeper_of: weakref.ref[Keeper], wake: threading.Event) -> None:
-    """The thread. It keeps no tier alive: one that was dropped without being closed ends it."""
-    while True:
-        keeper = keeper_of()
-        if keeper is None:
-            return
-        pause = keeper.pause_seconds()
-        del keeper
-        wake.wait(pause)
-        wake.clear()
-        keeper = keeper_of()
-        if keeper is None:
-            return
-        try:
-            if keeper.stopping:
-                keeper.leave()
-                return
-            keeper.turn()
-            keeper.last_error = ""
-        except TierError as error:
-            if str(error) != keeper.last_error:
-                _log.warning("%s", error)
-            keeper.last_error = str(error)

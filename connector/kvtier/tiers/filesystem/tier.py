@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -38,6 +39,8 @@ from kvtier.tiers.filesystem.passes import TOUCH_SECONDS
 from kvtier.tiers.filesystem.placing import place
 from kvtier.tiers.filesystem.scan import ScanReport, object_path
 from kvtier.topology.models import FileSystemTierDocument
+
+_log = logging.getLogger("kvtier.tiers.filesystem")
 
 
 def _is_file(path: str) -> bool:
@@ -70,6 +73,7 @@ class FileSystemTier(Tier):
         self.capabilities = TierCapabilities(persistent=True, shared=document.sharing != "Pod", indexed=True)
         self.report = ScanReport()
         self.direct = False
+        self._probe_again = False
         self._root = Path(document.path)
         self._direct_io = document.direct_io
         self._limits = limits
@@ -92,18 +96,28 @@ class FileSystemTier(Tier):
     # Life.
 
     def open(self, on_change: OnChange) -> None:
-        """Probes the mount, scans, reports every object. Raises ``TierUnavailableError`` if the directory cannot be used."""
+        """Probes the mount, scans, reports every object. Raises ``TierUnavailableError`` if the directory cannot be used. Where the file
+        system has no room left, not even for a record, what is there is served, and stores begin when there is."""
         self._on_change = on_change
-        self.keeper.start()
+        try:
+            self.keeper.start()
+        except TierNoSpaceError as error:
+            _log.warning("%s; nothing is stored until there is room", error)
+        self._probe_direct()
+        self.report = self.keeper.first_pass().result.report
+        self.keeper.run()
+
+    def _probe_direct(self) -> None:
+        self._probe_again = False
         try:
             works = self._direct_io != "Never" and direct.direct_works(self._root)
         except OSError as error:
-            raise direct.tier_error(error, str(self._root)) from error
+            if error.errno not in direct.NO_SPACE:
+                raise direct.tier_error(error, str(self._root)) from error
+            works, self._probe_again = False, True
         if self._direct_io == "Always" and not works:
             raise TierUnavailableError(f"{self._root}: direct I/O does not work here, and directIO is Always")
         self.direct = works
-        self.report = self.keeper.first_pass().result.report
-        self.keeper.run()
 
     def close(self) -> None:
         """Nothing is evicted or written any more; calls under way end by themselves. Grants and office go back, if the storage answers
@@ -256,8 +270,11 @@ class FileSystemTier(Tier):
 
     def maintain(self) -> None:
         """Keeps the limits, if this process is the directory's janitor; hears what other processes did."""
-        if not self.keeper.stopping:
-            self.keeper.maintain()
+        if self.keeper.stopping:
+            return
+        self.keeper.maintain()
+        if self._probe_again:
+            self._probe_direct()
 
     def check(self) -> None:
         """Writes, reads and removes one small object outside every namespace. Room for it is set aside."""
