@@ -236,7 +236,12 @@ class Reads:
         """A deadline that came before the read had taken too long is judged again when it has: nobody waits for it any more who
         could, and a mount that hangs must be given up whatever its limit is."""
         job = read.job
-        if read.late or job is None or job.started_at is None or self._reads.get((read.namespace, read.key)) is not read:
+        if (
+            read.late
+            or job is None
+            or job.started_at is None
+            or self._reads.get((read.namespace, read.key)) is not read
+        ):
             return
 
         def judge() -> None:

@@ -192,9 +192,7 @@ def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers
 @pytest.mark.parametrize(("limit", "begins_at"), [(1, 0.0), (5, 4.5)])
 def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(limit: int, begins_at: float) -> None:
     # Its limit is no longer than what a read may take, or it waited for a thread: then nobody's deadline finds it late.
-    world = World(
-        values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)), read_threads=2
-    )
+    world = World(values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)), read_threads=2)
     world.engine()
     world.lower(0)
     world.promote(0, budget=0.5)
