@@ -44,13 +44,16 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
-def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [sys.executable, "-m", "kvtier.cli.main", "faults", "--path", str(tmp_path), "--fault", "latency-1s"]
     with subprocess.Popen([*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL) as running:
         wait_for(lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1, "something was started")
         wait_for(lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started")
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(60) == 128 + signal.SIGTERM
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
     wait_for(lambda: not processes_with(f"{tmp_path}/kvtier-faults-"), "every process has ended")
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
     assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,9 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
     from kvtier.testing.faults import engine, scorecard
 
     signal.signal(signal.SIGTERM, _told_to_end)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # The terminal is gone, and nobody said (nohup) that it shall go on all the same.
+        signal.signal(signal.SIGHUP, _told_to_end)
     plays: list[tuple[list[str], Callable[[Callable[[str], None]], Iterable[Any]]]] = [
         (
             [name for name in scorecard.names() if not chosen.faults or name in chosen.faults],
