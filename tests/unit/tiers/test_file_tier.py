@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,23 @@ def test_a_file_that_cannot_be_an_object_is_not_announced(tmp_path: Path, size: 
     tier.write(ref, payload, meta)
     assert tier.read(ref, buffer(payload.nbytes)) == meta
     tier.close()
+
+
+def test_an_object_that_is_not_in_its_place_is_none_and_is_swept(tmp_path: Path) -> None:
+    ref, payload, meta = make_object(1)
+    with opened(tmp_path) as tier:
+        tier.write(ref, payload, meta)
+    path = path_of(tmp_path, ref)
+    wrong = path.parent.parent / "fe" / path.name
+    wrong.parent.mkdir()
+    path.rename(wrong)
+    with opened(tmp_path) as tier:
+        assert not tier.contains(ref)
+        assert tier.report.ignored == 1
+    os.utime(wrong, (1.0, 1.0))
+    with opened(tmp_path) as tier:
+        assert not wrong.exists()
+        assert tier.usage().objects == 0
 
 
 def test_a_directory_that_cannot_be_listed_hides_its_own_objects_only(
@@ -283,6 +301,27 @@ def test_a_file_that_somebody_removed_is_a_miss_and_announced_as_gone(tmp_path: 
         tier.read(ref, buffer(payload.nbytes))
     assert changes == [(NAMESPACE, ref.key, True), (NAMESPACE, ref.key, False)]
     tier.close()
+
+
+def test_where_not_even_the_root_can_be_looked_at_a_missing_file_says_nothing_about_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *arguments, **options)
+
+    ref, payload, meta = make_object(1)
+    with opened(tmp_path) as tier:
+        tier.write(ref, payload, meta)
+        path_of(tmp_path, ref).rename(tmp_path / "away")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stat)
+            with pytest.raises(TierUnavailableError):
+                tier.read(ref, buffer(payload.nbytes))
+        assert tier.contains(ref)
 
 
 # Direct I/O.

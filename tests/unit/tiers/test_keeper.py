@@ -238,7 +238,7 @@ def test_namespaces_that_nobody_uses_go_after_their_retention(hosts: Callable[..
     for namespace in (old, idle, NAMESPACE):
         ref, payload, meta = make_object(1)
         first.tier.write(type(ref)(namespace, ref.key), payload, meta)
-        first.tier.describe_namespace(namespace, '{"model": "m"}')
+        (root / namespace / "identity.json").write_text('{"model": "m"}')  # by a process that is not there any more
         for path in [*(root / namespace).rglob("*.kv"), root / namespace / "identity.json"]:
             os.utime(path, (1.0, 1.0)) if namespace != NAMESPACE else None
     again = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
@@ -249,6 +249,35 @@ def test_namespaces_that_nobody_uses_go_after_their_retention(hosts: Callable[..
     assert (root / idle / "identity.json").exists()
     assert first.tier.usage().objects == 2
     assert (old, make_object(1)[0].key, False) in first.changes
+
+
+def test_a_clock_that_jumps_ahead_takes_nothing_of_an_engine_that_is_there(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
+    first.tier.describe_namespace(NAMESPACE, '{"model": "m"}')
+    first.write(1)
+    for path in (tmp_path / "tier" / NAMESPACE).rglob("*"):
+        os.utime(path, (1.0, 1.0))  # as it looks after the jump
+    for _ in range(4):
+        first.turn(4_000.0)
+    assert first.tier.usage().objects == 1
+
+
+def test_an_engine_that_only_waits_keeps_its_namespace_on_other_hosts(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    first, idle = hosts(), hosts()
+    for each in (first, idle):
+        each.tier.describe_namespace(NAMESPACE, '{"model": "m"}')
+    identity = tmp_path / "tier" / NAMESPACE / "identity.json"
+    os.utime(identity, (1.0, 1.0))
+    idle.tier.maintain()
+    assert identity.stat().st_mtime == 1.0
+    idle.now += 4_000.0
+    idle.tier.maintain()
+    assert identity.stat().st_mtime > 1.0
+    assert first.is_janitor
 
 
 def test_a_full_file_system_has_the_janitor_of_another_process_evict(

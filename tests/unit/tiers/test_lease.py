@@ -86,6 +86,8 @@ def test_after_the_fence_nothing_can_be_made_or_renamed_out(tmp_path: Path) -> N
 
 def test_looking_anew_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
+    # Of one that was killed while it looked.
+    (tmp_path / ".eye-0123456789ab").touch()
     assert fresh_names(tmp_path) == ["x"]
     assert os.listdir(tmp_path) == ["x"]
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from kvtier.errors import TierNoSpaceError, TierUnavailableError
@@ -58,6 +58,7 @@ class Keeper:
         shared: bool,
         on_change: OnChange,
         clock: Callable[[], float] = time.monotonic,
+        in_use: Callable[[], Container[str]] = frozenset,
     ) -> None:
         self.allowance = Allowance()
         self.writer = Writer(root, modes, self.allowance)
@@ -82,6 +83,7 @@ class Keeper:
             shared=shared,
             janitor=lambda: self.janitor,
             server_time=lambda: self.writer.server_time,
+            in_use=in_use,
         )
         self._stopping = False
         self._thread: threading.Thread | None = None

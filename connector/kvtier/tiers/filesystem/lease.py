@@ -26,6 +26,7 @@ LEASE_SECONDS = 10.0
 _MAX_OBSERVED_SECONDS = 2 * BEAT_SECONDS
 _HOLDER = re.compile(r"([0-9a-f]{8})-([0-9a-z]+)-(\d+)-(\d+)-[0-9a-f]{8}")
 _FENCE_ATTEMPTS = 16
+_EYE_PREFIX = ".eye-"
 GONE = (errno.ENOENT, errno.ESTALE)
 """What an operation below a removed directory ends with: a path that is not there, or (NFS) a handle that is not any more."""
 BROKEN = (*GONE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
@@ -86,11 +87,17 @@ class Watch:
 def fresh_names(directory: Path) -> list[str]:
     """The names in a directory as the file system has them at this moment. An NFS client answers from what it remembers for up to a
     minute, unless it has changed the directory itself. Raises ``OSError``."""
-    eye = directory / f".eye-{os.urandom(6).hex()}"
+    eye = directory / f"{_EYE_PREFIX}{os.urandom(6).hex()}"
     os.close(os.open(eye, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(eye)
-    return [name for name in os.listdir(directory) if not name.startswith(".eye-")]
+    names = os.listdir(directory)
+    for name in names:
+        if name.startswith(_EYE_PREFIX):
+            # Made, it has done what it is for, whoever's it is. One that was killed, or could not remove it, left it for ever.
+            with contextlib.suppress(OSError):
+                os.unlink(directory / name)
+    return [name for name in names if not name.startswith(_EYE_PREFIX)]
 
 
 def remove_fenced(directory: Path) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from kvtier.tiers.base import OnChange, TierLimits
@@ -39,6 +39,7 @@ class Passes:
     """One directory's passes, one at a time; the keeper's. Methods raise ``OSError``.
 
     ``janitor``: the janitor if it is this process, at the moment of asking. ``server_time``: the file system's clock, 0 if not known.
+    ``in_use``: namespaces of engines of this process.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Passes:
         shared: bool,
         janitor: Callable[[], Janitor | None],
         server_time: Callable[[], float],
+        in_use: Callable[[], Container[str]] = frozenset,
     ) -> None:
         self._root = root
         self._index = index
@@ -61,6 +63,7 @@ class Passes:
         self._shared = shared
         self._janitor = janitor
         self._server_time = server_time
+        self._in_use = in_use
         self._current: Pass | None = None
         self._counter: Janitor | None = None
         self._due_at = self._recount_at = float("-inf")
@@ -143,7 +146,8 @@ class Passes:
         """Removes namespaces that no engine has used for the retention, and what killed processes left of their probes."""
         horizon = current.began_at - max(self._limits().retention_seconds, MIN_RETENTION_SECONDS)
         for namespace, newest in current.result.newest.items():
-            if newest < horizon:
+            # Whatever the clocks say: one that jumps ahead by days must not take with it what an engine here is using.
+            if newest < horizon and namespace not in self._in_use():
                 _log.info("%s: namespace %s was not used since its retention", self._root, namespace)
                 janitor.remove_namespace(namespace)
         with contextlib.suppress(OSError), os.scandir(self._root) as entries:

@@ -50,7 +50,7 @@ def place(keeper: Keeper, root: Path, path: str, size_bytes: int, modes: Modes, 
 
 
 def _lost(keeper: Keeper, root: Path) -> None:
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise OSError(errno.ESTALE, "the tier's directory has vanished", str(root))
     keeper.wake()
     raise TierNoSpaceError(f"{root}: this process was taken for dead, and its grant has ended")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,10 +155,11 @@ class _Reader:
             except OSError:
                 self._report.unreadable += 1
                 continue
-            if status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES:
+            whole = status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES
+            if whole and _buckets(match[1]) == (first, second) and stat.S_ISREG(status.st_mode):
                 objects.append(Found(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime))
                 continue
-            # Not a whole object: it can never be read. A young one may be a copy that somebody else is making.
+            # Not a whole object, or not in its place: it can never be read. A young one may be a copy that somebody else is making.
             self._report.ignored += 1
             young = self._now - status.st_mtime < _COPY_SECONDS
             if young or not self._sweep or not _removed(entry.path):
@@ -208,5 +210,10 @@ def object_path(root: str, namespace: str, key: bytes) -> str:
     """``<root>/<namespace>/<2 hex>/<2 hex>/<key>.kv``. The directories come from the key's second and third byte: the first is the
     group, the same for most objects."""
     name = key.hex()
+    first, second = _buckets(name)
+    return f"{root}/{namespace}/{first}/{second}/{name}{SUFFIX}"
+
+
+def _buckets(name: str) -> tuple[str, str]:
     spread = name[2:6].ljust(4, "0")
-    return f"{root}/{namespace}/{spread[:2]}/{spread[2:4]}/{name}{SUFFIX}"
+    return spread[:2], spread[2:4]

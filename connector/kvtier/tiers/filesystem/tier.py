@@ -83,6 +83,8 @@ class FileSystemTier(Tier):
         self._on_change: OnChange = _ignore
         self._headers = threading.local()
         self._described: set[str] = set()
+        self._clock = clock
+        self._noted_at = clock()
         self.keeper = Keeper(
             self._root,
             self._index,
@@ -91,6 +93,7 @@ class FileSystemTier(Tier):
             shared=self.capabilities.shared,
             on_change=self._changed,
             clock=clock,
+            in_use=lambda: self._described,
         )
 
     # Life.
@@ -197,7 +200,7 @@ class FileSystemTier(Tier):
             self._discard(ref, path)
             return TierCorruptError(f"{path} is not a file")
         if error.errno == errno.ENOENT:
-            if not self._root.is_dir():
+            if not os.path.isdir(self._root):
                 return TierUnavailableError(f"{self._root} has vanished")
             self._forget(ref)
         return direct.tier_error(error, path)
@@ -275,6 +278,12 @@ class FileSystemTier(Tier):
         self.keeper.maintain()
         if self._probe_again:
             self._probe_direct()
+        if self._clock() - self._noted_at > TOUCH_SECONDS:
+            self._noted_at = self._clock()
+            for namespace in list(self._described):
+                # An engine that has nothing to store or load uses its namespace, too; janitors of other hosts see it by this.
+                with contextlib.suppress(OSError):
+                    os.utime(self._root / namespace / IDENTITY)
 
     def check(self) -> None:
         """Writes, reads and removes one small object outside every namespace. Room for it is set aside."""
