@@ -138,9 +138,12 @@ def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, l
         tokens = _number("--held", value, "NAME=TOKENS")
         if not tokens.is_integer() or tokens < 0 or tokens % chunk:
             raise ConfigurationError("--held", f"{name}={value}", f"a multiple of the chunk ({chunk} tokens) is")
-        tiers += [_index("--held", name, names)] * int(tokens // chunk)
-    if len(tiers) * chunk > numbers.prompt_tokens:
-        raise ConfigurationError("--held", f"{len(tiers) * chunk} tokens in all", "at most the prompt is held")
+        chunks = int(tokens // chunk)
+        if (len(tiers) + chunks) * chunk > numbers.prompt_tokens:
+            raise ConfigurationError(
+                "--held", f"{(len(tiers) + chunks) * chunk} tokens in all", "at most the prompt is held"
+            )
+        tiers += [_index("--held", name, names)] * chunks
     start = numbers.in_gpu_tokens
     if not 0 <= start <= numbers.prompt_tokens:
         raise ConfigurationError("--in-gpu", start, "a part of the prompt is")
@@ -159,7 +162,10 @@ def _outlooks(topology: Topology, numbers: Numbers, names: Sequence[str], size: 
         speeds[_index("--speed", name, names)] = TierEstimate(milliseconds / 1e3, gigabytes * 1e9)
     queued: dict[int, int] = {}
     for name, value in (_pair("--queued", given, "NAME=CHUNKS") for given in numbers.queued):
-        queued[_index("--queued", name, names)] = int(_number("--queued", value, "NAME=CHUNKS"))
+        chunks = _number("--queued", value, "NAME=CHUNKS")
+        if not chunks.is_integer() or chunks < 0:
+            raise ConfigurationError("--queued", f"{name}={value}", "a number of chunks is")
+        queued[_index("--queued", name, names)] = int(chunks)
     outlooks = []
     for index, tier in enumerate(topology.structural.tiers):
         threads = tier.read_threads if isinstance(tier, FileSystemTierDocument) else OTHER_THREADS

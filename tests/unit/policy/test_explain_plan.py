@@ -127,6 +127,8 @@ def test_a_topology_directory_will_do_instead_of_a_policy(capsys: pytest.Capture
         (("--held", "nvme=512", "--tokens-per-second", "0"), "a positive number"),
         (("--held", "nvme=512", "--in-gpu", "9000"), "a part of the prompt"),
         (("--held", "nvme=512", "--queued", "nvme=x"), "NAME=CHUNKS is the form"),
+        (("--held", "nvme=512", "--queued", "nvme=-1"), "a number of chunks"),
+        (("--held", "nvme=256e18"), "at most the prompt is held"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_with_what_would_be_taken(
