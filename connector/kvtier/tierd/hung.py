@@ -90,7 +90,10 @@ def find(run_directory: Path, own: Path | None = None) -> list[Hung]:
     """The dead tierds of this run directory that are not quite gone. The caller holds the lock of the one living tierd."""
     found = []
     for path in sorted((run_directory / DIRECTORY_NAME).glob("*")):
-        if path == own or _take_away(path):
+        if path == own or not path.is_file() or path.is_symlink():
+            # What is no file is none of a tierd's, and no reason not to start.
+            continue
+        if _take_away(path):
             continue
         places = _places(path)
         _log.warning("a thread of an earlier tierd hangs in a call; %d slots are left to it", len(places))

@@ -46,6 +46,13 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+def test_what_is_no_file_is_nobodys_and_no_reason_not_to_start(tmp_path: Path) -> None:
+    (tmp_path / "reads" / "sub").mkdir(parents=True)
+    (tmp_path / "reads" / "link").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "reads" / "pipe")
+    assert find(tmp_path) == []
+
+
 def test_slots_of_reads_that_have_not_returned_are_kept_until_every_thread_is_gone(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
