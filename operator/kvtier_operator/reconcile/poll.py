@@ -168,7 +168,7 @@ class PodReports:
         self._memories.pop(policy, None)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Polls until ``stop`` is set."""
+        """Polls until ``stop`` is set; ended or cancelled, it leaves nothing that runs."""
         timeout = aiohttp.ClientTimeout(total=self._settings.poll_timeout_seconds)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -179,18 +179,19 @@ class PodReports:
             headers={"User-Agent": "kvtier-operator", "Accept": "application/json", "Accept-Encoding": "identity"},
         )
         stopping = asyncio.ensure_future(stop.wait())
+        changed = asyncio.ensure_future(self._changed.wait())
         try:
             while not stop.is_set():
-                self._changed.clear()
                 wait = self._start_due(session)
-                changed = asyncio.ensure_future(self._changed.wait())
                 await asyncio.wait({stopping, changed}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                if changed.done():
+                    self._changed.clear()
+                    changed = asyncio.ensure_future(self._changed.wait())
         finally:
-            stopping.cancel()
-            for task in self._asking:
+            left = [stopping, changed, *self._asking]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*self._asking, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
             await session.close()
 
     def _start_due(self, session: aiohttp.ClientSession) -> float | None:

@@ -314,3 +314,31 @@ def test_polls_and_events_are_counted_in_metrics() -> None:
     for result in ("answered", "unanswered"):
         assert (registry.get_sample_value("kvtier_operator_polls_total", {"result": result}) or 0) >= 1
     assert registry.get_sample_value("kvtier_operator_events_total", {"result": "posted"}) == 0
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["while nobody is asked", "while a pod is asked"])
+def test_polling_that_is_cancelled_leaves_no_task_behind(asked: bool) -> None:
+    async def never(request: web.Request) -> web.Response:
+        questions.append(request)
+        await asyncio.sleep(60)
+        return web.Response()
+
+    questions: list[web.Request] = []
+
+    async def story() -> None:
+        async with pod(never) as found:
+            before = asyncio.all_tasks()
+            reports = PodReports(chosen(), lambda key: None)
+            task = asyncio.ensure_future(reports.run(asyncio.Event()))
+            if asked:
+                reports.follow(KEY, [found], "secret")
+                await until(lambda: questions)
+            else:
+                await until(lambda: len(asyncio.all_tasks() - before) > 1)
+            ours = asyncio.all_tasks() - before
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            # The server's side of a connection belongs to the server.
+            assert not [each for each in ours if not each.done() and "aiohttp/web" not in repr(each)]
+
+    asyncio.run(story())
