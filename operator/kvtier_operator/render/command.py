@@ -15,6 +15,10 @@ MAX_DEPTH = 4
 MAX_WORDS = 4096
 MAX_TEXT = 32 << 10
 """Characters of a text that are looked at: variables that name one another can expand without end."""
+MAX_EXPANDED = 1 << 20
+"""Characters of all variables together; what comes later stays as it is written. Forty thousand of them that name a long one would
+fill the memory."""
+MAX_DIGITS = 10
 SHORT_OPTIONS = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -24,7 +28,9 @@ SHORT_OPTIONS = {
 }
 """vLLM's short names of options that are read here. Not ``-n`` (nnodes): in a shell's text it is most often another program's."""
 
-_REFERENCE = re.compile(r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+_REFERENCE = re.compile(
+    r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{([A-Za-z_]\w*)(?::?-([^}]{0,256}))?\}|\$([A-Za-z_]\w*)"
+)
 
 Container = Mapping[str, Any]
 
@@ -56,12 +62,15 @@ def literal_environment(container: Container) -> dict[str, str]:
     not known here, and hides an earlier one.
     """
     known: dict[str, str] = {}
+    left = MAX_EXPANDED
     for entry in container.get("env") or ():
         name = str(entry.get("name"))
         if entry.get("valueFrom"):
             known.pop(name, None)
-        else:
-            known[name] = expanded(str(entry.get("value") or "")[:MAX_TEXT], known)
+            continue
+        text = str(entry.get("value") or "")[:MAX_TEXT]
+        known[name] = expanded(text, known) if left > 0 else text
+        left -= len(known[name])
     return known
 
 
@@ -133,4 +142,6 @@ def options(found: Sequence[str]) -> list[tuple[str, str]]:
 
 def number(text: str | None) -> int | None:
     """A positive whole number, or None."""
-    return int(text) if text and text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31 else None
+    if not text or len(text) > MAX_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text) if 0 < int(text) < 1 << 31 else None

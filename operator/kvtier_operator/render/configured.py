@@ -62,7 +62,9 @@ def several_hosts(pod: PodObject, container: Container, said: Said) -> str | Non
 def python_ignores_path(said: Said) -> bool:
     """Whether Python is told not to look at PYTHONPATH (``-I``, ``-E``)."""
     return any(
-        re.search(r"(^|/)python[\d.]*$", word) and re.fullmatch(r"-[a-zA-Z]*[IE][a-zA-Z]*", following)
+        re.search(r"(^|/)python[\d.]*$", word)
+        and re.fullmatch(r"-[a-zA-Z]+", following)
+        and {"I", "E"} & set(following)
         for word, following in itertools.pairwise(said.words)
     )
 

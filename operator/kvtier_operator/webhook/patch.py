@@ -12,6 +12,9 @@ from difflib import SequenceMatcher
 from typing import Any
 
 Operation = dict[str, Any]
+MATCHED_ITEMS = 256
+"""Items of a list that are matched with one another. Matching takes the square of their number where they look alike, and a pod may
+have a hundred thousand; among more the place alone tells which item became which."""
 
 
 def between(original: Any, desired: Any, path: str = "") -> Iterator[Operation]:
@@ -44,21 +47,38 @@ def _mappings(original: Mapping[str, Any], desired: Mapping[str, Any], path: str
 def _lists(original: Sequence[Any], desired: Sequence[Any], path: str) -> Iterator[Operation]:
     """Operations from the front to the back: what stands before the place at hand is as desired already."""
     before, after = [_identity(item) for item in original], [_identity(item) for item in desired]
-    for tag, first, end, start, stop in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+    for first, end, start, stop in _stretches(before, after):
         paired = min(end - first, stop - start)
         for step in range(paired):
             yield from between(original[first + step], desired[start + step], f"{path}/{start + step}")
-        if tag in ("delete", "replace"):
-            for _ in range(end - first - paired):
-                yield {"op": "remove", "path": f"{path}/{start + paired}"}
-        if tag in ("insert", "replace"):
-            for place in range(start + paired, stop):
-                yield {"op": "add", "path": f"{path}/{place}", "value": desired[place]}
+        for _ in range(end - first - paired):
+            yield {"op": "remove", "path": f"{path}/{start + paired}"}
+        for place in range(start + paired, stop):
+            yield {"op": "add", "path": f"{path}/{place}", "value": desired[place]}
+
+
+def _stretches(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Where ``before[first:end]`` became ``after[start:stop]``, all of both, from the front to the back."""
+    shorter = min(len(before), len(after))
+    head = next((place for place in range(shorter) if before[place] != after[place]), shorter)
+    left = range(1, shorter - head + 1)
+    tail = next((place - 1 for place in left if before[-place] != after[-place]), shorter - head)
+    end, stop = len(before) - tail, len(after) - tail
+    yield 0, head, 0, head
+    if max(end - head, stop - head) > MATCHED_ITEMS:
+        yield head, end, head, stop
+    else:
+        matcher = SequenceMatcher(None, before[head:end], after[head:stop], autojunk=False)
+        for _, first, last, start, final in matcher.get_opcodes():
+            yield head + first, head + last, head + start, head + final
+    yield end, len(before), stop, len(after)
 
 
 def _identity(item: Any) -> str:
     if isinstance(item, Mapping) and isinstance(item.get("name"), str):
         return "name " + str(item["name"])
+    if isinstance(item, str):
+        return "text " + item
     return "value " + json.dumps(item, sort_keys=True)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_operator.render.command import MAX_TEXT, expanded, read
+from kvtier_operator.render.command import MAX_EXPANDED, MAX_TEXT, Said, expanded, number, read
+from kvtier_operator.render.configured import python_ignores_path
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,33 @@ def test_variables_that_expand_without_end_cost_little() -> None:
     read({"args": ["$(V99)"] * 1000 + ["sh", "-c", "a 'b \"c " * 50_000], "env": env})
     assert time.process_time() - began < 2
     assert len(expanded("$A" * 100, {"A": "x" * MAX_TEXT})) < 4 * MAX_TEXT
+
+
+def test_many_variables_that_name_a_long_one_do_not_fill_the_memory() -> None:
+    env = [{"name": "A", "value": "x" * MAX_TEXT}] + [{"name": f"V{index}", "value": "$(A)y"} for index in range(1000)]
+    found = read({"env": env}).variables
+    assert found["V0"] == "x" * MAX_TEXT + "y"
+    assert found["V999"] == "$(A)y"
+    assert sum(map(len, found.values())) < MAX_EXPANDED + 3 * MAX_TEXT
+
+
+def test_texts_that_only_begin_to_be_what_is_looked_for_are_passed_over_at_once() -> None:
+    """Each of these takes hours where every beginning is followed to the end of the text."""
+    assert not python_ignores_path(Said(("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"), (), {}))
+    assert expanded("${a:-" * 200_000, {}) == "${a:-" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8", 8),
+        ("2147483647", 2147483647),
+        ("2147483648", None),
+        ("0", None),
+        ("-1", None),
+        ("9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_a_number_is_read_however_long_its_text_is(text: str, value: int | None) -> None:
+    assert number(text) == value

@@ -6,10 +6,12 @@ import copy
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_operator.webhook.patch import between
+from kvtier_operator.webhook import patch
+from kvtier_operator.webhook.patch import MATCHED_ITEMS, between
 
 
 def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
@@ -62,6 +64,47 @@ def test_any_document_becomes_any_other(original: Any, desired: Any) -> None:
 @given(NAMED, NAMED)
 def test_lists_of_named_things_keep_the_desired_order(original: Any, desired: Any) -> None:
     assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {"l": desired}
+
+
+@settings(deadline=None, max_examples=300)
+@given(NAMED, NAMED)
+def test_lists_that_are_not_matched_become_any_other_as_well(original: Any, desired: Any) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(patch, "MATCHED_ITEMS", 0)
+        assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {"l": desired}
+
+
+SAME = {"name": "A", "value": ""}
+
+
+@pytest.mark.parametrize(
+    ("original", "desired"),
+    [
+        ([SAME] * 100_000, [*[SAME] * 100_000, {"name": "B"}]),
+        ([SAME] * 100_000, [{"name": "B"}, *[SAME] * 100_000]),
+        (["x"] * 100_000, ["x"] * 100_000),
+        ([SAME] * 100_000, [*[SAME] * 50_000, {"name": "B"}, *[SAME] * 50_000]),
+        ([SAME] * (MATCHED_ITEMS + 1), ["x", *[SAME] * MATCHED_ITEMS, "y"]),
+    ],
+    ids=["one more", "one before", "the same", "one between", "both ends differ"],
+)
+def test_items_that_are_all_alike_are_not_matched_with_one_another(
+    monkeypatch: pytest.MonkeyPatch, original: list[Any], desired: list[Any]
+) -> None:
+    """A hundred thousand of them fit into a pod, and their square would keep a thread for hours."""
+    sizes: list[int] = []
+
+    class Counted(patch.SequenceMatcher):  # type: ignore[type-arg,name-defined]
+        def __init__(self, junk: Any, before: list[str], after: list[str], autojunk: bool) -> None:
+            sizes.append(max(len(before), len(after)))
+            super().__init__(junk, before, after, autojunk=autojunk)
+
+    monkeypatch.setattr(patch, "SequenceMatcher", Counted)
+    operations = list(between({"l": original}, {"l": desired}))
+    assert len(operations) <= abs(len(desired) - len(original)) + 2
+    assert max(sizes, default=0) <= MATCHED_ITEMS
+    if len(operations) < 10:
+        assert applied({"l": original}, operations) == {"l": desired}
 
 
 def test_equal_documents_need_nothing() -> None:
