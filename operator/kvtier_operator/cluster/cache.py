@@ -270,12 +270,13 @@ class WatchedCache(Cache):
                 reason = await self._watch(each)
             except ApiError as error:
                 each.error, reason = str(error), error.reason
+                longest = self._pace.last_pause_seconds
                 if error.status == 404 and each.watch.optional:
+                    # A definition that is being installed is served in a moment, one that nobody wants never.
                     self._replace(each, {}, "")
-                    await self._sleep(self._pace.absent_seconds * (0.75 + 0.5 * self._jitter()))
-                    continue
+                    longest = self._pace.absent_seconds
                 await self._sleep(pause * (0.5 + self._jitter()))
-                pause = min(pause * 2, self._pace.last_pause_seconds)
+                pause = min(pause * 2, longest)
 
     async def _list(self, each: Reflector) -> None:
         found: dict[tuple[str, str], Object] = {}

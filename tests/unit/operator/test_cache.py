@@ -142,6 +142,34 @@ def test_a_kind_that_the_cluster_does_not_know_is_waited_for_without_holding_up_
     told([Watch(CONFIG_MAPS), Watch(LEADER_WORKER_SETS, optional=True)], story, cluster, source)
 
 
+def test_a_kind_that_is_not_known_is_asked_for_soon_and_then_less_and_less() -> None:
+    """A definition that is being installed is there a moment later, and its objects must not wait for a minute."""
+
+    class Without:
+        async def page(self, kind: Kind, namespace: str | None = None, **options: Any) -> Page:
+            raise ApiError(404, "NotFound", "404 page not found")
+
+        def watch(self, *arguments: Any, **options: Any) -> Any:
+            raise AssertionError("nothing was listed")
+
+    async def run() -> None:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await asyncio.sleep(0)
+
+        watches = [Watch(LEADER_WORKER_SETS, optional=True)]
+        cache = WatchedCache(Without(), watches, sleep=sleep, jitter=lambda: 0.5)
+        following = asyncio.ensure_future(cache.run())
+        await until(lambda: len(slept) >= 10)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        assert slept[:10] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+    asyncio.run(run())
+
+
 def test_a_cache_that_cannot_list_is_not_complete_and_says_why() -> None:
     class Refusing:
         async def page(self, kind: Kind, namespace: str | None = None, **options: Any) -> Page:
