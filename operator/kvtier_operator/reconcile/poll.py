@@ -27,6 +27,7 @@ from kvtier_operator.reconcile.events import Recorder
 from kvtier_operator.reconcile.lookups import Lookups
 from kvtier_operator.reconcile.memory import PolicyMemory
 from kvtier_operator.reconcile.reports import MAX_BODY_BYTES, NOTHING_SAID, MalformedError, Report, Said, read
+from kvtier_operator.render.documents import MAX_STRUCTURAL_BYTES
 from kvtier_operator.render.names import POD_HTTP_PORT, STRUCTURAL_ANNOTATION
 from kvtier_operator.settings import Settings
 
@@ -79,9 +80,14 @@ def target(pod: Object) -> Target | None:
     return Target(objects.uid(pod), str(parsed), port)
 
 
-@functools.lru_cache(maxsize=1024)
 def _written_port(structural: str) -> int | None:
-    """The port in a structural document. The pods of a workload have the same one, and the same text."""
+    """The port in a structural document; None where there is none, or the text is longer than any that KVTier writes."""
+    return _read_port(structural) if len(structural) <= MAX_STRUCTURAL_BYTES else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_port(structural: str) -> int | None:
+    """Kept, since the pods of a workload have the same text."""
     try:
         document = json.loads(structural)
     except (ValueError, RecursionError):

@@ -266,11 +266,15 @@ def test_another_token_is_used_at_once() -> None:
     asyncio.run(story())
 
 
+LONG = json.dumps({"http": {"port": 9411}, "more": "x" * (16 << 10)})
+"""As KVTier writes none; a thousand of 256 KiB, as the API server takes them, would stay in memory."""
+
+
 def test_the_port_is_the_one_in_the_pods_structure() -> None:
     assert target(running(injected_pod(port=9411))) == Target("uid-of-chat-1", "10.1.2.3", 9411)
 
 
-@pytest.mark.parametrize("annotation", ["", "no json", "[]", json.dumps({"http": {"port": "x"}}), "[" * 9000])
+@pytest.mark.parametrize("annotation", ["", "no json", "[]", json.dumps({"http": {"port": "x"}}), "[" * 9000, LONG])
 def test_a_structure_that_names_no_port_means_the_usual_one(annotation: str) -> None:
     pod_object = running(injected_pod())
     pod_object["metadata"]["annotations"]["kvtier.io/structural"] = annotation
