@@ -49,6 +49,8 @@ RECONCILE_SECONDS = 60.0
 """After which a look is given up and tried again."""
 REFUSED_SECONDS = 30.0
 """Before what the API server refused is tried again without any event."""
+STATUS_TRIES = 3
+"""Of writing a status while others change the same policy."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KVTierError)
 """What a fault of ours raises. It concerns the policy at hand, and must not stop the others."""
 DEFAULT_PACE = Pace()
@@ -155,15 +157,34 @@ class Reconciler:
         document = written(status)
         if document == (known.raw.get("status") or {}):
             return
-        try:
-            answer = await self._client.apply(POLICIES, status_body(known, document), subresource="status")
-        except ApiError as error:
-            # Gone, or another of the same name: there is nobody to report about.
-            if error.status in (404, 409):
-                return
-            raise
-        self._metrics.statuses.inc()
-        self._triggers.learn(answer, self._cache)
+        answer = await self._apply_status(known, document)
+        if answer is not None:
+            self._metrics.statuses.inc()
+            self._triggers.learn(answer, self._cache)
+
+    async def _apply_status(self, known: Known, document: dict[str, Any]) -> Object | None:
+        """The policy with its status; None where it is gone and there is nobody to report about. Raises ``ApiError``."""
+        metadata = known.raw["metadata"]
+        current: Object = known.raw
+        for tries in itertools.count(1):
+            version = str(current["metadata"].get("resourceVersion") or "")
+            try:
+                return await self._client.apply(POLICIES, status_body(known, document, version), subresource="status")
+            except ApiError as error:
+                if error.status == 404:
+                    return None
+                if error.status != 409 or tries == STATUS_TRIES:
+                    raise
+            # Somebody has changed it since. It is looked at anew because of that; until then this is what is known.
+            try:
+                current = await self._client.get(POLICIES, metadata["namespace"], metadata["name"])
+            except ApiError as error:
+                if error.status == 404:
+                    return None
+                raise
+            if current["metadata"].get("uid") != known.uid:
+                return None
+        return None
 
 
 class Controller:

@@ -40,12 +40,17 @@ def written(status: PolicyStatus) -> dict[str, Any]:
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def status_body(known: Known, document: dict[str, Any]) -> dict[str, Any]:
-    """What is applied to the status of exactly this policy: another of its name refuses the uid."""
+def status_body(known: Known, document: dict[str, Any], resource_version: str) -> dict[str, Any]:
+    """What is applied to the status of exactly this policy, as it was when it had that version.
+
+    The uid alone is not enough: the API server does not look at it where a status is applied, and another policy of the
+    same name would get this one's.
+    """
     metadata = known.raw["metadata"]
+    about = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": known.uid}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": known.uid},
+        "metadata": {**about, "resourceVersion": resource_version} if resource_version else about,
         "status": document,
     }

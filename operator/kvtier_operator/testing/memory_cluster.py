@@ -152,6 +152,9 @@ class MemoryCluster(Client):
             return copy.deepcopy(self.put(kind, body))
         if uid and uid != found["metadata"]["uid"]:
             raise ApiError(409, "Conflict", f"uid of {kind.plural} {name!r} differs")
+        version = body["metadata"].get("resourceVersion")
+        if version and version != found["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", f"{kind.plural} {name!r} has changed")
         return copy.deepcopy(self._merge(kind, found, body, subresource, merge))
 
     async def patch(
