@@ -48,7 +48,9 @@ def structural_text(document: Structural) -> str:
     size = len(text.encode())
     if size > MAX_STRUCTURAL_BYTES:
         raise ConfigurationError(
-            "spec", f"{size} bytes as structural document", f"at most {MAX_STRUCTURAL_BYTES} are accepted"
+            "spec",
+            f"{size} bytes as structural document",
+            f"at most {MAX_STRUCTURAL_BYTES}; shorten URLs, paths and mount options",
         )
     return text
 

@@ -80,6 +80,8 @@ def check(policy: KVTierPolicy) -> None:
     """Raises ``ConfigurationError`` where the policy asks for an engine configuration that is not rendered."""
     engine = policy.spec.engine
     if engine.connector is not Connector.KVTIER:
-        raise ConfigurationError("spec.engine.connector", engine.connector.value, "KVTier is what this version renders")
+        raise ConfigurationError(
+            "spec.engine.connector", engine.connector.value, "KVTier, which is what this version renders"
+        )
     if engine.type is not EngineType.VLLM:
-        raise ConfigurationError("spec.engine.type", engine.type.value, "VLLM is what this version renders")
+        raise ConfigurationError("spec.engine.type", engine.type.value, "VLLM, which is what this version renders")

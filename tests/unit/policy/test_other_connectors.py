@@ -78,8 +78,8 @@ def test_salts_keep_directories_apart(connector: str) -> None:
 
 
 def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
-    nvme = {**NVME, "loadWeight": 50, "loadTimeoutSeconds": 5, "storePolicy": "Reused"}
-    found = messages(connectors.gaps(policy("Offloading", nvme, minLoadTokens=512, breaker={"failureThreshold": 3})))
+    nvme = {**NVME, "loadWeight": 50, "loadTimeoutSeconds": 7, "storePolicy": "Reused"}
+    found = messages(connectors.gaps(policy("Offloading", nvme, minLoadTokens=640, breaker={"failureThreshold": 3})))
     assert set(found) == {
         "spec.minLoadTokens",
         "spec.breaker.failureThreshold",
@@ -92,6 +92,18 @@ def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
         'spec.tiers[1].storePolicy: "Reused" is not accepted; accepted is "All", which is what it does'
     )
     assert "500Gi" in found["spec.tiers[1].fileSystem.capacity"]
+
+
+@pytest.mark.parametrize("connector", ["Offloading", "LMCache"])
+def test_defaults_that_the_api_server_fills_in_are_not_held_against_anybody(connector: str) -> None:
+    written = policy(connector, NVME)
+    filled = {"loadWeight": 100, "lookupTimeoutMilliseconds": 50, "loadTimeoutSeconds": 5, "storePolicy": "All"}
+    more = {"highWatermarkPercent": 90, "lowWatermarkPercent": 75, "retentionSeconds": 604800, "sync": "None"}
+    nvme = {**NVME, **filled, "fileSystem": {**NVME["fileSystem"], **more}}  # type: ignore[dict-item]
+    stored = policy(
+        connector, nvme, minLoadTokens=512, selection="Cost", breaker={"failureThreshold": 5, "periodSeconds": 60}
+    )
+    assert messages(connectors.gaps(stored)) == messages(connectors.gaps(written))
 
 
 def test_what_lmcache_cannot_say_is_named_field_by_field() -> None:

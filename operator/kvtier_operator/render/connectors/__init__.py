@@ -34,7 +34,7 @@ def impossible(policy: KVTierPolicy) -> list[Refusal]:
     """Why the policy cannot be rendered for its connector at all; the policy is then not accepted."""
     engine = policy.spec.engine
     if engine.type is not EngineType.VLLM:
-        return [Refusal("spec.engine.type", engine.type.value, "VLLM is what this version renders")]
+        return [Refusal("spec.engine.type", engine.type.value, "VLLM, which is what this version renders")]
     other = _OTHERS.get(engine.connector)
     return other.impossible(policy.spec) if other is not None else []
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvtier_operator.api.fields import fields_of
+from kvtier_operator.api.base import Change
+from kvtier_operator.api.fields import fields_of, jsonable
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.refusals import Refusal, shown
@@ -41,12 +42,15 @@ OUTSIDE: Expressed = {
 
 def written(model: BaseModel, pattern: str = "", place: str = "") -> Iterator[tuple[str, str, Any]]:
     """``(pattern, place, value)`` of every leaf that the document sets: ``tiers[].loadWeight``,
-    ``tiers[2].loadWeight``, 50.
+    ``tiers[2].loadWeight``, 50. A live field with its default is none: the API server fills those in, and nobody is to be
+    told about what nobody wrote.
     """
     for document in fields_of(type(model)):
         if document.attribute not in model.model_fields_set:
             continue
         value = getattr(model, document.attribute)
+        if document.change is Change.LIVE and document.default is not None and jsonable(value) == document.default:
+            continue
         dot = "." if pattern else ""
         yield from _leaves(value, f"{pattern}{dot}{document.alias}", f"{place}{dot}{document.alias}")
 
