@@ -284,7 +284,7 @@ async def _fetch(session: aiohttp.ClientSession, asked: Target, token: str | Non
 
 
 def _matters(said: Said) -> object:
-    """What of an answer may change a status at once; bytes and tokens wait."""
+    """What of an answer may change a status at once; bytes and tokens wait, except that there are any hits."""
     report = said.report
     if report is None:
         return (min(said.failures, 4), said.why)
@@ -298,5 +298,5 @@ def _matters(said: Said) -> object:
         report.content_hash,
         report.engines,
         report.conditions,
-        tuple((tier.name, tier.state) for tier in report.tiers),
+        tuple((tier.name, tier.state, bool(tier.hit_tokens)) for tier in report.tiers),
     )

@@ -1,7 +1,7 @@
 """From what is known of a policy and its pods to its status. Pure.
 
-A status is written rarely: a condition's status or reason, a state or a number of pods changes it at once; bytes,
-percentages and the words of messages wait (``settled``).
+A status is written rarely: a condition's status or reason, a state, a number of pods or the first hits change it at once;
+bytes, percentages and the words of messages wait (``settled``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
         findings = _kept(findings, previous)
         counts = _kept_counts(counts, previous)
         tiers = _kept_tiers(tiers, previous)
-        hits = previous.summary.hit_tokens_percent if previous.summary is not None else None
+        hits = _hits(previous)
     findings.append(_ready(findings, all(pod.silent for pod in found.in_state(PodState.ATTACHED))))
     skipped = [pod for pod in found.pods if pod.state is PodState.SKIPPED][:MAX_SKIPPED]
     return PolicyStatus.model_validate(
@@ -95,7 +95,7 @@ def settled(
     """What of a computed status is written, and in how many seconds the rest may be. ``seconds_since``: since the status
     last changed; ``period_seconds``: how often bytes and percentages may.
     """
-    if before is None or _weighty(before) != _weighty(after):
+    if before is None or _weighty(before) != _weighty(after) or _first_hits(before, after):
         return after, None
     held, wake = after, None
     if seconds_since < period_seconds and _bytes(before) != _bytes(after):
@@ -171,13 +171,23 @@ def _kept_tiers(tiers: Sequence[TierStatus], previous: PolicyStatus) -> list[Tie
     ]
 
 
+def _first_hits(before: PolicyStatus, after: PolicyStatus) -> bool:
+    """Whether there are hits where none were: "is it working" is asked just then, and hits of a short test would be over
+    before their turn came. That they are no more has to wait, so this comes no oftener than once between two turns."""
+    return not _hits(before) and bool(_hits(after))
+
+
+def _hits(status: PolicyStatus) -> int | None:
+    return status.summary.hit_tokens_percent if status.summary is not None else None
+
+
 def _tier_text(tier: TierStatus) -> str:
     return tier.name if tier.state in (TierState.HEALTHY, TierState.UNKNOWN) else f"{tier.name}({tier.state.value})"
 
 
 def _bytes(status: PolicyStatus) -> object:
     tiers = [(tier.used_bytes, tier.capacity_bytes, tier.hit_tokens_percent) for tier in status.tiers or ()]
-    return tiers, status.summary.hit_tokens_percent if status.summary is not None else None
+    return tiers, _hits(status)
 
 
 def _messages(status: PolicyStatus) -> object:
@@ -200,8 +210,7 @@ def _with_bytes(status: PolicyStatus, other: PolicyStatus | None) -> PolicyStatu
         tiers.append(tier.model_copy(update=update))
     summary = status.summary
     if summary is not None:
-        theirs_hits = other.summary.hit_tokens_percent if other is not None and other.summary is not None else None
-        summary = summary.model_copy(update={"hit_tokens_percent": theirs_hits})
+        summary = summary.model_copy(update={"hit_tokens_percent": _hits(other) if other is not None else None})
     return status.model_copy(update={"tiers": tiers, "summary": summary})
 
 

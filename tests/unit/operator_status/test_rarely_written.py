@@ -22,10 +22,11 @@ def found(
     error: str = "",
     previous: PolicyStatus | None = None,
     pods: int = 1,
+    prompts: int = 100,
     **more: Any,
 ) -> PolicyStatus:
     tier = tier_document("ram", word, usedBytes=used, capacityBytes=GIB, hitTokens=hits, lastError=error)
-    document = status_document(tier, promptTokens=100, **more)
+    document = status_document(tier, promptTokens=prompts, **more)
     views = [looked_at(running(injected_pod(f"chat-{index}")), document) for index in range(pods)]
     return status(*views, previous=previous)
 
@@ -35,13 +36,32 @@ def test_the_first_status_is_written_as_it_is() -> None:
     assert settled(None, after, 0, 300) == (after, None)
 
 
-@pytest.mark.parametrize("changes", [{"used": GIB // 2}, {"hits": 50}])
+@pytest.mark.parametrize("changes", [{"used": GIB // 2, "hits": 10}, {"hits": 50}, {"hits": 0}])
 def test_bytes_and_percentages_wait_for_their_turn(changes: dict[str, Any]) -> None:
-    before = found()
+    before = found(hits=10)
     after = found(previous=before, **changes)
     assert after != before
     assert settled(before, after, 100, 300) == (before, 200)
     assert settled(before, after, 300, 300) == (after, None)
+
+
+@pytest.mark.parametrize("prompts", [0, 100], ids=["while nobody asks", "while all is computed"])
+def test_the_first_hits_are_shown_at_once(prompts: int) -> None:
+    """After a test of five minutes there are none again: waiting for their turn they would never be seen."""
+    before = found(prompts=prompts)
+    after = found(hits=50, previous=before)
+    assert settled(before, after, 0, 300) == (after, None)
+    assert settled(after, before, 0, 300) == (after, 300)
+
+
+def test_hits_that_come_and_go_cost_two_writes_in_five_minutes() -> None:
+    in_force, written_at, writes = found(), 0.0, 0
+    for now in range(30, 3601, 30):
+        fresh = found(hits=50 * (now // 30 % 2), previous=in_force)
+        held, _ = settled(in_force, fresh, now - written_at, 300)
+        if held != in_force:
+            in_force, written_at, writes = held, now, writes + 1
+    assert 2 <= writes <= 24
 
 
 def test_a_change_below_the_step_is_none() -> None:
@@ -77,7 +97,7 @@ def test_the_text_of_an_error_that_changes_all_the_time_waits_as_well() -> None:
 def test_an_hour_of_flowing_bytes_costs_twelve_writes() -> None:
     in_force, written_at, writes = found(), 0.0, 0
     for now in range(30, 3601, 30):
-        fresh = found(used=GIB * now // 3600, hits=now % 100, previous=in_force)
+        fresh = found(used=GIB * now // 3600, hits=10 + now % 90, previous=in_force)
         held, _ = settled(in_force, fresh, now - written_at, 300)
         if held != in_force:
             in_force, written_at, writes = held, now, writes + 1
