@@ -178,6 +178,9 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     return f"{shown} and {len(known) - most} more" if len(known) > most else shown
 
 
-def plural(number: int, word: str) -> str:
-    """``1 pod``, ``2 pods``."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+def plural(number: int, word: str, verb: str = "") -> str:
+    """``1 pod``, ``2 pods``; with a verb ``1 pod waits``, ``2 pods wait``."""
+    if number == 1:
+        third = {"have": "has"}.get(verb, f"{verb}s")
+        return f"1 {word} {third}" if verb else f"1 {word}"
+    return f"{number} {word}s {verb}" if verb else f"{number} {word}s"

@@ -106,7 +106,8 @@ def _caveat(policy: KVTierPolicy) -> str:
 
 def _conflict(facts: PlanFacts) -> str:
     others = listed(name for _, name in facts.conflicted)
-    return f"{plural(len(facts.conflicted), 'pod')} that the selector matches belong to an older policy: {others}."
+    belonging = "belongs" if len(facts.conflicted) == 1 else "belong"
+    return f"{plural(len(facts.conflicted), 'pod')} that the selector matches {belonging} to an older policy: {others}."
 
 
 def up_to_date(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> Finding:
@@ -119,10 +120,10 @@ def up_to_date(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> Findi
     if not given:
         return Finding("UpToDate", "Unknown", Reason.NO_PODS.value, "No pod has tiers.")
     late = outdated(policy, found.pods, facts.structural_hash)
-    old = f"{len(late)} of {plural(len(given), 'pod')} have an older structure than {facts.structural_hash}"
+    old = f"{len(late)} of {plural(len(given), 'pod', 'have')} an older structure than {facts.structural_hash}"
     rollout = found.rollout
     if rollout.under_way:
-        left = f"; {plural(rollout.remaining, 'workload')} wait" if rollout.remaining else ""
+        left = f"; {plural(rollout.remaining, 'workload', 'wait')}" if rollout.remaining else ""
         return Finding("UpToDate", "False", Reason.ROLLING_OUT.value, f"Restarting, {rollout.under_way}{left}.")
     if rollout.restart is not None:
         return Finding("UpToDate", "False", Reason.ROLLING_OUT.value, f"Restarting {rollout.restart}.")
@@ -159,7 +160,7 @@ def tuned(facts: PlanFacts, found: PodFacts) -> Finding:
         message = f"{_names(refusing)} refused live values: {refusing[0].report.live_refusals[0]}"
         return Finding("Tuned", "False", Reason.LIVE_VALUES_REFUSED.value, message)
     done = [pod for pod in pods if is_tuned(pod, facts)]
-    text = f"{len(done)} of {plural(len(pods), 'attached pod')} have applied live generation {facts.live_generation}"
+    text = f"{len(done)} of {plural(len(pods), 'attached pod', 'have')} applied live generation {facts.live_generation}"
     if len(done) < len(pods):
         message = f"{text}; a kubelet passes changes on within about two minutes."
         return Finding("Tuned", "False", Reason.APPLYING.value, message)

@@ -11,7 +11,7 @@ from tests.unit.operator_status.world import FINE, answered, condition, facts, l
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.reconcile.facts import Finding
 from kvtier_operator.reconcile.injection import Trouble
-from kvtier_operator.reconcile.objects import Owner
+from kvtier_operator.reconcile.objects import Owner, plural
 from kvtier_operator.reconcile.podview import PodView
 from kvtier_operator.reconcile.reasons import Reason
 from kvtier_operator.reconcile.reports import Said
@@ -402,3 +402,22 @@ def test_messages_are_bounded() -> None:
     pods = [left(f"chat-{index}-{'x' * 200}") for index in range(50)]
     for each in status(*(replace(pod, message="y" * 5000) for pod in pods)).conditions or ():
         assert len(each.message) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("number", "verb", "words"),
+    [
+        (1, "", "1 pod"),
+        (2, "", "2 pods"),
+        (1, "have", "1 pod has"),
+        (0, "have", "0 pods have"),
+        (1, "wait", "1 pod waits"),
+    ],
+)
+def test_one_is_spoken_of_as_one(number: int, verb: str, words: str) -> None:
+    assert plural(number, "pod", verb) == words
+
+
+def test_one_pod_of_an_older_policy_belongs_to_it() -> None:
+    found = status(planned=facts(conflicted=[(bare_pod(), "older")]))
+    assert condition(found, "Attached").message == "1 pod that the selector matches belongs to an older policy: older."

@@ -1,0 +1,209 @@
+"""What conditions say about pods, word for word, on a real API server: what a person reads is tried here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.cluster.status_world import QUICK, Place, PlayedTierd, controlled, told
+
+from kvtier_operator.cluster.contract import POLICIES
+from kvtier_operator.testing.controllers import condition, until
+from kvtier_operator.testing.pods import status_document, tier_document
+
+Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+Sentence = tuple[str, str, str]
+"""Status, reason, message."""
+
+NO_POD = "The selector matches no running pod."
+IN_FORCE = "The policy is in force."
+RECOMPUTED = "Its hits are recomputed meanwhile."
+LATER = "a kubelet passes changes on within about two minutes."
+ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has block size 7"}]}
+
+
+@pytest.fixture
+def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+    """Runs a story in a labelled namespace of its own."""
+    return lambda story: told(story, full_cluster, full_api, nodes)
+
+
+async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
+    """Waits until the conditions are these; the failure shows those that are not."""
+    wrong: dict[str, Any] = {}
+
+    async def all_of_them() -> bool:
+        found = await where.client.get(POLICIES, where.namespace, "chat")
+        held = {kind: tuple(condition(found, kind).values()) for kind in expected}
+        wrong.clear()
+        wrong.update({kind: held[kind] for kind in expected if held[kind] != expected[kind]})
+        return not wrong
+
+    try:
+        await until("every condition is as expected", all_of_them, 40)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; these are {wrong}") from None
+
+
+def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where):
+            await where.policy()
+            await says(
+                where,
+                {
+                    "Ready": ("Unknown", "NoPods", f"Attached: {NO_POD}"),
+                    "Attached": ("Unknown", "NoPods", NO_POD),
+                    "UpToDate": ("Unknown", "NoPods", "No pod has tiers."),
+                    "Tuned": ("Unknown", "NoPods", "No pod is attached."),
+                    "EnginesCompatible": ("Unknown", "NoPods", NO_POD),
+                    "TiersHealthy": ("Unknown", "NoPods", NO_POD),
+                },
+            )
+            found = await where.client.get(POLICIES, where.namespace, "chat")
+            written = found["status"]["structuralHash"]
+            tierd.document = status_document(generation=1)
+            await where.deployment(where.injected(tierd.port, written), replicas=2)
+            one, two = (pod["metadata"]["name"] for pod in await where.pods(2))
+            begun = f"0 of 2 pods attached; {one}, {two}: the container vllm is starting."
+            await says(
+                where,
+                {
+                    "Ready": ("False", "Starting", f"Attached: {begun}"),
+                    "Attached": ("False", "Starting", begun),
+                    "EnginesCompatible": ("Unknown", "NotReported", "No engine has attached yet."),
+                    "TiersHealthy": ("Unknown", "NotReported", "No pod says how ram is."),
+                },
+            )
+            await where.run(one)
+            half = f"1 of 2 pods attached; starting: {two}."
+            await says(
+                where,
+                {
+                    "Ready": ("True", "Starting", f"{IN_FORCE} {half}"),
+                    "Attached": ("True", "Starting", half),
+                    "Tuned": ("True", "Applied", "1 of 1 attached pod has applied live generation 1."),
+                },
+            )
+            await where.run(two)
+            await says(
+                where,
+                {
+                    "Ready": ("True", "InForce", IN_FORCE),
+                    "Attached": ("True", "Attached", "2 of 2 pods attached."),
+                    "UpToDate": ("True", "Current", f"Every pod with tiers has structure {written}."),
+                    "Tuned": ("True", "Applied", "2 of 2 attached pods have applied live generation 1."),
+                    "EnginesCompatible": ("True", "Compatible", "Every engine that attached was accepted."),
+                    "TiersHealthy": ("True", "Healthy", "Every tier of every pod that answers is healthy."),
+                },
+            )
+            await where.policy(minLoadTokens=640)
+            waiting = f"0 of 2 attached pods have applied live generation 2; {LATER}"
+            await says(
+                where,
+                {
+                    "Ready": ("True", "Applying", f"{IN_FORCE} Tuned: {waiting}"),
+                    "Tuned": ("False", "Applying", waiting),
+                },
+            )
+            await where.policy(minLoadTokens=640, chunkTokens=512)
+            found = await where.until("UpToDate", "False", "Outdated")
+            newer = found["status"]["structuralHash"]
+            assert newer != written
+            late = (
+                f"2 of 2 pods have an older structure than {newer}: {one}, {two}. They change when they are replaced."
+            )
+            await says(
+                where,
+                {
+                    "Ready": ("True", "Outdated", f"{IN_FORCE} UpToDate: {late}"),
+                    "UpToDate": ("False", "Outdated", late),
+                },
+            )
+            await tierd.stop()
+            silent = f"0 of 2 pods attached; {one}, {two} cannot be asked: no connection."
+            await says(
+                where,
+                {
+                    "Ready": ("Unknown", "Unreachable", f"Attached: {silent}"),
+                    "Attached": ("Unknown", "Unreachable", silent),
+                },
+            )
+
+    tell(story)
+
+
+def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
+    async def story(where: Place) -> None:
+        async with PlayedTierd() as tierd, controlled(where):
+            await where.policy(attach={"startTimeoutSeconds": 10})
+            found = await where.until("Attached", "Unknown", "NoPods")
+            await where.deployment(where.injected(tierd.port, found["status"]["structuralHash"]))
+            (pod,) = await where.pods()
+            name = pod["metadata"]["name"]
+            await where.run(name)
+            await says(where, {"Ready": ("True", "InForce", IN_FORCE)})
+
+            async def reports(
+                kind: str, reason: str, message: str, *tiers: Any, ready: str = "False", **more: Any
+            ) -> None:
+                tierd.document = status_document(*tiers, **{"generation": 1, **more})
+                summary = message if ready == "False" else f"{kind}: {message}"
+                expected = {kind: ("False", reason, message)}
+                if ready == "False":
+                    expected["Ready"] = ("False", reason, f"{kind}: {message}")
+                else:
+                    expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
+                await says(where, expected)
+
+            ill = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
+            await reports("TiersHealthy", "Degraded", ill, tier_document("ram", "Degraded", lastError="no space left"))
+            ill = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
+            await reports("TiersHealthy", "BreakerOpen", ill, tier_document("ram", "BreakerOpen"))
+            for kind in ("PoolMissing", "TierNotServed"):
+                said = [{"type": kind, "message": "no space for 1 GiB"}]
+                await reports("TiersHealthy", kind, f"{name}: no space for 1 GiB", conditions=said)
+            off = f"{name}: group 3 has block size 7"
+            await reports("EnginesCompatible", "EngineUnsupported", off, **ENGINE_OFF)
+            refused = f"{name} refused live values: ram.loadWeight: 0"
+            await reports("Tuned", "LiveValuesRefused", refused, ready="True", liveRefusals=["ram.loadWeight: 0"])
+            nobody = (
+                f"0 of 1 pod attached; {name}: tierd serves and vllm is ready, but no engine process has attached: the plugin "
+                "was not loaded, or this vLLM version is not supported; the engine's log has lines that name kvtier."
+            )
+            await reports("Attached", "NotAttached", nobody, sessions="none")
+
+    tell(story)
+
+
+def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
+    full_cluster: Any, full_api: Any, nodes: ModuleType
+) -> None:
+    """With the period that ships, of five minutes: a person who tries it looks at once."""
+
+    async def story(where: Place) -> None:
+        sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
+        async with PlayedTierd() as tierd, controlled(where, sections):
+            await where.policy()
+            found = await where.until("Attached", "Unknown", "NoPods")
+            tierd.document = status_document(tier_document("ram", hitTokens=0), generation=1, promptTokens=0)
+            await where.deployment(where.injected(tierd.port, found["status"]["structuralHash"]))
+            (pod,) = await where.pods()
+            await where.run(pod["metadata"]["name"])
+            await where.until("Ready", "True", "InForce")
+            assert (await where.columns())["Hit%"] is None
+            tierd.document = status_document(tier_document("ram", hitTokens=350), generation=1, promptTokens=1000)
+
+            async def shown() -> bool:
+                return bool((await where.columns())["Hit%"] == 35)
+
+            await until("hits are shown", shown)
+            # That there are none any more is no news for five minutes.
+            tierd.document = status_document(tier_document("ram", hitTokens=0), generation=1, promptTokens=0)
+            await asyncio.sleep(3 * QUICK["pollSeconds"])
+            assert (await where.columns())["Hit%"] == 35
+
+    told(story, full_cluster, full_api, nodes)
