@@ -158,11 +158,11 @@ class TestRender:
         other = tmp_path / "other.yaml"
         document = yaml.safe_load(policy.read_text())
         document["spec"].setdefault("engine", {}).update(connector="Offloading", localRanks=1)
-        document["spec"]["minLoadTokens"] = 512
+        document["spec"]["minLoadTokens"] = 640
         other.write_text(yaml.safe_dump(document))
         outcome = kvtier("render", "-f", other, "--engine-args")
         assert json.loads(shlex.split(outcome.out)[1])["kv_connector"] == "OffloadingConnector"
-        assert "spec.minLoadTokens: 512 is not accepted" in outcome.err
+        assert "spec.minLoadTokens: 640 is not accepted" in outcome.err
         answer = kvtier("render", "-f", other, "--engine-env", "--json").json
         assert json.loads(answer["KVTIER_TRANSFER_CONFIG"])["kv_connector"] == "OffloadingConnector"
         assert "KVTIER_TOPOLOGY" not in answer
