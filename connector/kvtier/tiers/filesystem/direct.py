@@ -79,7 +79,9 @@ def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) 
 
 
 def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct and is_aligned(payload) else 0)
+    # O_NONBLOCK: opening a pipe, which whoever shares the directory may put here, would wait for a writer for ever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= _O_DIRECT if direct and is_aligned(payload) else 0
     descriptor = os.open(path, flags)
     try:
         found = os.fstat(descriptor)

@@ -107,6 +107,10 @@ def remove_fenced(directory: Path) -> bool:
         try:
             _empty(directory)
             os.rmdir(directory)
+        except NotADirectoryError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(directory)
+            return True
         except OSError as error:
             if error.errno in GONE:
                 return True

@@ -3,7 +3,7 @@
 They are rewritten in place, not replaced: a new file under an old name could stay unseen for as long as an NFS client trusts its directory.
 On NFS they are read and written past the page cache. Opening makes a client ask whether the content has changed, except where the server
 has given it a delegation, and a server does not take that back for a second mount of the same host. What is half written does not have its
-checksum and counts as not there.
+checksum and counts as not there; so does whatever else stands under the name, since others can write to the directory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import json
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _DIGEST_CHARACTERS = 32
 _HEAD_BYTES = _DIGEST_CHARACTERS + 12
 _ATTEMPTS = 3
 _FIRST_BYTES = 16_384
+MAX_BYTES = 16 << 20
+"""A janitor's record with a thousand writers has some 100 KiB."""
 
 
 def _encoded(document: dict[str, Any]) -> bytes:
@@ -69,17 +72,20 @@ def _content(path: Path) -> bytes:
     # O_NONBLOCK: opening a pipe in its place would wait for somebody who writes.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
         if not _past_cache(descriptor):
             with os.fdopen(descriptor, "rb", closefd=False) as file:
-                return file.read()
+                return file.read(MAX_BYTES)
         size = _FIRST_BYTES
-        while True:
+        while size <= MAX_BYTES:
             # What is known of the file's size is as old as what is known of its content.
             with mmap.mmap(-1, size) as page:
                 count = os.preadv(descriptor, [page], 0)
                 if count < size:
                     return page[:count]
             size *= 2
+        return b""
     finally:
         os.close(descriptor)
 
@@ -118,6 +124,6 @@ def _decoded(content: bytes) -> dict[str, Any] | None:
         if blake3.blake3(body).hexdigest()[:_DIGEST_CHARACTERS] != digest:
             return None
         document = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None

@@ -25,6 +25,7 @@ from kvtier.tiers.filesystem.layout import (
     writers_path,
 )
 from kvtier.tiers.filesystem.lease import BROKEN, Watch, fresh_names, in_this_process, remove_fenced, surely_gone
+from kvtier.tiers.filesystem.shapes import is_ledger, is_writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,14 @@ def top_fence(root: Path, *, fresh: bool) -> int:
 
 
 def read_ledger(root: Path, fence: int) -> dict[str, Any] | None:
-    """The janitor's record; None if there is none that is whole. Raises ``OSError``."""
+    """The janitor's record; None if there is none that is whole and understood. Raises ``OSError``."""
     try:
-        return record.read(seat_path(root, fence) / LEDGER)
+        found = record.read(seat_path(root, fence) / LEDGER)
     except OSError as error:
         if error.errno in BROKEN:
             return None
         raise
+    return found if found is not None and is_ledger(found) else None
 
 
 def vacant(ledger: dict[str, Any] | None, fence: int, watch: Watch, now: float, *, supersede: bool) -> bool:
@@ -119,14 +121,15 @@ def _base(previous: Path) -> int | None:
             return None
         raise
     base = None if found is None else found.get("base")
-    return base if isinstance(base, int) else None
+    return base if isinstance(base, int) and not isinstance(base, bool) and base >= 0 else None
 
 
 def read_writer(root: Path, writer: str) -> dict[str, Any] | None:
-    """A writer's record; None if there is none that is whole. Raises ``OSError``."""
+    """A writer's record; None if there is none that is whole and understood. Raises ``OSError``."""
     try:
-        return record.read(writers_path(root) / writer / RECORD)
+        found = record.read(writers_path(root) / writer / RECORD)
     except OSError as error:
         if error.errno in BROKEN:
             return None
         raise
+    return found if found is not None and is_writer(found) else None

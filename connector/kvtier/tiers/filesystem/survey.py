@@ -174,7 +174,7 @@ def _identity(namespace: Path) -> dict[str, str]:
             "chunkTokens": engine.get("effective_chunk_tokens"),
             "salt": engine.get("salt"),
         }
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return {}
     return {key: str(value) for key, value in found.items() if value not in (None, "")}
 

@@ -59,3 +59,8 @@ def keep_turning(keeper_of: weakref.ref[Keeper], wake: threading.Event) -> None:
             if str(error) != keeper.last_error:
                 _log.warning("%s", error)
             keeper.last_error = str(error)
+        except Exception as error:  # noqa: BLE001
+            # A bug must not end the thread that keeps the leases: others would take this process for dead, again and again.
+            if repr(error) != keeper.last_error:
+                _log.exception("the file tier's upkeep failed and goes on")
+            keeper.last_error = repr(error)

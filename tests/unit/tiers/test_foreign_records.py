@@ -1,0 +1,157 @@
+"""What others put into a shared directory where records and objects are expected: it is not understood, and stops nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.tiers.test_keeper import MIB, Host, write_with
+from tests.unit.tiers.test_keeper import hosts as hosts
+
+from kvtier.errors import TierCorruptError
+from kvtier.testing.tier_suite import buffer, make_object
+from kvtier.tiers.base import TierLimits
+from kvtier.tiers.filesystem import FileSystemTier, keeper, record
+from kvtier.tiers.filesystem.layout import LEDGER, RECORD, seat_path, writers_path
+from kvtier.tiers.filesystem.lease import LEASE_SECONDS
+from kvtier.tiers.filesystem.scan import object_path
+from kvtier.tiers.filesystem.seat import read_ledger, read_writer
+from kvtier.topology.models import FileSystemTierDocument
+
+PATIENCE_SECONDS = 30.0
+WRITER: dict[str, Any] = {
+    "beat": 1, "ask": 0, "bytes": 0, "least": 0, "used": {}, "settled": {}, "closed": False, "full": 0, "recount": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ask": None},
+        {"bytes": "many"},
+        {"least": -1},
+        {"beat": True},
+        {"full": 10**30},
+        {"settled": []},
+        {"settled": {"one": 1}},
+        {"settled": {"1": None}},
+        {"used": {"1": -1}},
+        {"closed": 1},
+    ],
+    ids=str,
+)
+def test_a_record_of_another_shape_stops_no_janitor_and_its_writer_is_ended(
+    hosts: Callable[..., Host], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    janitor, other = hosts(), hosts()
+    folder = writers_path(tmp_path / "tier") / "somebody"
+    folder.mkdir()
+    record.create(folder / RECORD, WRITER | change, 0o640, None)
+    assert read_writer(tmp_path / "tier", "somebody") is None
+    for _ in range(int(LEASE_SECONDS) + 2):
+        janitor.turn()
+        other.turn()
+    assert janitor.is_janitor
+    assert not folder.exists()
+    write_with(other, janitor, 1)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "nested", "endless"])
+def test_what_is_no_record_stops_no_janitor(hosts: Callable[..., Host], tmp_path: Path, kind: str) -> None:
+    janitor = hosts()
+    place = writers_path(tmp_path / "tier") / "somebody"
+    if kind == "file":
+        place.write_text("no directory")
+    else:
+        place.mkdir()
+        if kind == "pipe":
+            os.mkfifo(place / RECORD)
+        elif kind == "nested":
+            depth = 100_000
+            record.create(place / RECORD, {}, 0o640, None)
+            (place / RECORD).write_bytes(signed(b"[" * depth + b"]" * depth))
+        else:
+            (place / RECORD).touch()
+            os.truncate(place / RECORD, 1 << 40)
+    for _ in range(int(LEASE_SECONDS) + 2):
+        janitor.turn()
+    assert janitor.is_janitor
+    assert not place.exists()
+    janitor.write(1)
+
+
+def signed(body: bytes) -> bytes:
+    """A record with a good checksum over whatever."""
+    empty = record._encoded({})
+    digest = record.blake3.blake3(body).hexdigest()[: empty.index(b" ")]
+    return f"{digest} {len(body):010d}\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"writers": []},
+        {"writers": {"w": {"answer": [1], "open": []}}},
+        {"writers": {"w": {"answer": [1, 2], "open": None}}},
+        {"quantum": "much"},
+        {"recall": None},
+        {"released": 0},
+        {"holder": 3},
+        {"base": -1},
+    ],
+    ids=str,
+)
+def test_a_janitor_whose_record_is_not_understood_is_replaced(
+    hosts: Callable[..., Host], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    first, second = hosts(), hosts()
+    fence = first.tier.keeper.janitor.fence if first.tier.keeper.janitor is not None else 0
+    found = read_ledger(tmp_path / "tier", fence)
+    assert found is not None
+    record.rewrite(seat_path(tmp_path / "tier", fence) / LEDGER, found | change)
+    assert read_ledger(tmp_path / "tier", fence) is None
+    for _ in range(int(LEASE_SECONDS) + 3):
+        second.turn()
+    assert second.is_janitor
+    second.write(1)
+
+
+def test_a_pipe_in_an_objects_place_is_corrupt_and_holds_nobody_up(tmp_path: Path) -> None:
+    document = FileSystemTierDocument(name="disk", path=str(tmp_path), sharing="Node", direct_io="Never")
+    tier = FileSystemTier(document, TierLimits(64 * MIB))
+    tier.keeper.run = lambda: None  # type: ignore[method-assign]
+    tier.open(lambda *_: None)
+    ref, payload, meta = make_object(1)
+    tier.write(ref, payload, meta)
+    path = object_path(str(tmp_path), ref.namespace, ref.key)
+    os.unlink(path)
+    os.mkfifo(path)
+    with pytest.raises(TierCorruptError):
+        tier.read(ref, buffer(payload.nbytes))
+    assert not os.path.lexists(path)
+    assert not tier.contains(ref)
+
+
+def test_the_thread_that_keeps_the_leases_outlives_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    document = FileSystemTierDocument(name="disk", path=str(tmp_path), sharing="Node", direct_io="Never")
+    tier = FileSystemTier(document, TierLimits(64 * MIB))
+    twice = threading.Semaphore(0)
+
+    def turn() -> None:
+        twice.release()
+        tier.keeper.wake()
+        raise KeyError("beat")
+
+    tier.open(lambda *_: None)
+    tier.keeper.turn = turn  # type: ignore[method-assign]
+    tier.keeper.wake()
+    for _ in range(3):
+        assert twice.acquire(timeout=PATIENCE_SECONDS)
+    tier.close()
+    assert [each.message for each in caplog.records if each.name == keeper.__name__.rsplit(".", 1)[0]].count(
+        "the file tier's upkeep failed and goes on"
+    ) == 1
