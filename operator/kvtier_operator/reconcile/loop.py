@@ -51,8 +51,8 @@ REFUSED_SECONDS = 30.0
 """Before what the API server refused is tried again without any event."""
 STATUS_TRIES = 3
 """Of writing a status while others change the same policy."""
-FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KVTierError)
-"""What a fault of ours raises. It concerns the policy at hand, and must not stop the others."""
+FAULTS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, KVTierError)
+"""What a fault of ours raises (``RecursionError`` is a ``RuntimeError``). It concerns the policy at hand, and must not stop the others."""
 DEFAULT_PACE = Pace()
 DEFAULT_PAUSES = Pauses()
 STUCK_SECONDS = 300.0
@@ -274,12 +274,12 @@ class Controller:
         except ApiError as error:
             self._failed(key, error.reason or str(error.status), str(error), error.retry_after_seconds or 0.0)
             return
+        except TimeoutError:
+            self._failed(key, "Deadline", f"it took longer than {RECONCILE_SECONDS:g} s", 0.0)
+            return
         except FAULTS as error:
             logger.exception("a fault of the operator")
             self._failed(key, "Fault", repr(error), 0.0)
-            return
-        except TimeoutError:
-            self._failed(key, "Deadline", f"it took longer than {RECONCILE_SECONDS:g} s", 0.0)
             return
         finally:
             self._metrics.seconds.observe(time.perf_counter() - began)
@@ -308,6 +308,10 @@ class Controller:
         except ApiError as error:
             self._metrics.errors.labels(error.reason or str(error.status)).inc()
             logger.warning("what dead policies left could not be removed: %s", error)
+            return
+        except FAULTS:
+            self._metrics.errors.labels("Fault").inc()
+            logger.exception("a fault of the operator, while it looked for what dead policies left")
             return
         self._metrics.removed.inc(removed)
 

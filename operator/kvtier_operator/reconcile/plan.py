@@ -153,7 +153,8 @@ def _document(found: Object | None, file: str) -> dict[str, Any]:
     text = ((found or {}).get("data") or {}).get(file)
     try:
         document = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):
+        # Whoever may edit ConfigMaps can have written it.
         return {}
     return document if isinstance(document, dict) else {}
 

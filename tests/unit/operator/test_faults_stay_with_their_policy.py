@@ -1,0 +1,72 @@
+"""What goes wrong about one policy, or while sweeping, does not stop the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.unit.operator.test_plan import SETTINGS, known, settled
+
+from kvtier_operator.cluster.contract import CONFIG_MAPS
+from kvtier_operator.reconcile import loop
+from kvtier_operator.reconcile.loop import Controller
+from kvtier_operator.reconcile.observe import Observed
+from kvtier_operator.reconcile.plan import plan
+from kvtier_operator.testing import controllers
+
+KEY = ("n", "chat")
+
+
+def counted(registry: CollectorRegistry, reason: str) -> float:
+    name = "kvtier_operator_reconcile_errors_total"
+    return registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RecursionError(), "Fault"), (RuntimeError("x"), "Fault"), (OSError("x"), "Fault"), (KeyError("x"), "Fault"),
+     (TimeoutError(), "Deadline")],
+    ids=repr,
+)  # fmt: skip
+def test_a_look_that_fails_is_counted_and_its_policy_comes_again(error: Exception, reason: str) -> None:
+    async def story() -> None:
+        registry = CollectorRegistry()
+        controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
+
+        async def fails(_key: Any) -> None:
+            raise error
+
+        controller._reconciler.reconcile = fails  # type: ignore[method-assign]
+        controller.queue.add(KEY)
+        await controller._look(await controller.queue.get())
+        assert controller.queue.failures(KEY) == 1
+        assert len(controller.queue) == 1
+        assert counted(registry, reason) == 1.0
+
+    asyncio.run(story())
+
+
+def test_a_sweep_that_fails_is_counted_and_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: Any) -> int:
+        raise TypeError("not as it should be")
+
+    async def story() -> None:
+        registry = CollectorRegistry()
+        controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
+        monkeypatch.setattr(loop, "sweep", fails)
+        await controller._sweep()
+        assert counted(registry, "Fault") == 1.0
+
+    asyncio.run(story())
+
+
+def test_a_config_map_that_somebody_filled_with_nesting_is_written_anew() -> None:
+    found = known(attach={"mode": "ConfigMapOnly"})
+    observed = settled(found)
+    nested = "[" * 100_000 + "]" * 100_000
+    maps = {name: {**each, "data": dict.fromkeys(each["data"], nested)} for name, each in observed.config_maps.items()}
+    planned = plan(Observed(found, maps), SETTINGS)
+    assert [each.kind for each in planned.apply] == [CONFIG_MAPS, CONFIG_MAPS]
+    assert all("[[" not in text for each in planned.apply for text in each.body["data"].values())
