@@ -14,7 +14,11 @@ import pytest
 pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
 
 NAMESPACE = "kvtier-system"
-EXPORT = {"namespaces": ["serving"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv"}, "mountOptions": ["vers"]}
+EXPORT = {
+    "namespaces": ["serving"],
+    "nfs": {"server": "NAS.example", "exportPrefix": "/kv"},
+    "mountOptions": ["vers", "sec=krb5p"],
+}
 
 
 def volume(name: str, **spec: Any) -> dict[str, Any]:
@@ -37,6 +41,10 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
     [
         (volume("kvtier-a", **nfs("/kv")), None),
         (volume("kvtier-a", **nfs("/kv/below"), mountOptions=["soft", "timeo=50", "vers=4.1"]), None),
+        # An option that is listed with a value is allowed with that value, as the operator reads the list.
+        (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5p", "soft"]), None),
+        (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5"]), "mount options"),
+        (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec"]), "mount options"),
         (volume("other", **nfs("/kv")), "names begin with kvtier-"),
         (volume("kvtier-a", hostPath={"path": "/etc"}), "of NFS exports"),
         (volume("kvtier-a", **nfs("/kvx")), "nas.example:/kvx"),
