@@ -24,7 +24,7 @@ def canonical(value: Mapping[str, object]) -> str:
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the identity holds what JSON cannot: {error}") from error
 
 
@@ -36,7 +36,7 @@ def derive(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
     """
     try:
         identity = json.loads(identity_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the identity is not JSON: {error}") from error
     if not isinstance(identity, dict):
         raise ProtocolError(f"the identity is a JSON {type(identity).__name__}, not an object")
@@ -56,7 +56,7 @@ def _readable(text: str) -> object:
     """A codec text that is JSON is shown as what it says, anything else as it stands."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -121,6 +121,10 @@ class _PoolStart:
         except OSError as error:
             self.error = f"the host pool cannot be allocated in {self._run.path}: {error}"
             _log.error("%s", self.error)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is: a thread that ends without a word would keep everybody waiting for the pool.
+            self.error = f"the host pool cannot be allocated in {self._run.path}: {error!r}"
+            _log.exception("%s", self.error)
         self.finished = True
         self._done()
 

@@ -15,6 +15,7 @@ import zmq
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.fake_worker import OBJECT_TOKENS, FakeEngineOptions, block_hash
 from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.tierd import daemon as daemon_module
 from kvtier.tierd import outbox as outbox_module
 from kvtier.tierd.daemon import Options, TierDaemon
 from kvtier.tierd.process import own_identity
@@ -89,12 +90,13 @@ def start(case: TierdCase) -> Iterator[Start]:
     """Starts daemons in threads; they are stopped at the end."""
     running: list[tuple[TierDaemon, threading.Thread]] = []
 
-    def begin(**options: Any) -> TierDaemon:
+    def begin(serves: bool = True, **options: Any) -> TierDaemon:
         daemon = TierDaemon(Options(case.topology_directory, **options))
         thread = threading.Thread(target=daemon.run, daemon=True)
         thread.start()
         running.append((daemon, thread))
-        wait_for(lambda: case.status().get("started"), "tierd serves")
+        if serves:
+            wait_for(lambda: case.status().get("started"), "tierd serves")
         return daemon
 
     yield begin
@@ -174,6 +176,35 @@ def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
     assert "JSON" in worker.receive(Refused).reason
     assert "JSON" in scheduler.receive(Refused).reason
     pair(peers, "good")[0].receive(Ready)
+
+
+@pytest.mark.parametrize("part", ["identity", "codec"])
+def test_an_identity_or_a_codec_nested_without_end_hurts_nobody(
+    start: Start, peers: Callable[..., Peer], part: str
+) -> None:
+    start()
+    nested = '{"a":' * 100_000 + "1" + "}" * 100_000
+    scheduler = peers(role="scheduler", identity=nested if part == "identity" else "{}")
+    peers(role="worker", codec=nested if part == "codec" else "{}", shard_bytes=(4096,))
+    if part == "identity":
+        assert "the identity" in scheduler.receive(Refused).reason
+    else:
+        scheduler.receive(Ready)
+    another, _ = pair(peers, "another")
+    another.receive(Credits)
+
+
+@pytest.mark.parametrize("error", [MemoryError("too much"), ValueError("strange")], ids=repr)
+def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
+    start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(daemon_module, "PoolFile", fails)
+    daemon = start(serves=False)
+    assert str(error) in peers(role="scheduler", identity="{}").receive(Refused).reason
+    wait_for(lambda: [each.type for each in daemon.snapshot.conditions] == ["PoolMissing"], "a condition says so")
 
 
 def test_objects_larger_than_the_pool_are_refused_with_the_numbers(start: Start, peers: Callable[..., Peer]) -> None:
