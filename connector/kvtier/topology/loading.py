@@ -197,11 +197,15 @@ def merge_live(content: bytes, previous: Live, structural: Structural) -> tuple[
     except ValueError as error:
         return previous, [LiveRefusal(LIVE_FILE, str(error), "a JSON object")]
     merge = _Merge()
-    values = merge.fields(Live, previous, {k: v for k, v in document.items() if k not in ("breaker", "tiers")}, "")
-    if "breaker" in document:
-        values["breaker"] = merge.model(Breaker, previous.breaker, document["breaker"], "breaker")
-    if "tiers" in document:
-        values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
+    try:
+        values = merge.fields(Live, previous, {k: v for k, v in document.items() if k not in ("breaker", "tiers")}, "")
+        if "breaker" in document:
+            values["breaker"] = merge.model(Breaker, previous.breaker, document["breaker"], "breaker")
+        if "tiers" in document:
+            values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
+    except RecursionError:
+        # Writing a value takes a little more depth than reading it did.
+        return previous, [LiveRefusal(LIVE_FILE, "nested too deeply", "a JSON object")]
     return previous.model_copy(update=values), merge.refusals
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier.tierd.live import LiveFollower
 from kvtier.topology.models import (
@@ -104,3 +107,20 @@ def test_a_file_that_goes_changes_nothing(tmp_path: Path) -> None:
     assert not follower.poll()
     assert follower.live.generation == 2
     assert follower.refused_total == 0
+
+
+@pytest.mark.parametrize(
+    "around", ['{"generation": %s}', '{"unknown": %s}', '{"tiers": %s}', '{"tiers": {"disk": {"loadWeight": %s}}}']
+)
+def test_no_depth_of_nesting_ends_the_following(tmp_path: Path, around: str) -> None:
+    follower = make(tmp_path)
+    live = follower.live
+    path = tmp_path / "live.json"
+    # From what can be read to what cannot: at the border reading succeeds and the next step may not.
+    for depth in range(sys.getrecursionlimit() - 100, sys.getrecursionlimit()):
+        path.write_text(around % ("[" * depth + "]" * depth))
+        assert not follower.poll()
+        assert follower.live is live or follower.live == live
+    assert follower.refused_total >= 100
+    path.write_text('{"generation": 2}')
+    assert follower.poll()
