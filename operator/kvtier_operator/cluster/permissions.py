@@ -1,8 +1,8 @@
 """The rights that the operator's two processes need, as data: the chart renders them, a test compares, the docs list
 them.
 
-Secrets are the reason for care: nothing here may list or watch them, so that a stolen token of the operator reads only
-Secrets whose names the thief knows. A rule names its purpose, because a right that nobody can explain should go.
+Secrets are the reason for care: nothing here may list or watch them, but for the webhook the one Secret of its own certificate, so that a
+stolen token of the operator reads only Secrets whose names the thief knows. A rule names its purpose, because a right that nobody can explain should go.
 """
 
 from __future__ import annotations
