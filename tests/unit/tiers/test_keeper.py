@@ -185,6 +185,39 @@ def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
     assert make_object(1)[0].key.hex() not in left
 
 
+@pytest.mark.parametrize("work", ["evicting", "retiring"])
+def test_a_janitor_that_removes_for_longer_than_a_lease_stays_in_office(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    first, second = hosts(), hosts()
+    for seed in range(60):
+        first.write(seed)
+    for _ in range(3):
+        second.turn(11.0)
+        first.turn()
+    janitor = first.tier.keeper.janitor
+    assert janitor is not None
+    remove = janitor._remove
+    taken: list[bytes] = []
+
+    def slowly(namespace: str, key: bytes) -> int:
+        taken.append(key)
+        first.now += 0.5
+        second.turn(0.5)
+        return remove(namespace, key)
+
+    monkeypatch.setattr(janitor, "_remove", slowly)
+    if work == "evicting":
+        janitor.evict(first.tier.usage().used_bytes)
+    else:
+        janitor.remove_namespace(NAMESPACE)
+    assert len(taken) == 60
+    first.turn()
+    second.turn()
+    assert first.tier.keeper.janitor is janitor
+    assert not second.is_janitor
+
+
 def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of_others(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:

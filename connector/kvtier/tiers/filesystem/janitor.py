@@ -67,7 +67,7 @@ class _Writer:
 
 
 class Janitor:
-    """See the module's text. ``removed`` is told of every object evicted. Raises ``DeposedError`` and ``OSError``."""
+    """See the module's text. ``removed`` is told of every object evicted. ``clock``: monotonic seconds. Raises ``DeposedError`` and ``OSError``."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Janitor:
         index: Index,
         modes: Modes,
         removed: Removed,
+        clock: Callable[[], float],
     ) -> None:
         self.fence = inherited.fence
         self.ledger = Ledger(inherited.base_bytes)
@@ -95,6 +96,7 @@ class Janitor:
         self._index = index
         self._modes = modes
         self._removed = removed
+        self._clock = clock
         self._document = first_record(inherited.fence, holder)
         self._written_at = float("-inf")
         self._listed_at = float("-inf")
@@ -184,7 +186,7 @@ class Janitor:
             return True
         if found["full"] != writer.full:
             writer.full = found["full"]
-            self.evict(self._index.usage().used_bytes * _FULL_PERCENT // 100, now)
+            self.evict(self._index.usage().used_bytes * _FULL_PERCENT // 100)
         if not found["bytes"] or found["ask"] <= writer.answer[0]:
             return False
         if self.ledger.base_bytes is not None:
@@ -213,7 +215,7 @@ class Janitor:
 
     def _answer(self, name: str, writer: _Writer, found: dict[str, Any], now: float) -> None:
         least, wish = found["least"], max(found["bytes"], self.quantum_bytes())
-        room = self._room_for(least, wish, now)
+        room = self._room_for(least, wish)
         if room < least and self._may_find_room(name, least, now):
             return
         size_bytes = min(wish, room) if room >= least else 0
@@ -284,13 +286,13 @@ class Janitor:
     def _surplus(self, target_bytes: int) -> int:
         return (self.ledger.charge_bytes or 0) - target_bytes
 
-    def _room_for(self, least: int, wish: int, now: float) -> int:
+    def _room_for(self, least: int, wish: int) -> int:
         limit = self.limit_bytes
         if least > limit:
             return 0
         if self._surplus(limit - wish) > 0:
             low = limit * self._limits().low_watermark_percent // 100
-            self.evict(self._surplus(min(low, limit - least)), now)
+            self.evict(self._surplus(min(low, limit - least)))
         return -self._surplus(limit)
 
     def _may_find_room(self, name: str, least: int, now: float) -> bool:
@@ -321,7 +323,7 @@ class Janitor:
             self.recall(now)
         if not self._victims and self._surplus(limit * limits.high_watermark_percent // 100) <= 0:
             return False
-        self.evict(self._surplus(low), now, EVICTION_SLICE)
+        self.evict(self._surplus(low), EVICTION_SLICE)
         if self._surplus(low) <= 0:
             self._victims.clear()
             return False
@@ -329,8 +331,9 @@ class Janitor:
             self.hungry = True
         return bool(self._victims)
 
-    def evict(self, surplus_bytes: int, now: float, at_most: int | None = None) -> int:
-        """Removes the least recently used objects until that much is freed: the bytes freed."""
+    def evict(self, surplus_bytes: int, at_most: int | None = None) -> int:
+        """Removes the least recently used objects until that much is freed: the bytes freed. However long that takes, the record goes on
+        showing that this janitor lives."""
         freed = 0
         count = 0
         while freed < surplus_bytes and (at_most is None or count < at_most):
@@ -342,8 +345,7 @@ class Janitor:
             if self._index.unchanged(namespace, key, value):
                 freed += self._remove(namespace, key)
                 count += 1
-            if count % EVICTION_SLICE == EVICTION_SLICE - 1:
-                self.announce(now)
+                self.announce(self._clock())
         return freed
 
     def _remove(self, namespace: str, key: bytes) -> int:
@@ -379,6 +381,7 @@ class Janitor:
         """Removes everything of ours in a namespace, and its directories where nothing else is in them."""
         for key in self._index.keys(namespace):
             self._remove(namespace, key)
+            self.announce(self._clock())
         top = self._root / namespace
         with contextlib.suppress(OSError):
             for middle in [entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]:

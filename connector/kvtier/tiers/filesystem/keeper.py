@@ -342,7 +342,7 @@ class Keeper:
             return
         self._fence = inherited.fence
         self.janitor = Janitor(
-            self._root, self.writer.name, inherited, self._limits, self._index, self._modes, self._forget
+            self._root, self.writer.name, inherited, self._limits, self._index, self._modes, self._forget, self._clock
         )
         self._serve(now, supersede)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtier.tiers.base import OnChange, TierLimits
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.janitor import Janitor
+from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
 from kvtier.tiers.filesystem.lease import BEAT_SECONDS
 from kvtier.tiers.filesystem.refresh import Pass
 from kvtier.tiers.filesystem.scan import ABANDONED_SECONDS
@@ -149,7 +149,11 @@ class Passes:
             # Whatever the clocks say: one that jumps ahead by days must not take with it what an engine here is using.
             if newest < horizon and namespace not in self._in_use():
                 _log.info("%s: namespace %s was not used since its retention", self._root, namespace)
-                janitor.remove_namespace(namespace)
+                try:
+                    janitor.remove_namespace(namespace)
+                except DeposedError:
+                    # The keeper finds out when it serves next; what is left is the successor's.
+                    return
         with contextlib.suppress(OSError), os.scandir(self._root) as entries:
             for entry in entries:
                 old = current.began_at - ABANDONED_SECONDS
