@@ -355,7 +355,7 @@ class TierStore:
 
     def next_wake(self) -> float | None:
         """The time of the store's clock at which ``pump`` has something to do at the latest, I/O aside; None: never."""
-        if len(self._index.changes) or self._left:
+        if self._index.busy or self._left:
             return self._shared.clock()
         return self._shared.timers.next_due()
 

@@ -7,12 +7,13 @@ repeating some that the snapshot already contains ends in the same state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 from queue import Empty, SimpleQueue
 
 from kvtier.store.contract import PresenceChanged
 from kvtier.store.shared import Shared
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import ObjectRef, Tier
 
 MEMORY_BIT = 1
 KEPT_BIT = 1 << 16
@@ -22,6 +23,8 @@ MAX_QUEUED_CHANGES = 65_536
 """Announcements that wait for the owner; past this many, the tier's keys are listed afresh instead."""
 MAX_CHANGES_PER_PUMP = 8_192
 """About 5 ms of the owner's time."""
+RELISTED_PER_PUMP = 2_048
+"""Keys of a tier that is listed afresh. A million at once would take the owner ten seconds, and everybody would take it for dead."""
 
 
 class ChangeQueue:
@@ -49,12 +52,18 @@ class ChangeQueue:
             pass
         return taken
 
-    def take_lost(self) -> list[int]:
-        """Indexes (from 0) of lower tiers of which changes were lost. Owner's thread, before ``take``."""
-        lost = [i for i, flag in enumerate(self._lost) if flag]
+    def take_lost(self, but: Container[int] = ()) -> list[int]:
+        """Indexes (from 0) of lower tiers of which changes were lost; of those in ``but`` it stays noted. Owner's thread, before
+        ``take``."""
+        lost = [i for i, flag in enumerate(self._lost) if flag and i not in but]
         for i in lost:
             self._lost[i] = False
         return lost
+
+    @property
+    def any_lost(self) -> bool:
+        """Whether ``take_lost`` would have something to say."""
+        return any(self._lost)
 
     def __len__(self) -> int:
         return self._queue.qsize()
@@ -69,6 +78,13 @@ class PresenceIndex:
         self._tiers = tiers
         self._bits: dict[str, dict[bytes, int]] = {}
         self._users: dict[str, int] = {}
+        self._listings: dict[int, Iterator[tuple[str, bytes]]] = {}
+        """Tiers (from 0) that are being listed afresh, with what is still to be looked at."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``apply_changes`` has something to do."""
+        return bool(self._listings) or len(self.changes) > 0 or self.changes.any_lost
 
     def open(self, namespace: str, persistent: bool) -> None:
         """An engine uses the namespace from now on."""
@@ -126,7 +142,8 @@ class PresenceIndex:
 
     def apply_changes(self) -> None:
         """Takes over what tiers announced since the last call."""
-        lost = self.changes.take_lost()
+        # What is lost while a tier is being listed has it listed once more afterwards.
+        lost = self.changes.take_lost(self._listings)
         taken = self.changes.take(MAX_CHANGES_PER_PUMP)
         users = self._users
         for namespace, key, tier_index, present in taken:
@@ -134,11 +151,21 @@ class PresenceIndex:
                 self.change(namespace, key, MEMORY_BIT << tier_index, present)
         for i in lost:
             self._shared.count("presence_relisted", self._tiers[i].name)
-            bit = MEMORY_BIT << (i + 1)
-            for namespace in users:
-                held = set(self._tiers[i].keys(namespace))
-                gone = [key for key, bits in self._bits.get(namespace, {}).items() if bits & bit and key not in held]
-                for key in gone:
-                    self.change(namespace, key, bit, False)
-                for key in sorted(held):
-                    self.change(namespace, key, bit, True)
+            self._listings[i] = self._everything(i)
+        for i, listing in list(self._listings.items()):
+            part = list(islice(listing, RELISTED_PER_PUMP))
+            for namespace, key in part:
+                if namespace in users:
+                    # Asked now: what the tier announces from here on comes after it.
+                    present = self._tiers[i].contains(ObjectRef(namespace, key))
+                    self.change(namespace, key, MEMORY_BIT << (i + 1), present)
+            if len(part) < RELISTED_PER_PUMP:
+                del self._listings[i]
+
+    def _everything(self, tier: int) -> Iterator[tuple[str, bytes]]:
+        """Every key that the tier holds, or was thought to hold, in a namespace that is used."""
+        bit = MEMORY_BIT << (tier + 1)
+        for namespace in list(self._users):
+            known = [key for key, bits in self._bits.get(namespace, {}).items() if bits & bit]
+            for key in dict.fromkeys([*self._tiers[tier].keys(namespace), *known]):
+                yield namespace, key

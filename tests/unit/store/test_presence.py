@@ -69,10 +69,65 @@ def test_when_too_much_is_announced_at_once_the_tier_is_listed_afresh(monkeypatc
     for chunk in range(50):
         world.tier.put(NAMESPACE, key(chunk), (PAGE,))
     world.tier.drop(NAMESPACE, key(100))
-    world.pump()
-    world.pump()
+    while world.store.next_wake() == world.clock.now:
+        world.pump()
     assert dict(world.store.presence(NAMESPACE)) == {key(chunk): 2 for chunk in range(50)}
     assert world.counted("presence_relisted", "disk") == 1
+
+
+def test_a_tier_is_listed_afresh_a_part_at_a_time_while_it_goes_on_changing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
+    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    world = World()
+    world.engine()
+    for chunk in range(50):
+        world.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    held = dict.fromkeys(range(50))
+    looks = 0
+    while world.store.next_wake() == world.clock.now:
+        assert len(world.pump()) <= 10 + 8
+        looks += 1
+        if looks <= 3:
+            # One that was listed, one that is still to be, and one that nobody knows yet.
+            for gone in (looks, 49 - looks):
+                del held[gone]
+                world.tier.drop(NAMESPACE, key(gone))
+            held[60 + looks] = None
+            world.tier.put(NAMESPACE, key(60 + looks), (PAGE,))
+    assert looks > 6
+    assert dict(world.store.presence(NAMESPACE)) == {key(chunk): 2 for chunk in held}
+    assert world.counted("presence_relisted", "disk") == 1
+
+
+def test_what_is_lost_while_a_tier_is_listed_has_it_listed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
+    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    world = World()
+    world.engine()
+    for chunk in range(50):
+        world.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    world.pump()
+    world.pump()
+    for chunk in range(50):
+        world.tier.drop(NAMESPACE, key(chunk))
+    while world.store.next_wake() == world.clock.now:
+        world.pump()
+    assert dict(world.store.presence(NAMESPACE)) == {}
+    assert world.counted("presence_relisted", "disk") == 2
+
+
+def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
+    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    world = World()
+    world.engine()
+    for chunk in range(50):
+        world.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    world.pump()
+    world.store.close_engine("e", True)
+    while world.store.next_wake() == world.clock.now:
+        assert not [event for event in world.pump() if isinstance(event, PresenceChanged)]
+    assert list(world.store.presence(NAMESPACE)) == []
 
 
 def test_two_engines_of_one_namespace_see_what_the_other_stored() -> None:
