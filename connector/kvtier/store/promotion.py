@@ -328,6 +328,10 @@ class Promotions:
                 batch = lower.model.begin(self._shared.clock(), promotion.parallel)
                 promotion.batches[lower.index] = batch
             read = self._read(engine, key, group, lower, batch)
+        elif not self._reads.joinable(read, self._shared.clock()):
+            # Somebody else's, which was in time when this promotion was planned.
+            self._shared.count("promotions_cut", "", "read_past_its_estimate")
+            return False
         promotion.tiers[position] = read.lower.index
         promotion.reads[position] = read
         self._reads.wait(read, promotion, position)

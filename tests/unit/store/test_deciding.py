@@ -173,6 +173,26 @@ def test_nobody_joins_a_read_that_is_past_its_estimate() -> None:
     assert world.ends(first) == []
 
 
+def test_nobody_joins_a_read_that_has_gone_past_its_estimate_by_the_time_of_its_stage() -> None:
+    world = world_with(*range(8))
+    read_loads(world, seconds=1.6, reads=8)
+    other = world.promote(6, budget=60.0)
+    (hung,) = world.calls("read:")
+    world.io.hold(hung)
+    world.advance(0.05)
+    number = promote(world, *range(8))
+    assert 0 < len(world.calls("read:")) < 8
+    world.advance(0.4)
+    while (calls := [call for call in world.calls("read:") if call is not hung]) and not world.ends(number):
+        world.io.run(calls[0])
+        world.pump()
+    # It ends with what is there, instead of waiting until its clock is out for one that may never come.
+    assert [(end.outcome, end.usable) for end in world.ends(number)] == [(Outcome.PARTIAL, 6)]
+    assert world.counted("promotions_cut", "", "read_past_its_estimate") == 1
+    assert world.ends(other) == []
+    world.check_accounts()
+
+
 def test_too_few_tokens_are_not_promoted() -> None:
     world = world_with(0, 1, min_load_tokens=512)
     number = promote(world, 0)
