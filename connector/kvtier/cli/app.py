@@ -161,7 +161,9 @@ def explain(
 
 @app.command("explain-plan")
 def explain_plan(
-    prompt_tokens: Annotated[int, typer.Argument(metavar="PROMPT_TOKENS", min=1, max=100_000_000, help="Length of the prompt.")],
+    prompt_tokens: Annotated[
+        int, typer.Argument(metavar="PROMPT_TOKENS", min=1, max=100_000_000, help="Length of the prompt.")
+    ],
     held: Annotated[
         list[str],
         typer.Option(metavar="NAME=TOKENS", help="What a tier holds of the prompt; several, in the prompt's order."),
