@@ -27,9 +27,12 @@ def webhook(
     full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WebhookProcess]:
     process = WebhookProcess(tmp_path_factory.mktemp("odd"), full_cluster)
-    with admission.definition(full_cluster, full_api, nodes), process:
-        with installed(full_api, *admission.configurations(process)):
-            yield process
+    with (
+        admission.definition(full_cluster, full_api, nodes),
+        process,
+        installed(full_api, *admission.configurations(process)),
+    ):
+        yield process
 
 
 class Space:

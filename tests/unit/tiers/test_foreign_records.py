@@ -16,7 +16,7 @@ from kvtier.errors import TierCorruptError
 from kvtier.testing.tier_suite import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, keeper, record
-from kvtier.tiers.filesystem.layout import LEDGER, RECORD, seat_path, writers_path
+from kvtier.tiers.filesystem.layout import LEDGER, RECORD, Modes, seat_path, writers_path
 from kvtier.tiers.filesystem.lease import LEASE_SECONDS
 from kvtier.tiers.filesystem.scan import object_path
 from kvtier.tiers.filesystem.seat import read_ledger, read_writer
@@ -50,7 +50,7 @@ def test_a_record_of_another_shape_stops_no_janitor_and_its_writer_is_ended(
     janitor, other = hosts(), hosts()
     folder = writers_path(tmp_path / "tier") / "somebody"
     folder.mkdir()
-    record.create(folder / RECORD, WRITER | change, 0o640, None)
+    record.create(folder / RECORD, WRITER | change, Modes(0o640, 0o750, None))
     assert read_writer(tmp_path / "tier", "somebody") is None
     for _ in range(int(LEASE_SECONDS) + 2):
         janitor.turn()
@@ -72,7 +72,7 @@ def test_what_is_no_record_stops_no_janitor(hosts: Callable[..., Host], tmp_path
             os.mkfifo(place / RECORD)
         elif kind == "nested":
             depth = 100_000
-            record.create(place / RECORD, {}, 0o640, None)
+            record.create(place / RECORD, {}, Modes(0o640, 0o750, None))
             (place / RECORD).write_bytes(signed(b"[" * depth + b"]" * depth))
         else:
             (place / RECORD).touch()
