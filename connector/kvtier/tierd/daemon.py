@@ -341,7 +341,12 @@ class TierDaemon:
         for tier in self._built.tiers:
             describe = getattr(tier, "describe_namespace", None)
             if describe is not None and self._io is not None:
-                self._io.submit(f"maintain:{tier.name}", partial(describe, namespace, canonical), _ignore_result)
+                self._io.submit(f"maintain:{tier.name}", partial(describe, namespace, canonical), self._described)
+
+    def _described(self, _result: object, error: BaseException | None) -> None:
+        if error is not None:
+            self._counters.add("namespace_descriptions_failed")
+            _log.warning("a namespace's description could not be written: %s", error)
 
     def _apply_live(self, loop: Loop) -> None:
         live = self._follower.live
@@ -451,8 +456,3 @@ def _close_all(tiers: Sequence[Tier]) -> None:
     deadline = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _ignore_result(_result: object, error: BaseException | None) -> None:
-    if error is not None:
-        _log.warning("a namespace's description could not be written: %s", error)

@@ -197,10 +197,17 @@ class Exchange:
                 self._feeds.leaving(event.namespace, event.token, event.keys, now)
             elif isinstance(event, TiersUsable):
                 self._feeds.usable()
+                self._describe_all()
             elif isinstance(event, LoadReady):
                 self._slots(event)
             else:
                 self._to_scheduler(event)
+
+    def _describe_all(self) -> None:
+        """A tier that can be used only now could not be told when the engines opened."""
+        for engine in self._engines.values():
+            if engine.info is not None and engine.info.persistent:
+                self._describe(engine.info.namespace, engine.canonical)
 
     def _to_scheduler(self, event: CreditsGranted | PromotionEnded) -> None:
         engine = self._engines.get(event.engine)

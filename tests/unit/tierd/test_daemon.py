@@ -41,7 +41,7 @@ from kvtier.tierd.wire import (
     decode_from_daemon,
     encode,
 )
-from kvtier.topology.models import Daemon, HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
+from kvtier.topology.models import Breaker, Daemon, HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
 from kvtier.topology.writing import write
 
 WAIT_SECONDS = 20.0
@@ -286,6 +286,36 @@ def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(case
     status = case.status()
     assert [(tier["name"], tier["state"]) for tier in status["tiers"]] == [("ram", "Healthy"), ("far", "Unknown")]
     assert "far" in status["conditions"][0]["message"]
+
+
+def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_for(
+    tmp_path: Path,
+) -> None:
+    case = TierdCase(tmp_path / "case", file_bytes=1 << 30)
+    case.files.rmdir()
+    case.files.write_text("a file, where the tier's directory has to be")
+    case.retune(case.live.model_copy(update={"breaker": Breaker(period_seconds=1)}))
+    daemon = TierDaemon(Options(case.topology_directory))
+    thread = threading.Thread(target=daemon.run, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: case.status().get("started"), "tierd serves")
+        scheduler, worker = (
+            Peer(case, role="scheduler", identity="{}"),
+            Peer(case, role="worker", codec="c", shard_bytes=(65_536,)),
+        )
+        namespace = scheduler.receive(Ready).namespace
+        wait_for(lambda: case.counter("namespace_descriptions_failed"), "the description could not be written")
+        case.files.unlink()
+        case.files.mkdir()
+        wait_for(lambda: (case.files / namespace / "identity.json").exists(), "the description is there")
+        scheduler.close()
+        worker.close()
+    finally:
+        daemon.stop()
+        daemon.stop()
+        thread.join(WAIT_SECONDS)
+        case.close()
 
 
 def test_a_second_daemon_in_the_same_directory_ends_at_once(case: TierdCase, start: Start) -> None:
