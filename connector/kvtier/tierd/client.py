@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from kvtier.tierd.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
+from kvtier.tierd.rundir import is_private
 from kvtier.tierd.wire import (
     BEAT_SECONDS,
     LOST_SECONDS,
@@ -71,7 +72,8 @@ class TierdClient:
 
     ``hello`` is called on the I/O thread before every attempt. ``sink`` gets every message except beats, ``on_lost`` the reason of each
     loss, both on the I/O thread and in order. They must not block for long: heartbeats go out from the same thread. ``reattach``:
-    "manual" (after a loss, wait for ``reattach()``) or "auto" (do not wait; only for a process that copies nothing).
+    "manual" (after a loss, wait for ``reattach()``) or "auto" (do not wait; only for a process that copies nothing). ``private``: nothing is said
+    to whatever serves in a directory that others may write to.
     """
 
     def __init__(
@@ -84,10 +86,13 @@ class TierdClient:
         clock: Callable[[], float] = time.monotonic,
         lost_seconds: float = LOST_SECONDS,
         refused_retry_seconds: float = REFUSED_RETRY_SECONDS,
+        private: bool = False,
     ) -> None:
         if reattach not in ("manual", "auto"):
             raise ValueError(f"reattach: {reattach!r} is not accepted; 'manual' or 'auto'")
-        self._endpoint = f"ipc://{Path(run_directory) / SOCKET_NAME}"
+        self._run_directory = Path(run_directory)
+        self._private = private
+        self._endpoint = f"ipc://{self._run_directory / SOCKET_NAME}"
         self._hello = hello
         self._sink = sink
         self._on_lost = on_lost
@@ -111,6 +116,7 @@ class TierdClient:
             "undecodable": 0,
             "callback_failed": 0,
             "queue_full": 0,
+            "foreign": 0,
         }
 
         self._outgoing: deque[bytes] = deque()
@@ -269,6 +275,9 @@ class TierdClient:
                 return
             self.state = ClientState.ABSENT
             self.refusal = ""
+        if self._private and not self._may_enter():
+            self._retry_later(now)
+            return
         try:
             self._connection = Connection(self._context, self._endpoint)
         except zmq.ZMQError as error:
@@ -276,6 +285,18 @@ class TierdClient:
             self._retry_later(now)
             return
         self._heard = now
+
+    def _may_enter(self) -> bool:
+        """Looked at before each connection: once the directory is this user's, nobody else can put another one in its place."""
+        try:
+            if is_private(self._run_directory):
+                return True
+        except OSError:
+            return False
+        if not self.counters["foreign"]:
+            _log.warning("%s may be written to by others; this process serves without tiers", self._run_directory)
+        self.counters["foreign"] += 1
+        return False
 
     def _greet(self, connection: Connection, now: float) -> None:
         if not connection.writable:
@@ -313,9 +334,18 @@ class TierdClient:
                 self._next_beat = now + _FULL_RETRY_SECONDS
             elif now >= self._next_beat:
                 self._next_beat = now + BEAT_SECONDS
-                connection.send(encode(self.beat()))
+                connection.send(encode(self._beat_now()))
         except zmq.ZMQError as error:
             self._lose(str(error))
+
+    def _beat_now(self) -> Beat:
+        try:
+            return self.beat()
+        except Exception as error:  # noqa: BLE001
+            # As in ``_call``.
+            self.counters["callback_failed"] += 1
+            _log.exception("beat failed: %s", error)
+            return Beat()
 
     def _receive(self, connection: Connection) -> None:
         for _ in range(_MAX_RECEIVED_AT_ONCE):

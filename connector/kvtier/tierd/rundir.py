@@ -105,6 +105,15 @@ def replace_atomically(path: Path, content: bytes, mode: int) -> None:
         raise
 
 
+def is_private(path: Path) -> bool:
+    """Whether only this user may write to a run directory, or it is a volume of the pod. Its name can be guessed and /dev/shm is everybody's:
+    whoever made it first, or may write there, could answer in tierd's place. Raises ``FileNotFoundError``.
+    """
+    status = os.lstat(path)
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return own or os.path.ismount(path)
+
+
 class RunDirectory:
     """One run directory. ``shared``: it is a volume of a pod that belongs to engine and sidecar, which may run as different users;
     its files are for both, and it is never removed. Otherwise it belongs to one user."""
@@ -123,7 +132,8 @@ class RunDirectory:
             )
 
     def join(self) -> None:
-        """Makes the directory if needed and takes the shared lock on ``alive``. Raises ``OSError``.
+        """Makes the directory if needed and takes the shared lock on ``alive``. Raises ``OSError``, and ``ConfigurationError`` for a directory
+        that is not this user's alone.
 
         Somebody may be removing a dead directory of the same name: then this makes a fresh one.
         """
@@ -141,6 +151,7 @@ class RunDirectory:
         self.path.mkdir(mode=0o777 if self.shared else 0o700, parents=True, exist_ok=True)
         alive = self.path / ALIVE_NAME
         try:
+            self._refuse_foreign()
             lock = try_lock(alive, self.file_mode, shared=True)
             if lock is None:
                 return None
@@ -154,6 +165,10 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         return lock
+
+    def _refuse_foreign(self) -> None:
+        if not self.shared and not is_private(self.path):
+            raise ConfigurationError("runDirectory", str(self.path), "a directory that only this user may write to")
 
     def rejoin(self) -> None:
         """As ``join`` if not joined, or if somebody removed the directory all the same. Raises ``OSError``."""

@@ -257,6 +257,9 @@ class Loop:
             self._early[route] = hello
             # A word, so that it goes on waiting.
             self.send(route, Beat())
+        else:
+            self._counters.add("sessions_refused")
+            self.send(route, Refused(reason=f"{MAX_EARLY} processes wait for the host pool, which is the limit"))
 
     def _act(self, session: Session, message: FromEngine, now: float) -> None:
         engine = self.sessions.engine_of(session)

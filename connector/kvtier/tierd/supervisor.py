@@ -9,6 +9,7 @@ In mode ``Sidecar`` nothing here does anything: the sidecar's own supervisor sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kvtier
+from kvtier.errors import ConfigurationError
 from kvtier.tierd.detached import DetachedProcess
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
@@ -99,10 +101,13 @@ class Supervisor:
 
     def ensure(self) -> None:
         """Joins the run directory and starts a tierd if there is none; does not wait until it serves. Never raises ``OSError``:
-        what fails is logged and tried again."""
+        what fails is logged and tried again. Raises ``ConfigurationError`` where the directory is somebody else's, for then whatever serves there
+        must not be talked to."""
         if not self._enabled or self._thread is not None:
             return
         self._last_look = self._clock()
+        with contextlib.suppress(OSError):
+            self._run_directory.rejoin()
         self._look()
         self._thread = threading.Thread(target=self._watch, name="kvtier-supervisor", daemon=True)
         self._thread.start()
@@ -152,7 +157,7 @@ class Supervisor:
             self._watch_child(now)
             self._start_if_needed(now)
             self._last_look = now
-        except OSError as error:
+        except (OSError, ConfigurationError) as error:
             self.counters["spawn_failed"] += 1
             _log.error("tierd cannot be looked after in %s: %s", self._run_directory.path, error)
             self._release_spawn_lock()

@@ -304,6 +304,33 @@ def test_a_bug_in_the_owners_sink_does_not_stop_the_beats(daemon: Daemon, direct
     client.close(5)
 
 
+def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(daemon: Daemon, rig: Rig) -> None:
+    daemon.attach()
+    rig.next()
+
+    def broken() -> Beat:
+        raise RuntimeError("no numbers")
+
+    rig.client.beat = broken
+    daemon.receive(Beat)
+    daemon.receive(Beat)
+    assert rig.client.attached
+    assert rig.client.counters["callback_failed"] >= 2
+
+
+def test_nothing_is_said_in_a_directory_that_others_may_write_to(daemon: Daemon, directory: Path) -> None:
+    directory.chmod(0o777)
+    rig = Rig(directory, private=True)
+    try:
+        wait_for(lambda: rig.client.counters["foreign"] >= 2, "it looks again")
+        assert not daemon.socket.poll(0)
+        directory.chmod(0o700)
+        daemon.attach()
+        assert rig.next() == welcome()
+    finally:
+        rig.client.close(5)
+
+
 def test_a_forked_child_cannot_speak_for_its_parent(daemon: Daemon, rig: Rig) -> None:
     daemon.attach()
     rig.next()

@@ -146,3 +146,28 @@ def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
     kept.close()
     assert first.daemon_lives()
     lock.close()
+
+
+def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    directory.path.mkdir()
+    directory.path.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="only this user may write to"):
+        directory.join()
+    assert not list(directory.path.iterdir())
+    volume = make(tmp_path, shared=True)
+    volume.join()
+    volume.leave()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_not_joined_and_a_link_to_one_neither(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    directory.path.mkdir(mode=0o700)
+    os.chown(directory.path, 65534, 65534)
+    with pytest.raises(ConfigurationError, match="only this user may write to"):
+        directory.join()
+    link = make(tmp_path, "kvtier-link")
+    link.path.symlink_to(tmp_path)
+    with pytest.raises(ConfigurationError, match="only this user may write to"):
+        link.join()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvtier.errors import ConfigurationError
 from kvtier.testing.tierd_case import TierdCase, wait_for
 from kvtier.tierd import supervisor as module
 from kvtier.tierd.supervisor import Supervisor
@@ -70,6 +71,17 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCas
     second.stop(5)
     kill_and_stop(first)
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
+
+
+def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdCase) -> None:
+    case.run_directory.mkdir(parents=True, exist_ok=True)
+    case.run_directory.chmod(0o777)
+    supervisor = make(case)
+    with pytest.raises(ConfigurationError, match="runDirectory"):
+        supervisor.ensure()
+    supervisor.stop(5)
+    assert not supervisor.child
+    assert not list(case.run_directory.iterdir())
 
 
 def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(case: TierdCase) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
 from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import PROTOCOL, Beat, Hello
-from kvtier.topology.models import Topology
+from kvtier.topology.models import Daemon, Topology
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -77,7 +78,7 @@ class SchedulerSide:
         engine: str,
         identity: Callable[[], EngineIdentity],
         *,
-        client: ClientFactory = tierd_client,
+        client: ClientFactory | None = None,
         adapters: Adapters | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._prompt_tokens = 0
         self._said_no_pool = False
         self.link.lost = self._session_lost
-        self._make_client = client
+        self._make_client = client or partial(tierd_client, private=topology.structural.daemon is Daemon.ENGINE)
         self._run_directory = Path(topology.structural.run_directory)
 
     def start(self) -> None:

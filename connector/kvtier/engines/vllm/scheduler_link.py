@@ -65,12 +65,19 @@ ClientFactory = Callable[[Path, Callable[[], Hello], Callable[[Message], None], 
 
 
 def tierd_client(
-    run_directory: Path, hello: Callable[[], Hello], sink: Callable[[Message], None], on_lost: Callable[[str], None]
+    run_directory: Path,
+    hello: Callable[[], Hello],
+    sink: Callable[[Message], None],
+    on_lost: Callable[[str], None],
+    *,
+    private: bool = False,
 ) -> SchedulerClient:
     """The real client. It copies nothing, so nothing has to be drained before it attaches again."""
     from kvtier.tierd.client import TierdClient
 
-    return TierdClient(run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, reattach="auto")
+    return TierdClient(
+        run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, reattach="auto", private=private
+    )
 
 
 class _Lost:

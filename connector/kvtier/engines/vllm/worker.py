@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from kvtier.tierd.peers import own_lock
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
+from kvtier.topology.models import Daemon
 from kvtier.transfer.base import CopyEngine
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.copies import cache_device, make_engine, pin, unpin
@@ -69,12 +71,17 @@ class WorkerStats:
 
 
 def tierd_client(
-    run_directory: Path, hello: Callable[[], Hello], sink: Callable[[Message], None], on_lost: Callable[[str], None]
+    run_directory: Path,
+    hello: Callable[[], Hello],
+    sink: Callable[[Message], None],
+    on_lost: Callable[[str], None],
+    *,
+    private: bool = False,
 ) -> WorkerClient:
     """The real client."""
     from kvtier.tierd.client import TierdClient
 
-    return TierdClient(run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost)
+    return TierdClient(run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, private=private)
 
 
 class WorkerSide:
@@ -92,7 +99,7 @@ class WorkerSide:
         *,
         engine: str | None = None,
         chunk_tokens: int | None = None,
-        client: ClientFactory = tierd_client,
+        client: ClientFactory | None = None,
         copy_engine: EngineFactory = make_engine,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -101,7 +108,7 @@ class WorkerSide:
         self._topology = topology
         self._engine_name = engine or engine_name(vllm_config)
         self._chunk_tokens = chunk_tokens
-        self._make_client = client
+        self._make_client = client or partial(tierd_client, private=topology.structural.daemon is Daemon.ENGINE)
         self._make_engine = copy_engine
         self._clock = clock
         self._rank = int(getattr(vllm_config.parallel_config, "rank", 0))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.errors import KVTierError
 from kvtier.transfer.pool import HostPool, file_identity, open_pool
 
 
@@ -89,7 +88,8 @@ class PoolKeeper:
             pool, begins = self._pin(open_pool(path, nbytes), lambda: self._closed)
             held = (pool, begins, path, nbytes)
             ready = PoolReady(path, nbytes)
-        except (OSError, ValueError, RuntimeError, KVTierError) as error:
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is: without an answer the transfer thread would never ask again.
             ready = PoolReady(path, nbytes, f"{type(error).__name__}: {error}")
         with self._lock:
             self._busy = False
