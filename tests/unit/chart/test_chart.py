@@ -191,7 +191,9 @@ def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> N
     assert '"nas.example"' in guard["validations"][-1]["expression"]
     # Options count as a whole and by their names, as in kvtier_operator.api.allowlist.
     assert {each["name"]: each["expression"] for each in guard["variables"]}["options"].endswith("mountOptions : []")
-    assert "[option, option.split('=')[0]].exists(said, said in" in guard["validations"][-1]["expression"]
+    listed = '["soft","timeo",'
+    assert f"all(option, option in {listed}" in guard["validations"][-1]["expression"]
+    assert f"|| option.split('=')[0] in {listed}" in guard["validations"][-1]["expression"]
     assert "/mnt/nvme" not in json.dumps(guard)
 
 
