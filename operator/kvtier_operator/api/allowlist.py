@@ -97,7 +97,12 @@ def _export(nfs: NfsVolume, entries: Iterable[AllowedVolume], field: str, namesp
         prefixes = [f"{export.server}:{export.export_prefix}" for _, export in exports]
         yield Refusal(field, shown(f"{nfs.server}:{nfs.path}"), _allowed(prefixes, namespace))
         return
-    options = HARMLESS_OPTIONS.union(*(entry.mount_options for entry in matching))
+    # One entry has to cover them all, as in the guard that the API server applies to volumes.
+    yield from min((list(_options(nfs, entry, field)) for entry in matching), key=len)
+
+
+def _options(nfs: NfsVolume, entry: AllowedVolume, field: str) -> Iterator[Refusal]:
+    options = HARMLESS_OPTIONS.union(entry.mount_options)
     for index, option in enumerate(nfs.mount_options or ()):
         if option not in options and option.split("=", 1)[0] not in options:
             yield Refusal(f"{field}.mountOptions[{index}]", shown(option), "one of " + ", ".join(sorted(options)))

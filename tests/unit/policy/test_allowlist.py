@@ -64,6 +64,12 @@ def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed() -> None:
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers"]}], option) == []
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers=4.2"]}], option) == []
     assert len(_refused([DISK, {**EXPORT, "mountOptions": ["vers=3"]}], option)) == 1
+    # What two entries allow apart is not allowed together: the API server's guard on volumes looks at one entry at a time.
+    both = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "sec=krb5p"]}
+    apart = [{**EXPORT, "mountOptions": ["vers"]}, {**EXPORT, "mountOptions": ["sec=krb5p"]}]
+    [message] = _refused([DISK, *apart], both)
+    assert "mountOptions[1]" in message
+    assert _refused([DISK, *apart, {**EXPORT, "mountOptions": ["vers", "sec=krb5p"]}], both) == []
 
 
 @pytest.mark.parametrize(
