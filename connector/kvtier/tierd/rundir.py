@@ -47,6 +47,8 @@ SHARED_MARKER = b"kvtier run directory of a pod\n"
 """Content of ``alive``: nothing is ever removed from a directory whose ``alive`` says something else, such as
 the other one: between two lives of a sidecar's tierd nobody may hold the lock, and its RAM shall still be there."""
 MAX_SOCKET_PATH_BYTES = 107
+MAX_EPOCH = 1 << 62
+"""More than can ever be counted, and less than what does not fit a message."""
 _JOIN_SECONDS = 5.0
 
 _log = logging.getLogger("kvtier.tierd")
@@ -272,7 +274,10 @@ class RunDirectory:
     def read_epoch(self) -> int:
         """The last epoch that was given out; 0 in a fresh directory."""
         try:
-            return max(0, int((self.path / EPOCH_NAME).read_text()))
+            epoch = int((self.path / EPOCH_NAME).read_text())
+            if not 0 <= epoch < MAX_EPOCH:
+                raise ValueError("no epoch is that number")
+            return epoch
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:

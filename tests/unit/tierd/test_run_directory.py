@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.rundir import ALIVE_NAME, RunDirectory, sweep
+from kvtier.tierd.rundir import ALIVE_NAME, MAX_EPOCH, RunDirectory, sweep
 
 
 def make(parent: Path, name: str = "kvtier-a", shared: bool = False) -> RunDirectory:
@@ -56,8 +56,9 @@ def test_the_epoch_is_kept_and_a_broken_one_jumps_ahead(tmp_path: Path) -> None:
     assert directory.read_epoch() == 0
     directory.write_epoch(7)
     assert directory.read_epoch() == 7
-    (directory.path / "epoch").write_text("seven")
-    assert directory.read_epoch() > 1_000_000
+    for broken in ("seven", "", "-3", "9" * 30, "9" * 5_000):
+        (directory.path / "epoch").write_text(broken)
+        assert 1_000_000 < directory.read_epoch() < MAX_EPOCH
 
 
 def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) -> None:
