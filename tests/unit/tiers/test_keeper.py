@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,6 +217,60 @@ def test_a_janitor_that_removes_for_longer_than_a_lease_stays_in_office(
     second.turn()
     assert first.tier.keeper.janitor is janitor
     assert not second.is_janitor
+
+
+def write_all(host: Host, seeds: range) -> None:
+    for seed in seeds:
+        host.write(seed)
+
+
+def test_a_file_that_cannot_be_removed_does_not_stand_before_those_that_can(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = hosts(TierLimits(MIB))
+    for seed in range(20):
+        first.write(seed)
+    refs = [make_object(seed)[0] for seed in (0, 1, 2)]
+    stuck = {object_path(str(tmp_path / "tier"), ref.namespace, ref.key) for ref in refs}
+    unlink = os.unlink
+
+    def fails(path: Any, **options: Any) -> None:
+        if path in stuck:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fails)
+    write_all(first, range(100, 300))
+    for seed in (0, 1, 2):
+        ref, payload, meta = make_object(seed)
+        assert first.tier.read(ref, buffer(payload.nbytes)) == meta
+    # Where nothing at all can be removed, it is the tier that does not work.
+    stuck.update(str(path) for path in (tmp_path / "tier" / NAMESPACE).rglob("*.kv"))
+    with pytest.raises(TierUnavailableError, match="EPERM"):
+        write_all(first, range(300, 500))
+
+
+def test_a_namespace_that_cannot_be_removed_holds_up_nobody(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
+    first.write(1)
+    for path in (tmp_path / "tier" / NAMESPACE).rglob("*"):
+        os.utime(path, (1.0, 1.0))
+    os.utime(tmp_path / "tier" / NAMESPACE, (1.0, 1.0))
+
+    unlink = os.unlink
+
+    def fails(path: Any, **options: Any) -> None:
+        if str(path).endswith(".kv"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fails)
+    for _ in range(4):
+        first.turn(4_000.0)
+    assert first.tier.usage().objects == 1
+    first.write(2)
 
 
 def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of_others(

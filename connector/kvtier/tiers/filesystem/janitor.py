@@ -7,6 +7,7 @@ record before what it stands for can happen, and a grant is struck off only afte
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,8 @@ EVICTION_SLICE = 256
 _FULL_PERCENT = 5
 """What is given up when the file system is full before the capacity is reached."""
 _RECALL_FRACTION = 8
+_STUCK = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO)
+_MAX_STUCK = 8  # files that cannot be removed, in one go; more of them are the file system's failure
 _FRESH_SECONDS = 1.0
 """A count that ended so recently has found what there is to find."""
 
@@ -334,8 +337,7 @@ class Janitor:
     def evict(self, surplus_bytes: int, at_most: int | None = None) -> int:
         """Removes the least recently used objects until that much is freed: the bytes freed. However long that takes, the record goes on
         showing that this janitor lives."""
-        freed = 0
-        count = 0
+        freed = count = stuck = 0
         while freed < surplus_bytes and (at_most is None or count < at_most):
             if not self._victims:
                 self._victims.extend(self._index.oldest(surplus_bytes - freed))
@@ -343,7 +345,14 @@ class Janitor:
                     break
             namespace, key, value = self._victims.popleft()
             if self._index.unchanged(namespace, key, value):
-                freed += self._remove(namespace, key)
+                try:
+                    freed += self._remove(namespace, key)
+                except OSError as error:
+                    stuck += 1
+                    if error.errno not in _STUCK or stuck > _MAX_STUCK:
+                        raise
+                    # To the young end: what cannot be removed must not stand before everything that can.
+                    self._index.touch(namespace, key)
                 count += 1
                 self.announce(self._clock())
         return freed
@@ -352,12 +361,12 @@ class Janitor:
         path = object_path(str(self._root), namespace, key)
         freed = 0
         try:
-            freed = os.lstat(path).st_size
+            size = os.lstat(path).st_size
             os.unlink(path)
+            freed = size
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            freed = 0
         self.credit(namespace, path, freed)
         bucket = os.path.dirname(path)
         try:
@@ -380,7 +389,8 @@ class Janitor:
     def remove_namespace(self, namespace: str) -> None:
         """Removes everything of ours in a namespace, and its directories where nothing else is in them."""
         for key in self._index.keys(namespace):
-            self._remove(namespace, key)
+            with contextlib.suppress(OSError):
+                self._remove(namespace, key)
             self.announce(self._clock())
         top = self._root / namespace
         with contextlib.suppress(OSError):

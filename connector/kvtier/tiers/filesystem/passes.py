@@ -138,8 +138,9 @@ class Passes:
             janitor.counted_at = now
         elif janitor is not None:
             janitor.end_count(now)
-            self._retire(janitor, current)
         self._current = None
+        if janitor is not None and not unreadable:
+            self._retire(janitor, current)
         return True
 
     def _retire(self, janitor: Janitor, current: Pass) -> None:
