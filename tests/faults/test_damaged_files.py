@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.testing.damage import DAMAGES, Damage
+from kvtier.testing.file_writers import temporaries
 from kvtier.testing.tier_suite import NAMESPACE, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
@@ -232,7 +233,7 @@ def test_a_disk_smaller_than_the_budget_costs_a_store_and_makes_room(small_disk:
     assert outcomes.count("no_space") > 0
     assert outcomes[-20:].count("stored") > 0
     assert set(outcomes) == {"stored", "no_space"}
-    assert not list(root.rglob(f"{TEMPORARY_PREFIX}*"))
+    assert temporaries(root) == []
 
 
 def fill(directory: Path) -> Path:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults import scorecard
+from kvtier.testing.faults import scorecard, writers
 from kvtier.testing.faults.catalogue import Fault, Scene
 from kvtier.testing.faults.scorecard import Options
 from kvtier.testing.faults.stage import BUDGET_SECONDS, CAPACITY_BYTES, Measured, Stage
+from kvtier.tiers.filesystem.layout import WORKING_PREFIX, writers_path
 
 SLACK_SECONDS = 2.0
 """Where nothing is planted, the machine may be as slow as it likes."""
@@ -55,6 +56,19 @@ PLANTED = {
     "over-budget": too_much_in_the_directory,
     "crash": a_daemon_that_ends,
 }
+
+
+def test_what_a_writer_left_half_written_fails_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> writers.Found:
+        working = writers_path(tmp_path) / "of somebody" / f"{WORKING_PREFIX}0011"
+        working.parent.mkdir(parents=True)
+        working.touch()
+        return writers.Found(temporaries=len(writers.temporaries(tmp_path)))
+
+    monkeypatch.setattr(writers, "run", ended)
+    row = scorecard.many_writers(2, tmp_path, Options(tmp_path))
+    assert row.verdict == scorecard.FAIL
+    assert row.reason == "1 temporaries stay behind"
 
 
 def test_each_broken_promise_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

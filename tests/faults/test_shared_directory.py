@@ -15,7 +15,15 @@ from typing import Self
 
 import pytest
 
-from kvtier.testing.file_writers import OBJECT_BYTES, PAYLOAD_BYTES, directory_bytes, make, open_tier, start
+from kvtier.testing.file_writers import (
+    OBJECT_BYTES,
+    PAYLOAD_BYTES,
+    directory_bytes,
+    make,
+    open_tier,
+    start,
+    temporaries,
+)
 from kvtier.testing.tier_suite import buffer
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem.seat import read_ledger, top_fence
@@ -65,11 +73,6 @@ def finish(processes: list["subprocess.Popen[str]"]) -> list[dict[str, int]]:
             assert process.returncode == 0, errors
             results.append(json.loads(out))
     return results
-
-
-def temporaries(root: Path) -> list[str]:
-    """Files being written, of anybody."""
-    return [str(path.relative_to(root)) for path in root.rglob("*") if path.name.startswith(("t-", ".tmp-", ".eye-"))]
 
 
 def verify_all(root: Path, capacity_bytes: int) -> int:

@@ -20,6 +20,8 @@ from kvtier.testing.tier_suite import buffer, make_object
 from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.layout import WORKING_PREFIX
+from kvtier.tiers.filesystem.scan import TEMPORARY_PREFIX
 from kvtier.topology.models import FileSystemTierDocument
 
 PAYLOAD_BYTES = 4096
@@ -41,6 +43,12 @@ def open_tier(root: Path, capacity_bytes: int, sharing: str = "Node") -> FileSys
     tier = FileSystemTier(document, TierLimits(capacity_bytes))
     tier.open(lambda *_: None)
     return tier
+
+
+def temporaries(root: Path) -> list[str]:
+    """Files below ``root`` that are being written, or were left half-written, and what looking left behind."""
+    prefixes = (WORKING_PREFIX, TEMPORARY_PREFIX, ".eye-", ".probe-")
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name.startswith(prefixes))
 
 
 def directory_bytes(root: Path) -> int:

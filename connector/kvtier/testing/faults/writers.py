@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import TierError
-from kvtier.testing.file_writers import OBJECT_BYTES, PAYLOAD_BYTES, directory_bytes, open_tier, start
+from kvtier.testing.file_writers import OBJECT_BYTES, PAYLOAD_BYTES, directory_bytes, open_tier, start, temporaries
 from kvtier.testing.tier_suite import buffer
 from kvtier.tiers.base import ObjectRef
 
@@ -75,11 +75,11 @@ def _sweep(root: Path, capacity: int, found: Found) -> None:
     """What the next process that opens the directory makes of it: no temporaries stay, and every file verifies."""
     begun = time.monotonic()
     tier = open_tier(root, capacity)
-    while _temporaries(root) and time.monotonic() - begun < 60:
+    while temporaries(root) and time.monotonic() - begun < 60:
         tier.maintain()
         time.sleep(0.2)
     found.swept_seconds = time.monotonic() - begun
-    found.temporaries = _temporaries(root)
+    found.temporaries = len(temporaries(root))
     into = buffer(PAYLOAD_BYTES)
     for path in root.rglob("*.kv"):
         try:
@@ -87,7 +87,3 @@ def _sweep(root: Path, capacity: int, found: Found) -> None:
         except TierError:
             found.unverified += path.exists()
     tier.close()
-
-
-def _temporaries(root: Path) -> int:
-    return sum(1 for path in root.rglob("*") if path.is_file() and path.name.startswith(".tmp-"))
