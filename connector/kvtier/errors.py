@@ -53,13 +53,13 @@ class TierCorruptError(TierError):
 
 
 class TierUnavailableError(TierError):
-    """The storage below refuses or fails: EIO, EACCES, EROFS, ESTALE, a vanished directory."""
+    """The storage below refuses or fails: EIO, EACCES, ESTALE, a vanished directory."""
 
     reason = "unavailable"
 
 
 class TierNoSpaceError(TierError):
-    """The tier, or the storage below it, has no room: capacity, ENOSPC, EDQUOT."""
+    """The tier, or the storage below it, takes no more: capacity, ENOSPC, EDQUOT, EROFS. What it holds can be read."""
 
     reason = "no_space"
 

@@ -262,7 +262,7 @@ def test_what_is_there_is_served_by_a_tier_that_starts_on_a_full_disk(
     first.close()
     others = fill(small_disk)
     again = open_tier(root)
-    assert "nothing is stored until there is room" in caplog.text
+    assert "what is there is served, and nothing stored" in caplog.text
     for seed in range(10):
         ref, payload, meta = make_object(seed)
         assert again.contains(ref)
@@ -290,7 +290,7 @@ def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its
     again.close()
 
 
-def test_a_disk_that_turned_read_only_is_unavailable_for_writing_and_serves_on(small_disk: Path) -> None:
+def test_a_disk_that_turned_read_only_takes_nothing_and_serves_on_also_from_the_next_start(small_disk: Path) -> None:
     import subprocess
 
     root = small_disk / "tier"
@@ -298,8 +298,17 @@ def test_a_disk_that_turned_read_only_is_unavailable_for_writing_and_serves_on(s
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(TierUnavailableError, match="EROFS"):
+    with pytest.raises(TierNoSpaceError, match="EROFS"):
         tier.write(*make_object(2))
-    with pytest.raises(TierUnavailableError):
+    with pytest.raises(TierNoSpaceError):
         tier.check()
     assert tier.read(ref, buffer(payload.nbytes)) == meta
+    tier.close()
+    again = open_tier(root)
+    assert again.read(ref, buffer(payload.nbytes)) == meta
+    with pytest.raises(TierNoSpaceError, match="EROFS"):
+        again.maintain()
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    again.write(*make_object(2))
+    assert again.usage().objects == 2
+    again.close()

@@ -408,7 +408,7 @@ def test_data_is_synchronised_before_the_rename_where_asked(
         (errno.EDQUOT, TierNoSpaceError),
         (errno.EIO, TierUnavailableError),
         (errno.EACCES, TierUnavailableError),
-        (errno.EROFS, TierUnavailableError),
+        (errno.EROFS, TierNoSpaceError),
         (errno.ESTALE, TierUnavailableError),
         (errno.ENOTCONN, TierUnavailableError),
         (errno.ETIMEDOUT, TierUnavailableError),

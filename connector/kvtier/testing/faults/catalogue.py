@@ -216,7 +216,11 @@ def bad_live_configuration(scene: Scene, measured: Measured) -> None:
     path = stage.case.topology_directory / "live.json"
     good = path.read_text()
     try:
-        for text in ("{", '{"generation": 99, "tiers": {"disk": {"loadWeight": -1, "capacityBytes": "many"}}}', "[]"):
+        for text in (
+            "{",
+            '{"generation": 99, "tiers": {"disk": {"loadWeight": -1, "capacityBytes": "many"}}}',
+            f'{{"breaker": {{"periodSeconds": 1{"0" * 400}}}, "tiers": {{"disk": {{"capacityBytes": 1{"0" * 400}}}}}}}',
+        ):
             fresh = path.with_suffix(".new")
             fresh.write_text(text)
             fresh.replace(path)

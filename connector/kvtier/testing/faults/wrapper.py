@@ -11,7 +11,7 @@ from typing import Any
 
 READ_CALLS = ("every", "open", "read")
 WRITE_CALLS = ("every", "create", "write", "mkdir")
-NO_SPACE = ("ENOSPC", "EDQUOT")
+NO_SPACE = ("ENOSPC", "EDQUOT", "EROFS")
 
 
 class CannotPlayError(Exception):

@@ -18,8 +18,8 @@ from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpac
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""There is no room for more; what is there can be read."""
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""There is no room for more, or nothing may be changed; what is there can be read."""
 
 
 def tier_error(error: OSError, what: str) -> TierError:

@@ -265,8 +265,8 @@ class Keeper:
         if now - self._room_made_at < LEASE_SECONDS:
             return
         generation = self.generation()
+        self._room_made_at = now if self._index.usage().objects else self._room_made_at
         for namespace, key, path, size in make_room(str(self._root), self._index):
-            self._room_made_at = now
             if generation >= 0 and size:
                 self.removed.append((namespace, path, size, generation))
             self._forget(namespace, key)

@@ -100,12 +100,12 @@ class FileSystemTier(Tier):
 
     def open(self, on_change: OnChange) -> None:
         """Probes the mount, scans, reports every object. Raises ``TierUnavailableError`` if the directory cannot be used. Where the file
-        system has no room left, not even for a record, what is there is served, and stores begin when there is."""
+        system has no room left, not even for a record, or is read-only, what is there is served, and stores begin when it takes them."""
         self._on_change = on_change
         try:
             self.keeper.start()
         except TierNoSpaceError as error:
-            _log.warning("%s; nothing is stored until there is room", error)
+            _log.warning("%s; what is there is served, and nothing stored", error)
         self._probe_direct()
         self.report = self.keeper.first_pass().result.report
         self.keeper.run()
@@ -248,7 +248,7 @@ class FileSystemTier(Tier):
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = direct.tier_error(error, str(self._root))
-        if isinstance(mapped, TierNoSpaceError):
+        if isinstance(mapped, TierNoSpaceError) and error.errno != errno.EROFS:
             # The file system is fuller than the budget says: a part of what is there goes, for the next ones.
             with contextlib.suppress(TierError):
                 self.keeper.full()
