@@ -11,7 +11,7 @@ import pytest
 from kvtier.testing.faults import scorecard, writers
 from kvtier.testing.faults.catalogue import Fault, Scene
 from kvtier.testing.faults.scorecard import Options
-from kvtier.testing.faults.stage import BUDGET_SECONDS, CAPACITY_BYTES, Measured, Stage
+from kvtier.testing.faults.stage import BUDGET_SECONDS, CAPACITY_BYTES, KEYS, Measured, Stage
 from kvtier.tiers.filesystem.layout import WORKING_PREFIX, writers_path
 
 SLACK_SECONDS = 2.0
@@ -27,6 +27,9 @@ def wrong_bytes_in_ram(scene: Scene, measured: Measured) -> None:
     pool = scene.stage.case.run_directory / "pool"
     with pool.open("r+b") as file:
         file.write(b"\xa5" * pool.stat().st_size)
+    # One after another all chunks would be read from files: each takes the place of one in RAM whose turn has not come.
+    for number in [number for number in range(KEYS) if scene.stage.in_ram(number)]:
+        scene.stage.engine.load([number], BUDGET_SECONDS)
     scene.stage.stream(scene.seconds, measured)
 
 
