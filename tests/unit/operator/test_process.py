@@ -6,11 +6,15 @@ import asyncio
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import aiohttp
 import pytest
 
+from kvtier import __version__
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.cluster.contract import CONFIG_MAPS
 from kvtier_operator.process import health, logs
@@ -124,3 +128,39 @@ def test_policies_are_counted_by_condition_and_pods_by_state_and_go_with_their_p
     del statuses["n", "a"]
     assert value("kvtier_operator_policies", condition="Ready", status="True") == 1
     assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
+
+
+STUCK_IMPORT = """
+import importlib.abc, sys, time
+class Stuck(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "kvtier_operator.main":
+            print("importing", flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Stuck())
+from kvtier_operator.entry import main
+main(["version"])
+"""
+
+
+def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
+    """In a container nobody does it for a first process that has no handler: its pod stays for its grace period."""
+    with subprocess.Popen([sys.executable, "-c", STUCK_IMPORT], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_the_command_is_the_one_that_can_be_ended_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier_operator.entry", "version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == __version__
