@@ -254,7 +254,10 @@ def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell:
             await asyncio.sleep(1.1)
             await where.policy()
             found = await where.until("Ready", "False", "Conflicted")
-            assert "belong to an older policy: older" in condition(found, "Attached")["message"]
+            assert (
+                "1 pod that the selector matches belongs to an older policy: older."
+                in condition(found, "Attached")["message"]
+            )
             assert (await where.columns())["Pods"] == "0/0"
 
     tell(story)
