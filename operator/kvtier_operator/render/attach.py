@@ -50,6 +50,9 @@ def _decide(policy: KVTierPolicy, pod: PodObject, around: Surroundings, settings
     skipped = _pod_left_alone(policy, pod, around)
     if skipped is not None:
         return skipped
+    too_many = containers.too_many(pod)
+    if too_many is not None:
+        return Skipped(SkipReason.NO_ENGINE_CONTAINER, too_many)
     engine = containers.engine_container(policy, pod)
     if isinstance(engine, str):
         return Skipped(SkipReason.NO_ENGINE_CONTAINER, engine)

@@ -14,6 +14,7 @@ from kvtier_operator.render.attachment import PodObject
 from kvtier_operator.render.command import Said, number, read
 from kvtier_operator.render.names import INJECTED_NAMES
 from kvtier_operator.render.resources import Amounts, limits_of, requests_of
+from kvtier_operator.render.resources import containers as all_containers
 
 _GPU = re.compile(r"(^|[./-])(v?gpu|mig-|gaudi$)", re.IGNORECASE)
 _COUNTED = re.compile(r"/(v?gpu(\.shared)?|mig-[\w.]+|gaudi)$|^gpu\.intel\.com/(i915|xe)$")
@@ -26,6 +27,12 @@ SIZES = (
     ("prefill-context-parallel-size", ()),
 )
 """Options that multiply the ranks of one engine, and variables by which launchers are told the same."""
+
+
+MAX_CONTAINERS = 128
+MAX_AMOUNTS = 1024
+"""Requests and limits of all containers together. A request to the API server has room for thousands of either, every one of which
+is compared with every LimitRange and quota: such a pod would take the webhook's threads for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,18 @@ def unsupported_owner(pod: PodObject) -> str | None:
         return "pods of a DaemonSet are left alone; run the engine as a Deployment, StatefulSet or LeaderWorkerSet"
     if MIRROR_ANNOTATION in (metadata.get("annotations") or {}) or "Node" in kinds:
         return "static pods are left alone: the API server does not make them; run the engine as a Deployment"
+    return None
+
+
+def too_many(pod: PodObject) -> str | None:
+    """Why a pod is too large to be looked into, or None."""
+    found = all_containers(pod.get("spec") or {})
+    if len(found) > MAX_CONTAINERS:
+        return f"the pod has {len(found)} containers; an engine is looked for among at most {MAX_CONTAINERS}"
+    resources = [each.get("resources") or {} for each in found]
+    amounts = sum(len(each.get("limits") or ()) + len(each.get("requests") or ()) for each in resources)
+    if amounts > MAX_AMOUNTS:
+        return f"the pod's containers have {amounts} requests and limits; at most {MAX_AMOUNTS} are looked at"
     return None
 
 

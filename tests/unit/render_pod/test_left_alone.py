@@ -256,3 +256,18 @@ class TestEngineContainer:
         assert isinstance(decide(objects.pod(engine("a"), engine("b")), named), Attached)
         decision = skipped(objects.pod(engine("a")), named)
         assert decision.reason is SkipReason.NO_ENGINE_CONTAINER
+
+
+def test_a_pod_with_more_than_can_be_looked_into_is_left_alone_before_it_is() -> None:
+    """Ten thousand containers in a namespace with limits took half a minute."""
+    others = [{"name": f"c{index}", "image": "x"} for index in range(128)]
+    found = skipped(objects.pod(engine(), *others))
+    assert (found.reason, found.message) == (
+        SkipReason.NO_ENGINE_CONTAINER,
+        "the pod has 129 containers; an engine is looked for among at most 128",
+    )
+    assert skipped(objects.pod(engine(), initContainers=others)).message == found.message
+    assert isinstance(decide(objects.pod(engine(), *others[:127])), Attached)
+    many = {f"example.com/r{index}": "1" for index in range(513)}
+    found = skipped(objects.pod(engine(resources={"limits": many, "requests": many})))
+    assert found.message == "the pod's containers have 1026 requests and limits; at most 1024 are looked at"
