@@ -65,10 +65,10 @@ def walk(directory: str) -> int:
     return count
 
 
-def open_tier(root: Path) -> FileSystemTier:
+def open_tier(root: Path, objects: int) -> FileSystemTier:
     """A tier that has scanned."""
     document = FileSystemTierDocument(name="bench", path=str(root), sharing="Pod")
-    tier = FileSystemTier(document, TierLimits(capacity_bytes=1 << 50))
+    tier = FileSystemTier(document, TierLimits(capacity_bytes=1 << 50), max_objects=objects)
     tier.open(lambda *_: None)
     return tier
 
@@ -87,13 +87,13 @@ def main() -> None:
             found = walk(str(root))
             walks.append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            tier = open_tier(root)
+            tier = open_tier(root, chosen.objects)
             scans.append(time.perf_counter() - begun)
             if tier.usage().objects != chosen.objects or found != chosen.objects:
                 raise SystemExit(f"found {tier.usage().objects} objects and {found} files of {chosen.objects}")
             tier.close()
         tracemalloc.start()
-        tier = open_tier(root)
+        tier = open_tier(root, chosen.objects)
         held = tracemalloc.get_traced_memory()[0] / tier.usage().objects
         tracemalloc.stop()
     finally:

@@ -71,6 +71,8 @@ class LowerTier:
         self.next_look: Timer | None = None
         self.late_reads = 0
         self.pending_store_bytes = 0
+        self.left_out = 0
+        """Objects without room in the tier's index that have been counted."""
         self.average_read_seconds: float | None = None
         self.model = TierModel(threads)
         self.last_error = ""
@@ -243,6 +245,7 @@ class LowerTiers:
         shared = self._shared
         if error is None:
             lower.opened = True
+            self._count_left_out(lower)
             lower.breaker.close(shared.clock())
             shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
             self._usable_now()
@@ -281,7 +284,14 @@ class LowerTiers:
             lower.last_error = f"maintenance: {reason}: {error}"
             shared.count("tier_maintain_failed", lower.name, reason)
             self._note_failure(lower, error)
+        self._count_left_out(lower)
         shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
+
+    def _count_left_out(self, lower: LowerTier) -> None:
+        total = lower.tier.usage().left_out_total
+        if total > lower.left_out:
+            self._shared.count("tier_objects_not_indexed", lower.name, "", total - lower.left_out)
+            lower.left_out = total
 
     def state(self, lower: LowerTier) -> TierState:
         """The tier as it is reported."""

@@ -2,7 +2,8 @@
 
 Only namespaces that an engine uses are indexed in full. When one is opened, the lower tiers' keys are taken from their
 own indexes, and from then on their announcements keep it true: each announcement follows the change it tells of, so
-repeating some that the snapshot already contains ends in the same state.
+repeating some that the snapshot already contains ends in the same state. How many keys there can be is bounded by the tiers' own
+indexes and the slots of the pool.
 """
 
 from __future__ import annotations

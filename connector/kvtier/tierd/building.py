@@ -83,7 +83,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     tiers: list[Tier] = []
     missing: list[TierDocument] = []
     gid, said = storage_group(topology.structural.storage_gid)
-    has_files = any(isinstance(document, FileSystemTierDocument) for document in topology.structural.tiers)
+    has_files = _file_tiers(topology) > 0
     conditions: list[Condition] = list(said) if has_files else []
     for document in topology.structural.tiers:
         if isinstance(document, MemoryTierDocument):
@@ -99,10 +99,17 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))
 
 
+def _file_tiers(topology: Topology) -> int:
+    return sum(isinstance(document, FileSystemTierDocument) for document in topology.structural.tiers)
+
+
 def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
     if isinstance(document, FileSystemTierDocument):
         from kvtier.tiers.filesystem import FileSystemTier
+        from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
 
         live = topology.live.tiers.get(document.name, LiveTier())
-        return FileSystemTier(document, limits_of(live), gid)
+        # Shares are fixed: one that depended on what the others hold would change with every object of theirs.
+        share = MAX_INDEXED_OBJECTS // _file_tiers(topology)
+        return FileSystemTier(document, limits_of(live), gid, max_objects=share)
     raise KVTierError(f"tiers of kind {document.kind} are not served by this version")

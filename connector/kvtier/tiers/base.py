@@ -68,11 +68,13 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Bytes are what the tier is charged for, headers and temporaries included."""
+    """Bytes are what the tier is charged for, headers and temporaries included. ``left_out_total``: how many objects its index had no room for, since
+    it was opened; those it took in later count, too."""
 
     used_bytes: int
     capacity_bytes: int
     objects: int
+    left_out_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvtier_operator.settings import Settings
 DAEMON_BYTES = 512 << 20
 """What tierd needs beside the pool and its indexes."""
 INDEX_BYTES = 256 << 20
-"""For indexes of objects; those beyond it are not indexed, and counted."""
+"""For indexes of objects: tierd bounds how many there are by it; those beyond are not indexed, and counted."""
 GUARANTEED_CPU = 4
 """Whole, because a Guaranteed pod's cpus may be exclusive, and enough for a pool to be touched by several threads."""
 SCRATCH_BYTES = 512 << 20

@@ -10,6 +10,7 @@ from kvtier.store.contract import Outcome, PresenceChanged, TiersUsable
 from kvtier.store.presence import RAM_BITS
 from kvtier.store.unexpected import MAX_KINDS, UnexpectedErrors
 from kvtier.testing.manual_io import ManualClock
+from kvtier.tiers.base import TierUsage
 from kvtier.topology.models import LiveTier
 
 
@@ -295,6 +296,19 @@ def test_upkeep_runs_every_few_seconds_one_at_a_time_and_not_while_the_breaker_i
     world.pump()
     world.advance(5.0)
     assert len(world.calls("maintain:")) == 1
+
+
+def test_objects_that_a_tier_has_no_room_to_index_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(opened=False)
+    left_out = 7
+    monkeypatch.setattr(world.tier, "usage", lambda: TierUsage(0, 1 << 30, 5, left_out))
+    world.settle("maintain:")
+    assert world.counted("tier_objects_not_indexed", "disk") == 7
+    left_out = 9
+    for _ in range(3):
+        world.advance(5.0)
+        world.settle("maintain:")
+    assert world.counted("tier_objects_not_indexed", "disk") == 9
 
 
 def test_live_limits_reach_the_tier_at_once() -> None:

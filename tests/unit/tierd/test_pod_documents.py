@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing.tier_suite import make_object
 from kvtier.testing.tierd_case import TierdCase
 from kvtier.tierd import building, limits
-from kvtier.tierd.building import storage_group
+from kvtier.tierd.building import build_tiers, storage_group
 from kvtier.tierd.sidecar.documents import first_document
+from kvtier.tiers.filesystem import index
 from kvtier.topology.loading import load_for_engine
-from kvtier.topology.models import Daemon
+from kvtier.topology.models import Daemon, FileSystemTierDocument
 from kvtier.topology.writing import document_text
 
 
@@ -67,3 +69,19 @@ def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: Tier
     without = TierdCase(case.directory / "other", run_directory=case.run_directory).topology.structural
     with_files = case.topology.structural
     assert limits.data_limit(with_files, 1 << 20) - limits.data_limit(without, 1 << 20) == 4 * limits.STACK_BYTES
+
+
+def test_file_tiers_share_what_a_daemon_may_index(case: TierdCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MAX_INDEXED_OBJECTS", 6)
+    ram, *_ = case.topology.structural.tiers
+    files = [
+        FileSystemTierDocument(name=name, path=str(case.directory / name), sharing="Pod", direct_io="Never")
+        for name in ("near", "far")
+    ]
+    structural = case.topology.structural.model_copy(update={"tiers": [ram, *files]})
+    for tier in build_tiers(case.topology.model_copy(update={"structural": structural})).tiers:
+        tier.open(lambda *_: None)
+        for seed in range(5):
+            tier.write(*make_object(seed))
+        assert tier.usage().objects == 3
+        tier.close()

@@ -55,6 +55,10 @@ Removed = Callable[[str, bytes], None]
 Position = tuple[str, str, str]
 
 
+def _has_directories(path: Path) -> bool:
+    return any(entry.is_dir(follow_symlinks=False) for entry in os.scandir(path))
+
+
 class DeposedError(Exception):
     """Somebody else is the janitor now."""
 
@@ -302,7 +306,7 @@ class Janitor:
         """Whether a wish is better left open: others may give back, a count may find objects that the index does not know."""
         if least > self.limit_bytes:
             return False
-        if now - self.counted_at > _FRESH_SECONDS:
+        if now - self.counted_at > _FRESH_SECONDS or self._index.left_out:
             self.hungry = True
             return True
         own = sum(self.ledger.size(name, number) or 0 for number in self.ledger.open_grants(name))
@@ -330,7 +334,7 @@ class Janitor:
         if self._surplus(low) <= 0:
             self._victims.clear()
             return False
-        if not self._victims and now - self.counted_at > _FRESH_SECONDS:
+        if not self._victims and (now - self.counted_at > _FRESH_SECONDS or self._index.left_out):
             self.hungry = True
         return bool(self._victims)
 
@@ -397,7 +401,9 @@ class Janitor:
             for middle in [entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]:
                 with contextlib.suppress(OSError):
                     os.rmdir(middle)
-            os.unlink(top / "identity.json")
+            # What the index had no room for goes after a later pass, by the age of the same description.
+            if not self._index.left_out or not _has_directories(top):
+                os.unlink(top / "identity.json")
         with contextlib.suppress(OSError):
             os.rmdir(top)
         self.recount_wanted = True

@@ -86,7 +86,7 @@ class Passes:
         """The part of a pass that is due at ``now``, if any."""
         janitor = self._janitor()
         if self._current is None or self._counter is not janitor:
-            wanted = janitor is not None and janitor.recount_wanted
+            wanted = janitor is not None and (janitor.recount_wanted or self._index.wants_pass)
             due = now >= (self._recount_at if wanted else self._due_at)
             if due and (self._shared or janitor is not None):
                 self._begin()
@@ -103,7 +103,7 @@ class Passes:
             janitor.begin_count()
         now = self._server_time() or time.time()
         counted = None if janitor is None else self._counted
-        self._current = Pass(self._root, self._index, self._on_change, now, counted, self._previous_at)
+        self._current = Pass(self._root, self._index, self._on_change, now, counted, self._previous_at, self._shared)
         self._previous_at = now
         self._started_at = self._paced_at = self._clock()
         return self._current
@@ -132,6 +132,8 @@ class Passes:
         self._due_at = now + max(REFRESH_SECONDS if self._shared else RECOUNT_SECONDS, 3 * took)
         self._index.set_extra(current.result.other_bytes)
         janitor, unreadable = self._counter, current.result.report.unreadable
+        if not unreadable:
+            self._index.end_pass()
         if janitor is not None and unreadable:
             _log.warning("%s: %d names could not be read; the count does not hold", self._root, unreadable)
             self._abort()

@@ -31,7 +31,8 @@ class PassResult:
 
 class Pass:
     """One walk. ``counted`` is told of bytes met, with the bucket; None where nobody counts. ``touched_after``: objects used later than this,
-    by their file's time, move to the young end.
+    by their file's time, move to the young end. ``shared``: others write here, and what they made or used after that may displace what was used
+    longest ago.
 
     Used by one thread at a time. ``step`` raises ``OSError`` if the root cannot be read.
     """
@@ -44,6 +45,7 @@ class Pass:
         now: float,
         counted: Counted | None,
         touched_after: float,
+        shared: bool = False,
     ) -> None:
         self.result = PassResult()
         self.began_at = now
@@ -52,6 +54,7 @@ class Pass:
         self._on_change = on_change
         self._counted = counted
         self._touched_after = touched_after
+        self._shared = shared
         self._new: list[Found] = []
         self._costs = self._run(now)
         index.begin_pass()
@@ -124,7 +127,9 @@ class Pass:
         a second; among equals the key decides, so that all processes see one order."""
         self._new.sort(key=lambda found: (found.used_at, found.key))
         for found in self._new:
-            if self._index.add(found.namespace, found.key, found.size_bytes):
+            # What only this process writes was indexed when it was written; it left for what was used later.
+            take = self._index.add if self._shared and found.used_at > self._touched_after else self._index.find
+            if take(found.namespace, found.key, found.size_bytes):
                 self._on_change(found.namespace, found.key, True)
         self._new.clear()
 

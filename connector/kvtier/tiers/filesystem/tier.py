@@ -32,7 +32,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import direct
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, read_header, verify_payload, write_header
-from kvtier.tiers.filesystem.index import Index
+from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
 from kvtier.tiers.filesystem.keeper import Keeper
 from kvtier.tiers.filesystem.layout import IDENTITY, Modes
 from kvtier.tiers.filesystem.passes import TOUCH_SECONDS
@@ -56,7 +56,7 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 class FileSystemTier(Tier):
     """See the module's text. ``gid``: group of the files made, None for the process's own. ``wall``: seconds since the epoch. ``clock``: monotonic
-    seconds, for leases.
+    seconds, for leases. ``max_objects``: how many are indexed at most (index.py).
 
     Raises nothing in the constructor; ``open`` says what is wrong with the directory.
     """
@@ -68,6 +68,7 @@ class FileSystemTier(Tier):
         gid: int | None = None,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        max_objects: int = MAX_INDEXED_OBJECTS,
     ) -> None:
         self.name = document.name
         self.capabilities = TierCapabilities(persistent=True, shared=document.sharing != "Pod", indexed=True)
@@ -79,7 +80,9 @@ class FileSystemTier(Tier):
         self._limits = limits
         self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
         self._wall = wall
-        self._index = Index(limits.capacity_bytes)
+        self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
+        self._max_objects = max_objects
+        self._said_left_out = False
         self._on_change: OnChange = _ignore
         self._headers = threading.local()
         self._described: set[str] = set()
@@ -108,6 +111,7 @@ class FileSystemTier(Tier):
             _log.warning("%s; what is there is served, and nothing stored", error)
         self._probe_direct()
         self.report = self.keeper.first_pass().result.report
+        self._say_left_out()
         self.keeper.run()
 
     def _probe_direct(self) -> None:
@@ -139,6 +143,19 @@ class FileSystemTier(Tier):
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:
         self._on_change(namespace, key, present)
+
+    def _displaced(self, namespace: str, key: bytes) -> None:
+        self._on_change(namespace, key, False)
+
+    def _say_left_out(self) -> None:
+        if self._index.left_out and not self._said_left_out:
+            self._said_left_out = True
+            _log.warning(
+                "%s holds more objects than the %d that are indexed; %d are not served until there is room for them",
+                self._root,
+                self._max_objects,
+                self._index.left_out,
+            )
 
     # Answers from memory.
 
@@ -210,6 +227,9 @@ class FileSystemTier(Tier):
         if self._index.contains(ref.namespace, ref.key):
             self._index.touch(ref.namespace, ref.key)
             return
+        if self._index.left_out and self.probe(ref):
+            # There, only not indexed. Written again it would be charged twice until the next count.
+            return
         size = HEADER_BYTES + payload.nbytes
         header = self._header()
         try:
@@ -276,6 +296,7 @@ class FileSystemTier(Tier):
         if self.keeper.stopping:
             return
         self.keeper.maintain()
+        self._say_left_out()
         if self._probe_again:
             self._probe_direct()
         if self._clock() - self._noted_at > TOUCH_SECONDS:
