@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ pytest.importorskip("helm_python", reason="charts are installed by Helm's own co
 from charts import NAMESPACE, Release, rendered, without_definition
 from nodes import make_namespace, ok, wait_for
 
+from kvtier_operator.cluster import certificates, permissions
+from kvtier_operator.cluster.permissions import Scope
+
 Settings = dict[str, Any]
 REPOSITORY = Path(__file__).resolve().parents[2]
 CALLS = re.compile(r"^kvtier_operator_api_calls_total\{(?P<labels>.*)\} (?P<count>\S+)$", re.MULTILINE)
@@ -33,21 +37,33 @@ VALUES = {
     "allowedVolumes": [EXPORT],
     "controller": {"resyncSeconds": 2, "pollSeconds": 1, "statusBytesSeconds": 1},
 }
-ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/kvtier-controller"
+RIGHTS = "/apis/rbac.authorization.k8s.io/v1"
+ROLE = f"{RIGHTS}/clusterroles/kvtier-controller"
+HOOKS = "/apis/admissionregistration.k8s.io/v1/{}webhookconfigurations/kvtier"
+MERGE = "application/merge-patch+json"
 
 
 @pytest.fixture(scope="module")
-def chart(full_cluster: Any, full_api: Any) -> Iterator[Settings]:
-    """The chart is installed; its settings, for processes on this machine."""
+def release(full_cluster: Any, full_api: Any) -> Iterator[Release]:
     without_definition(full_cluster)
     with Release(full_cluster.kubeconfig, full_cluster.context) as release:
         try:
-            objects = rendered(release.install(VALUES))
-            settings = next(body for body in objects if body["kind"] == "ConfigMap")["data"]["settings.yaml"]
-            yield yaml.safe_load(settings)
+            release.install(VALUES)
+            yield release
         finally:
             release.uninstall()
             full_cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found")
+
+
+@pytest.fixture
+def chart(release: Release) -> Settings:
+    """The chart is installed; its settings, for processes on this machine."""
+    return settings_of(release.upgrade(VALUES))
+
+
+def settings_of(installed: Mapping[str, Any]) -> Settings:
+    written = next(body for body in rendered(dict(installed)) if body["kind"] == "ConfigMap")
+    return dict(yaml.safe_load(written["data"]["settings.yaml"]))
 
 
 class Process:
@@ -195,15 +211,13 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
         wait_for("Events", lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200)
         # A live value changes, what was written for people is no longer wanted, the policy goes.
         change = {"spec": {"minLoadTokens": 1024}}
-        merge = "application/merge-patch+json"
-        ok(api.request("PATCH", f"{policies}/chat", change, content_type=merge))
+        ok(api.request("PATCH", f"{policies}/chat", change, content_type=MERGE))
         wait_for("live values", lambda: '"minLoadTokens": 1024' in json.dumps(json.loads(_live(api, core))))
-        ok(api.request("PATCH", f"{policies}/written", {"spec": {"attach": {"mode": "Webhook"}}}, content_type=merge))
+        ok(api.request("PATCH", f"{policies}/written", {"spec": {"attach": {"mode": "Webhook"}}}, content_type=MERGE))
         wait_for("what it no longer needs goes", lambda: not _exists(api, f"{core}/configmaps/written-structural"))
         ok(api.request("DELETE", f"{policies}/chat"))
-        hooks = "/apis/admissionregistration.k8s.io/v1/{}webhookconfigurations/kvtier"
         for kind in ("mutating", "validating"):
-            assert "caBundle" in api.request("GET", hooks.format(kind))[1]["webhooks"][0]["clientConfig"]
+            assert "caBundle" in api.request("GET", HOOKS.format(kind))[1]["webhooks"][0]["clientConfig"]
         assert controller.calls("403") == {}, controller.log()
         done = {verb for verb, _ in controller.calls("200")} | {verb for verb, _ in controller.calls("201")}
         assert {"list", "watch", "get"} <= done
@@ -217,8 +231,7 @@ def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
     policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
     role = ok(api.request("GET", ROLE))
     cut = [_without_create(rule) if "configmaps" in rule["resources"] else rule for rule in role["rules"]]
-    merge = "application/merge-patch+json"
-    ok(api.request("PATCH", ROLE, {"rules": cut}, content_type=merge))
+    ok(api.request("PATCH", ROLE, {"rules": cut}, content_type=MERGE))
     try:
         with operator("controller", full_cluster, api, chart, tmp_path) as controller:
             ok(api.request("POST", policies, policy(namespace, "chat")))
@@ -227,11 +240,11 @@ def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
             assert forbidden == {"ConfigMap"}, controller.log()
             # Nothing else suffers, and with the right back it is made good without a restart.
             wait_for("the token", lambda: _exists(api, f"/api/v1/namespaces/{namespace}/secrets/chat-token"))
-            ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=merge))
+            ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=MERGE))
             live = f"/api/v1/namespaces/{namespace}/configmaps/chat-live"
             wait_for("the live values", lambda: _exists(api, live), 90)
     finally:
-        ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=merge))
+        ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=MERGE))
         api.request("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
@@ -247,6 +260,62 @@ def test_the_webhook_answers_with_the_rights_that_ship(
         assert webhook.calls("403") == {}, webhook.log()
         written = {verb for verb, _ in {**webhook.calls("200"), **webhook.calls("201")}}
         assert written <= {"get", "list", "watch"}
+
+
+def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_alone(
+    release: Release, full_cluster: Any, full_api: Any, tmp_path: Path
+) -> None:
+    # Installed anew: what a test has changed by hand in a role, an upgrade leaves alone.
+    release.uninstall()
+    release.install(VALUES)
+    settings = settings_of(release.upgrade({**VALUES, "webhook": {"certificates": {"mode": "Mounted"}}}))
+    _no_rule_beyond_the_code(full_api)
+    directory = tmp_path / "certificates"
+    for each in ("controller", "webhook", "certificates"):
+        (tmp_path / each).mkdir()
+    issued = certificates.issue(("localhost",), time.time(), 3600)
+    (directory / "tls.crt").write_bytes(issued.certificate)
+    (directory / "tls.key").write_bytes(issued.key)
+    settings["webhook"]["certificates"]["directory"] = str(directory)
+    secret = f"/api/v1/namespaces/{NAMESPACE}/secrets/kvtier-webhook-certificates"
+    full_api.request("DELETE", secret)
+    # As cert-manager's injector leaves it, or an administrator.
+    bundle = certificates.bundle_field(issued.authority)
+    for kind in ("mutating", "validating"):
+        hooks = ok(full_api.request("GET", HOOKS.format(kind)))["webhooks"]
+        for hook in hooks:
+            hook["clientConfig"]["caBundle"] = bundle
+        ok(full_api.request("PATCH", HOOKS.format(kind), {"webhooks": hooks}, content_type=MERGE))
+    namespace = make_namespace(full_api, "mounted", {"kvtier.io/inject": "enabled"})
+    policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
+    with (
+        operator("controller", full_cluster, full_api, settings, tmp_path / "controller") as controller,
+        # It is ready only once it has the certificate, and copies of all it asks about.
+        operator("webhook", full_cluster, full_api, settings, tmp_path / "webhook") as webhook,
+    ):
+        ok(full_api.request("POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))))
+        wait_for("it is accepted", lambda: _accepted(full_api, namespace, "chat") == "True")
+        for path in ("configmaps/chat-live", "secrets/chat-token"):
+            wait_for(path, lambda path=path: _exists(full_api, f"/api/v1/namespaces/{namespace}/{path}"))
+        assert controller.calls("403") == {}, controller.log()
+        assert webhook.calls("403") == {}, webhook.log()
+        assert not _exists(full_api, secret)
+        for kind in ("mutating", "validating"):
+            found = ok(full_api.request("GET", HOOKS.format(kind)))["webhooks"]
+            assert {hook["clientConfig"]["caBundle"] for hook in found} == {bundle}
+    full_api.request("DELETE", f"{policies}/chat")
+    full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
+
+
+def _no_rule_beyond_the_code(api: Any) -> None:
+    """Of the roles as the API server holds them: an upgrade must take away what a mode no longer needs."""
+    on = frozenset({permissions.CREATE_VOLUMES})
+    for account, given in (("controller", permissions.CONTROLLER), ("webhook", permissions.WEBHOOK)):
+        watched, cluster, own = (permissions.rules(given, scope, on) for scope in Scope)
+        assert own == []
+        assert ok(api.request("GET", f"{RIGHTS}/clusterroles/kvtier-{account}"))["rules"] == cluster + watched
+        for kind in ("roles", "rolebindings"):
+            assert not _exists(api, f"{RIGHTS}/namespaces/{NAMESPACE}/{kind}/kvtier-{account}")
 
 
 def _without_create(rule: Mapping[str, Any]) -> dict[str, Any]:

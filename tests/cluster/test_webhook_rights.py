@@ -43,11 +43,12 @@ class Account:
 
     def grant(self, given: Sequence[Permission]) -> None:
         """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the chart has it."""
+        on = frozenset({permissions.SELF_MANAGED})
         wide = [
-            *permissions.rules(given, Scope.WATCHED, frozenset()),
-            *permissions.rules(given, Scope.CLUSTER, frozenset()),
+            *permissions.rules(given, Scope.WATCHED, on),
+            *permissions.rules(given, Scope.CLUSTER, on),
         ]
-        own = permissions.rules(given, Scope.OWN, frozenset())
+        own = permissions.rules(given, Scope.OWN, on)
         within = f"{RIGHTS}/namespaces/{self.namespace}"
         for base, kind, rules in ((RIGHTS, "ClusterRole", wide), (within, "Role", own)):
             body = {"metadata": {"name": self.name}, "rules": rules}

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+from kvtier_operator.settings import CertificateMode, Settings
+
+CREATE_VOLUMES: Final = "storage.createVolumes"
+SELF_MANAGED: Final = "webhook.certificates.mode=SelfManaged"
+"""Where certificates are mounted, the kubelet reads their Secret and whoever keeps it writes the caBundle: neither process does."""
 
 
 class Scope(StrEnum):
@@ -24,7 +30,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One RBAC rule. ``only_with``: the setting without which it is not given; empty: always."""
+    """One RBAC rule. ``only_with``: the setting without which it is not given (``settings_on``); empty: always."""
 
     group: str
     resources: tuple[str, ...]
@@ -88,10 +94,15 @@ CONTROLLER: tuple[Permission, ...] = (
         ("get", "list", "watch", "create", "patch", "delete"),
         "volumes of NFS tiers, and removal of those whose policy is gone",
         scope=Scope.CLUSTER,
-        only_with="storage.createVolumes",
+        only_with=CREATE_VOLUMES,
     ),
     Permission(
-        "", ("secrets",), ("create",), "the webhook's certificates, where it makes them itself", scope=Scope.OWN
+        "",
+        ("secrets",),
+        ("create",),
+        "the webhook's certificates, where it makes them itself",
+        scope=Scope.OWN,
+        only_with=SELF_MANAGED,
     ),
     Permission(
         "",
@@ -100,6 +111,7 @@ CONTROLLER: tuple[Permission, ...] = (
         "reads and renews the webhook's certificates",
         scope=Scope.OWN,
         names=("kvtier-webhook-certificates",),
+        only_with=SELF_MANAGED,
     ),
     Permission(
         "admissionregistration.k8s.io",
@@ -108,6 +120,7 @@ CONTROLLER: tuple[Permission, ...] = (
         "writes the CA by which the API server knows the webhook",
         scope=Scope.CLUSTER,
         names=("kvtier",),
+        only_with=SELF_MANAGED,
     ),
 )
 """What ``kvtier-operator controller`` needs."""
@@ -125,15 +138,22 @@ WEBHOOK: tuple[Permission, ...] = (
         "its own serving certificate",
         scope=Scope.OWN,
         names=("kvtier-webhook-certificates",),
+        only_with=SELF_MANAGED,
     ),
 )
 """What ``kvtier-operator webhook`` needs: it writes nothing."""
 
 
-def rules(permissions: Sequence[Permission], scope: Scope, settings_on: frozenset[str]) -> list[dict[str, Any]]:
-    """Rules of one scope, as a Role has them, given the settings that are on (such as ``storage.createVolumes``)."""
-    return [
-        each.rule()
-        for each in permissions
-        if each.scope is scope and (not each.only_with or each.only_with in settings_on)
-    ]
+def settings_on(settings: Settings) -> frozenset[str]:
+    """Those that ``only_with`` names and that are on."""
+    on = set()
+    if settings.storage.create_volumes:
+        on.add(CREATE_VOLUMES)
+    if settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
+        on.add(SELF_MANAGED)
+    return frozenset(on)
+
+
+def rules(permissions: Sequence[Permission], scope: Scope, on: frozenset[str]) -> list[dict[str, Any]]:
+    """Rules of one scope, as a Role has them, given the settings that are on (``settings_on``)."""
+    return [each.rule() for each in permissions if each.scope is scope and (not each.only_with or each.only_with in on)]

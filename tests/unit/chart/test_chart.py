@@ -12,6 +12,8 @@ import yaml
 
 import kvtier
 from kvtier_operator.api.allowlist import AllowedExport, AllowedVolume
+from kvtier_operator.cluster import permissions
+from kvtier_operator.cluster.permissions import Scope
 from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
@@ -220,6 +222,57 @@ def test_watched_namespaces_get_roles_and_the_rest_of_the_cluster_no_rule_for_th
     }
     assert roles == bound
     assert reads(one(some, "ClusterRole", "kvtier-webhook"), "nodes")
+
+
+def rules_of(objects: list[dict[str, Any]], kind: str, account: str, namespace: str | None = None) -> list[Any]:
+    """Those of the role that the account has there; none where there is no such role."""
+    found = (body for body in objects if body["kind"] == kind and body["metadata"]["name"] == f"kvtier-{account}")
+    return next((body["rules"] for body in found if body["metadata"].get("namespace") == namespace), [])
+
+
+@pytest.mark.parametrize("mode", ["SelfManaged", "Mounted"])
+@pytest.mark.parametrize("volumes", [True, False], ids=["volumes", "no-volumes"])
+@pytest.mark.parametrize("namespaces", [[], ["a", NAMESPACE]], ids=["everywhere", "some"])
+def test_rules_are_those_of_the_code_and_no_more(mode: str, volumes: bool, namespaces: list[str]) -> None:
+    certificates = {"certificates": {"mode": mode}}
+    values = {"webhook": certificates, "storage": {"createVolumes": volumes}, "watchNamespaces": namespaces}
+    objects = render(values)
+    on = permissions.settings_on(settings_of(objects))
+    for account, given in (("controller", permissions.CONTROLLER), ("webhook", permissions.WEBHOOK)):
+        watched, cluster, own = (permissions.rules(given, scope, on) for scope in Scope)
+        assert rules_of(objects, "ClusterRole", account) == (cluster if namespaces else cluster + watched)
+        assert rules_of(objects, "Role", account, NAMESPACE) == (watched + own if namespaces else own)
+        assert rules_of(objects, "Role", account, "a") == (watched if namespaces else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (
+            "SelfManaged",
+            {
+                ("controller", "secrets", ("create",)),
+                ("controller", "secrets/kvtier-webhook-certificates", ("get", "patch")),
+                ("controller", "mutatingwebhookconfigurations/kvtier", ("get", "patch")),
+                ("controller", "validatingwebhookconfigurations/kvtier", ("get", "patch")),
+                ("webhook", "secrets/kvtier-webhook-certificates", ("get", "list", "watch")),
+            },
+        ),
+        ("Mounted", set()),
+    ],
+)
+def test_certificates_that_others_keep_give_nobody_a_rule_for_them(mode: str, expected: set[Any]) -> None:
+    # Namespaces are watched, so that the rule for the tokens of policies is not among those of the operator's own.
+    objects = render({"webhook": {"certificates": {"mode": mode}}, "watchNamespaces": ["a"]})
+    found = set()
+    for account in ("controller", "webhook"):
+        for rule in rules_of(objects, "ClusterRole", account) + rules_of(objects, "Role", account, NAMESPACE):
+            names = [f"/{name}" for name in rule.get("resourceNames", ())] or [""]
+            found |= {
+                (account, f"{resource}{name}", tuple(rule["verbs"])) for resource in rule["resources"] for name in names
+            }
+    about_certificates = {each for each in found if "webhook" in each[1] or each[1].startswith("secrets")}
+    assert about_certificates == expected
 
 
 def test_rules_name_the_secret_that_the_values_name() -> None:
