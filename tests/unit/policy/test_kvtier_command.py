@@ -377,7 +377,7 @@ class TestWithoutPackages:
             "import sys, kvtier.cli.payload, kvtier.cli.topology, kvtier.topology.loading, kvtier.topology.writing;"
             "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
             "foreign = {name.split('.')[0] for name in sys.modules} & "
-            "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'kopf', 'msgspec', 'numpy'};"
+            "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'msgspec', 'numpy'};"
             "print(sorted(foreign))"
         )
         assert _run(["-c", program], []).stdout == "[]\n"

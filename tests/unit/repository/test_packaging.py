@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from importlib import metadata
@@ -64,6 +65,33 @@ def test_what_builds_the_package_is_pinned_too() -> None:
 
 def test_the_connector_needs_only_what_a_stock_engine_image_holds() -> None:
     assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} == STOCK_IMAGE
+
+
+def imported(folder: str) -> set[str]:
+    """Distributions of everything that the code below a folder imports."""
+    modules: set[str] = set()
+    for path in (REPOSITORY / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {each.name.partition(".")[0] for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules.add(node.module.partition(".")[0])
+    owners = metadata.packages_distributions()
+    return {canonicalize_name(owner) for module in modules for owner in owners.get(module, ())} - {"kvtier"}
+
+
+def declared(*extras: str) -> set[str]:
+    given = [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    return {canonicalize_name(Requirement(line).name) for line in given} - {"kvtier"}
+
+
+def test_what_is_asked_for_is_imported_by_something() -> None:
+    assert declared("cli", "tierd", "operator") - imported("connector") - imported("operator") == set()
+
+
+def test_the_operator_imports_nothing_that_only_another_package_brings() -> None:
+    # Both are part of pydantic's interface, in the versions that it chooses.
+    assert imported("operator") - declared("cli", "operator") - {"annotated-types", "pydantic-core"} == set()
 
 
 def test_the_installed_distribution_has_the_command_the_daemon_and_the_plugin() -> None:
