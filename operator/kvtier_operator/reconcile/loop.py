@@ -28,7 +28,9 @@ from kvtier_operator.reconcile import findings, pods
 from kvtier_operator.reconcile.apply import Refused, carry_out, concerns_storage
 from kvtier_operator.reconcile.certificates import keep_certificates
 from kvtier_operator.reconcile.drift import is_leaving
+from kvtier_operator.reconcile.events import Recorder
 from kvtier_operator.reconcile.facts import Finding, PlanFacts
+from kvtier_operator.reconcile.leavings import left_behind
 from kvtier_operator.reconcile.metrics import ControllerMetrics
 from kvtier_operator.reconcile.observe import Known, observe
 from kvtier_operator.reconcile.plan import Plan, plan
@@ -216,6 +218,7 @@ class Controller:
         self._reconciler = Reconciler(
             self.cache, client, settings, self.triggers, self._tokens, self._reports, self._metrics
         )
+        self._left: asyncio.Queue[Known] = asyncio.Queue()
         self._numbers = itertools.count(1)
         self._seen = clock()
         self._metrics.follow(lambda: len(self.queue), self._statuses)
@@ -259,6 +262,7 @@ class Controller:
             for _ in range(WORKERS):
                 group.create_task(self._work())
             group.create_task(self._resync())
+            group.create_task(self._tell_of_leavings())
 
     async def _work(self) -> None:
         while True:
@@ -328,10 +332,28 @@ class Controller:
     def _changed(self, kind: Kind, found: Object, change: Change) -> None:
         self.triggers.changed(kind, found, change, self.cache)
 
-    def _gone(self, key: Key, uid: str) -> None:
+    def _gone(self, key: Key, known: Known) -> None:
         self.queue.forget(key)
-        self._tokens.forget(uid)
+        self._tokens.forget(known.uid)
         self._reports.forget(key)
+        self._left.put_nowait(known)
+
+    async def _tell_of_leavings(self) -> None:
+        # A recorder of its own: what is told of policies that are gone takes no Events from those that live.
+        recorder = Recorder(self._clock)
+        while True:
+            gone = await self._left.get()
+            metadata = gone.raw["metadata"]
+            with about(namespace=metadata["namespace"], policy=metadata["name"]):
+                try:
+                    notes = left_behind(gone, self._settings.allowed_volumes)
+                    # The log as well: Events last an hour, and none can be made in a namespace that goes.
+                    for note in notes:
+                        logger.info("the policy is gone: %s", note.message)
+                    await recorder.post(self._client, notes, time.time())
+                except FAULTS:
+                    self._metrics.errors.labels("Fault").inc()
+                    logger.exception("a fault of the operator, while it told what a policy leaves")
 
     def _statuses(self) -> Iterable[tuple[Key, PolicyStatus]]:
         for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)

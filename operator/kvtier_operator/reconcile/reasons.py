@@ -68,3 +68,4 @@ class Happening(StrEnum):
     TIER_DEGRADED = "TierDegraded"
     TIER_BREAKER_OPEN = "TierBreakerOpen"
     TIER_HEALTHY = "TierHealthy"
+    DATA_LEFT = "DataLeft"

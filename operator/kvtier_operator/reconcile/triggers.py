@@ -20,7 +20,7 @@ from kvtier_operator.cluster.contract import (
     Object,
 )
 from kvtier_operator.reconcile.index import PolicyIndex
-from kvtier_operator.reconcile.observe import volume_owner
+from kvtier_operator.reconcile.observe import Known, volume_owner
 from kvtier_operator.reconcile.queue import Key
 from kvtier_operator.render.volumes import POLICY_LABEL
 
@@ -32,10 +32,10 @@ POD_SECONDS = 1.0
 
 class Triggers:
     """Keeps the index up with the cache and adds to the queue. ``add``: key and seconds from now. ``gone``: called with
-    key and uid when a policy is no more.
+    key when a policy is no more, and what it was.
     """
 
-    def __init__(self, add: Callable[[Key, float], None], gone: Callable[[Key, str], None]) -> None:
+    def __init__(self, add: Callable[[Key, float], None], gone: Callable[[Key, Known], None]) -> None:
         self.index = PolicyIndex()
         self._add = add
         self._gone = gone
@@ -83,7 +83,7 @@ class Triggers:
         if gone:
             self._all(self.index.drop_policy(*key))
             if before is not None:
-                self._gone(key, before.uid)
+                self._gone(key, before)
             return
         affected = self.index.put_policy(found, cache)
         self._all(affected - {key})

@@ -70,3 +70,30 @@ def test_a_config_map_that_somebody_filled_with_nesting_is_written_anew() -> Non
     planned = plan(Observed(found, maps), SETTINGS)
     assert [each.kind for each in planned.apply] == [CONFIG_MAPS, CONFIG_MAPS]
     assert all("[[" not in text for each in planned.apply for text in each.body["data"].values())
+
+
+def test_a_fault_while_telling_what_a_policy_leaves_is_counted_and_the_next_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def fails_once(gone: Any, _allowed: Any) -> list[Any]:
+        asked.append(gone.uid)
+        if len(asked) == 1:
+            raise TypeError("not as it should be")
+        return []
+
+    async def story() -> None:
+        registry = CollectorRegistry()
+        controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
+        monkeypatch.setattr(loop, "left_behind", fails_once)
+        telling = asyncio.ensure_future(controller._tell_of_leavings())
+        for uid in ("u-1", "u-2"):
+            controller._gone(KEY, known(uid=uid))
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+            assert not telling.done()
+        telling.cancel()
+        assert counted(registry, "Fault") == 1.0
+
+    asyncio.run(story())

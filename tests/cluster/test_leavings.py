@@ -1,0 +1,49 @@
+"""A policy that is deleted: the directory that it leaves is told of, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from kvtier_operator.cluster.client import connect
+from kvtier_operator.cluster.contract import EVENTS, POLICIES
+from kvtier_operator.testing import controllers
+from kvtier_operator.testing.controllers import file_tier, policy, running, settings, settled, until
+
+EXPORT = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
+ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
+
+
+def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log(
+    kubernetes_cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
+            await controllers.install_definition(client)
+            namespace = await controllers.make_namespace(client, "leavings")
+            for name, tiers in (("chat", [file_tier("shared", EXPORT)]), ("memory", [])):
+                await client.apply(POLICIES, policy(namespace, name, tiers=tiers))
+            async with running(client, settings(namespace, allowedVolumes=ALLOWED)) as controller:
+                uids = {}
+                for name in ("memory", "chat"):
+                    found = await settled(controller, client, namespace, name)
+                    uids[name] = found["metadata"]["uid"]
+                    await client.delete(POLICIES, namespace, name, uid=uids[name])
+
+                async def told() -> list[Any]:
+                    events = await client.list(EVENTS, namespace)
+                    return [each for each in events if each["reason"] == "DataLeft"]
+
+                (event,) = await until("an Event says what stays", told)
+            words = f"tier shared: directory {namespace}/{uids['chat']} in nas.example:/kv/chat stays"
+            assert event["message"].startswith(words)
+            assert event["involvedObject"]["uid"] == uids["chat"]
+            said = [record.getMessage() for record in caplog.records if "the policy is gone" in record.getMessage()]
+            assert [each.partition(": ")[2].startswith(words) for each in said] == [True]
+            await controllers.drop_namespace(client, namespace)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(story())
