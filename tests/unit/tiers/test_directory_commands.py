@@ -266,6 +266,16 @@ def test_gc_removes_namespaces_that_were_not_used(kvtier: Any, root: Path, tier:
     assert (root / NAMESPACE / "identity.json").exists()
 
 
+def test_gc_empties_a_directory_that_nobody_uses_any_more(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    tier.close()
+    # Used at some time before: the file system's clock may be a tick behind this process's, or level with it.
+    for path in (root / NAMESPACE).rglob("*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    done = kvtier("gc", root, "--capacity", "1Gi", "--retention", "0", "--json").json
+    assert done["objects"] == 40
+    assert list(root.rglob("*.kv")) == []
+
+
 @pytest.mark.parametrize("size", ["lots", "0", "-5Gi", ""])
 def test_gc_refuses_what_is_no_size(kvtier: Any, root: Path, tier: FileSystemTier, size: str) -> None:
     outcome = kvtier("gc", root, f"--capacity={size}")
