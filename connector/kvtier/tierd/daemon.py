@@ -26,7 +26,6 @@ from kvtier.chunks.namespace import derive
 from kvtier.errors import KVTierError
 from kvtier.store.contract import StoreCounters
 from kvtier.store.core import TierStore, lanes
-from kvtier.store.records import SlotTable
 from kvtier.store.threads import ThreadExecutor
 from kvtier.tierd import limits
 from kvtier.tierd.building import WrapTier, build_tiers, memory_document
@@ -36,20 +35,20 @@ from kvtier.tierd.hung import Hung, ReadsFile, find
 from kvtier.tierd.live import LiveFollower
 from kvtier.tierd.outbox import SEND_MESSAGES
 from kvtier.tierd.peers import PEERS_NAME, PeerFates, open_directory
-from kvtier.tierd.pool import PoolFile
+from kvtier.tierd.pool_start import PoolStart
 from kvtier.tierd.process import Fate, ProcessIdentity, fate
 from kvtier.tierd.reporting import Facts, Reporter
-from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory, sweep
+from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import Snapshot
-from kvtier.tierd.takeover import describe_namespace, open_table
+from kvtier.tierd.takeover import describe_namespace
 from kvtier.tierd.token import Token
-from kvtier.tierd.wire import BEAT_SECONDS, POOL_NAME, SOCKET_NAME
+from kvtier.tierd.wire import BEAT_SECONDS, SOCKET_NAME
 from kvtier.tiers.base import Tier
 from kvtier.tiers.checksum import preferred
 from kvtier.topology.loading import load
-from kvtier.topology.models import Daemon, Structural, Topology
+from kvtier.topology.models import Daemon, Topology
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
@@ -93,46 +92,6 @@ class Options:
     data_bytes: int | None = None
 
 
-class _PoolStart:
-    """Allocates the pool on a thread of its own, after making room: dead engines' pools are removed first."""
-
-    def __init__(self, run: RunDirectory, structural: Structural, done: Callable[[], None]) -> None:
-        self.pool: PoolFile | None = None
-        self.table: SlotTable | None = None
-        self.error = ""
-        self.finished = False
-        self._run = run
-        self._memory = memory_document(structural)
-        self._topology = structural.content_hash
-        self._done = done
-        self._stop = threading.Event()
-        threading.Thread(target=self._start, name="kvtier-pool", daemon=True).start()
-
-    def _start(self) -> None:
-        try:
-            if not self._run.shared:
-                sweep(self._run.path)
-            path = self._run.path / POOL_NAME
-            mode, persists = self._run.file_mode, self._memory.persistence == "Pod"
-            pool = PoolFile(path, self._memory.capacity_bytes, mode, lambda: not self._stop.is_set())
-            self.table = open_table(self._run.path, mode, pool, self._topology, persists)
-            self.pool = pool
-            self.pool.touch_in_background()
-        except OSError as error:
-            self.error = f"the host pool cannot be allocated in {self._run.path}: {error}"
-            _log.error("%s", self.error)
-        except Exception as error:  # noqa: BLE001
-            # Whatever it is: a thread that ends without a word would keep everybody waiting for the pool.
-            self.error = f"the host pool cannot be allocated in {self._run.path}: {error!r}"
-            _log.exception("%s", self.error)
-        self.finished = True
-        self._done()
-
-    def stop(self) -> None:
-        """Ends allocating at the next piece."""
-        self._stop.set()
-
-
 class TierDaemon:
     """One tierd. ``run`` until ``stop`` or until it is not needed any more. Raises ``KVTierError`` or ``OSError`` where it cannot start."""
 
@@ -150,7 +109,7 @@ class TierDaemon:
         self._peers: PeerFates | None = None
         self._draining = False
         self._loop: Loop | None = None
-        self._pool_start: _PoolStart | None = None
+        self._pool_start: PoolStart | None = None
         self._io: ThreadExecutor | None = None
         token = None if options.token_file is None else Token(options.token_file)
         self._reporter = Reporter(structural, self._run_directory.path, clock, token)
@@ -258,7 +217,7 @@ class TierDaemon:
                 self._clock,
             )
             self._loop = loop
-            self._pool_start = _PoolStart(run, self._topology.structural, loop.wake)
+            self._pool_start = PoolStart(run, self._topology.structural, loop.wake)
             self._follower.poll()
             self._follower.start()
             _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
