@@ -15,8 +15,8 @@ import zmq
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.fake_worker import OBJECT_TOKENS, FakeEngineOptions, block_hash
 from kvtier.testing.tierd_case import TierdCase, wait_for
-from kvtier.tierd import daemon as daemon_module
 from kvtier.tierd import outbox as outbox_module
+from kvtier.tierd import pool_start
 from kvtier.tierd.daemon import Options, TierDaemon
 from kvtier.tierd.process import own_identity
 from kvtier.tierd.wire import (
@@ -201,7 +201,7 @@ def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(daemon_module, "PoolFile", fails)
+    monkeypatch.setattr(pool_start, "PoolFile", fails)
     daemon = start(serves=False)
     assert str(error) in peers(role="scheduler", identity="{}").receive(Refused).reason
     wait_for(lambda: [each.type for each in daemon.snapshot.conditions] == ["PoolMissing"], "a condition says so")
