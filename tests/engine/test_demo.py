@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvtier.testing.processes import heeded
+
 COMMAND = [sys.executable, "-m", "kvtier.cli.demo"]
 
 
@@ -79,7 +81,7 @@ def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, b
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, before: set[str], tmp_path: Path) -> None:
-    with _started(tmp_path / "out") as demo:
+    with heeded(number), _started(tmp_path / "out") as demo:
         deadline = time.monotonic() + 120
         # Engines are being started by then, one of them perhaps with its daemon.
         while len(psutil.Process(demo.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.faults import scorecard
+from kvtier.testing.processes import heeded
 from kvtier.testing.tierd_case import environment, wait_for
 
 
@@ -49,11 +50,17 @@ def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     command = [sys.executable, "-m", "kvtier.cli.main", "faults", "--path", str(tmp_path), "--fault", "latency-1s"]
-    with subprocess.Popen([*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL) as running:
-        wait_for(lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1, "something was started")
-        wait_for(lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started")
-        running.send_signal(number)
-        assert running.wait(60) == 128 + number
+    with (
+        heeded(number),
+        subprocess.Popen([*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL) as running,
+    ):
+        try:
+            wait_for(lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1, "something was started")
+            wait_for(lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started")
+            running.send_signal(number)
+            assert running.wait(60) == 128 + number
+        finally:
+            running.kill()
     wait_for(lambda: not processes_with(f"{tmp_path}/kvtier-faults-"), "every process has ended")
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
     assert list(tmp_path.iterdir()) == []
