@@ -73,6 +73,7 @@ class FakeEngine:
         self._inbox: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
         self._credits: list[int] = []
         self._credits_epoch = 0
+        self._snapshot = False
         self._promoted: dict[int, Promoted] = {}
         self._numbers = 0
         self.client = TierdClient(options.run_directory, self._hello, self._inbox.put, self._inbox.put)
@@ -121,7 +122,7 @@ class FakeEngine:
     def _take(self, item: Message | str) -> None:
         if isinstance(item, str):
             self.seen.lost += 1
-            self.ready = None
+            self.ready, self._snapshot = None, False
             self.replica.clear()
             self._credits.clear()
             self._promoted.clear()
@@ -131,11 +132,12 @@ class FakeEngine:
             self._credits.clear()
             self._credits_epoch = item.epoch
         elif isinstance(item, Ready):
-            self.ready = item
+            self.ready, self._snapshot = item, False
         elif isinstance(item, Credits):
             self._credits.extend(item.slots)
         elif isinstance(item, Delta | Leaving | Usable):
             answer = self.replica.apply(item)
+            self._snapshot = self._snapshot or (isinstance(item, Delta) and item.snapshot)
             if answer is not None:
                 self.client.send(answer)
         elif isinstance(item, Promoted):
@@ -148,8 +150,8 @@ class FakeEngine:
 
     @property
     def usable(self) -> bool:
-        """Whether both sides are attached to one epoch and the engine is open."""
-        return self.ready is not None and self.client.epoch == self.worker.epoch != 0
+        """Whether both sides are attached to one epoch, the engine is open, and it is known what tierd holds: a connector stores nothing before."""
+        return self.ready is not None and self._snapshot and self.client.epoch == self.worker.epoch != 0
 
     @property
     def can_store(self) -> bool:
