@@ -13,17 +13,14 @@ from kvtier.testing.engine_case import DAEMON_EVENTS, EngineCase
 from kvtier.testing.engine_requests import Plain
 from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
 from kvtier.testing.tiny_model import prompt
-from kvtier.topology.models import Daemon, Live, Selection
+from kvtier.topology.models import Daemon, Selection
 
 CHUNKS = 16
 LOAD_TIMEOUT_SECONDS = 60
 
 
 class CostCase(EngineCase):
-    """Decides by cost."""
-
-    def live(self, generation: int = 1) -> Live:
-        return super().live(generation).model_copy(update={"selection": Selection.COST})
+    """Tells how the daemon decided."""
 
     def selections(self) -> dict[str, int]:
         """How often the daemon decided, by reason."""
@@ -36,7 +33,12 @@ class CostCase(EngineCase):
 
 @pytest.fixture(scope="module")
 def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
-    tuning = Tuning(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=LOAD_TIMEOUT_SECONDS)
+    tuning = Tuning(
+        daemon=Daemon.SIDECAR,
+        persistence="Process",
+        load_timeout_seconds=LOAD_TIMEOUT_SECONDS,
+        selection=Selection.COST,
+    )
     case = CostCase(scratch / "cost", model, payload, tuning)
     try:
         case.start_daemon()
