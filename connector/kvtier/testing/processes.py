@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,3 +21,31 @@ def heeded(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
+
+
+_STUCK_IMPORT = """
+import importlib.abc, sys, time
+class Stuck(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[2]:
+            print("importing", flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Stuck())
+importlib.import_module(sys.argv[1]).main(["--version"])
+"""
+
+
+def ended_while_importing(entry: str, command: str, timeout_seconds: float = 60) -> int:
+    """Exit status of module ``entry``, whose ``main`` imports module ``command``, told to end (SIGTERM) during that import. Raises
+    ``subprocess.TimeoutExpired`` where it does not end.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _STUCK_IMPORT, entry, command], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            if process.stdout is None or process.stdout.readline() != "importing\n":
+                raise RuntimeError(f"{entry} does not import {command}")
+            process.send_signal(signal.SIGTERM)
+            return process.wait(timeout_seconds)
+        finally:
+            process.kill()

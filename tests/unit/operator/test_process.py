@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import aiohttp
 import pytest
 
 from kvtier import __version__
+from kvtier.testing.processes import ended_while_importing
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.cluster.contract import CONFIG_MAPS
 from kvtier_operator.process import health, logs
@@ -130,29 +130,9 @@ def test_policies_are_counted_by_condition_and_pods_by_state_and_go_with_their_p
     assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
 
 
-STUCK_IMPORT = """
-import importlib.abc, sys, time
-class Stuck(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "kvtier_operator.main":
-            print("importing", flush=True)
-            time.sleep(600)
-sys.meta_path.insert(0, Stuck())
-from kvtier_operator.entry import main
-main(["version"])
-"""
-
-
 def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
     """In a container nobody does it for a first process that has no handler: its pod stays for its grace period."""
-    with subprocess.Popen([sys.executable, "-c", STUCK_IMPORT], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "importing\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0
 
 
 def test_the_command_is_the_one_that_can_be_ended_at_once() -> None:

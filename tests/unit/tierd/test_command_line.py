@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import __version__
+from kvtier.testing.processes import ended_while_importing
 from kvtier.tierd.__main__ import TOKEN_VARIABLE, parser
 
 
@@ -22,28 +22,8 @@ def test_a_daemon_that_an_engine_starts_is_told_of_its_token_by_a_variable(monke
     assert parser().parse_args([*given, "--token-file", "/other"]).token_file == Path("/other")
 
 
-STUCK_IMPORT = """
-import importlib.abc, sys, time
-class Stuck(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "kvtier.tierd.sidecar.__main__":
-            print("importing", flush=True)
-            time.sleep(600)
-sys.meta_path.insert(0, Stuck())
-from kvtier.tierd.sidecar.entry import main
-main(["--version"])
-"""
-
-
 def test_a_sidecar_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    with subprocess.Popen([sys.executable, "-c", STUCK_IMPORT], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "importing\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    assert ended_while_importing("kvtier.tierd.sidecar.entry", "kvtier.tierd.sidecar.__main__") == 0
 
 
 def test_the_sidecars_command_is_the_one_that_can_be_ended_at_once() -> None:
