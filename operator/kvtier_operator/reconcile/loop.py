@@ -51,6 +51,8 @@ RECONCILE_SECONDS = 60.0
 """After which a look is given up and tried again."""
 REFUSED_SECONDS = 30.0
 """Before what the API server refused is tried again without any event."""
+MAX_LEFT = 1000
+"""Policies that are gone and wait for being told of, while the API server takes no Events."""
 STATUS_TRIES = 3
 """Of writing a status while others change the same policy."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, KVTierError)
@@ -218,7 +220,7 @@ class Controller:
         self._reconciler = Reconciler(
             self.cache, client, settings, self.triggers, self._tokens, self._reports, self._metrics
         )
-        self._left: asyncio.Queue[Known] = asyncio.Queue()
+        self._left: asyncio.Queue[Known] = asyncio.Queue(MAX_LEFT)
         self._numbers = itertools.count(1)
         self._seen = clock()
         self._metrics.follow(lambda: len(self.queue), self._statuses)
@@ -336,7 +338,11 @@ class Controller:
         self.queue.forget(key)
         self._tokens.forget(known.uid)
         self._reports.forget(key)
-        self._left.put_nowait(known)
+        try:
+            self._left.put_nowait(known)
+        except asyncio.QueueFull:
+            self._metrics.errors.labels("LeavingsUntold").inc()
+            logger.warning("what policy %s/%s leaves is not told of: %d others wait for it", *key, MAX_LEFT)
 
     async def _tell_of_leavings(self) -> None:
         # A recorder of its own: what is told of policies that are gone takes no Events from those that live.

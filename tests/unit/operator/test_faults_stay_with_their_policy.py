@@ -97,3 +97,16 @@ def test_a_fault_while_telling_what_a_policy_leaves_is_counted_and_the_next_is_t
         assert counted(registry, "Fault") == 1.0
 
     asyncio.run(story())
+
+
+def test_policies_that_go_while_nothing_can_be_told_are_counted_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_LEFT", 2)
+
+    async def story() -> float:
+        registry = CollectorRegistry()
+        controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
+        for number in range(5):
+            controller._gone(KEY, known(uid=f"u{number}"))
+        return counted(registry, "LeavingsUntold")
+
+    assert asyncio.run(story()) == 3
