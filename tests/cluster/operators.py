@@ -111,8 +111,13 @@ def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
 
 
 def available(cluster: Any) -> bool:
-    """Whether controller and webhook have all their replicas."""
+    """Whether controller and webhook have all their replicas, and those of before are gone: a replica that is ending may still be
+    asked, and here it does not wait for that (``drainSeconds``).
+    """
     found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", "json"))["items"]
+    pods = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "pods", "-o", "json"))["items"]
+    if any("deletionTimestamp" in pod["metadata"] for pod in pods):
+        return False
 
     def complete(body: dict[str, Any]) -> bool:
         status, wanted = body.get("status", {}), body["spec"]["replicas"]
