@@ -26,7 +26,7 @@ demo-cluster: install ## the whole loop on a real Kubernetes: chart, operator, v
 test: install ## lint, then every test, the real engine and the real API server included
 	@tools/debian-packages
 	@$(MAKE) --no-print-directory lint
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest --numprocesses 2 --max-worker-restart 0
 
 test-unit: install ## the tests that need neither engine nor cluster
 	@$(PYTHON) -m pytest -m "not engine and not cluster"

@@ -6,12 +6,26 @@ import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
 ORDER = ("unit", "faults", "cluster", "engine")  # what fails in seconds comes before what takes minutes
+NODE_FILES = frozenset(
+    f"tests/cluster/test_{name}.py"
+    for name in (
+        "attached_pods_on_node",
+        "chart_on_node",
+        "fixtures",
+        "hanging_storage",
+        "sidecar_on_node",
+        "tried",
+        "whole_loop",
+    )
+)
+"""Where tests have a node that runs pods."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -19,10 +33,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring the quick directories to the front. Inside a directory the order stays."""
 
     def rank(item: pytest.Item) -> int:
-        directory = item.path.relative_to(REPOSITORY / "tests").parts[0] if REPOSITORY in item.path.parents else ""
+        directory = _directory(item)
         return ORDER.index(directory) if directory in ORDER else 0
 
     items.sort(key=rank)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a test with a node outside ``NODE_FILES``: it could run beside another one, and a machine has one node."""
+    file = item.nodeid.partition("::")[0]
+    if "node_cluster" in getattr(item, "fixturenames", ()) and file not in NODE_FILES:
+        raise pytest.UsageError(f"{file} has tests with a node: add it to NODE_FILES in tests/conftest.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`make test` has two processes: one with the real engines and the node, which compute, and one with all that mostly waits. So
+    there is one node at a time, and engines of different tests do not compete for the cores.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Halves(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "engines" if file in NODE_FILES or file.startswith("tests/engine/") else "others"
+
+    return Halves(config, log)
+
+
+def _directory(item: pytest.Item) -> str:
+    """The directory below ``tests``; empty for what lies elsewhere."""
+    return item.path.relative_to(REPOSITORY / "tests").parts[0] if REPOSITORY in item.path.parents else ""
 
 
 def missing_debian_packages() -> list[tuple[str, str]]:
