@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import copy
+from enum import Enum
 from typing import Any
 
-REMOVED = object()
+
+class Removal(Enum):
+    """Reads the same in every process, which names of tests have to."""
+
+    REMOVED = "removed"
+
+
+REMOVED = Removal.REMOVED
 """As a new value: the field is taken out."""
 
 
