@@ -2,8 +2,9 @@
 
 Both move the same chunks from and to the same memory-backed file, one chunk per call, in turns. A chunk is many pieces, one per block and layer or
 band, which lie anywhere in the cache; the peer is one call of C that gathers (numpy's take) or scatters as many pieces of the same size, in the same
-order. Beside them stands one memcpy of the whole chunk from one place, which no scattered cache can reach: it meets each page in order. The ratio
-is the worst of all layouts, sizes and directions.
+order. Beside them stands one memcpy of the whole chunk from one place, which no scattered cache can reach: it meets each page in order. A ratio is
+the median of those of the turns, in which both follow each other within a second, for the speed of shared memory wanders by a fifth from one minute to
+the next; the last line has the worst of all layouts, sizes and directions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a memory-backed directory")
     parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[64, 256, 1024], help="object sizes")
     parser.add_argument("--cache-mib", type=int, default=512, help="size of the KV cache")
-    parser.add_argument("--repeat", type=int, default=9, help="runs of each; medians are compared")
+    parser.add_argument("--repeat", type=int, default=25, help="turns; the median of their ratios counts")
 
 
 def seconds(call: Callable[[int], None], count: int) -> float:
@@ -49,7 +50,7 @@ def seconds(call: Callable[[int], None], count: int) -> float:
 
 
 def measure(name: str, tokens: int, cache_mib: int, repeat: int, directory: Path) -> dict[str, float]:
-    """Median GB/s of both, both directions, and the chunk's size."""
+    """Median GB/s of all ways, both directions' ratios, and the chunk's size."""
     geometry = Geometry(layers=32, blocks=0, block=32, heads=8, head_dim=128)
     blocks = cache_mib * MIB // (geometry.layers * geometry.page_bytes)
     layout = make_layout(name, Geometry(32, blocks, 32, 8, 128), "cpu")
@@ -116,6 +117,9 @@ def measure(name: str, tokens: int, cache_mib: int, repeat: int, directory: Path
                 taken[each].append(spent)
     engine.close()
     found = {each: shard * count / statistics.median(values) / 1e9 for each, values in taken.items()}
+    for way in ("to_host", "to_device"):
+        turns = zip(taken[f"memcpy {way}"], taken[f"tier {way}"], strict=True)
+        found[f"ratio {way}"] = statistics.median(peer / ours for peer, ours in turns)
     return {**found, "MiB": shard / MIB, "KiB": piece / 1024}
 
 
@@ -127,7 +131,7 @@ def main() -> None:
         for tokens in chosen.chunk_tokens:
             got = measure(name, tokens, chosen.cache_mib, chosen.repeat, chosen.directory)
             for direction in ("to_host", "to_device"):
-                ratio = got[f"tier {direction}"] / got[f"memcpy {direction}"]
+                ratio = got[f"ratio {direction}"]
                 ratios.append(ratio)
                 rates = [f"{got[f'{way} {direction}']:.2f}" for way in ("whole", "memcpy", "tier")]
                 rows.append((name, f"{got['MiB']:.0f}", f"{got['KiB']:.0f}", direction, *rates, f"{ratio:.3f}"))

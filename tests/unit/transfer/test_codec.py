@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.transfer import copy_cpu
 from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural
 from kvtier.transfer.copies import make_engine
 from kvtier.transfer.layouts import Geometry, Group, Layout, Spec, every_layout
@@ -22,8 +23,10 @@ def _one_layer(tensor: torch.Tensor, num_blocks: int, page_bytes: int, block: in
     return Layout("test", {"layer.0": tensor}, num_blocks, (Group(("layer.0",), Spec(block, page_bytes)),))
 
 
+@pytest.mark.parametrize("slices", [copy_cpu.SLICE_BYTES, 0], ids=["few bytes", "many bytes"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_known_layout_is_understood_and_proven(name: str) -> None:
+def test_every_known_layout_is_understood_and_proven(name: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_cpu, "SLICE_BYTES", slices)
     layout = LAYOUTS[name]
     codec = build_codec(layout.caches, layout, 64)
     assert codec.groups[0].blocks_per_chunk == 4

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.transfer import selftest
+from kvtier.transfer import copy_cpu, selftest
 from kvtier.transfer.base import Copy, CopyError, CopyHandle, Direction
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.copies import make_engine
@@ -90,6 +90,23 @@ def test_synchronising_ends_every_handle(engine: CpuCopyEngine) -> None:
     engine.synchronise()
     assert handle.finished
     assert engine.in_flight_bytes(Direction.TO_HOST) == 0
+
+
+@pytest.mark.parametrize("index", range(len(every_layout())))
+def test_copies_of_few_and_of_many_bytes_are_the_same(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = every_layout()[index]
+    codec = build_codec(layout.caches, layout, 64)
+    found = []
+    for limit in (copy_cpu.SLICE_BYTES, 0):
+        monkeypatch.setattr(copy_cpu, "SLICE_BYTES", limit)
+        engine = CpuCopyEngine(layout.caches, codec)
+        engine.attach(pool := plain_scratch(codec.groups[0].shard_bytes))
+        engine.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
+        engine.submit([Copy(0, 0, 0, (1, 3, 5, 6))], Direction.TO_DEVICE)
+        found.append((pool.memory.tobytes(), [tensor.clone() for tensor in layout.caches.values()]))
+    assert found[0][0] == found[1][0]
+    for few, many in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(few.view(torch.int16), many.view(torch.int16))
 
 
 @pytest.mark.parametrize("index", range(len(every_layout())))
