@@ -53,7 +53,7 @@ class TierCorruptError(TierError):
 
 
 class TierUnavailableError(TierError):
-    """The storage below refuses or fails: EIO, EACCES, ESTALE, a vanished directory."""
+    """The storage below refuses or fails: EIO, EACCES, a directory that has vanished or gone stale."""
 
     reason = "unavailable"
 

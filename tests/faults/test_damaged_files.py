@@ -96,34 +96,6 @@ def test_an_unreadable_file_is_unavailable_and_not_forgotten(tmp_path: Path, mon
     assert tier.read(ref, buffer(payload.nbytes)) == meta
 
 
-@pytest.mark.parametrize("times", [1, 1_000])
-def test_a_handle_gone_stale_is_looked_for_by_name_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    # What NFS says of a file that another host has just replaced.
-    tier = open_tier(tmp_path)
-    ref, payload, meta = make_object(1)
-    tier.write(ref, payload, meta)
-    opened, real = [0], os.open
-
-    def stale(path: str, flags: int, mode: int = 0o777) -> int:
-        if path == str(path_of(tmp_path, ref)):
-            opened[0] += 1
-            if opened[0] <= times:
-                raise OSError(116, "Stale file handle")
-        return real(path, flags, mode)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", stale)
-        if times == 1:
-            assert tier.read(ref, buffer(payload.nbytes)) == meta
-        else:
-            with pytest.raises(TierUnavailableError, match="ESTALE"):
-                tier.read(ref, buffer(payload.nbytes))
-    assert opened[0] == 2
-    assert tier.read(ref, buffer(payload.nbytes)) == meta
-
-
 def test_another_object_under_this_name_is_not_believed(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     first, second = make_object(1), make_object(2)

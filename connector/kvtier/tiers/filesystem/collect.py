@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.tiers.base import TierLimits
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.keeper import Keeper
 from kvtier.tiers.filesystem.layout import CONTROL, IDENTITY, Modes
@@ -172,7 +173,9 @@ def _remove(root: Path, chosen: Plan, keeper: Keeper, progress: Callable[[str], 
         path = object_path(str(root), each.namespace, each.key)
         try:
             os.unlink(path)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             continue
         removed += 1
         if number % 64 == 0:

@@ -20,6 +20,9 @@ from kvtier.tiers.base import ALIGNMENT_BYTES
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """There is no room for more, or nothing may be changed; what is there can be read."""
+GONE = (errno.ENOENT, errno.ESTALE)
+"""What was there is not any more: a path that is not, or (NFS, FUSE) a handle that has gone stale because somebody else has removed or
+replaced what it was for, or a directory above it."""
 
 
 def tier_error(error: OSError, what: str) -> TierError:
@@ -74,7 +77,8 @@ def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) 
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # A shared file system says so of a file that another host has just removed or replaced; by its name it is found, or missed.
+    # A shared file system says so of a file that another host has just removed or replaced; by its name it is found, or missed, unless the
+    # next one has gone by then as well.
     return _read_file(path, header, payload, direct)
 
 

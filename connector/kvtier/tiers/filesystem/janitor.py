@@ -17,6 +17,7 @@ from typing import Any
 
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import record
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.layout import (
     DIRECTORY_BYTES,
@@ -30,7 +31,6 @@ from kvtier.tiers.filesystem.layout import (
 from kvtier.tiers.filesystem.lease import (
     BEAT_SECONDS,
     BROKEN,
-    GONE,
     Watch,
     fresh_names,
     in_this_process,

@@ -20,11 +20,11 @@ from pathlib import Path
 from kvtier.errors import TierNoSpaceError, TierUnavailableError
 from kvtier.tiers.base import OnChange, TierLimits
 from kvtier.tiers.filesystem.allowance import Allowance, Taken
-from kvtier.tiers.filesystem.direct import NO_SPACE, tier_error
+from kvtier.tiers.filesystem.direct import GONE, NO_SPACE, tier_error
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS, GONE, LEASE_SECONDS, Watch
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, LEASE_SECONDS, Watch
 from kvtier.tiers.filesystem.passes import Passes
 from kvtier.tiers.filesystem.refresh import Pass
 from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant

@@ -18,6 +18,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.scan import process_tag
 
 BEAT_SECONDS = 1.0
@@ -27,8 +28,6 @@ _MAX_OBSERVED_SECONDS = 2 * BEAT_SECONDS
 _HOLDER = re.compile(r"([0-9a-f]{8})-([0-9a-z]+)-(\d+)-(\d+)-[0-9a-f]{8}")
 _FENCE_ATTEMPTS = 16
 _EYE_PREFIX = ".eye-"
-GONE = (errno.ENOENT, errno.ESTALE)
-"""What an operation below a removed directory ends with: a path that is not there, or (NFS) a handle that is not any more."""
 BROKEN = (*GONE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 """What reading or writing a record ends with that is not there, or has something else in its place."""
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from kvtier.errors import TierNoSpaceError
 from kvtier.tiers.filesystem.allowance import Taken
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.keeper import Keeper
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, Modes, make_directory
-from kvtier.tiers.filesystem.lease import GONE
 
 _ATTEMPTS = 4
 """Directories are removed when they are empty, by the janitor, at any moment: making and using one may have to be done again."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.tiers.base import OnChange
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY
-from kvtier.tiers.filesystem.lease import GONE
 from kvtier.tiers.filesystem.scan import Bucket, Found, ScanReport, object_path, scan
 
 Counted = Callable[[int, tuple[str, str, str]], None]

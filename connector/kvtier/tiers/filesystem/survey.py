@@ -231,15 +231,16 @@ def verify(
                 room = memoryview(mmap.mmap(-1, size))
             direct.read_file(path, header, room[:size], works)
             verify_payload(room[:size], read_header(header, ref, size))
-        except FileNotFoundError:
-            done.vanished += 1
         except TierCorruptError as error:
             done.bad.append(Bad(path, str(error), True, delete and _unlinked(path)))
         except TierError:
             # Its checksum is one that cannot be computed with what is installed here.
             done.unverifiable += 1
         except OSError as error:
-            done.bad.append(Bad(path, str(error.strerror or error), False, False))
+            if error.errno in direct.GONE:
+                done.vanished += 1
+            else:
+                done.bad.append(Bad(path, str(error.strerror or error), False, False))
         else:
             done.objects += 1
             done.size_bytes += found.size_bytes

@@ -184,6 +184,8 @@ class FileSystemTier(Tier):
         except FileNotFoundError:
             return False
         except OSError as error:
+            if self._is_gone(error):
+                return False
             raise direct.tier_error(error, self._path(ref)) from error
         if status.st_size <= HEADER_BYTES:
             return False
@@ -216,10 +218,11 @@ class FileSystemTier(Tier):
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.EINVAL) and not _is_file(path):
             self._discard(ref, path)
             return TierCorruptError(f"{path} is not a file")
-        if error.errno == errno.ENOENT:
-            if not os.path.isdir(self._root):
-                return TierUnavailableError(f"{self._root} has vanished")
+        if self._is_gone(error):
             self._forget(ref)
+            return TierMissError(str(direct.tier_error(error, path)))
+        if error.errno == errno.ENOENT:
+            return TierUnavailableError(f"{self._root} has vanished")
         return direct.tier_error(error, path)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
@@ -285,7 +288,8 @@ class FileSystemTier(Tier):
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise direct.tier_error(error, path) from error
+            if not self._is_gone(error):
+                raise direct.tier_error(error, path) from error
         else:
             if generation >= 0:
                 self.keeper.removed.append((ref.namespace, path, size, generation))
@@ -355,6 +359,10 @@ class FileSystemTier(Tier):
         self._described.add(namespace)
 
     # Helpers.
+
+    def _is_gone(self, error: OSError) -> bool:
+        """Whether it is the object's file that is there no longer, and not the tier."""
+        return error.errno in direct.GONE and os.path.isdir(self._root)
 
     def _path(self, ref: ObjectRef) -> str:
         return object_path(str(self._root), ref.namespace, ref.key)

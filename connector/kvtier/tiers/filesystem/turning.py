@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from kvtier.errors import TierError
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.scan import object_path
 
@@ -30,7 +31,9 @@ def make_room(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
         try:
             size = os.lstat(path).st_size
             os.unlink(path)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             size = 0
         removed.append((namespace, key, path, size))
     return removed

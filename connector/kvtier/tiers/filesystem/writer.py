@@ -14,6 +14,7 @@ from typing import Any
 
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.allowance import Allowance
+from kvtier.tiers.filesystem.direct import GONE
 from kvtier.tiers.filesystem.layout import (
     RECORD,
     WORKING_PREFIX,
@@ -24,7 +25,7 @@ from kvtier.tiers.filesystem.layout import (
     seat_path,
     writers_path,
 )
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS, BROKEN, GONE, LEASE_SECONDS, new_holder, remove_fenced
+from kvtier.tiers.filesystem.lease import BEAT_SECONDS, BROKEN, LEASE_SECONDS, new_holder, remove_fenced
 
 
 class Writer:

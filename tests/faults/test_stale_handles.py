@@ -1,0 +1,133 @@
+"""What NFS and FUSE say of a file that somebody else has just removed or replaced (ESTALE) costs a miss of that object, and says nothing
+against the tier; said of the tier's own directory, it is the tier that fails."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TierMissError, TierUnavailableError
+from kvtier.testing.tier_suite import buffer, make_object
+from kvtier.tiers.base import TierLimits
+from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.collect import collect
+from kvtier.tiers.filesystem.index import Index
+from kvtier.tiers.filesystem.scan import Found, object_path
+from kvtier.tiers.filesystem.survey import verify
+from kvtier.tiers.filesystem.turning import make_room
+from kvtier.topology.models import FileSystemTierDocument
+
+REF, PAYLOAD, META = make_object(1)
+FOR_EVER = 1_000
+
+
+def open_tier(root: Path) -> FileSystemTier:
+    tier = FileSystemTier(FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"), TierLimits(1 << 30))
+    tier.open(lambda *_: None)
+    tier.write(REF, PAYLOAD, META)
+    return tier
+
+
+def path_in(root: Path) -> Path:
+    return Path(object_path(str(root), REF.namespace, REF.key))
+
+
+def stale(patch: pytest.MonkeyPatch, path: Path, *calls: str, times: int = FOR_EVER) -> list[str]:
+    """Lets the first ``times`` of these calls on ``path`` fail; all that were made."""
+    made: list[str] = []
+
+    def replaced(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(at: Any, *arguments: Any, **named: Any) -> Any:
+            if isinstance(at, (str, Path)) and str(at) == str(path):
+                made.append(name)
+                if len(made) <= times:
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return real(at, *arguments, **named)
+
+        return call
+
+    for name in calls:
+        patch.setattr(os, name, replaced(name))
+    return made
+
+
+@pytest.mark.parametrize("times", [1, FOR_EVER])
+def test_a_read_looks_by_name_once_more_and_then_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    tier = open_tier(tmp_path)
+    with monkeypatch.context() as patch:
+        opened = stale(patch, path_in(tmp_path), "open", times=times)
+        if times == 1:
+            assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
+        else:
+            with pytest.raises(TierMissError, match="ESTALE"):
+                tier.read(REF, buffer(PAYLOAD.nbytes))
+            assert not tier.contains(REF)
+    assert opened == ["open", "open"]
+    assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
+
+
+def test_a_file_replaced_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+
+    def gone(*_: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", gone)
+        with pytest.raises(TierMissError, match="ESTALE"):
+            tier.read(REF, buffer(PAYLOAD.nbytes))
+    assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
+
+
+def test_it_is_no_object_to_a_probe_nor_to_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    with monkeypatch.context() as patch:
+        stale(patch, path_in(tmp_path), "stat", "lstat", "unlink")
+        assert not tier.probe(REF)
+        tier.delete(REF)
+    assert not tier.contains(REF)
+    assert tier.probe(REF)
+    assert tier.contains(REF)
+
+
+def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    with monkeypatch.context() as patch:
+        stale(patch, path_in(tmp_path), "open", "stat", "lstat", "unlink")
+        stale(patch, tmp_path, "stat")
+        calls = (lambda: tier.read(REF, buffer(PAYLOAD.nbytes)), lambda: tier.probe(REF), lambda: tier.delete(REF))
+        for call in calls:
+            with pytest.raises(TierUnavailableError, match="ESTALE"):
+                call()
+    assert tier.contains(REF)
+    assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
+
+
+def test_room_is_made_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_tier(tmp_path).close()
+    index = Index(1 << 30)
+    index.add(REF.namespace, REF.key, path_in(tmp_path).stat().st_size)
+    with monkeypatch.context() as patch:
+        stale(patch, path_in(tmp_path), "lstat", "unlink")
+        assert make_room(str(tmp_path), index) == [(REF.namespace, REF.key, str(path_in(tmp_path)), 0)]
+    assert path_in(tmp_path).exists()
+
+
+def test_by_hand_it_is_neither_corrupt_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_tier(tmp_path).close()
+    path = path_in(tmp_path)
+    found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
+    with monkeypatch.context() as patch:
+        stale(patch, path, "open", "unlink")
+        checked = verify(tmp_path, [found], delete=True)
+        collected = collect(tmp_path, 4096, None, dry_run=False)
+    assert (checked.vanished, checked.bad) == (1, [])
+    assert collected.objects == 0
+    assert verify(tmp_path, [found], delete=False).objects == 1
