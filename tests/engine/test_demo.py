@@ -62,7 +62,7 @@ def before() -> set[str]:
 def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, before: set[str]) -> None:
     kept = tmp_path / "demo"
     with _started(tmp_path / "out", KVTIER_DEMO_DIR=str(kept)) as demo:
-        demo.wait(280)
+        demo.wait(840)
     told = (tmp_path / "out").read_text()
     assert demo.returncode == 0, told[-6000:]
     last = told.strip().splitlines()[-1]

@@ -12,7 +12,6 @@ from kvtier.testing.faults.scorecard import Options
 FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
 
 
-@pytest.mark.timeout(600)
 def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,7 +173,7 @@ class TierdCase:
         """Replaces live.json."""
         write_live(self.topology_directory, live)
 
-    def start_tierd(self, fencing: bool = True, tiers: bool = True) -> int:
+    def start_tierd(self, fencing: bool = True, tiers: bool = True, seconds: float = WAIT_SECONDS) -> int:
         """Starts a tierd and waits until it serves, with ``tiers`` until those are scanned as well; its process id."""
         command = [sys.executable, "-m", "kvtier.tierd", "--topology", str(self.topology_directory)]
         if not fencing:
@@ -184,7 +184,9 @@ class TierdCase:
             )
         self._processes.append(process)
         wait_for(
-            lambda: self.tierd_pid() == process.pid and self._open(tiers), "tierd serves, and its tiers are scanned"
+            lambda: self.tierd_pid() == process.pid and self._open(tiers),
+            "tierd serves, and its tiers are scanned",
+            seconds,
         )
         return process.pid
 
