@@ -18,7 +18,7 @@ from typing import Self
 
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.file_writers import directory_bytes
-from kvtier.testing.tierd_case import TierdCase, environment, wait_for
+from kvtier.testing.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
 from kvtier.tierd.wire import RAM_BITS
 from kvtier.topology.models import Breaker, Live, Selection
 
@@ -55,7 +55,7 @@ class SkewedCase(TierdCase):
 
     faults_file: Path | None = None
 
-    def start_tierd(self, fencing: bool = True, tiers: bool = True) -> int:
+    def start_tierd(self, fencing: bool = True, tiers: bool = True, seconds: float = WAIT_SECONDS) -> int:
         """Starts the daemon with a clock that ``skew`` moves."""
         command = [sys.executable, "-m", "kvtier.testing.faults.skewed_tierd", "--skew", str(self.skew_file)]
         command += ["--faults", str(self.faults_file)] if self.faults_file is not None else []
@@ -68,7 +68,7 @@ class SkewedCase(TierdCase):
                 start_new_session=True,
             )
         self._processes.append(process)
-        wait_for(lambda: self.tierd_pid() == process.pid and self._open(tiers), "tierd serves")
+        wait_for(lambda: self.tierd_pid() == process.pid and self._open(tiers), "tierd serves", seconds)
         return process.pid
 
     @property
