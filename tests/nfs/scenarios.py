@@ -76,9 +76,19 @@ class Client:
         return {"loaded": came, "longest_seconds": round(longest, 3)}
 
     def filed(self, numbers: Sequence[int]) -> list[int]:
-        """Waits a little for writes; those of ``numbers`` that are in files. (A store may be dropped where nothing is free.)"""
-        self.wait(lambda: self.in_files(numbers), "all are in files", 10)
+        """Waits for writes; those of ``numbers`` that are in files. (A store may be dropped where nothing is free: once there are some, ten
+        seconds without another one are the end.)"""
+        end, there = time.monotonic() + WAIT, 0
+        while there < len(numbers) and time.monotonic() < end:
+            before = there
+            self.engine.wait_for(lambda: self._count(numbers) > before, 10)  # noqa: B023
+            there = self._count(numbers)
+            if there and there == before:
+                break
         return [number for number in numbers if self.engine.holds(number) & FILE_BIT]
+
+    def _count(self, numbers: Sequence[int]) -> int:
+        return sum(bool(self.engine.holds(number) & FILE_BIT) for number in numbers)
 
     def in_files(self, numbers: Sequence[int]) -> bool:
         """Whether the engine knows of all of these in the file tier."""
