@@ -134,6 +134,8 @@ def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not
 def test_an_engine_of_another_layout_loads_nothing_of_it(make_case: MakeCase) -> None:
     case = make_case()
     filled(case).close()
+    # Killed before it has heard that the engine is gone, it leaves the next one to wait for the engine's process, which is this one.
+    wait_for(lambda: not case.status()["sessions"], "tierd knows that the engine is gone")
     case.kill_tierd()
     case.start_tierd()
     other = case.engine(object_bytes=2 * OBJECT_BYTES)
