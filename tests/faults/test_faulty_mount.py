@@ -53,13 +53,17 @@ def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(mount: 
     mount.set(read={"hang": True})
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append((mount.path / "file").read_bytes()), daemon=True)
+    assert not mount.holds("read")
     reader.start()
+    wait_for(lambda: mount.holds("read"), "the read hangs")
+    assert not mount.holds("write")
     assert os.listdir(mount.path) == ["file"]
     (mount.path / "another").write_bytes(b"x")
     assert reader.is_alive()
     mount.set()
     reader.join(30)
     assert found == [b"content"]
+    assert not mount.holds("read")
 
 
 @pytest.mark.parametrize(("fault", "expected"), [({"half": True}, b"a" * 4096), ({"flip": "header"}, None)])

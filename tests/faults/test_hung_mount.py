@@ -19,6 +19,7 @@ import pytest
 
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
+from kvtier.testing.processes import held_by_the_kernel
 from kvtier.testing.tierd_case import TierdCase, environment, wait_for
 from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 from kvtier.topology.models import Daemon
@@ -83,12 +84,6 @@ def ended(pid: int, number: int) -> float:
     return time.monotonic() - began
 
 
-def waits_in_kernel(pid: int) -> bool:
-    """Whether the process is still in the table, with a thread in it that the kernel does not let go."""
-    threads = Path(f"/proc/{pid}/task").glob("*/stat")
-    return "D" in [path.read_text().rpartition(")")[2].split()[0] for path in threads]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
 def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_nobody(
     make_case: MakeCase, mount: FaultyMount, number: int
@@ -97,12 +92,12 @@ def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_
     engine = on_disk_alone(case)
     mount.hang("read", "write")
     assert engine.load(KEYS, budget_seconds=0.5) == 0
-    wait_for(lambda: case.pool("reading") >= OBJECT_BYTES, "reads hang")
+    wait_for(lambda: case.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
     pid = case.tierd_pid()
     seconds = ended(pid, number)
     print(f"\n{signal.Signals(number).name}: nothing of tierd runs after {seconds:.2f} s")
     assert seconds < EXIT_SECONDS
-    assert waits_in_kernel(pid)
+    wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
 
     case.start_tierd(tiers=False)
     assert engine.wait_for(lambda: engine.seen.attached == 3, WAIT_SECONDS)
@@ -118,7 +113,7 @@ def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_
 
     # The mount answers: what the old threads waited for is written into the old slots, and they are free.
     mount.release()
-    wait_for(lambda: not waits_in_kernel(pid), "the threads come back")
+    wait_for(lambda: not held_by_the_kernel(pid), "the threads come back")
     wait_for(lambda: case.pool("quarantined") == 0, "the slots come back", 20.0)
     for chunk in range(100, 120):
         engine.load([chunk])
@@ -133,7 +128,7 @@ def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: Faulty
     for number in KEYS:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
-    wait_for(lambda: case.status()["pendingStores"] >= len(KEYS), "writes hang")
+    wait_for(lambda: case.status()["pendingStores"] >= len(KEYS) and mount.holds("write"), "writes hang")
     pid = case.tierd_pid()
     seconds = ended(pid, signal.SIGTERM)
     print(f"\nSIGTERM with {len(KEYS)} writes pending: nothing of tierd runs after {seconds:.2f} s")
@@ -183,11 +178,11 @@ def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_le
         assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
         mount.hang("read", "write")
         assert engine.load(KEYS, budget_seconds=0.5) == 0
-        wait_for(lambda: case.pool("reading") >= OBJECT_BYTES, "reads hang")
+        wait_for(lambda: case.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
         pid = case.tierd_pid()
         ended(pid, signal.SIGKILL)
         wait_for(lambda: case.tierd_pid() not in (0, pid) and case.status().get("started"), "another tierd serves")
-        assert waits_in_kernel(pid)
+        wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
         assert engine.wait_for(lambda: engine.seen.attached == 4, WAIT_SECONDS)
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(100)

@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.testing.engine_process import http_request
 from kvtier.testing.faults.mount import faulty_mount, unavailable
+from kvtier.testing.processes import held_by_the_kernel
 from kvtier.testing.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
 from kvtier.tierd.sidecar.keeper import DRAIN_NAME
 from kvtier.topology.writing import document_text
@@ -136,27 +137,14 @@ def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the
         wait_for(lambda: case.status()["tiers"][1]["state"] == "Healthy", "the file tier is open")
         mount.hang("write")
         assert engine.store(1)
-        _wait_for_a_hung_write(case)
+        wait_for(lambda: case.status()["pendingStores"] and mount.holds("write"), "a write hangs")
         os.kill(pid, signal.SIGKILL)
         sidecar.wait_serving(other_than=pid)
-        assert "D" in _thread_states(pid)
+        wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
         assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(2)
         assert sidecar.end() < END_SECONDS
-
-
-def _wait_for_a_hung_write(case: TierdCase) -> None:
-    wait_for(lambda: case.status()["pendingStores"], "a store is pending")
-    # Nothing tells that the call has reached the mount.
-    time.sleep(1.0)
-
-
-def _thread_states(pid: int) -> set[str]:
-    try:
-        return {path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")}
-    except OSError:
-        return set()
 
 
 def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(case: TierdCase, start: Start) -> None:

@@ -1,12 +1,14 @@
-"""How tests start processes."""
+"""How tests start processes, and look at them."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -49,3 +51,13 @@ def ended_while_importing(entry: str, command: str, timeout_seconds: float = 60)
             return process.wait(timeout_seconds)
         finally:
             process.kill()
+
+
+def held_by_the_kernel(pid: int) -> bool:
+    """Whether the process is still in the table, with a thread in it that the kernel does not let go (state D)."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        # A thread may go while it is looked at.
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False

@@ -60,6 +60,11 @@ class ControlFile:
             return self._content.get(call) or self._content.get("*") or {}
 
 
+def _held(control: Path, call: str) -> Path:
+    """The file that says that such a call is held."""
+    return control.with_name(f"{control.name}.held-{call}")
+
+
 def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
     """Serves the mount until it is unmounted."""
     import mfusepy  # type: ignore[import-untyped]
@@ -74,6 +79,8 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
 
     def strike(call: str) -> dict[str, Any]:
         faults = told.of(call)
+        if faults.get("hang"):
+            _held(Path(control), call).touch()
         while faults.get("hang"):
             time.sleep(LOOK_SECONDS)
             faults = told.of(call)
@@ -243,6 +250,8 @@ class FaultyMount:
 
     def set(self, **faults: dict[str, Any]) -> None:
         """Replaces what the mount does wrong; ``every`` stands for all calls."""
+        for held in self._control.parent.glob(_held(self._control, "*").name):
+            held.unlink()
         content = {("*" if name == "every" else name): value for name, value in faults.items()}
         fresh = self._control.with_suffix(".new")
         fresh.write_text(json.dumps(content))
@@ -251,6 +260,10 @@ class FaultyMount:
     def hang(self, *calls: str) -> None:
         """From now on these calls wait, without names every call."""
         self.set(**{name: {"hang": True} for name in calls or ("every",)})
+
+    def holds(self, call: str) -> bool:
+        """Whether a call of this name has reached the mount and hangs, or has hung since faults were last set."""
+        return _held(self._control, call).exists()
 
     def release(self) -> None:
         """Nothing is done wrong any more, and what waits goes on."""
