@@ -35,7 +35,9 @@ def path_in(root: Path) -> Path:
     return Path(object_path(str(root), REF.namespace, REF.key))
 
 
-def stale(patch: pytest.MonkeyPatch, path: Path, *calls: str, times: int = FOR_EVER) -> list[str]:
+def fails(
+    patch: pytest.MonkeyPatch, path: Path, *calls: str, times: int = FOR_EVER, number: int = errno.ESTALE
+) -> list[str]:
     """Lets the first ``times`` of these calls on ``path`` fail; all that were made."""
     made: list[str] = []
 
@@ -46,7 +48,7 @@ def stale(patch: pytest.MonkeyPatch, path: Path, *calls: str, times: int = FOR_E
             if isinstance(at, (str, Path)) and str(at) == str(path):
                 made.append(name)
                 if len(made) <= times:
-                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+                    raise OSError(number, os.strerror(number), str(path))
             return real(at, *arguments, **named)
 
         return call
@@ -62,7 +64,7 @@ def test_a_read_looks_by_name_once_more_and_then_misses(
 ) -> None:
     tier = open_tier(tmp_path)
     with monkeypatch.context() as patch:
-        opened = stale(patch, path_in(tmp_path), "open", times=times)
+        opened = fails(patch, path_in(tmp_path), "open", times=times)
         if times == 1:
             assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
         else:
@@ -89,7 +91,7 @@ def test_a_file_replaced_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch:
 def test_it_is_no_object_to_a_probe_nor_to_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(tmp_path)
     with monkeypatch.context() as patch:
-        stale(patch, path_in(tmp_path), "stat", "lstat", "unlink")
+        fails(patch, path_in(tmp_path), "stat", "lstat", "unlink")
         assert not tier.probe(REF)
         tier.delete(REF)
     assert not tier.contains(REF)
@@ -100,8 +102,8 @@ def test_it_is_no_object_to_a_probe_nor_to_a_removal(tmp_path: Path, monkeypatch
 def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(tmp_path)
     with monkeypatch.context() as patch:
-        stale(patch, path_in(tmp_path), "open", "stat", "lstat", "unlink")
-        stale(patch, tmp_path, "stat")
+        fails(patch, path_in(tmp_path), "open", "stat", "lstat", "unlink")
+        fails(patch, tmp_path, "stat")
         calls = (lambda: tier.read(REF, buffer(PAYLOAD.nbytes)), lambda: tier.probe(REF), lambda: tier.delete(REF))
         for call in calls:
             with pytest.raises(TierUnavailableError, match="ESTALE"):
@@ -115,7 +117,7 @@ def test_room_is_made_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     index = Index(1 << 30)
     index.add(REF.namespace, REF.key, path_in(tmp_path).stat().st_size)
     with monkeypatch.context() as patch:
-        stale(patch, path_in(tmp_path), "lstat", "unlink")
+        fails(patch, path_in(tmp_path), "lstat", "unlink")
         assert make_room(str(tmp_path), index) == [(REF.namespace, REF.key, str(path_in(tmp_path)), 0)]
     assert path_in(tmp_path).exists()
 
@@ -125,9 +127,24 @@ def test_by_hand_it_is_neither_corrupt_nor_removed(tmp_path: Path, monkeypatch: 
     path = path_in(tmp_path)
     found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
     with monkeypatch.context() as patch:
-        stale(patch, path, "open", "unlink")
+        fails(patch, path, "open", "unlink")
         checked = verify(tmp_path, [found], delete=True)
         collected = collect(tmp_path, 4096, None, dry_run=False)
     assert (checked.vanished, checked.bad) == (1, [])
     assert collected.objects == 0
     assert verify(tmp_path, [found], delete=False).objects == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
+def test_by_hand_a_directory_that_is_gone_is_not_taken_for_one_whose_objects_were_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    open_tier(tmp_path).close()
+    path = path_in(tmp_path)
+    found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
+    with monkeypatch.context() as patch:
+        fails(patch, path, "open", number=number)
+        fails(patch, tmp_path, "stat", number=number)
+        checked = verify(tmp_path, [found], delete=True)
+    assert (checked.vanished, [(bad.path, bad.corrupt) for bad in checked.bad]) == (0, [(str(path), False)])
+    assert path.exists()

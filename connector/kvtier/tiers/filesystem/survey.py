@@ -237,7 +237,8 @@ def verify(
             # Its checksum is one that cannot be computed with what is installed here.
             done.unverifiable += 1
         except OSError as error:
-            if error.errno in direct.GONE:
+            # Where the directory itself is gone, no object was removed from it.
+            if error.errno in direct.GONE and os.path.isdir(root):
                 done.vanished += 1
             else:
                 done.bad.append(Bad(path, str(error.strerror or error), False, False))
