@@ -10,10 +10,16 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 
-def options(description: str, *more: Callable[[argparse.ArgumentParser], object]) -> argparse.Namespace:
+def options(
+    description: str, *more: Callable[[argparse.ArgumentParser], object]
+) -> argparse.Namespace:
     """Command line with ``--json`` and whatever ``more`` adds."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     for add in more:
         add(parser)
     return parser.parse_args()
@@ -25,13 +31,25 @@ def machine() -> str:
 
 
 def report(
-    as_json: bool, title: str, head: Sequence[str], rows: Iterable[Sequence[object]], ratio: float, judged: str
+    as_json: bool,
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    ratio: float,
+    judged: str,
 ) -> None:
     """Prints the table and, last, the ratio with what it is judged by."""
     table = [[str(cell) for cell in row] for row in rows]
     if as_json:
         json.dump(
-            {"title": title, "machine": machine(), "head": list(head), "rows": table, "ratio": ratio, "judged": judged},
+            {
+                "title": title,
+                "machine": machine(),
+                "head": list(head),
+                "rows": table,
+                "ratio": ratio,
+                "judged": judged,
+            },
             sys.stdout,
         )
         print()

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.format import HEADER_BYTES
-from kvtier.topology.models import FileSystemTierDocument
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
@@ -34,7 +34,9 @@ Job = tuple[ObjectRef, memoryview, ObjectMeta]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Command line."""
-    parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="where to make the files")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/var/tmp"), help="where to make the files"
+    )
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=[2, 8, 32], help="object sizes")
     parser.add_argument("--total-mib", type=int, default=512, help="bytes per run")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each; medians are compared")
@@ -77,13 +79,22 @@ def measure(directory: Path, size: int, total: int, repeat: int, threads: int) -
     for slot in slots:
         slot[:] = os.urandom(size)
     metas = [ObjectMeta((size,), preferred().kind, (preferred().digest(slot),)) for slot in slots]
-    refs = [ObjectRef(NAMESPACE, bytes([0]) + number.to_bytes(32, "big")) for number in range(count)]
-    document = FileSystemTierDocument(name="bench", path=str(directory / "tier"), sharing="Pod", direct_io="Always")
+    refs = [
+        ObjectRef(NAMESPACE, bytes([0]) + number.to_bytes(32, "big")) for number in range(count)
+    ]
+    document = FileSystemTierDocument(
+        name="bench", path=str(directory / "tier"), sharing="Pod", direct_io="Always"
+    )
     tier = FileSystemTier(document, TierLimits(capacity_bytes=4 * count * (size + HEADER_BYTES)))
     tier.open(lambda *_: None)
     raw = directory / "raw"
     raw.mkdir()
-    seconds: dict[str, list[float]] = {"raw write": [], "tier write": [], "raw read": [], "tier read": []}
+    seconds: dict[str, list[float]] = {
+        "raw write": [],
+        "tier write": [],
+        "raw read": [],
+        "tier read": [],
+    }
     with ThreadPoolExecutor(threads) as pool:
 
         def clear() -> None:
@@ -94,7 +105,9 @@ def measure(directory: Path, size: int, total: int, repeat: int, threads: int) -
 
         calls: dict[str, Callable[[int], None]] = {
             "raw write": lambda n: raw_write(f"{raw}/{n}", slots[n % len(slots)]),
-            "tier write": lambda n: tier.write(refs[n], slots[n % len(slots)], metas[n % len(slots)]),
+            "tier write": lambda n: tier.write(
+                refs[n], slots[n % len(slots)], metas[n % len(slots)]
+            ),
             "raw read": lambda n: raw_read(f"{raw}/{n}", slots[n % len(slots)]),
             "tier read": lambda n: (tier.read(refs[n], slots[n % len(slots)]), None)[1],
         }
@@ -110,7 +123,9 @@ def measure(directory: Path, size: int, total: int, repeat: int, threads: int) -
             clear()
     shutil.rmtree(raw)
     tier.close()
-    return {name: count * size / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    return {
+        name: count * size / statistics.median(values) / 1e9 for name, values in seconds.items()
+    }
 
 
 def main() -> None:
@@ -120,14 +135,22 @@ def main() -> None:
     for size in chosen.sizes_mib:
         directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen.directory))
         try:
-            got = measure(directory, size * MIB, chosen.total_mib * MIB, chosen.repeat, chosen.threads)
+            got = measure(
+                directory, size * MIB, chosen.total_mib * MIB, chosen.repeat, chosen.threads
+            )
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         for direction in ("write", "read"):
             ratio = got[f"tier {direction}"] / got[f"raw {direction}"]
             ratios.append(ratio)
             rows.append(
-                (size, direction, f"{got[f'raw {direction}']:.2f}", f"{got[f'tier {direction}']:.2f}", f"{ratio:.3f}")
+                (
+                    size,
+                    direction,
+                    f"{got[f'raw {direction}']:.2f}",
+                    f"{got[f'tier {direction}']:.2f}",
+                    f"{ratio:.3f}",
+                )
             )
     progress("")
     report(

@@ -16,13 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvtier.cli import payload as payload_writer
-from kvtier.testing.engine_case import EngineCase, start_plain
-from kvtier.testing.engine_process import DrivenEngine
-from kvtier.testing.engine_requests import Requests
-from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
-from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
-from kvtier.topology.models import Daemon, Selection
+from kvtier import payload as payload_writer
+from kvtier.config.models import Daemon, Selection
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Requests, Tuning, start_plain
+from kvtier.harness.engine_process import DrivenEngine
+from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
@@ -43,7 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=3, help="turns; medians are compared")
 
 
-def timed(engine: DrivenEngine, hits: list[list[int]], fresh: list[list[int]]) -> tuple[float, float, list[list[int]]]:
+def timed(
+    engine: DrivenEngine, hits: list[list[int]], fresh: list[list[int]]
+) -> tuple[float, float, list[list[int]]]:
     """Seconds until all fresh requests, and until all requests have ended; the tokens of all."""
     requests = Requests(engine)
     requests._count = int(time.monotonic() * 1000)  # names that no earlier turn used
@@ -70,10 +70,18 @@ def main() -> None:
         memory_bytes=512 << 20,
         selection=Selection.COST,
     )
-    model, payload = write_llama(directory / "model", MODEL, seed=0), payload_writer.write(directory / "payload")
+    model, payload = (
+        write_llama(directory / "model", MODEL, seed=0),
+        payload_writer.write(directory / "payload"),
+    )
     case = EngineCase(directory / "case", model, payload, tuning)
     plain = start_plain(model, payload, directory / "plain.log", **ENGINE)
-    taken: dict[str, list[float]] = {"fresh, without": [], "fresh, hung": [], "all, without": [], "all, hung": []}
+    taken: dict[str, list[float]] = {
+        "fresh, without": [],
+        "fresh, hung": [],
+        "all, without": [],
+        "all, hung": [],
+    }
     try:
         case.start_daemon()
         engine = case.start(**ENGINE)
@@ -86,10 +94,15 @@ def main() -> None:
                 case.settle_stores()
         case.settle_stores()
         if len(case.files()) < CHUNKS * len(hits):
-            raise SystemExit(f"{len(case.files())} objects were stored, {CHUNKS * len(hits)} are needed")
+            raise SystemExit(
+                f"{len(case.files())} objects were stored, {CHUNKS * len(hits)} are needed"
+            )
         for turn in range(chosen.repeat):
             progress(f"turn {turn}")
-            fresh = [prompt(CHUNKS * CHUNK_TOKENS + 5, 20_000 + 1_000 * turn + n) for n in range(chosen.requests)]
+            fresh = [
+                prompt(CHUNKS * CHUNK_TOKENS + 5, 20_000 + 1_000 * turn + n)
+                for n in range(chosen.requests)
+            ]
             case.set_faults()
             case.restart_daemon(signal.SIGKILL)
             case.wait_attached()
@@ -104,7 +117,9 @@ def main() -> None:
                 without_fresh, without_all, tokens_without = timed(plain, hits, fresh)
             if tokens_with != tokens_without:
                 raise SystemExit("the tokens differ")
-            for name, value in zip(taken, (without_fresh, with_fresh, without_all, with_all), strict=True):
+            for name, value in zip(
+                taken, (without_fresh, with_fresh, without_all, with_all), strict=True
+            ):
                 taken[name].append(value)
     finally:
         case.set_faults()
@@ -115,7 +130,12 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in taken.items()}
     ratios = [median[f"{what}, without"] / median[f"{what}, hung"] for what in ("fresh", "all")]
     rows = [
-        (what, f"{median[f'{what}, without']:.2f}", f"{median[f'{what}, hung']:.2f}", f"{ratio:.3f}")
+        (
+            what,
+            f"{median[f'{what}, without']:.2f}",
+            f"{median[f'{what}, hung']:.2f}",
+            f"{ratio:.3f}",
+        )
         for what, ratio in zip(("fresh", "all"), ratios, strict=True)
     ]
     report(

@@ -16,10 +16,10 @@ import time
 import tracemalloc
 from pathlib import Path
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import object_path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
@@ -30,7 +30,9 @@ SIZE = 2 * 4096
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Command line."""
-    parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="where to make the files")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/var/tmp"), help="where to make the files"
+    )
     parser.add_argument("--objects", type=int, default=1_000_000, help="how many")
     parser.add_argument("--repeat", type=int, default=3, help="scans; the median counts")
 
@@ -90,7 +92,9 @@ def main() -> None:
             tier = open_tier(root, chosen.objects)
             scans.append(time.perf_counter() - begun)
             if tier.usage().objects != chosen.objects or found != chosen.objects:
-                raise SystemExit(f"found {tier.usage().objects} objects and {found} files of {chosen.objects}")
+                raise SystemExit(
+                    f"found {tier.usage().objects} objects and {found} files of {chosen.objects}"
+                )
             tier.close()
         tracemalloc.start()
         tier = open_tier(root, chosen.objects)

@@ -29,12 +29,12 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 import clusters
+from tests.support import controllers
 
 from common import options, progress, report
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import PODS, POLICIES, ApiError, Kind
-from kvtier_operator.render import names
-from kvtier_operator.testing import controllers
+from kvtier_operator.api import names
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import PODS, POLICIES, ApiError, Kind
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW_PODS = 50
@@ -116,15 +116,21 @@ async def measure(arguments: argparse.Namespace, cluster: Any, home: Path) -> li
         await _account(client, namespace)
         bodies = [_policy(namespace, number) for number in range(arguments.policies)]
         await _make(client, POLICIES, bodies, "policies")
-        await _make(client, PODS, (_pod(namespace, n, arguments.policies) for n in range(FEW_PODS)), "pods")
+        await _make(
+            client, PODS, (_pod(namespace, n, arguments.policies) for n in range(FEW_PODS)), "pods"
+        )
         few = await _row(client, cluster, home / "few", namespace, arguments.policies, FEW_PODS)
         rest = (_pod(namespace, n, arguments.policies) for n in range(FEW_PODS, arguments.pods))
         await _make(client, PODS, rest, "pods")
-        many = await _row(client, cluster, home / "many", namespace, arguments.policies, arguments.pods)
+        many = await _row(
+            client, cluster, home / "many", namespace, arguments.policies, arguments.pods
+        )
         return [few, many]
 
 
-async def _row(client: ApiClient, cluster: Any, home: Path, namespace: str, policies: int, pods: int) -> Measured:
+async def _row(
+    client: ApiClient, cluster: Any, home: Path, namespace: str, policies: int, pods: int
+) -> Measured:
     first = 0.0
     async with _process(cluster, home) as (controller, metrics):
         first = await _converged(client, namespace, policies, metrics, controller)
@@ -144,7 +150,8 @@ async def _row(client: ApiClient, cluster: Any, home: Path, namespace: str, poli
             restart_seconds=restart,
             restart_writes=writes,
             calls=(_calls(after) - _calls(before)) / CHANGES,
-            lists=_calls(after, lambda verb: verb == "list") - _calls(before, lambda verb: verb == "list"),
+            lists=_calls(after, lambda verb: verb == "list")
+            - _calls(before, lambda verb: verb == "list"),
             change_milliseconds=1e3 * seconds / CHANGES,
             cpu_milliseconds=1e3 * (spent.user + spent.system - cpu.user - cpu.system) / CHANGES,
             memory=controller.memory_info().rss / 2**20,
@@ -174,7 +181,14 @@ async def _process(cluster: Any, home: Path) -> AsyncIterator[tuple[psutil.Proce
     document = controllers.settings().model_dump(mode="json", by_alias=True)
     (home / "settings.yaml").write_text(yaml.safe_dump(document))
     log = home / "log"
-    command = [sys.executable, "-m", "kvtier_operator.main", "controller", "--settings", str(home / "settings.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier_operator.main",
+        "controller",
+        "--settings",
+        str(home / "settings.yaml"),
+    ]
     command += ["--kubeconfig", str(cluster.kubeconfig), "--context", cluster.context]
     path = os.pathsep.join([str(ROOT / "connector"), str(ROOT / "operator")])
     with log.open("wb") as output:
@@ -210,7 +224,9 @@ def _value(metrics: str, name: str) -> float:
 def _calls(metrics: str, counts: Callable[[str], bool] = lambda verb: verb != "watch") -> float:
     """Calls to the API server that were answered or not, of the verbs that count."""
     pattern = r'^kvtier_operator_api_calls_total\{.*verb="(\w+)"\} (\S+)$'
-    return sum(float(number) for verb, number in re.findall(pattern, metrics, re.MULTILINE) if counts(verb))
+    return sum(
+        float(number) for verb, number in re.findall(pattern, metrics, re.MULTILINE) if counts(verb)
+    )
 
 
 async def _converged(
@@ -245,7 +261,9 @@ async def _at_rest(metrics: Metrics, quiet_seconds: float = 2.0, seconds: float 
 def _policy(namespace: str, number: int) -> dict[str, Any]:
     disk = controllers.file_tier("disk", {"emptyDir": {}}, "Pod")
     labels = {"podSelector": {"matchLabels": {"app": f"engine-{number:04d}"}}}
-    return controllers.policy(namespace, f"p{number:04d}", tiers=[disk], minLoadTokens=512, **labels)
+    return controllers.policy(
+        namespace, f"p{number:04d}", tiers=[disk], minLoadTokens=512, **labels
+    )
 
 
 def _pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
@@ -254,9 +272,14 @@ def _pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
     container = {
         "image": "registry.example/engine:1",
         "env": environment,
-        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}},
+        "resources": {
+            "requests": {"cpu": "1", "memory": "1Gi"},
+            "limits": {"cpu": "2", "memory": "1Gi"},
+        },
         "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}},
-        "volumeMounts": [{"name": f"v{index}", "mountPath": f"/mnt/v{index}"} for index in range(5)],
+        "volumeMounts": [
+            {"name": f"v{index}", "mountPath": f"/mnt/v{index}"} for index in range(5)
+        ],
     }
     policy = f"p{number % policies:04d}"
     return {
@@ -274,8 +297,13 @@ def _pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
             },
         },
         "spec": {
-            "containers": [{"name": "engine", **container}, {"name": names.TIERD_CONTAINER, **container}],
-            "initContainers": [{"name": names.PAYLOAD_CONTAINER, **container, "readinessProbe": None}],
+            "containers": [
+                {"name": "engine", **container},
+                {"name": names.TIERD_CONTAINER, **container},
+            ],
+            "initContainers": [
+                {"name": names.PAYLOAD_CONTAINER, **container, "readinessProbe": None}
+            ],
             "volumes": [{"name": f"v{index}", "emptyDir": {}} for index in range(5)],
         },
     }

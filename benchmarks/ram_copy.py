@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvtier.transfer.base import Copy, Direction
 from kvtier.transfer.codec import build_codec
-from kvtier.transfer.copies import make_engine
-from kvtier.transfer.layouts import LAYOUT_NAMES, Geometry, make_layout
-from kvtier.transfer.pool import open_pool
+from kvtier.transfer.engine import Copy, Direction
+from kvtier.transfer.factory import make_engine
+from kvtier.transfer.host_pool import open_pool
+from kvtier.transfer.selftest import LAYOUT_NAMES, Geometry, make_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
@@ -35,10 +35,16 @@ MIB = 1 << 20
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Command line."""
-    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a memory-backed directory")
-    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[64, 256, 1024], help="object sizes")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/dev/shm"), help="a memory-backed directory"
+    )
+    parser.add_argument(
+        "--chunk-tokens", type=int, nargs="+", default=[64, 256, 1024], help="object sizes"
+    )
     parser.add_argument("--cache-mib", type=int, default=512, help="size of the KV cache")
-    parser.add_argument("--repeat", type=int, default=25, help="turns; the median of their ratios counts")
+    parser.add_argument(
+        "--repeat", type=int, default=25, help="turns; the median of their ratios counts"
+    )
 
 
 def seconds(call: Callable[[int], None], count: int) -> float:
@@ -49,7 +55,9 @@ def seconds(call: Callable[[int], None], count: int) -> float:
     return time.perf_counter() - begun
 
 
-def measure(name: str, tokens: int, cache_mib: int, repeat: int, directory: Path) -> dict[str, float]:
+def measure(
+    name: str, tokens: int, cache_mib: int, repeat: int, directory: Path
+) -> dict[str, float]:
     """Median GB/s of all ways, both directions' ratios, and the chunk's size."""
     geometry = Geometry(layers=32, blocks=0, block=32, heads=8, head_dim=128)
     blocks = cache_mib * MIB // (geometry.layers * geometry.page_bytes)
@@ -73,16 +81,24 @@ def measure(name: str, tokens: int, cache_mib: int, repeat: int, directory: Path
     # From torch's allocator, like the KV cache: numpy's asks for huge pages.
     apart = torch.ones((pieces * count, piece), dtype=torch.uint8).numpy()
     plain = torch.ones(shard * count, dtype=torch.uint8).numpy()
-    copies = [Copy(0, n * shard, 0, tuple(ids[n * per_chunk : (n + 1) * per_chunk])) for n in range(count)]
+    copies = [
+        Copy(0, n * shard, 0, tuple(ids[n * per_chunk : (n + 1) * per_chunk])) for n in range(count)
+    ]
 
     def slot(n: int) -> np.ndarray:
         return pool.memory[n * shard : (n + 1) * shard]
 
     # The tier's order: block by block, and of each block its bands, which lie a layer apart.
-    order = [[block * len(bands) + band for block in copy.blocks for band in range(len(bands))] for copy in copies]
+    order = [
+        [block * len(bands) + band for block in copy.blocks for band in range(len(bands))]
+        for copy in copies
+    ]
     if len(bands) > 1:
         order = [
-            [piece % len(bands) * (pieces * count // len(bands)) + piece // len(bands) for piece in one]
+            [
+                piece % len(bands) * (pieces * count // len(bands)) + piece // len(bands)
+                for piece in one
+            ]
             for one in order
         ]
     places = [np.array(one) % (pieces * count) for one in order]
@@ -116,7 +132,9 @@ def measure(name: str, tokens: int, cache_mib: int, repeat: int, directory: Path
             if turn:
                 taken[each].append(spent)
     engine.close()
-    found = {each: shard * count / statistics.median(values) / 1e9 for each, values in taken.items()}
+    found = {
+        each: shard * count / statistics.median(values) / 1e9 for each, values in taken.items()
+    }
     for way in ("to_host", "to_device"):
         turns = zip(taken[f"memcpy {way}"], taken[f"tier {way}"], strict=True)
         found[f"ratio {way}"] = statistics.median(peer / ours for peer, ours in turns)
@@ -134,12 +152,30 @@ def main() -> None:
                 ratio = got[f"ratio {direction}"]
                 ratios.append(ratio)
                 rates = [f"{got[f'{way} {direction}']:.2f}" for way in ("whole", "memcpy", "tier")]
-                rows.append((name, f"{got['MiB']:.0f}", f"{got['KiB']:.0f}", direction, *rates, f"{ratio:.3f}"))
+                rows.append(
+                    (
+                        name,
+                        f"{got['MiB']:.0f}",
+                        f"{got['KiB']:.0f}",
+                        direction,
+                        *rates,
+                        f"{ratio:.3f}",
+                    )
+                )
     progress("")
     report(
         chosen.json,
         "RAM tier against memcpy",
-        ("layout", "MiB", "piece KiB", "direction", "whole GB/s", "memcpy GB/s", "tier GB/s", "ratio"),
+        (
+            "layout",
+            "MiB",
+            "piece KiB",
+            "direction",
+            "whole GB/s",
+            "memcpy GB/s",
+            "tier GB/s",
+            "ratio",
+        ),
         rows,
         min(ratios),
         "worst of tier / memcpy; at least 0.9 is wanted",

@@ -21,10 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
 
 from common import options, progress, report
-from kvtier.chunks.planner import Group, GroupKind, Planner
-from kvtier.engines.vllm.scheduler import EngineIdentity, SchedulerSide
-from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
-from kvtier.topology.models import (
+from kvtier.config.models import (
     FileSystemTierDocument,
     Live,
     LiveTier,
@@ -34,6 +31,10 @@ from kvtier.topology.models import (
     Structural,
     Topology,
 )
+from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.engines.vllm.scheduler import SchedulerSide
+from kvtier.planner import Group, GroupKind, Planner
+from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
 
 TARGET_SECONDS = 1e-3
 RAM, DISK = 1, 2
@@ -69,7 +70,10 @@ class _Request:
         self.request_id = name
         self.num_tokens = tokens
         self.num_computed_tokens = 0
-        self.block_hashes = [hashlib.sha256(f"{name}/{number}".encode()).digest() for number in range(tokens // block)]
+        self.block_hashes = [
+            hashlib.sha256(f"{name}/{number}".encode()).digest()
+            for number in range(tokens // block)
+        ]
 
 
 def topology() -> Topology:
@@ -100,24 +104,38 @@ class Bench:
         self.planner = Planner.build([Group(GroupKind.FULL, block)], chunk, block)
         self.client = _Client()
         self.side = SchedulerSide(
-            topology(), self.planner, "bench/dp0", lambda: EngineIdentity("{}"), client=lambda *_: self.client
+            topology(),
+            self.planner,
+            "bench/dp0",
+            lambda: EngineIdentity("{}"),
+            client=lambda *_: self.client,
         )
         self.side.start()
         link = self.side.link
         link.received(
             Welcome(
-                protocol=PROTOCOL, epoch=1, session=1, pool_path="", pool_bytes=1, tiers=("ram", "disk"), settings=""
+                protocol=PROTOCOL,
+                epoch=1,
+                session=1,
+                pool_path="",
+                pool_bytes=1,
+                tiers=("ram", "disk"),
+                settings="",
             )
         )
         link.received(Ready(namespace="0" * 32, slot_bytes=(1 << 20,), persistent=True))
         self._sequence = 0
         self._add([], snapshot=True)
-        self.hold((b"\0" + hashlib.sha256(str(number).encode()).digest() for number in range(keys)), RAM)
+        self.hold(
+            (b"\0" + hashlib.sha256(str(number).encode()).digest() for number in range(keys)), RAM
+        )
         self._numbers = iter(range(1, 1 << 30))
 
     def _add(self, added: list[tuple[bytes, int]], snapshot: bool = False) -> None:
         self._sequence += 1
-        self.side.link.received(Delta(sequence=self._sequence, added=tuple(added), snapshot=snapshot))
+        self.side.link.received(
+            Delta(sequence=self._sequence, added=tuple(added), snapshot=snapshot)
+        )
 
     def hold(self, keys: Iterable[bytes], bits: int) -> None:
         """Puts keys into the replica."""
@@ -178,7 +196,9 @@ class Bench:
             request = self.request(1.0, DISK)
             self.ask(request)
             promote = [message for message in self.client.sent if isinstance(message, Promote)][-1]
-            self.side.link.received(Promoted(promotion=promote.promotion, usable=len(promote.keys), outcome="whole"))
+            self.side.link.received(
+                Promoted(promotion=promote.promotion, usable=len(promote.keys), outcome="whole")
+            )
             begun = time.perf_counter()
             self.ask(request)
             took.append(time.perf_counter() - begun)
@@ -206,7 +226,11 @@ def main() -> None:
         ("all in RAM", True, lambda: bench.first(1.0, RAM, given.rounds, whole)),
         ("half in RAM", True, lambda: bench.first(0.5, RAM, given.rounds, half)),
         ("none", True, lambda: bench.first(0.0, RAM, given.rounds, 0)),
-        ("all in a file tier (asks for promotion)", True, lambda: bench.first(1.0, DISK, given.rounds, None)),
+        (
+            "all in a file tier (asks for promotion)",
+            True,
+            lambda: bench.first(1.0, DISK, given.rounds, None),
+        ),
         ("again, all in RAM", False, lambda: bench.again(1.0, RAM, given.rounds)),
         ("again, none", False, lambda: bench.again(0.0, RAM, given.rounds)),
         ("again, while it waits", False, lambda: bench.again(1.0, DISK, given.rounds)),
@@ -219,7 +243,14 @@ def main() -> None:
         median = statistics.median(took)
         if judged:
             worst = max(worst, median)
-        rows.append((name, f"{median * 1e6:.1f}", f"{took[int(len(took) * 0.99)] * 1e6:.1f}", f"{took[-1] * 1e6:.1f}"))
+        rows.append(
+            (
+                name,
+                f"{median * 1e6:.1f}",
+                f"{took[int(len(took) * 0.99)] * 1e6:.1f}",
+                f"{took[-1] * 1e6:.1f}",
+            )
+        )
     progress("")
     report(
         given.json,

@@ -14,10 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
 
+from tests.support.simulated_request import Choice, Simulation
+from tests.support.simulated_tier import SimulatedTier
+
 from common import options, progress, report
-from kvtier.store.estimates import Prefill
-from kvtier.testing.simulated_request import Choice, Simulation
-from kvtier.testing.simulated_tier import SimulatedTier
+from kvtier.store.cost_model import Prefill
 
 MIB = 1 << 20
 ENGINES = {
@@ -32,14 +33,20 @@ TARGET = 1.05
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=5, help="bandwidths per decade, from 1 MB/s to 10 GB/s")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="bandwidths per decade, from 1 MB/s to 10 GB/s"
+    )
     parser.add_argument("--latency-milliseconds", type=float, default=0.1, help="of each read")
 
 
 def main() -> None:
     """Runs the sweep."""
-    chosen = options("Selection by cost against loading everything and recomputing everything.", _more)
-    bandwidths = [10 ** (decade + i / chosen.steps) for decade in DECADES for i in range(chosen.steps)] + [1e10]
+    chosen = options(
+        "Selection by cost against loading everything and recomputing everything.", _more
+    )
+    bandwidths = [
+        10 ** (decade + i / chosen.steps) for decade in DECADES for i in range(chosen.steps)
+    ] + [1e10]
     rows: list[tuple[str, ...]] = []
     worst = 0.0
     for name, (engine, chunk_bytes) in ENGINES.items():
@@ -47,9 +54,14 @@ def main() -> None:
             ratios = dict.fromkeys(PROMPTS, 0.0)
             loaded = dict.fromkeys(PROMPTS, 0)
             for bandwidth in bandwidths:
-                progress(f"{name}, {'in order' if in_order else 'shared'}, {bandwidth / 1e6:.0f} MB/s")
+                progress(
+                    f"{name}, {'in order' if in_order else 'shared'}, {bandwidth / 1e6:.0f} MB/s"
+                )
                 tier = SimulatedTier(
-                    "disk", bandwidth, latency_seconds=chosen.latency_milliseconds / 1e3, in_order=in_order
+                    "disk",
+                    bandwidth,
+                    latency_seconds=chosen.latency_milliseconds / 1e3,
+                    in_order=in_order,
                 )
                 simulation = Simulation(engine, [tier], chunk_bytes=chunk_bytes)
                 for tokens in WARM_UP:
@@ -68,7 +80,15 @@ def main() -> None:
             for tokens in PROMPTS:
                 worst = max(worst, ratios[tokens])
                 way = "in order" if in_order else "shared"
-                rows.append((name, way, str(tokens), f"{loaded[tokens]}/{len(bandwidths)}", f"{ratios[tokens]:.3f}"))
+                rows.append(
+                    (
+                        name,
+                        way,
+                        str(tokens),
+                        f"{loaded[tokens]}/{len(bandwidths)}",
+                        f"{ratios[tokens]:.3f}",
+                    )
+                )
     progress("")
     report(
         chosen.json,

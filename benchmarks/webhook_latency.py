@@ -48,9 +48,15 @@ def main() -> None:
     """Loads a cluster, starts the webhook, asks."""
     arguments = options(
         __doc__.splitlines()[0],
-        lambda parser: parser.add_argument("--policies", type=int, default=500, help="policies of one namespace"),
-        lambda parser: parser.add_argument("--pods", type=int, default=5000, help="pods that the webhook knows"),
-        lambda parser: parser.add_argument("--questions", type=int, default=2000, help="per row of the table"),
+        lambda parser: parser.add_argument(
+            "--policies", type=int, default=500, help="policies of one namespace"
+        ),
+        lambda parser: parser.add_argument(
+            "--pods", type=int, default=5000, help="pods that the webhook knows"
+        ),
+        lambda parser: parser.add_argument(
+            "--questions", type=int, default=2000, help="per row of the table"
+        ),
     )
     with tempfile.TemporaryDirectory(prefix="kvtier-benchmark-") as home:
         try:
@@ -88,9 +94,24 @@ def measure(arguments: argparse.Namespace, cluster: Any, home: Path) -> None:
                 p50, p99 = percentile(seconds, 50), percentile(seconds, 99)
                 if connections == 1:
                     worst = max(worst, p99)
-                rows.append((name, len(seconds), *(f"{1e3 * each:.1f}" for each in (p50, p99, max(seconds), computed))))
+                rows.append(
+                    (
+                        name,
+                        len(seconds),
+                        *(f"{1e3 * each:.1f}" for each in (p50, p99, max(seconds), computed)),
+                    )
+                )
             memory = process.memory_info().rss / 2**20
-            rows.append((f"ready after {ready_seconds:.1f} s, {memory:.0f} MiB resident", "", "", "", "", ""))
+            rows.append(
+                (
+                    f"ready after {ready_seconds:.1f} s, {memory:.0f} MiB resident",
+                    "",
+                    "",
+                    "",
+                    "",
+                    "",
+                )
+            )
     progress("")
     title = f"A pod's admission with {arguments.policies} policies and {arguments.pods} pods known"
     judged = "p99 of one connection, the worse of two, over 20 ms; below 1 is within the target"
@@ -117,7 +138,9 @@ def pods(number: int) -> Iterator[dict[str, Any]]:
     """Members of groups."""
     for index in range(number):
         labels = {"app": "engine", GROUP_LABEL: f"group-{index // GROUP_PODS:05d}"}
-        document = admission.pod(labels, annotations={"kvtier.io/structural": "{" + " " * 2000 + "}"})
+        document = admission.pod(
+            labels, annotations={"kvtier.io/structural": "{" + " " * 2000 + "}"}
+        )
         document["metadata"] |= {"name": f"engine-{index:05d}"}
         yield document
 
@@ -137,7 +160,11 @@ def fill(api: Any, path: str, documents: Iterator[dict[str, Any]], what: str) ->
 
 
 def asked(
-    webhook: admission.WebhookProcess, arguments: argparse.Namespace, api: Any, connections: int, changing: bool
+    webhook: admission.WebhookProcess,
+    arguments: argparse.Namespace,
+    api: Any,
+    connections: int,
+    changing: bool,
 ) -> list[float]:
     """Seconds of each question."""
     over = threading.Event()
@@ -147,7 +174,10 @@ def asked(
     try:
         with concurrent.futures.ThreadPoolExecutor(connections) as threads:
             share = arguments.questions // connections
-            answers = [threads.submit(ask, webhook, arguments.policies, share, index) for index in range(connections)]
+            answers = [
+                threads.submit(ask, webhook, arguments.policies, share, index)
+                for index in range(connections)
+            ]
             return [each for answer in answers for each in answer.result()]
     finally:
         over.set()
@@ -155,14 +185,18 @@ def asked(
             changes.join()
 
 
-def ask(webhook: admission.WebhookProcess, policies_known: int, number: int, first: int) -> list[float]:
+def ask(
+    webhook: admission.WebhookProcess, policies_known: int, number: int, first: int
+) -> list[float]:
     """Questions over one connection; each selected pod has to be attached."""
     tls = ssl.create_default_context(cadata=webhook.bundle.decode())
     connection = http.client.HTTPSConnection("127.0.0.1", webhook.port, timeout=10, context=tls)
     taken = []
     for index in range(number + 20):
         # A group of its own: the pods that are known are members of others.
-        body = question(f"engine-{(first + index * 7) % policies_known:05d}", f"new-{first}-{index}")
+        body = question(
+            f"engine-{(first + index * 7) % policies_known:05d}", f"new-{first}-{index}"
+        )
         began = time.perf_counter()
         connection.request("POST", "/mutate?timeout=2s", body, {"Content-Type": "application/json"})
         answer = connection.getresponse().read()
@@ -180,8 +214,12 @@ def question(app: str, group: str) -> bytes:
     engine = document["spec"]["containers"][0]
     engine["resources"] = {"limits": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}}
     engine["env"] = [{"name": f"VARIABLE_{index}", "value": "value " * 8} for index in range(40)]
-    engine["volumeMounts"] = [{"name": f"volume-{index}", "mountPath": f"/mnt/{index}"} for index in range(8)]
-    document["spec"]["volumes"] = [{"name": f"volume-{index}", "emptyDir": {}} for index in range(8)]
+    engine["volumeMounts"] = [
+        {"name": f"volume-{index}", "mountPath": f"/mnt/{index}"} for index in range(8)
+    ]
+    document["spec"]["volumes"] = [
+        {"name": f"volume-{index}", "emptyDir": {}} for index in range(8)
+    ]
     review = {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
@@ -203,7 +241,9 @@ def change(api: Any, number: int, over: threading.Event) -> None:
     while not over.wait(1 / CHANGES_PER_SECOND):
         body = {"spec": {"minLoadTokens": 500 + index}}
         name = f"policy-{index % number:05d}"
-        api.request("PATCH", f"{POLICIES}/{name}", body, content_type="application/merge-patch+json")
+        api.request(
+            "PATCH", f"{POLICIES}/{name}", body, content_type="application/merge-patch+json"
+        )
         index += 1
 
 

@@ -12,7 +12,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
-ORDER = ("unit", "faults", "cluster", "engine")  # what fails in seconds comes before what takes minutes
+ORDER = (
+    "unit",
+    "faults",
+    "cluster",
+    "engine",
+)  # what fails in seconds comes before what takes minutes
 NODE_FILES = frozenset(
     f"tests/cluster/test_{name}.py"
     for name in (
@@ -43,7 +48,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Refuse a test with a node outside ``NODE_FILES``: it could run beside another one, and a machine has one node."""
     file = item.nodeid.partition("::")[0]
     if "node_cluster" in getattr(item, "fixturenames", ()) and file not in NODE_FILES:
-        raise pytest.UsageError(f"{file} has tests with a node: add it to NODE_FILES in tests/conftest.py")
+        raise pytest.UsageError(
+            f"{file} has tests with a node: add it to NODE_FILES in tests/conftest.py"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,7 +70,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _directory(item: pytest.Item) -> str:
     """The directory below ``tests``; empty for what lies elsewhere."""
-    return item.path.relative_to(REPOSITORY / "tests").parts[0] if REPOSITORY in item.path.parents else ""
+    return (
+        item.path.relative_to(REPOSITORY / "tests").parts[0]
+        if REPOSITORY in item.path.parents
+        else ""
+    )
 
 
 def missing_debian_packages() -> list[tuple[str, str]]:
@@ -71,7 +82,11 @@ def missing_debian_packages() -> list[tuple[str, str]]:
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     lines = DEBIAN_PACKAGES.read_text(encoding="utf-8").splitlines()
     rows = [line.split(maxsplit=2) for line in lines if line.strip() and not line.startswith("#")]
-    return [(package, reason) for package, command, reason in rows if shutil.which(command, path=path) is None]
+    return [
+        (package, reason)
+        for package, command, reason in rows
+        if shutil.which(command, path=path) is None
+    ]
 
 
 def skipped_tests(reports: list[pytest.TestReport | pytest.CollectReport]) -> list[tuple[str, str]]:
@@ -84,7 +99,9 @@ def skipped_tests(reports: list[pytest.TestReport | pytest.CollectReport]) -> li
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> Generator[None, None, None]:
     """The last section, after pytest's own: each skipped test with its reason, and the Debian packages that are missing."""
     yield
     skipped = skipped_tests(terminalreporter.stats.get("skipped", []))

@@ -21,9 +21,9 @@ from typer.main import get_command
 
 from kvtier import __version__
 from kvtier.errors import KVTierError
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.process import health, logs
-from kvtier_operator.process.metrics import ApiMetrics, new_registry
+from kvtier_operator import runtime
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.runtime import ApiMetrics, new_registry
 from kvtier_operator.settings import DEFAULT_FILE, Settings, load
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,16 @@ app = typer.Typer(
     help="The KVTier operator: follows KVTierPolicies (controller) and attaches pods (webhook).",
 )
 
-SettingsFile = Annotated[Path, typer.Option("--settings", help="Settings, as the chart writes them.")]
-Kubeconfig = Annotated[Path | None, typer.Option("--kubeconfig", help="Instead of the service account that a pod has.")]
-Context = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: its current one.")]
-Style = Annotated[logs.LogFormat, typer.Option("--log-format", help="How log lines look.")]
+SettingsFile = Annotated[
+    Path, typer.Option("--settings", help="Settings, as the chart writes them.")
+]
+Kubeconfig = Annotated[
+    Path | None, typer.Option("--kubeconfig", help="Instead of the service account that a pod has.")
+]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Of the kubeconfig; default: its current one.")
+]
+Style = Annotated[runtime.LogFormat, typer.Option("--log-format", help="How log lines look.")]
 
 
 @dataclass(slots=True)
@@ -67,14 +73,14 @@ def controller(
     settings: SettingsFile = DEFAULT_FILE,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
-    log_format: Style = logs.LogFormat.JSON,
+    log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
     """Follows policies: applies what they need, reports about them, re-tunes and restarts. One at a time."""
-    from kvtier_operator.reconcile.loop import control
+    from kvtier_operator.controller.controller import control
 
     async def part(given: Surroundings) -> None:
-        state = health.Health()
-        async with health.serve(given.settings.monitoring, given.registry, state):
+        state = runtime.Health()
+        async with runtime.serve(given.settings.monitoring, given.registry, state):
             await control(
                 given.settings,
                 given.client,
@@ -92,7 +98,7 @@ def webhook(
     settings: SettingsFile = DEFAULT_FILE,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
-    log_format: Style = logs.LogFormat.JSON,
+    log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
     """Answers the API server's questions about pods and policies. Any number of replicas."""
     from kvtier_operator.webhook.server import serve
@@ -128,15 +134,19 @@ def _run(
     settings: Settings,
     kubeconfig: Path | None,
     context: str | None,
-    log_format: logs.LogFormat,
+    log_format: runtime.LogFormat,
     stop_seconds: float,
 ) -> None:
-    logs.configure(log_format)
+    runtime.configure(log_format)
     asyncio.run(_serve(part, settings, kubeconfig, context, stop_seconds))
 
 
 async def _serve(
-    part: Part, settings: Settings, kubeconfig: Path | None, context: str | None, stop_seconds: float
+    part: Part,
+    settings: Settings,
+    kubeconfig: Path | None,
+    context: str | None,
+    stop_seconds: float,
 ) -> None:
     """Runs a part until SIGTERM or SIGINT; one that does not stop in time is cancelled."""
     stop = asyncio.Event()
@@ -146,7 +156,9 @@ async def _serve(
     registry = new_registry()
     api_metrics = ApiMetrics(registry)
     async with connect(kubeconfig, context, observer=api_metrics.call) as client:
-        running = asyncio.ensure_future(part(Surroundings(settings, client, api_metrics, registry, stop)))
+        running = asyncio.ensure_future(
+            part(Surroundings(settings, client, api_metrics, registry, stop))
+        )
         asked = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()

@@ -23,7 +23,9 @@ DEFAULT_FILE = Path("/etc/kvtier-operator/settings.yaml")
 class Section(BaseModel):
     """Base of all parts: frozen, camelCase, unknown fields refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+    )
 
 
 class PullPolicy(StrEnum):
@@ -132,4 +134,6 @@ def load(path: Path = DEFAULT_FILE) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise ConfigurationError(f"{path}: {field}", str(first.get("input")), str(first["msg"])) from error
+        raise ConfigurationError(
+            f"{path}: {field}", str(first.get("input")), str(first["msg"])
+        ) from error

@@ -21,9 +21,9 @@ from typing import Any, Self
 import yaml
 
 from kvtier_operator.api import crd
-from kvtier_operator.cluster import certificates
+from kvtier_operator.api.names import INJECT_LABEL
+from kvtier_operator.certs import certificates
 from kvtier_operator.render import admission
-from kvtier_operator.render.names import INJECT_LABEL
 from kvtier_operator.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,7 +77,11 @@ class WebhookProcess:
         issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
         version = self.directory / f"..{time.monotonic_ns()}"
         version.mkdir(parents=True)
-        for name, content in (("tls.crt", issued.certificate), ("tls.key", issued.key), ("ca.crt", issued.authority)):
+        for name, content in (
+            ("tls.crt", issued.certificate),
+            ("tls.key", issued.key),
+            ("ca.crt", issued.authority),
+        ):
             (version / name).write_bytes(content)
             if not (self.directory / name).is_symlink():
                 (self.directory / name).symlink_to(Path("..data") / name)
@@ -90,7 +94,9 @@ class WebhookProcess:
         """The data of a Secret with a new certificate, as the controller would keep it."""
         issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
         self.bundle = issued.authority
-        return certificates.secret_data(certificates.Material(issued.certificate, issued.key, issued.authority))
+        return certificates.secret_data(
+            certificates.KeyPair(issued.certificate, issued.key, issued.authority)
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -102,15 +108,34 @@ class WebhookProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.stop()
 
     def start(self, wait: bool = True) -> None:
         """Starts it; returns once it is ready."""
-        command = [sys.executable, "-m", "kvtier_operator.main", "webhook", "--settings", str(self._file)]
-        command += ["--kubeconfig", str(self._cluster.kubeconfig), "--context", self._cluster.context]
-        paths = [str(REPOSITORY / "connector"), str(REPOSITORY / "operator"), os.environ.get("PYTHONPATH", "")]
+        command = [
+            sys.executable,
+            "-m",
+            "kvtier_operator.main",
+            "webhook",
+            "--settings",
+            str(self._file),
+        ]
+        command += [
+            "--kubeconfig",
+            str(self._cluster.kubeconfig),
+            "--context",
+            self._cluster.context,
+        ]
+        paths = [
+            str(REPOSITORY / "connector"),
+            str(REPOSITORY / "operator"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -121,8 +146,14 @@ class WebhookProcess:
         """Until caches and certificate are there."""
         deadline = time.monotonic() + START_SECONDS
         while self.monitoring("/readyz")[0] != 200:
-            if self.process is None or self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"the webhook did not become ready:\n{self.log.read_text()[-4000:]}")
+            if (
+                self.process is None
+                or self.process.poll() is not None
+                or time.monotonic() > deadline
+            ):
+                raise AssertionError(
+                    f"the webhook did not become ready:\n{self.log.read_text()[-4000:]}"
+                )
             time.sleep(0.1)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -161,7 +192,10 @@ class WebhookProcess:
         """The certificate that a new connection is shown, as DER."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as plain, context.wrap_socket(plain) as tls:
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=5) as plain,
+            context.wrap_socket(plain) as tls,
+        ):
             return tls.getpeercert(binary_form=True) or b""
 
 
@@ -171,7 +205,9 @@ def definition(cluster: Any, api: Any, nodes: Any) -> Iterator[None]:
     document = crd.definition()
     path = f"{DEFINITIONS}/{document['metadata']['name']}"
     query = "?fieldManager=kvtier-tests&force=true"
-    status, body = api.request("PATCH", path + query, document, content_type="application/apply-patch+yaml")
+    status, body = api.request(
+        "PATCH", path + query, document, content_type="application/apply-patch+yaml"
+    )
     assert status in (200, 201), body
     listed = f"/apis/{crd.GROUP}/{crd.VERSION}/{crd.PLURAL}"
     nodes.wait_for("policies are served", lambda: api.request("GET", listed)[0] == 200)
@@ -216,7 +252,11 @@ def configurations(webhook: WebhookProcess) -> list[dict[str, Any]]:
 def pod(labels: Mapping[str, str] | None = None, **metadata: Any) -> dict[str, Any]:
     """An engine's pod, as its owner writes it."""
     return {
-        "metadata": {"generateName": "engine-", "labels": dict(labels or {"app": "engine"}), **metadata},
+        "metadata": {
+            "generateName": "engine-",
+            "labels": dict(labels or {"app": "engine"}),
+            **metadata,
+        },
         "spec": {
             "terminationGracePeriodSeconds": 0,
             "containers": [
@@ -231,7 +271,9 @@ def pod(labels: Mapping[str, str] | None = None, **metadata: Any) -> dict[str, A
     }
 
 
-def policy(name: str = "chat", labels: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+def policy(
+    name: str = "chat", labels: Mapping[str, str] | None = None, **spec: Any
+) -> dict[str, Any]:
     """A policy with a RAM tier alone."""
     return {
         "apiVersion": "kvtier.io/v1alpha1",

@@ -16,7 +16,14 @@ NAME = "kvtier"
 
 def without_definition(cluster: Any) -> None:
     """Other tests of the same cluster apply the definition by themselves, and Helm takes over nothing that it did not make."""
-    cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", "--wait=true", "--timeout=60s")
+    cluster.kubectl(
+        "delete",
+        "crd",
+        "kvtierpolicies.kvtier.io",
+        "--ignore-not-found",
+        "--wait=true",
+        "--timeout=60s",
+    )
 
 
 class Release:
@@ -24,7 +31,9 @@ class Release:
 
     def __init__(self, kubeconfig: Path, context: str, namespace: str = NAMESPACE) -> None:
         self.namespace = namespace
-        self._config = helm.Config(kubeconfig_path=kubeconfig, kube_context=context, namespace=namespace)
+        self._config = helm.Config(
+            kubeconfig_path=kubeconfig, kube_context=context, namespace=namespace
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +76,11 @@ def changed_chart(home: Path, version: str, property_name: str) -> Path:
     (path,) = (copy / "files" / "crds").iterdir()
     definition = yaml.safe_load(path.read_text())
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    spec["properties"][property_name] = {"type": "string", "maxLength": 63, "description": "Of a later release. Live."}
+    spec["properties"][property_name] = {
+        "type": "string",
+        "maxLength": 63,
+        "description": "Of a later release. Live.",
+    }
     path.write_text(yaml.safe_dump(definition, sort_keys=False))
     return copy
 

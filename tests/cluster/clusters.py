@@ -70,13 +70,22 @@ class Cluster:
     home: Path | None = None
     assets: Path | None = None
 
-    def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None, seconds: float = 60) -> str:
+    def kubectl(
+        self, *arguments: str, check: bool = True, stdin: str | None = None, seconds: float = 60
+    ) -> str:
         """Standard output of kubectl in this cluster's context. With ``check``, a failure raises with what it said."""
         program = str(self.assets / "kubectl") if self.assets else shutil.which("kubectl")
         if program is None:
             raise ClusterBrokenError("kubectl is not installed")
-        command = [program, f"--kubeconfig={self.kubeconfig}", f"--context={self.context}", *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
+        command = [
+            program,
+            f"--kubeconfig={self.kubeconfig}",
+            f"--context={self.context}",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False
+        )
         if check and done.returncode:
             raise ClusterBrokenError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
@@ -87,7 +96,12 @@ class Cluster:
             raise ClusterBrokenError("this cluster has no containerd of ours")
         command = ["ctr", "-a", str(self.home / "containerd.sock"), "-n", "k8s.io", *arguments]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False, env=_with_system_path()
+            command,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            env=_with_system_path(),
         )
         if check and done.returncode:
             raise ClusterBrokenError(f"ctr {' '.join(arguments)}: {done.stderr.strip()}")
@@ -143,11 +157,19 @@ def _check_node_tools() -> None:
     if not CNI_PLUGIN.exists():
         missing.append(str(CNI_PLUGIN))
     if missing:
-        raise NoClusterError(f"no node for tests: missing {', '.join(missing)} (tools/debian-packages installs them)")
+        raise NoClusterError(
+            f"no node for tests: missing {', '.join(missing)} (tools/debian-packages installs them)"
+        )
 
 
 def _check_binaries(assets: Path, parts: Parts) -> None:
-    wanted = () if parts is Parts.API else CONTROLLERS if parts is Parts.CONTROLLERS else CONTROLLERS + NODE
+    wanted = (
+        ()
+        if parts is Parts.API
+        else CONTROLLERS
+        if parts is Parts.CONTROLLERS
+        else CONTROLLERS + NODE
+    )
     missing = [name for name in wanted if not (assets / name).is_file()]
     if missing:
         raise NoClusterError(f"no Kubernetes for tests: {assets} lacks {', '.join(missing)}")
@@ -169,11 +191,15 @@ def _only_node() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ClusterBrokenError(f"{NODE_LOCK} was held for {NODE_WAIT_SECONDS} s") from None
+                    raise ClusterBrokenError(
+                        f"{NODE_LOCK} was held for {NODE_WAIT_SECONDS} s"
+                    ) from None
                 time.sleep(1)
         while NODE_LINK.exists():
             if time.monotonic() > deadline:
-                raise ClusterBrokenError(f"{NODE_LINK.name} is there: another node runs, or one ended without cleaning")
+                raise ClusterBrokenError(
+                    f"{NODE_LINK.name} is there: another node runs, or one ended without cleaning"
+                )
             time.sleep(1)
         yield
 
@@ -195,7 +221,12 @@ def _kind_runs(tried: list[str]) -> bool:
         tried.append("kind or docker is not installed")
         return False
     try:
-        answers = subprocess.run(["docker", "version"], capture_output=True, timeout=20, check=False).returncode == 0
+        answers = (
+            subprocess.run(
+                ["docker", "version"], capture_output=True, timeout=20, check=False
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         answers = False
     if not answers:
@@ -208,7 +239,11 @@ def _kind(home: Path) -> Iterator[Cluster]:
     name, config = f"kvtier-test-{secrets.token_hex(4)}", home / "kubeconfig"
     options = ["--name", name, "--kubeconfig", str(config)]
     try:
-        subprocess.run(["kind", "create", "cluster", *options, "--wait", "120s"], check=True, timeout=KIND_SECONDS)
+        subprocess.run(
+            ["kind", "create", "cluster", *options, "--wait", "120s"],
+            check=True,
+            timeout=KIND_SECONDS,
+        )
         yield Cluster(config, f"kind-{name}", own=True, origin="kind")
     finally:
         subprocess.run(["kind", "delete", "cluster", *options], check=False, timeout=KIND_SECONDS)
@@ -224,7 +259,9 @@ def _assets(tried: list[str]) -> tuple[Path | None, str]:
         tried.append("KUBEBUILDER_ASSETS is not set")
     unpack = REPOSITORY.parent / "shared" / "k8s" / "assets"
     if unpack.is_file():
-        done = subprocess.run([str(unpack)], capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(
+            [str(unpack)], capture_output=True, text=True, timeout=START_SECONDS, check=False
+        )
         if done.returncode == 0 and _complete(Path(done.stdout.strip())):
             return Path(done.stdout.strip()), "binaries beside the checkout"
         tried.append(f"binaries beside the checkout: {done.stderr.strip()}")
@@ -254,8 +291,15 @@ def _build(go: Path) -> Path:
         if not _complete(target):
             staging = target.with_suffix(".building")
             shutil.rmtree(staging, ignore_errors=True)
-            environment = {**os.environ, "PATH": f"{go.parent}:{os.environ.get('PATH', '')}", "GOTOOLCHAIN": "local"}
-            print(f"building Kubernetes for tests into {target}; about 8 minutes, once", file=sys.stderr)
+            environment = {
+                **os.environ,
+                "PATH": f"{go.parent}:{os.environ.get('PATH', '')}",
+                "GOTOOLCHAIN": "local",
+            }
+            print(
+                f"building Kubernetes for tests into {target}; about 8 minutes, once",
+                file=sys.stderr,
+            )
             subprocess.run(
                 ["nice", str(SOURCE / "build"), str(staging)],
                 env=environment,
@@ -269,7 +313,15 @@ def _build(go: Path) -> Path:
 
 @contextlib.contextmanager
 def _started(home: Path, assets: Path, origin: str, parts: Parts) -> Iterator[Cluster]:
-    command = [sys.executable, str(STARTER), str(home), "--assets", str(assets), "--wait-seconds", str(START_SECONDS)]
+    command = [
+        sys.executable,
+        str(STARTER),
+        str(home),
+        "--assets",
+        str(assets),
+        "--wait-seconds",
+        str(START_SECONDS),
+    ]
     if parts is Parts.API:
         command += ["--without", "controllers", "--without", "scheduler"]
     if parts is Parts.NODE:
@@ -284,7 +336,9 @@ def _started(home: Path, assets: Path, origin: str, parts: Parts) -> Iterator[Cl
     )
     try:
         _await_ready(process)
-        yield Cluster(home / "kubeconfig", "test", own=True, origin=origin, home=home, assets=assets)
+        yield Cluster(
+            home / "kubeconfig", "test", own=True, origin=origin, home=home, assets=assets
+        )
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -306,5 +360,7 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
             if line.startswith("ready "):
                 return
             if not line:
-                raise ClusterBrokenError(f"the control plane did not start: {process.stderr.read().strip()}")
+                raise ClusterBrokenError(
+                    f"the control plane did not start: {process.stderr.read().strip()}"
+                )
     raise ClusterBrokenError(f"the control plane was not ready in {START_SECONDS} s")

@@ -113,7 +113,9 @@ def operator_on_node(
     node_cluster: Any, node_api: Any, node_images: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """The operator, installed by the chart for the tests of one file (``operators.Installed``)."""
-    with _beside("operators").installed(node_cluster, node_api, tmp_path_factory.mktemp("storage")) as found:
+    with _beside("operators").installed(
+        node_cluster, node_api, tmp_path_factory.mktemp("storage")
+    ) as found:
         yield found
 
 
@@ -145,7 +147,9 @@ def charts() -> ModuleType:
 def api(kubernetes_cluster: Any) -> Iterator[Any]:
     """The API server (``rest.Api``), with a namespace of this session's own in it."""
     namespace = f"kvtier-test-{secrets.token_hex(4)}"
-    answer = _beside("rest").Api(kubernetes_cluster.kubeconfig, kubernetes_cluster.context, namespace)
+    answer = _beside("rest").Api(
+        kubernetes_cluster.kubeconfig, kubernetes_cluster.context, namespace
+    )
     status, body = answer.request("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
     assert status == 201, body
     yield answer

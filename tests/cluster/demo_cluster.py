@@ -28,7 +28,9 @@ from kvtier.cli.demo_display import Display
 
 def main(arguments: list[str] | None = None) -> int:
     """0: everything was as it should be. 1: it was not. 2: there is no cluster to be had here."""
-    parser = argparse.ArgumentParser(description="The whole loop on a real Kubernetes with a real vLLM.")
+    parser = argparse.ArgumentParser(
+        description="The whole loop on a real Kubernetes with a real vLLM."
+    )
     parser.add_argument("--json", action="store_true", help="print the result only")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _stop)
@@ -70,7 +72,9 @@ def _workplace() -> Iterator[Path]:
 @contextmanager
 def _node(home: Path, display: Display) -> Iterator[clusters.Cluster]:
     holder = clusters.cluster(home, clusters.Parts.NODE)
-    with display.step("A Kubernetes comes up: etcd, API server, controllers, scheduler, and a node that runs pods"):
+    with display.step(
+        "A Kubernetes comes up: etcd, API server, controllers, scheduler, and a node that runs pods"
+    ):
         found = holder.__enter__()
     try:
         yield found
@@ -93,7 +97,9 @@ def _show(loop: WholeLoop, display: Display) -> None:
         for row in loop.rows
     ]
     display.table(
-        f"Where prompts came from ({NEW_TOKENS} tokens each, compared with an engine without KVTier)", headings, rows
+        f"Where prompts came from ({NEW_TOKENS} tokens each, compared with an engine without KVTier)",
+        headings,
+        rows,
     )
     print(loop.told.get)
     print(loop.told.describe)

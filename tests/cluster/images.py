@@ -18,7 +18,11 @@ CRASHING = "registry.local/kvtier-crashing:1"
 
 def shipped(home: Path) -> list[Path]:
     """Archives of operator and payload, under the names that the chart's values have."""
-    subprocess.run([sys.executable, str(REPOSITORY / "tools" / "images"), str(home)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "images"), str(home)],
+        check=True,
+        capture_output=True,
+    )
     return sorted(home.glob("*.tar"))
 
 
@@ -40,8 +44,19 @@ def _exiting_program() -> bytes:
     code = bytes.fromhex("bf01000000b83c0000000f05")  # mov edi, 1; mov eax, 60; syscall
     address, header = 0x400000, 64 + 56
     size = (header + len(code)).to_bytes(8, "little")
-    elf = b"\x7fELF" + bytes([2, 1, 1, 0]) + bytes(8) + (2).to_bytes(2, "little") + (62).to_bytes(2, "little")
-    elf += (1).to_bytes(4, "little") + (address + header).to_bytes(8, "little") + (64).to_bytes(8, "little") + bytes(12)
+    elf = (
+        b"\x7fELF"
+        + bytes([2, 1, 1, 0])
+        + bytes(8)
+        + (2).to_bytes(2, "little")
+        + (62).to_bytes(2, "little")
+    )
+    elf += (
+        (1).to_bytes(4, "little")
+        + (address + header).to_bytes(8, "little")
+        + (64).to_bytes(8, "little")
+        + bytes(12)
+    )
     elf += b"".join(value.to_bytes(2, "little") for value in (64, 56, 1, 0, 0, 0))
     segment = (1).to_bytes(4, "little") + (5).to_bytes(4, "little") + bytes(8)
     segment += address.to_bytes(8, "little") * 2 + size * 2 + (0x1000).to_bytes(8, "little")

@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-NODE_INFO = ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "containerRuntimeVersion")
+NODE_INFO = (
+    "machineID",
+    "systemUUID",
+    "bootID",
+    "kernelVersion",
+    "osImage",
+    "containerRuntimeVersion",
+)
 MERGE = "application/merge-patch+json"
 LEASE_SECONDS = 10.0
 """The node controller calls a node lost after 40 s without a renewed lease."""
@@ -47,7 +54,11 @@ def make_namespace(api: Any, name: str, labels: Mapping[str, str] | None = None)
     """A namespace whose default account is there (ServiceAccount admission wants it; controllers make it, and without
     controllers it is made here).
     """
-    ok(api.request("POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": dict(labels or {})}}))
+    ok(
+        api.request(
+            "POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": dict(labels or {})}}
+        )
+    )
     account = f"/api/v1/namespaces/{name}/serviceaccounts"
     deadline = time.monotonic() + 3
     while api.request("GET", f"{account}/default")[0] == 404:
@@ -61,19 +72,42 @@ class FakeNode:
     """A Node that is Ready for as long as the block runs, and that the scheduler uses; nothing runs on it."""
 
     def __init__(
-        self, api: Any, name: str, cpu: str = "64", memory: str = "512Gi", version: str = "v1.37.2", **capacity: str
+        self,
+        api: Any,
+        name: str,
+        cpu: str = "64",
+        memory: str = "512Gi",
+        version: str = "v1.37.2",
+        **capacity: str,
     ) -> None:
         self._api, self.name, self._version = api, name, version
-        self._capacity = {"cpu": cpu, "memory": memory, "pods": "110", "ephemeral-storage": "1Ti", **capacity}
+        self._capacity = {
+            "cpu": cpu,
+            "memory": memory,
+            "pods": "110",
+            "ephemeral-storage": "1Ti",
+            **capacity,
+        }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
     def __enter__(self) -> Self:
         labels = {"kubernetes.io/hostname": self.name, "kubernetes.io/os": "linux"}
-        ok(self._api.request("POST", "/api/v1/nodes", {"metadata": {"name": self.name, "labels": labels}}))
+        ok(
+            self._api.request(
+                "POST", "/api/v1/nodes", {"metadata": {"name": self.name, "labels": labels}}
+            )
+        )
         self._beat()
         # The admission plugin taints a new node, and the controller takes it back once the node is Ready; at once is faster.
-        ok(self._api.request("PATCH", f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}}, content_type=MERGE))
+        ok(
+            self._api.request(
+                "PATCH",
+                f"/api/v1/nodes/{self.name}",
+                {"spec": {"taints": None}},
+                content_type=MERGE,
+            )
+        )
         self._thread.start()
         return self
 
@@ -83,9 +117,20 @@ class FakeNode:
         self._api.request("DELETE", f"/api/v1/nodes/{self.name}")
 
     def _beat(self) -> None:
-        kinds = {"Ready": "True", "MemoryPressure": "False", "DiskPressure": "False", "PIDPressure": "False"}
+        kinds = {
+            "Ready": "True",
+            "MemoryPressure": "False",
+            "DiskPressure": "False",
+            "PIDPressure": "False",
+        }
         conditions = [
-            {"type": kind, "status": status, "reason": "Test", "message": "", "lastHeartbeatTime": now()}
+            {
+                "type": kind,
+                "status": status,
+                "reason": "Test",
+                "message": "",
+                "lastHeartbeatTime": now(),
+            }
             for kind, status in kinds.items()
         ]
         status = {
@@ -124,7 +169,9 @@ def set_status(api: Any, namespace: str, name: str, status: Mapping[str, Any]) -
     return ok(api.request("PATCH", path, {"status": dict(status)}, content_type=MERGE))
 
 
-def container_state(name: str, state: Mapping[str, Any], *, restarts: int = 0, image: str = "test") -> dict[str, Any]:
+def container_state(
+    name: str, state: Mapping[str, Any], *, restarts: int = 0, image: str = "test"
+) -> dict[str, Any]:
     """One entry of ``containerStatuses``; ``state`` as in the API, ``{"running": {"startedAt": ...}}`` say."""
     running = "running" in state
     return {
@@ -143,9 +190,21 @@ def run_pod(api: Any, namespace: str, name: str, address: str = "127.0.0.1") -> 
     """The pod runs: every container is ready, those of before ended well, sidecars are up, ``podIP`` is ``address``."""
     pod = ok(api.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}"))
     running = {"running": {"startedAt": now()}}
-    ended = {"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": now(), "finishedAt": now()}}
+    ended = {
+        "terminated": {
+            "exitCode": 0,
+            "reason": "Completed",
+            "startedAt": now(),
+            "finishedAt": now(),
+        }
+    }
     inits = [
-        {**container_state(each["name"], running if each.get("restartPolicy") == "Always" else ended), "ready": True}
+        {
+            **container_state(
+                each["name"], running if each.get("restartPolicy") == "Always" else ended
+            ),
+            "ready": True,
+        }
         for each in pod["spec"].get("initContainers", ())
     ]
     mains = [container_state(each["name"], running) for each in pod["spec"]["containers"]]
@@ -171,7 +230,13 @@ def run_pod(api: Any, namespace: str, name: str, address: str = "127.0.0.1") -> 
 
 
 def hold_pod(
-    api: Any, namespace: str, name: str, container: str, reason: str, message: str, others: Sequence[str] = ()
+    api: Any,
+    namespace: str,
+    name: str,
+    container: str,
+    reason: str,
+    message: str,
+    others: Sequence[str] = (),
 ) -> Any:
     """The pod waits: ``container`` (an init container or not) is in state waiting with ``reason`` (``ImagePullBackOff``,
     ``CrashLoopBackOff``, ``CreateContainerConfigError``); whatever comes after it has not begun.
@@ -182,7 +247,9 @@ def hold_pod(
     running = {"running": {"startedAt": now()}}
 
     def state(each: Mapping[str, Any]) -> Mapping[str, Any]:
-        return waiting if each["name"] == container else running if each["name"] in others else pending
+        return (
+            waiting if each["name"] == container else running if each["name"] in others else pending
+        )
 
     return set_status(
         api,
@@ -192,9 +259,12 @@ def hold_pod(
             "phase": "Pending",
             "startTime": now(),
             "initContainerStatuses": [
-                container_state(each["name"], state(each)) for each in pod["spec"].get("initContainers", ())
+                container_state(each["name"], state(each))
+                for each in pod["spec"].get("initContainers", ())
             ],
-            "containerStatuses": [container_state(each["name"], state(each)) for each in pod["spec"]["containers"]],
+            "containerStatuses": [
+                container_state(each["name"], state(each)) for each in pod["spec"]["containers"]
+            ],
         },
     )
 

@@ -47,7 +47,12 @@ def install(cluster: Any, release: Release, values: dict[str, Any], seconds: int
     """Installs the chart and waits until both Deployments are available and the webhook is trusted by the API server."""
     try:
         release.install(values)
-        wait_for("the operator's Deployments are available", lambda: available(cluster), seconds, period=0.5)
+        wait_for(
+            "the operator's Deployments are available",
+            lambda: available(cluster),
+            seconds,
+            period=0.5,
+        )
     except Exception as error:
         raise AssertionError(f"{error}\n{explain(cluster)}") from error
     wait_for("the webhook configuration has a CA", lambda: trusted(cluster), 60, period=0.5)
@@ -83,20 +88,32 @@ class Installed:
 
         def going() -> list[str]:
             found = ok(self.api.request("GET", "/api/v1/namespaces"))["items"]
-            return [body["metadata"]["name"] for body in found if "deletionTimestamp" in body["metadata"]]
+            return [
+                body["metadata"]["name"]
+                for body in found
+                if "deletionTimestamp" in body["metadata"]
+            ]
 
         wait_for("deleted namespaces are gone", lambda: not going(), 180)
 
     def upgrade(self, **values: Any) -> None:
         """`helm upgrade` with other values, and waits until the operator runs with them."""
         self.release.upgrade({**self.values, **values})
-        wait_for("the operator's Deployments are up to date", lambda: available(self.cluster), 120, period=0.5)
+        wait_for(
+            "the operator's Deployments are up to date",
+            lambda: available(self.cluster),
+            120,
+            period=0.5,
+        )
 
 
 @contextlib.contextmanager
 def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
     """The chart's release for as long as the block runs; every directory below ``home`` is allowed."""
-    allowed = [{"namespaces": ["*"], "hostPath": str(home)}, {"namespaces": ["*"], "nfs": DEAD_EXPORT}]
+    allowed = [
+        {"namespaces": ["*"], "hostPath": str(home)},
+        {"namespaces": ["*"], "nfs": DEAD_EXPORT},
+    ]
     values = {**QUICK, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
     without_definition(cluster)
     with Release(cluster.kubeconfig, cluster.context) as release:
@@ -107,14 +124,18 @@ def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
             found.wait_gone()
         finally:
             release.uninstall()
-            cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=120)
+            cluster.kubectl(
+                "delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=120
+            )
 
 
 def available(cluster: Any) -> bool:
     """Whether controller and webhook have all their replicas, and those of before are gone: a replica that is ending may still be
     asked, and here it does not wait for that (``drainSeconds``).
     """
-    found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", "json"))["items"]
+    found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", "json"))[
+        "items"
+    ]
     pods = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "pods", "-o", "json"))["items"]
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         return False
@@ -122,7 +143,9 @@ def available(cluster: Any) -> bool:
     def complete(body: dict[str, Any]) -> bool:
         status, wanted = body.get("status", {}), body["spec"]["replicas"]
         seen = status.get("observedGeneration") == body["metadata"]["generation"]
-        counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")}
+        counts = {
+            status.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")
+        }
         return bool(seen and counts == {wanted})
 
     return len(found) == 2 and all(complete(body) for body in found)
@@ -132,13 +155,27 @@ def trusted(cluster: Any) -> bool:
     """Whether both webhook configurations name a CA."""
     template = "jsonpath={.items[*].webhooks[*].clientConfig.caBundle}"
     kinds = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
-    return len(cluster.kubectl("get", kinds, "-l", "app.kubernetes.io/part-of=kvtier", "-o", template).split()) == 2
+    return (
+        len(
+            cluster.kubectl(
+                "get", kinds, "-l", "app.kubernetes.io/part-of=kvtier", "-o", template
+            ).split()
+        )
+        == 2
+    )
 
 
 def explain(cluster: Any) -> str:
     """What the operator's pods say."""
     told = [cluster.kubectl("-n", NAMESPACE, "describe", "pods", check=False)[-6000:]]
     for component in ("controller", "webhook"):
-        options = ("-n", NAMESPACE, "logs", "-l", f"app.kubernetes.io/component={component}", "--tail=40")
+        options = (
+            "-n",
+            NAMESPACE,
+            "logs",
+            "-l",
+            f"app.kubernetes.io/component={component}",
+            "--tail=40",
+        )
         told.append(f"--- {component}\n" + cluster.kubectl(*options, check=False)[-6000:])
     return "\n".join(told)

@@ -23,7 +23,9 @@ class Api:
     ``impersonate`` every call is made as that user.
     """
 
-    def __init__(self, kubeconfig: Path, context: str, namespace: str, impersonate: str = "") -> None:
+    def __init__(
+        self, kubeconfig: Path, context: str, namespace: str, impersonate: str = ""
+    ) -> None:
         config = yaml.safe_load(kubeconfig.read_text())
         chosen = _named(config["contexts"], context)["context"]
         cluster = _named(config["clusters"], chosen["cluster"])["cluster"]
@@ -34,7 +36,9 @@ class Api:
         self._token = user.get("token")
         authority = _content(cluster, "certificate-authority", kubeconfig)
         self._context = ssl.create_default_context(cadata=authority.decode() if authority else None)
-        certificate, key = (_content(user, f"client-{part}", kubeconfig) for part in ("certificate", "key"))
+        certificate, key = (
+            _content(user, f"client-{part}", kubeconfig) for part in ("certificate", "key")
+        )
         if certificate and key:
             with tempfile.NamedTemporaryFile(suffix=".pem") as pair:
                 pair.write(certificate + b"\n" + key)
@@ -56,9 +60,13 @@ class Api:
         if self._impersonate:
             headers["Impersonate-User"] = self._impersonate
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._server + path, data=data, headers=headers, method=method)
+        request = urllib.request.Request(
+            self._server + path, data=data, headers=headers, method=method
+        )
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS, context=self._context) as answer:
+            with urllib.request.urlopen(
+                request, timeout=REQUEST_SECONDS, context=self._context
+            ) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read().decode()

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from nodes import ok, wait_for
 
-from kvtier.testing.engine_process import EngineClient, EngineProcessError
+from kvtier.harness.engine_process import EngineClient, EngineProcessError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "engine-pod.yaml"
@@ -40,7 +40,9 @@ def engine_deployment(model: Path, name: str = "chat") -> dict[str, Any]:
 
 def pods_of(api: Any, namespace: str, app: str) -> list[dict[str, Any]]:
     """Pods of an app that are not being deleted."""
-    found = ok(api.request("GET", f"/api/v1/namespaces/{namespace}/pods?labelSelector=app={app}"))["items"]
+    found = ok(api.request("GET", f"/api/v1/namespaces/{namespace}/pods?labelSelector=app={app}"))[
+        "items"
+    ]
     return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
 
@@ -65,7 +67,9 @@ class EnginePod:
             raise AssertionError(f"{len(pods)} pods of {self.app} instead of one")
         return pods[0]
 
-    def wait_ready(self, seconds: float = START_SECONDS, restarts: int = 0, other_than: str = "") -> dict[str, Any]:
+    def wait_ready(
+        self, seconds: float = START_SECONDS, restarts: int = 0, other_than: str = ""
+    ) -> dict[str, Any]:
         """Waits until the engine's container is ready, after ``restarts`` restarts, in a pod whose uid is not ``other_than``.
         What keeps it from that is in the error.
         """
@@ -86,12 +90,21 @@ class EnginePod:
     def explain(self) -> str:
         """What a person would look at first: description and logs."""
         told = [
-            self._cluster.kubectl("-n", self.namespace, "describe", "pods", "-l", f"app={self.app}", check=False)[
-                -6000:
-            ]
+            self._cluster.kubectl(
+                "-n", self.namespace, "describe", "pods", "-l", f"app={self.app}", check=False
+            )[-6000:]
         ]
         for container in ("vllm", "kvtier-tierd", "kvtier-payload"):
-            options = ("-n", self.namespace, "logs", "-l", f"app={self.app}", "-c", container, "--tail=60")
+            options = (
+                "-n",
+                self.namespace,
+                "logs",
+                "-l",
+                f"app={self.app}",
+                "-c",
+                container,
+                "--tail=60",
+            )
             told.append(f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-6000:])
         return "\n".join(told)
 
@@ -101,7 +114,9 @@ class EnginePod:
 
     def status(self, policy: str) -> dict[str, Any]:
         """tierd's ``/status``, with the policy's token. Raises ``OSError``."""
-        secret = ok(self._api.request("GET", f"/api/v1/namespaces/{self.namespace}/secrets/{policy}-token"))
+        secret = ok(
+            self._api.request("GET", f"/api/v1/namespaces/{self.namespace}/secrets/{policy}-token")
+        )
         token = base64.b64decode(secret["data"]["token"]).decode()
         address = f"http://{self.now()['status']['podIP']}:{STATUS_PORT}/status"
         request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
@@ -124,7 +139,10 @@ class EnginePod:
     def memory_limit(self, name: str = "vllm") -> int:
         """Bytes that the container's cgroup allows, as the kernel has it."""
         identifier = container_status(self.now(), name)["containerID"].removeprefix("containerd://")
-        for hierarchy, file in (("memory/kubepods", "memory.limit_in_bytes"), ("kubepods", "memory.max")):
+        for hierarchy, file in (
+            ("memory/kubepods", "memory.limit_in_bytes"),
+            ("kubepods", "memory.max"),
+        ):
             for folder in Path("/sys/fs/cgroup").joinpath(hierarchy).rglob(f"*{identifier}*"):
                 return int((folder / file).read_text())
         raise AssertionError(f"no cgroup of {name}")
@@ -143,13 +161,23 @@ def ask(
     client: EngineClient, tokens: list[int], new_tokens: int, seconds: float = 120
 ) -> tuple[tuple[int, ...], dict[str, int], float]:
     """One prompt: the answer's tokens, tokens loaded for it by tier, and seconds to the first token. Nobody else asks."""
-    before, finished = loaded_tokens(client), client.metrics().get("vllm:request_success_total", 0.0)
+    before, finished = (
+        loaded_tokens(client),
+        client.metrics().get("vllm:request_success_total", 0.0),
+    )
     answer = client.complete(tokens, new_tokens, timeout_seconds=seconds)
     deadline = time.monotonic() + 10
-    while client.metrics().get("vllm:request_success_total", 0.0) <= finished and time.monotonic() < deadline:
+    while (
+        client.metrics().get("vllm:request_success_total", 0.0) <= finished
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     after = loaded_tokens(client)
-    return answer.tokens, {tier: after[tier] - before.get(tier, 0) for tier in after}, answer.first_token_seconds
+    return (
+        answer.tokens,
+        {tier: after[tier] - before.get(tier, 0) for tier in after},
+        answer.first_token_seconds,
+    )
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""An engine that starts in a second: it attaches to tierd as vLLM's connector does (with ``kvtier.testing.fake_engine``) and is
+"""An engine that starts in a second: it attaches to tierd as vLLM's connector does (with ``kvtier.harness.stub_engine``) and is
 asked over HTTP. For tests of what happens around an engine's container; what an engine computes is no matter there.
 
     GET /health        200 once it listens: it serves whether or not there are tiers
@@ -20,10 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from kvtier.config.loader import load
 from kvtier.errors import KVTierError
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.fake_worker import FakeEngineOptions
-from kvtier.topology.loading import load
+from kvtier.harness.stub_engine import FakeEngineOptions, StubEngine
 
 PORT = 8000
 OBJECT_BYTES = 256 << 10
@@ -36,13 +35,15 @@ class StandIn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[bytearray] = []
-        self._engine: FakeEngine | None = None
+        self._engine: StubEngine | None = None
         self.problem = ""
         directory = os.environ.get("KVTIER_TOPOLOGY")
         if directory:
             try:
                 run = load(Path(directory)).structural.run_directory
-                self._engine = FakeEngine(FakeEngineOptions(Path(run), object_bytes=OBJECT_BYTES, limit_seconds=10.0))
+                self._engine = StubEngine(
+                    FakeEngineOptions(Path(run), object_bytes=OBJECT_BYTES, limit_seconds=10.0)
+                )
                 self._engine.start()
                 threading.Thread(target=self._keep_stepping, daemon=True).start()
             except (KVTierError, OSError) as error:
@@ -61,7 +62,13 @@ class StandIn:
             return {"configured": False, "attached": False, "problem": self.problem}
         told = asdict(self._engine.seen)
         held = {"credits": self._engine.credits, "refusal": self._engine.client.refusal}
-        return {**told, **held, "configured": True, "attached": self._engine.usable, "problem": self.problem}
+        return {
+            **told,
+            **held,
+            "configured": True,
+            "attached": self._engine.usable,
+            "problem": self.problem,
+        }
 
     def do(self, what: str, options: dict[str, str]) -> dict[str, object]:
         """One of the commands."""
@@ -84,7 +91,7 @@ class StandIn:
         return {"done": done, "seconds": time.monotonic() - begun}
 
     @staticmethod
-    def _store(engine: FakeEngine, number: int) -> bool:
+    def _store(engine: StubEngine, number: int) -> bool:
         return engine.wait("can_store", 5.0) and engine.store(number)
 
 

@@ -44,10 +44,21 @@ def deployment(
                             "image": images.PAYLOAD,
                             "imagePullPolicy": "Never",
                             # A command that tells of vLLM, as an engine's does.
-                            "command": ["/usr/local/bin/python3", "/stand-in/stand_in_engine.py", "vllm", "serve"],
+                            "command": [
+                                "/usr/local/bin/python3",
+                                "/stand-in/stand_in_engine.py",
+                                "vllm",
+                                "serve",
+                            ],
                             "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
-                            "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 1},
-                            "resources": {"limits": {"memory": "256Mi"}, "requests": {"cpu": "10m", "memory": "64Mi"}},
+                            "readinessProbe": {
+                                "httpGet": {"path": "/health", "port": PORT},
+                                "periodSeconds": 1,
+                            },
+                            "resources": {
+                                "limits": {"memory": "256Mi"},
+                                "requests": {"cpu": "10m", "memory": "64Mi"},
+                            },
                             **(container or {}),
                         }
                     ],
@@ -66,7 +77,10 @@ def memory(capacity: str = "16Mi") -> dict[str, Any]:
 
 def files(volume: Mapping[str, Any], name: str = "disk", sharing: str = "Node") -> dict[str, Any]:
     """A file tier on ``volume``."""
-    return {"name": name, "fileSystem": {"capacity": "256Mi", "sharing": sharing, "volume": dict(volume)}}
+    return {
+        "name": name,
+        "fileSystem": {"capacity": "256Mi", "sharing": sharing, "volume": dict(volume)},
+    }
 
 
 def policy(*tiers: Mapping[str, Any], name: str = "tiers", **spec: Any) -> dict[str, Any]:
@@ -118,8 +132,17 @@ class Place:
         try:
             wait_for("the policy is looked at", lambda: self.condition("Accepted", name), 60)
         except AssertionError as error:
-            options = ("-n", "kvtier-system", "logs", "-l", "app.kubernetes.io/component=controller", "--tail=60")
-            raise AssertionError(f"{error}\n{self._cluster.kubectl(*options, check=False)}") from None
+            options = (
+                "-n",
+                "kvtier-system",
+                "logs",
+                "-l",
+                "app.kubernetes.io/component=controller",
+                "--tail=60",
+            )
+            raise AssertionError(
+                f"{error}\n{self._cluster.kubectl(*options, check=False)}"
+            ) from None
 
     def policy(self, name: str = "tiers") -> dict[str, Any]:
         """A policy as it is."""
@@ -138,13 +161,17 @@ class Place:
     def events(self, reason: str) -> list[dict[str, Any]]:
         """Events of one reason."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        return [each for each in ok(self._api.request("GET", path))["items"] if each["reason"] == reason]
+        return [
+            each for each in ok(self._api.request("GET", path))["items"] if each["reason"] == reason
+        ]
 
     def pods(self, app: str = APP) -> list[dict[str, Any]]:
         """Pods that are not being deleted."""
         return pods_of(self._api, self.namespace, app)
 
-    def ready(self, seconds: float = 60, app: str = APP, other_than: str = "", restarts: int = 0) -> dict[str, Any]:
+    def ready(
+        self, seconds: float = 60, app: str = APP, other_than: str = "", restarts: int = 0
+    ) -> dict[str, Any]:
         """The pod, once its engine serves."""
 
         def found() -> Any:
@@ -170,9 +197,22 @@ class Place:
 
     def explain(self) -> str:
         """What a person would look at first."""
-        told = [self._cluster.kubectl("-n", self.namespace, "describe", "pods,kvtp", check=False)[-8000:]]
+        told = [
+            self._cluster.kubectl("-n", self.namespace, "describe", "pods,kvtp", check=False)[
+                -8000:
+            ]
+        ]
         for container in ("kvtier-tierd", CONTAINER):
-            options = ("-n", self.namespace, "logs", "-l", f"app={APP}", "-c", container, "--tail=30")
+            options = (
+                "-n",
+                self.namespace,
+                "logs",
+                "-l",
+                f"app={APP}",
+                "-c",
+                container,
+                "--tail=30",
+            )
             told.append(f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-4000:])
         return "\n".join(told)
 
@@ -190,7 +230,9 @@ def do(pod: Mapping[str, Any], what: str, **options: object) -> dict[str, Any]:
 
 def _ask(pod: Mapping[str, Any], method: str, path: str) -> dict[str, Any]:
     address = f"http://{pod['status']['podIP']}:{PORT}{path}"
-    with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(address, method=method), timeout=60
+    ) as answer:
         return dict(json.load(answer))
 
 

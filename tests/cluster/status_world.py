@@ -15,12 +15,20 @@ from types import ModuleType
 from typing import Any, Self
 
 from aiohttp import web
+from tests.support import controllers
+from tests.support.controllers import condition, until
+from tests.support.pods import bare_pod, injected_pod, status_document
 
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import DEPLOYMENTS, EVENTS, PODS, POLICIES, SECRETS, Kind, Object
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import condition, until
-from kvtier_operator.testing.pods import bare_pod, injected_pod, status_document
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import (
+    DEPLOYMENTS,
+    EVENTS,
+    PODS,
+    POLICIES,
+    SECRETS,
+    Kind,
+    Object,
+)
 
 QUICK = {"pollSeconds": 0.3, "pollTimeoutSeconds": 2, "statusBytesSeconds": 1}
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
@@ -77,9 +85,13 @@ class Place:
         self.uid = found["metadata"]["uid"]
         return found
 
-    async def deployment(self, pod: Mapping[str, Any], name: str = "chat", replicas: int = 1, **spec: Any) -> Object:
+    async def deployment(
+        self, pod: Mapping[str, Any], name: str = "chat", replicas: int = 1, **spec: Any
+    ) -> Object:
         """A Deployment whose pods are as ``pod``, for the node; ``spec``: more of the pods'."""
-        metadata = {key: pod["metadata"][key] for key in ("labels", "annotations") if key in pod["metadata"]}
+        metadata = {
+            key: pod["metadata"][key] for key in ("labels", "annotations") if key in pod["metadata"]
+        }
         body = {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
@@ -100,13 +112,20 @@ class Place:
         """A selected pod without an owner, to which nothing was added."""
         pod = bare_pod(name, owner="")
         body = {
-            "metadata": {"name": name, "labels": pod["metadata"]["labels"], "annotations": annotations},
+            "metadata": {
+                "name": name,
+                "labels": pod["metadata"]["labels"],
+                "annotations": annotations,
+            },
             "spec": {**pod["spec"], **self._spec()},
         }
         return await self.client.create(PODS, self.namespace, body)
 
     def _spec(self) -> dict[str, Any]:
-        return {"nodeSelector": {"kubernetes.io/hostname": self.node}, "terminationGracePeriodSeconds": 0}
+        return {
+            "nodeSelector": {"kubernetes.io/hostname": self.node},
+            "terminationGracePeriodSeconds": 0,
+        }
 
     async def pods(self, count: int = 1) -> list[Object]:
         """The living pods of the namespace, once there are so many and each has its node."""
@@ -117,7 +136,11 @@ class Place:
                 for each in await self.client.list(PODS, self.namespace)
                 if "deletionTimestamp" not in each["metadata"] and each["spec"].get("nodeName")
             ]
-            return sorted(found, key=lambda each: str(each["metadata"]["name"])) if len(found) == count else None
+            return (
+                sorted(found, key=lambda each: str(each["metadata"]["name"]))
+                if len(found) == count
+                else None
+            )
 
         found: list[Object] = await until(f"{count} pods with a node", placed)
         return found
@@ -128,7 +151,9 @@ class Place:
 
     async def hold(self, name: str, container: str, reason: str, message: str = "") -> None:
         """Plays the kubelet: the pod waits."""
-        await asyncio.to_thread(self.nodes.hold_pod, self.api, self.namespace, name, container, reason, message)
+        await asyncio.to_thread(
+            self.nodes.hold_pod, self.api, self.namespace, name, container, reason, message
+        )
 
     async def finish(self, name: str) -> None:
         """Plays the kubelet: a deleted pod is gone."""
@@ -169,7 +194,11 @@ class Place:
 
         async def told() -> list[Object]:
             found = await self.client.list(EVENTS, self.namespace)
-            return [each for each in found if each["reason"] == reason and each["source"].get("component") == "kvtier"]
+            return [
+                each
+                for each in found
+                if each["reason"] == reason and each["source"].get("component") == "kvtier"
+            ]
 
         found: list[Object] = await until(f"an Event {reason}", told)
         return found
@@ -180,7 +209,11 @@ class Place:
         status, table = await asyncio.to_thread(self.api.request, "GET", path, None, TABLE)
         if status != 200:
             raise AssertionError(f"{status}: {table}")
-        names = [column["name"] for column in table["columnDefinitions"] if wide or column["priority"] == 0]
+        names = [
+            column["name"]
+            for column in table["columnDefinitions"]
+            if wide or column["priority"] == 0
+        ]
         return dict(zip(names, table["rows"][0]["cells"], strict=False))
 
 
@@ -213,7 +246,9 @@ async def controlled(where: Place, sections: Mapping[str, Any] | None = None) ->
         yield found
 
 
-def told(story: Callable[[Place], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any) -> None:
+def told(
+    story: Callable[[Place], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any
+) -> None:
     """Runs a story in a place of its own."""
 
     async def whole() -> None:
@@ -225,4 +260,6 @@ def told(story: Callable[[Place], Any], cluster: Any, api: Any, nodes: ModuleTyp
 
 def skipped(reason: str, message: str) -> dict[str, str]:
     """The webhook's annotation."""
-    return {"kvtier.io/skipped": json.dumps({"policy": "chat", "reason": reason, "message": message})}
+    return {
+        "kvtier.io/skipped": json.dumps({"policy": "chat", "reason": reason, "message": message})
+    }

@@ -13,17 +13,27 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.support import pod_objects
+from tests.support.pod_objects import (
+    GUARANTEED,
+    container,
+    engine,
+    file_tier,
+    memory_tier,
+    variables,
+)
 
+from kvtier_operator.api.conditions import SkipReason
+from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.render.attach import attach
-from kvtier_operator.render.attachment import Attached, Skipped, SkipReason, Surroundings
-from kvtier_operator.render.names import TIERD_CONTAINER
-from kvtier_operator.render.resources import qos_class
+from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
+from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.resources import qos_class
 from kvtier_operator.settings import Images, Settings
-from kvtier_operator.testing import objects
-from kvtier_operator.testing.objects import GUARANTEED, container, engine, file_tier, memory_tier, variables
 
-SETTINGS = Settings(images=Images(payload="registry.local/payload:1", tierd="registry.local/payload:1"))
+SETTINGS = Settings(
+    images=Images(payload="registry.local/payload:1", tierd="registry.local/payload:1")
+)
 ENFORCE = "pod-security.kubernetes.io/enforce"
 CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
@@ -37,7 +47,10 @@ RESTRICTED = {
 
 
 def bounds(kind: str, **item: Any) -> tuple[str, dict[str, Any]]:
-    return "limitranges", {"metadata": {"name": "bounds"}, "spec": {"limits": [{"type": kind, **item}]}}
+    return "limitranges", {
+        "metadata": {"name": "bounds"},
+        "spec": {"limits": [{"type": kind, **item}]},
+    }
 
 
 def share(hard: dict[str, str], **spec: Any) -> tuple[str, dict[str, Any]]:
@@ -45,7 +58,11 @@ def share(hard: dict[str, str], **spec: Any) -> tuple[str, dict[str, Any]]:
 
 
 Setup = tuple[dict[str, str], list[tuple[str, dict[str, Any]]]]
-PRIORITY = {"matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": ["system-node-critical"]}]}
+PRIORITY = {
+    "matchExpressions": [
+        {"scopeName": "PriorityClass", "operator": "In", "values": ["system-node-critical"]}
+    ]
+}
 SETUPS: dict[str, Setup] = {
     "plain": ({}, []),
     "baseline": ({ENFORCE: "baseline"}, []),
@@ -56,7 +73,10 @@ SETUPS: dict[str, Setup] = {
     "container-min": ({}, [bounds("Container", min={"memory": "200Mi"})]),
     "container-min-low": ({}, [bounds("Container", min={"memory": "64Mi", "cpu": "50m"})]),
     "container-ratio": ({}, [bounds("Container", maxLimitRequestRatio={"cpu": "4"})]),
-    "container-ratio-wide": ({}, [bounds("Container", maxLimitRequestRatio={"cpu": "10", "memory": "1"})]),
+    "container-ratio-wide": (
+        {},
+        [bounds("Container", maxLimitRequestRatio={"cpu": "10", "memory": "1"})],
+    ),
     "container-storage": ({}, [bounds("Container", max={"ephemeral-storage": "4Gi"})]),
     "container-default": (
         {},
@@ -81,7 +101,10 @@ SETUPS: dict[str, Setup] = {
     "quota-pods": ({}, [share({"pods": "1"})]),
     "quota-count": ({}, [share({"count/pods": "1"})]),
     "quota-storage": ({}, [share({"requests.ephemeral-storage": "1Gi"})]),
-    "quota-storage-wide": ({}, [share({"requests.ephemeral-storage": "6Gi", "limits.ephemeral-storage": "6Gi"})]),
+    "quota-storage-wide": (
+        {},
+        [share({"requests.ephemeral-storage": "6Gi", "limits.ephemeral-storage": "6Gi"})],
+    ),
     "quota-best-effort": ({}, [share({"pods": "0"}, scopes=["BestEffort"])]),
     "quota-not-best-effort": ({}, [share({"pods": "0"}, scopes=["NotBestEffort"])]),
     "quota-terminating": ({}, [share({"pods": "0"}, scopes=["Terminating"])]),
@@ -95,37 +118,57 @@ SMALL = {"limits": {"cpu": "2", "memory": "1Gi"}}
 BURST = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "8Gi"}}
 
 PODS: dict[str, dict[str, Any]] = {
-    "best-effort": objects.pod(),
-    "guaranteed": objects.pod(engine(resources=GUARANTEED)),
-    "burstable": objects.pod(engine(resources=BURST)),
-    "restricted": objects.pod(engine(securityContext=RESTRICTED, resources=BURST)),
-    "restricted-pod-wide": objects.pod(
-        engine(securityContext={"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}),
-        securityContext={"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+    "best-effort": pod_objects.pod(),
+    "guaranteed": pod_objects.pod(engine(resources=GUARANTEED)),
+    "burstable": pod_objects.pod(engine(resources=BURST)),
+    "restricted": pod_objects.pod(engine(securityContext=RESTRICTED, resources=BURST)),
+    "restricted-pod-wide": pod_objects.pod(
+        engine(
+            securityContext={"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        ),
+        securityContext={
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
     ),
-    "root": objects.pod(engine(securityContext={"runAsUser": 0}, resources=GUARANTEED)),
-    "scratch": objects.pod(engine(resources={"limits": {"ephemeral-storage": "4Gi", "memory": "2Gi"}})),
-    "job": objects.pod(engine(resources=GUARANTEED), activeDeadlineSeconds=600, restartPolicy="Never"),
-    "pod-level": objects.pod(engine(resources={"requests": {"cpu": "2", "memory": "4Gi"}}), resources=ENOUGH),
-    "pod-level-tight": objects.pod(engine(resources={"requests": {"cpu": "4"}}), resources=TIGHT),
-    "pod-level-small": objects.pod(engine(), resources=SMALL),
-    "pod-level-guaranteed": objects.pod(engine(resources=GUARANTEED), resources=ENOUGH),
-    "own-sidecar": objects.pod(
+    "root": pod_objects.pod(engine(securityContext={"runAsUser": 0}, resources=GUARANTEED)),
+    "scratch": pod_objects.pod(
+        engine(resources={"limits": {"ephemeral-storage": "4Gi", "memory": "2Gi"}})
+    ),
+    "job": pod_objects.pod(
+        engine(resources=GUARANTEED), activeDeadlineSeconds=600, restartPolicy="Never"
+    ),
+    "pod-level": pod_objects.pod(
+        engine(resources={"requests": {"cpu": "2", "memory": "4Gi"}}), resources=ENOUGH
+    ),
+    "pod-level-tight": pod_objects.pod(
+        engine(resources={"requests": {"cpu": "4"}}), resources=TIGHT
+    ),
+    "pod-level-small": pod_objects.pod(engine(), resources=SMALL),
+    "pod-level-guaranteed": pod_objects.pod(engine(resources=GUARANTEED), resources=ENOUGH),
+    "own-sidecar": pod_objects.pod(
         engine(resources=GUARANTEED),
-        initContainers=[{"name": "log", "image": "x", "restartPolicy": "Always", "resources": GUARANTEED}],
+        initContainers=[
+            {"name": "log", "image": "x", "restartPolicy": "Always", "resources": GUARANTEED}
+        ],
     ),
-    "large-init": objects.pod(
+    "large-init": pod_objects.pod(
         engine(resources=BURST),
-        initContainers=[{"name": "get", "image": "x", "resources": {"limits": {"cpu": "8", "memory": "9Gi"}}}],
+        initContainers=[
+            {"name": "get", "image": "x", "resources": {"limits": {"cpu": "8", "memory": "9Gi"}}}
+        ],
     ),
-    "host-network": objects.pod(engine(resources=BURST, ports=[{"containerPort": 8000}]), hostNetwork=True),
+    "host-network": pod_objects.pod(
+        engine(resources=BURST, ports=[{"containerPort": 8000}]), hostNetwork=True
+    ),
 }
 
 HOST_PATH = file_tier("nvme", {"hostPath": {"path": "/mnt/kv"}})
 POLICIES: dict[str, KVTierPolicy] = {
-    "ram": objects.policy(),
-    "host-path": objects.policy(memory_tier(), HOST_PATH),
-    "claims": objects.policy(
+    "ram": pod_objects.policy(),
+    "host-path": pod_objects.policy(memory_tier(), HOST_PATH),
+    "claims": pod_objects.policy(
         memory_tier(),
         file_tier("claim", {"persistentVolumeClaim": {"claimName": "kv"}}),
         file_tier("scratch", {"emptyDir": {"sizeLimit": "2Gi"}}, "Pod"),
@@ -133,10 +176,10 @@ POLICIES: dict[str, KVTierPolicy] = {
         file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv"}}, "Cluster"),
         isolation={"keySecretRef": {"name": "tenant"}},
     ),
-    "in-the-engine": objects.policy(
+    "in-the-engine": pod_objects.policy(
         memory_tier(), HOST_PATH, engine={"daemon": "Engine"}, resources={"memoryPolicy": "Grow"}
     ),
-    "offloading": objects.policy(
+    "offloading": pod_objects.policy(
         memory_tier(),
         file_tier("claim", {"persistentVolumeClaim": {"claimName": "kv"}}),
         engine={"connector": "Offloading"},
@@ -157,10 +200,11 @@ class Space:
             nodes.ok(api.request("POST", f"/api/v1/namespaces/{name}/{plural}", body))
         if any(plural == "resourcequotas" for plural, _ in made):
             nodes.wait_for(
-                "quotas are counted", lambda: all(each.get("status") for each in self._list("resourcequotas"))
+                "quotas are counted",
+                lambda: all(each.get("status") for each in self._list("resourcequotas")),
             )
         found = nodes.ok(api.request("GET", f"/api/v1/namespaces/{name}"))
-        self.around = Surroundings(
+        self.around = AdmissionContext(
             namespace_labels=found["metadata"]["labels"],
             limit_ranges=self._list("limitranges"),
             quotas=self._list("resourcequotas"),
@@ -176,7 +220,9 @@ class Space:
         """Everything but storing."""
         document = copy.deepcopy(pod)
         document["metadata"]["namespace"] = self.name
-        status, body = self.api.request("POST", f"/api/v1/namespaces/{self.name}/pods?dryRun=All", document)
+        status, body = self.api.request(
+            "POST", f"/api/v1/namespaces/{self.name}/pods?dryRun=All", document
+        )
         return int(status), body
 
     def by_itself(self, shape: str) -> Any:
@@ -188,20 +234,27 @@ class Space:
 
     def policy(self, policy: KVTierPolicy) -> KVTierPolicy:
         """The policy, in this namespace."""
-        return policy.model_copy(update={"metadata": policy.metadata.model_copy(update={"namespace": self.name})})
+        return policy.model_copy(
+            update={"metadata": policy.metadata.model_copy(update={"namespace": self.name})}
+        )
 
 
 @pytest.fixture(scope="module")
 def spaces(full_api: Any, nodes: ModuleType) -> Iterator[dict[str, Space]]:
     token = secrets.token_hex(3)
-    made = {name: Space(full_api, nodes, f"attached-{token}-{name}", setup) for name, setup in SETUPS.items()}
+    made = {
+        name: Space(full_api, nodes, f"attached-{token}-{name}", setup)
+        for name, setup in SETUPS.items()
+    }
     yield made
     for space in made.values():
         full_api.request("DELETE", f"/api/v1/namespaces/{space.name}")
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_the_server_refuses_exactly_what_was_said_to_be_refused(spaces: dict[str, Space], setup: str) -> None:
+def test_the_server_refuses_exactly_what_was_said_to_be_refused(
+    spaces: dict[str, Space], setup: str
+) -> None:
     space = spaces[setup]
     wrong, attached, refused = [], 0, 0
     for shape in PODS:
@@ -214,7 +267,9 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(spaces: dict[str
                 attached += 1
                 status, body = space.create(decision.pod)
                 if status != 201:
-                    wrong.append(f"{shape}/{which} was attached, and {status}: {body.get('message')}")
+                    wrong.append(
+                        f"{shape}/{which} was attached, and {status}: {body.get('message')}"
+                    )
                 elif body["status"]["qosClass"] != qos_class(decision.pod["spec"]):
                     wrong.append(f"{shape}/{which}: class {body['status']['qosClass']}")
                 elif by_itself["status"]["qosClass"] == "Guaranteed" != body["status"]["qosClass"]:
@@ -222,7 +277,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(spaces: dict[str
                 continue
             assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
             refused += 1
-            blindly = attach(space.policy(policy), by_itself, Surroundings(), SETTINGS)
+            blindly = attach(space.policy(policy), by_itself, AdmissionContext(), SETTINGS)
             if isinstance(blindly, Skipped):
                 blindly = _patched_all_the_same(space.policy(policy), by_itself)
             status, body = space.create(blindly.pod)
@@ -235,7 +290,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(spaces: dict[str
 def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
     """With what the pod's own resources refuse: they are taken away for the decision and put back."""
     spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
-    decision = attach(policy, {**pod, "spec": spec}, Surroundings(), SETTINGS)
+    decision = attach(policy, {**pod, "spec": spec}, AdmissionContext(), SETTINGS)
     assert isinstance(decision, Attached), decision
     decision.pod["spec"]["resources"] = pod["spec"]["resources"]
     return decision
@@ -255,17 +310,26 @@ def test_the_setups_show_both_answers(spaces: dict[str, Space]) -> None:
 
 GPU = {"limits": {"nvidia.com/gpu": "8"}}
 SHAPES: dict[str, dict[str, Any]] = {
-    "shell string": objects.pod(engine(command=["sh", "-c", "exec vllm serve m -tp 2 --port 8000"])),
-    "python -m": objects.pod(engine(command=["python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"])),
-    "foreign launcher": objects.pod(
+    "shell string": pod_objects.pod(
+        engine(command=["sh", "-c", "exec vllm serve m -tp 2 --port 8000"])
+    ),
+    "python -m": pod_objects.pod(
+        engine(command=["python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"])
+    ),
+    "foreign launcher": pod_objects.pod(
         engine(command=["/opt/launch/start"], args=["serve"], image="org/launcher:1", resources=GPU)
     ),
-    "arguments in a variable": objects.pod(
-        engine(command=["sh", "-c", "vllm serve $VLLM_ARGS"], env=[{"name": "VLLM_ARGS", "value": "m -tp 2"}])
+    "arguments in a variable": pod_objects.pod(
+        engine(
+            command=["sh", "-c", "vllm serve $VLLM_ARGS"],
+            env=[{"name": "VLLM_ARGS", "value": "m -tp 2"}],
+        )
     ),
-    "$(VAR) in arguments": objects.pod(engine(args=["-tp", "$(TP)"], env=[{"name": "TP", "value": "2"}])),
+    "$(VAR) in arguments": pod_objects.pod(
+        engine(args=["-tp", "$(TP)"], env=[{"name": "TP", "value": "2"}])
+    ),
     "native sidecars of its own": PODS["own-sidecar"],
-    "a mesh's container first": objects.pod(
+    "a mesh's container first": pod_objects.pod(
         {
             "name": "istio-proxy",
             "image": "istio/proxyv2:1",
@@ -274,19 +338,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         engine(),
         initContainers=[{"name": "istio-init", "image": "istio/proxyv2:1"}],
     ),
-    "read-only root, restricted": objects.pod(engine(securityContext={**RESTRICTED, "readOnlyRootFilesystem": True})),
-    "a /dev/shm of its own": objects.pod(
+    "read-only root, restricted": pod_objects.pod(
+        engine(securityContext={**RESTRICTED, "readOnlyRootFilesystem": True})
+    ),
+    "a /dev/shm of its own": pod_objects.pod(
         engine(volumeMounts=[{"name": "shm", "mountPath": "/dev/shm"}]),
         volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}],
     ),
-    "hostIPC": objects.pod(hostIPC=True),
-    "path from elsewhere": objects.pod(
-        engine(env=[{"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}])
+    "hostIPC": pod_objects.pod(hostIPC=True),
+    "path from elsewhere": pod_objects.pod(
+        engine(
+            env=[
+                {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}
+            ]
+        )
     ),
-    "a variable twice": objects.pod(
+    "a variable twice": pod_objects.pod(
         engine(env=[{"name": "PYTHONPATH", "value": "/a"}, {"name": "PYTHONPATH", "value": "/b"}])
     ),
-    "a claimed device": objects.pod(
+    "a claimed device": pod_objects.pod(
         engine(resources={"claims": [{"name": "gpu"}]}),
         {"name": "other", "image": "x"},
         resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "gpu"}],
@@ -297,7 +367,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("which", ["claims", "in-the-engine", "offloading"])
-def test_pods_of_every_shape_are_attached_and_accepted(spaces: dict[str, Space], shape: str, which: str) -> None:
+def test_pods_of_every_shape_are_attached_and_accepted(
+    spaces: dict[str, Space], shape: str, which: str
+) -> None:
     restricted = "restricted" in shape and which != "in-the-engine"  # that policy mounts a hostPath
     space = spaces["restricted" if restricted else "plain"]
     status, by_itself = space.create(SHAPES[shape])
@@ -311,15 +383,20 @@ def test_pods_of_every_shape_are_attached_and_accepted(spaces: dict[str, Space],
     assert "PYTHONPATH" in variables(container(body, "vllm"))
     if which == "claims":
         tierd = container(body, TIERD_CONTAINER)
-        accounts = [mount for mount in tierd["volumeMounts"] if "serviceaccount" in mount["mountPath"]]
+        accounts = [
+            mount for mount in tierd["volumeMounts"] if "serviceaccount" in mount["mountPath"]
+        ]
         assert [mount["name"] for mount in accounts] == ["kvtier-no-account"]
-        assert body["spec"]["terminationGracePeriodSeconds"] == by_itself["spec"]["terminationGracePeriodSeconds"]
+        assert (
+            body["spec"]["terminationGracePeriodSeconds"]
+            == by_itself["spec"]["terminationGracePeriodSeconds"]
+        )
 
 
 @pytest.mark.parametrize("level", ["baseline", "restricted"])
 def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -> None:
     space = spaces[level]
-    policy = space.policy(objects.policy(engine={"delivery": "ImageVolume"}))
+    policy = space.policy(pod_objects.policy(engine={"delivery": "ImageVolume"}))
     status, by_itself = space.create(PODS["restricted"])
     assert status == 201, by_itself
     decision = attach(policy, by_itself, space.around, SETTINGS)
@@ -331,14 +408,21 @@ def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -
 @pytest.mark.parametrize(
     ("pod", "reason"),
     [
-        (objects.pod(engine(args=["--kv-transfer-config", CONFIG])), SkipReason.ALREADY_CONFIGURED),
         (
-            objects.pod(engine(command=["sh", "-c", f"vllm serve m --kv-transfer-config '{CONFIG}'"])),
+            pod_objects.pod(engine(args=["--kv-transfer-config", CONFIG])),
             SkipReason.ALREADY_CONFIGURED,
         ),
         (
-            objects.pod(
-                engine(command=["sh", "-c", "ray start --head && vllm serve m -tp 16"], resources=GPU),
+            pod_objects.pod(
+                engine(command=["sh", "-c", f"vllm serve m --kv-transfer-config '{CONFIG}'"])
+            ),
+            SkipReason.ALREADY_CONFIGURED,
+        ),
+        (
+            pod_objects.pod(
+                engine(
+                    command=["sh", "-c", "ray start --head && vllm serve m -tp 16"], resources=GPU
+                ),
                 metadata={"labels": {"app": "chat", "leaderworkerset.sigs.k8s.io/group-key": "g"}},
             ),
             SkipReason.MULTI_HOST,
@@ -351,15 +435,17 @@ def test_pods_that_are_left_alone_are_as_the_server_knows_them(
     space = spaces["plain"]
     status, by_itself = space.create(pod)
     assert status == 201, by_itself
-    decision = attach(space.policy(objects.policy()), by_itself, space.around, SETTINGS)
+    decision = attach(space.policy(pod_objects.policy()), by_itself, space.around, SETTINGS)
     assert isinstance(decision, Skipped)
     assert decision.reason is reason
 
 
-def test_a_pod_that_was_stored_with_its_tiers_comes_back_unchanged(spaces: dict[str, Space]) -> None:
+def test_a_pod_that_was_stored_with_its_tiers_comes_back_unchanged(
+    spaces: dict[str, Space],
+) -> None:
     space = spaces["plain"]
     policy = space.policy(POLICIES["claims"])
-    decision = attach(policy, space.create(objects.pod())[1], space.around, SETTINGS)
+    decision = attach(policy, space.create(pod_objects.pod())[1], space.around, SETTINGS)
     assert isinstance(decision, Attached)
     stored = space.create(decision.pod)[1]
     assert attach(policy, stored, space.around, SETTINGS) == Attached(stored)

@@ -10,14 +10,14 @@ from typing import Any
 
 import operators
 import pytest
+from tests.support import pod_objects
+from tests.support.pod_objects import engine, file_tier, memory_tier
 
 import kvtier
-from kvtier_operator.render.attach import attach
-from kvtier_operator.render.attachment import Attached, Surroundings
-from kvtier_operator.render.names import TIERD_CONTAINER
+from kvtier_operator.api.names import TIERD_CONTAINER
+from kvtier_operator.injection.decision import AdmissionContext, Attached
+from kvtier_operator.injection.inject import attach
 from kvtier_operator.settings import Images, PullPolicy, Settings
-from kvtier_operator.testing import objects
-from kvtier_operator.testing.objects import engine, file_tier, memory_tier
 
 IMAGE = f"kvtier/payload:{kvtier.__version__}"
 SETTINGS = Settings(images=Images(payload=IMAGE, tierd=IMAGE, pull_policy=PullPolicy.NEVER))
@@ -63,15 +63,21 @@ def looking(**fields: Any) -> dict[str, Any]:
     )
 
 
-def run(cluster: Any, api: Any, nodes: ModuleType, space: str, pod: dict[str, Any], directory: Path) -> dict[str, Any]:
+def run(
+    cluster: Any, api: Any, nodes: ModuleType, space: str, pod: dict[str, Any], directory: Path
+) -> dict[str, Any]:
     """Attaches and runs a pod to its end; returns what its engine printed."""
     tier = file_tier("files", {"hostPath": {"path": str(directory)}})
-    policy = objects.policy(memory_tier("16Mi"), tier, namespace=space)
+    policy = pod_objects.policy(memory_tier("16Mi"), tier, namespace=space)
     document = {
         **pod,
-        "metadata": {"name": f"look-{secrets.token_hex(3)}", "namespace": space, "labels": {"app": "chat"}},
+        "metadata": {
+            "name": f"look-{secrets.token_hex(3)}",
+            "namespace": space,
+            "labels": {"app": "chat"},
+        },
     }
-    decision = attach(policy, document, Surroundings(kubelet_versions=("v1.37.2",)), SETTINGS)
+    decision = attach(policy, document, AdmissionContext(kubelet_versions=("v1.37.2",)), SETTINGS)
     assert isinstance(decision, Attached), decision
     path = f"/api/v1/namespaces/{space}/pods"
     nodes.ok(api.request("POST", path, decision.pod))
@@ -109,7 +115,7 @@ def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
 ) -> None:
     directory = prepared(tmp_path_factory)
     context = {} if user is None else {"securityContext": {"runAsUser": user, "runAsGroup": user}}
-    pod = objects.pod(looking(**context), restartPolicy="Never")
+    pod = pod_objects.pod(looking(**context), restartPolicy="Never")
     said = run(node_cluster, node_api, nodes, space, pod, directory)
     assert said["user"] == (65532 if user is None else user)
     assert {"pool", "tierd.sock"} <= set(said["files"])
@@ -119,19 +125,28 @@ def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
     assert said["plugins"] == ["kvtier.engines.vllm.plugin:register"]
     assert said["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
     assert said["variables"]["KVTIER_LOCAL_RANKS"] == "2"
-    own = directory / space / objects.POLICY_UID
+    own = directory / space / pod_objects.POLICY_UID
     status = own.stat()
-    assert (status.st_gid, status.st_mode & 0o2070) == (STORAGE_GID, 0o2070), "tierd's group may write there"
+    assert (status.st_gid, status.st_mode & 0o2070) == (STORAGE_GID, 0o2070), (
+        "tierd's group may write there"
+    )
     assert any(own.iterdir()), "tierd wrote there"
 
 
 def test_variables_from_elsewhere_are_extended_by_the_kubelet(
-    node_cluster: Any, node_api: Any, nodes: ModuleType, space: str, tmp_path_factory: pytest.TempPathFactory
+    node_cluster: Any,
+    node_api: Any,
+    nodes: ModuleType,
+    space: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     directory = prepared(tmp_path_factory)
-    plugins = {"name": "VLLM_PLUGINS", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "plugins"}}}
+    plugins = {
+        "name": "VLLM_PLUGINS",
+        "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "plugins"}},
+    }
     source = [{"configMapRef": {"name": "settings"}}]
-    pod = objects.pod(looking(env=[plugins], envFrom=source), restartPolicy="Never")
+    pod = pod_objects.pod(looking(env=[plugins], envFrom=source), restartPolicy="Never")
     said = run(node_cluster, node_api, nodes, space, pod, directory)
     assert said["variables"] == {
         "PYTHONPATH": "/opt/kvtier/payload:/from/a/map",

@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.support.controllers import condition, until
+from tests.support.pods import status_document
 
-from kvtier_operator.cluster.contract import DEPLOYMENTS, EVENTS, PODS, POLICIES, QUOTAS, REPLICA_SETS, ApiError, Object
-from kvtier_operator.testing.controllers import condition, until
-from kvtier_operator.testing.pods import status_document
+from kvtier_operator.kube.resources import (
+    DEPLOYMENTS,
+    EVENTS,
+    PODS,
+    POLICIES,
+    QUOTAS,
+    REPLICA_SETS,
+    ApiError,
+    Object,
+)
 
 Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 20}}
@@ -27,11 +36,15 @@ def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
     return lambda story: told(story, full_cluster, full_api, nodes)
 
 
-def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_ends_with_its_time(tell: Tell) -> None:
+def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_ends_with_its_time(
+    tell: Tell,
+) -> None:
     async def story(where: Place) -> None:
         async with controlled(where):
             await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             volume = {"name": "kvtier-tier-nas", "nfs": {"server": "192.0.2.1", "path": "/kv"}}
             await where.deployment(where.injected(9, written, volumes=[volume]))
             (pod,) = await where.pods()
@@ -54,19 +67,25 @@ def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_en
             await where.client.create(EVENTS, where.namespace, event)
             found = await where.until("Attached", "False", "VolumeNotMounted")
             assert "kvtier-tier-nas cannot be mounted" in condition(found, "Attached")["message"]
-            await where.client.patch(DEPLOYMENTS, where.namespace, "chat", {"spec": {"replicas": 0}})
+            await where.client.patch(
+                DEPLOYMENTS, where.namespace, "chat", {"spec": {"replicas": 0}}
+            )
             await where.until("Attached", "Unknown", "NoPods", seconds=60)
 
     tell(story)
 
 
-def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner(tell: Tell) -> None:
+def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner(
+    tell: Tell,
+) -> None:
     async def story(where: Place) -> None:
         quota = {"metadata": {"name": "gold"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
         await where.client.create(QUOTAS, where.namespace, quota)
         async with controlled(where):
             await where.policy(**SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             pod = where.injected(9, written)
             for container in (*pod["spec"]["containers"], pod["spec"]["initContainers"][0]):
                 container["resources"] = {"limits": {"memory": "64Mi"}}
@@ -84,29 +103,42 @@ def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell
     async def story(where: Place) -> None:
         async with controlled(where):
             await where.policy(**SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             volume = {"name": "kvtier-tier-nas", "persistentVolumeClaim": {"claimName": "gone"}}
             await where.deployment(where.injected(9, written, volumes=[volume]))
             found = await where.until("Attached", "False", "Unschedulable")
-            assert 'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
+            assert (
+                'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
+            )
 
     tell(story)
 
 
-def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier_operator.reconcile import terminating
+def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
+    tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier_operator.controller.pods import terminating
 
     monkeypatch.setattr(terminating, "OVERDUE_SECONDS", 2.0)
 
     async def story(where: Place) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
-        disk = {"name": "disk", "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume}}
+        disk = {
+            "name": "disk",
+            "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume},
+        }
         allowed = {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}
         async with PlayedTierd() as tierd, controlled(where, allowed):
             await where.policy(tiers=[disk])
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             tierd.document = status_document(generation=1)
-            pod = where.injected(tierd.port, written, volumes=[{"name": "kvtier-tier-disk", **volume}])
+            pod = where.injected(
+                tierd.port, written, volumes=[{"name": "kvtier-tier-disk", **volume}]
+            )
             # With none at all, the API server would forget it at once.
             await where.deployment(pod, terminationGracePeriodSeconds=1)
             (found,) = await where.pods()
@@ -119,7 +151,9 @@ def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(tell: Tell, mon
             message = condition(status, "TiersHealthy")["message"]
             assert f"pod {name} on node {where.node} should be gone" in message
             assert "hostPath /mnt/disk (tier disk)" in message
-            told_about = {event["involvedObject"]["name"] for event in await where.events("StuckTerminating")}
+            told_about = {
+                event["involvedObject"]["name"] for event in await where.events("StuckTerminating")
+            }
             assert name in told_about
             await where.finish(name)
             await where.until("Attached", "False", "Starting")
@@ -180,7 +214,8 @@ def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: T
         """The new pod of a Deployment runs with another structure, and the old one ends."""
         sets = await replica_sets(where, name)
         marks = {
-            each["metadata"]["uid"]: "kvtier.io/restarted-for" in each["spec"]["template"]["metadata"]["annotations"]
+            each["metadata"]["uid"]: "kvtier.io/restarted-for"
+            in each["spec"]["template"]["metadata"]["annotations"]
             for each in sets
         }
 
@@ -214,12 +249,18 @@ def test_what_is_not_restarted_says_why(tell: Tell) -> None:
             await where.until("Attached", "Unknown", "NoPods")
             pod = where.injected(tierd.port, "older000")
             body = {
-                "metadata": {"name": "alone", **{key: pod["metadata"][key] for key in ("labels", "annotations")}},
+                "metadata": {
+                    "name": "alone",
+                    **{key: pod["metadata"][key] for key in ("labels", "annotations")},
+                },
                 "spec": pod["spec"],
             }
             await where.client.create(PODS, where.namespace, body)
             found = await where.until("UpToDate", "False", "RestartUnsupported")
-            assert "pod alone is not restarted: nobody would replace it" in condition(found, "UpToDate")["message"]
+            assert (
+                "pod alone is not restarted: nobody would replace it"
+                in condition(found, "UpToDate")["message"]
+            )
 
     tell(story)
 
@@ -228,14 +269,24 @@ def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy()
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             label = {"leaderworkerset.sigs.k8s.io/group-key": "g"}
             for name, structure in (("leader", written), ("worker", "older000")):
                 pod = where.injected(tierd.port, structure, **label)
-                metadata = {"name": name, **{key: pod["metadata"][key] for key in ("labels", "annotations")}}
-                await where.client.create(PODS, where.namespace, {"metadata": metadata, "spec": pod["spec"]})
+                metadata = {
+                    "name": name,
+                    **{key: pod["metadata"][key] for key in ("labels", "annotations")},
+                }
+                await where.client.create(
+                    PODS, where.namespace, {"metadata": metadata, "spec": pod["spec"]}
+                )
             found = await where.until("UpToDate", "False", "MixedGroup")
-            assert "leader, worker: they have different structures" in condition(found, "UpToDate")["message"]
+            assert (
+                "leader, worker: they have different structures"
+                in condition(found, "UpToDate")["message"]
+            )
 
     tell(story)
 
@@ -244,15 +295,23 @@ def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where, {"controller": {"pollSeconds": 0.1}}):
             await where.policy()
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             await where.deployment(where.injected(tierd.port, written), replicas=2)
             for pod in await where.pods(2):
                 await where.run(pod["metadata"]["name"])
             found = await where.until("Ready", "True", "InForce")
             await asyncio.sleep(1.0)
-            version = (await where.client.get(POLICIES, where.namespace, "chat"))["metadata"]["resourceVersion"]
+            version = (await where.client.get(POLICIES, where.namespace, "chat"))["metadata"][
+                "resourceVersion"
+            ]
             for number in range(20):
-                tier = {**found["status"]["tiers"][0], "usedBytes": number << 24, "hitTokens": number}
+                tier = {
+                    **found["status"]["tiers"][0],
+                    "usedBytes": number << 24,
+                    "hitTokens": number,
+                }
                 tierd.document = status_document(tier, generation=1, promptTokens=100)
                 await asyncio.sleep(0.15)
             after = await where.client.get(POLICIES, where.namespace, "chat")

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 
 NAMESPACE = "kvtier-system"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/kvtierpolicies.kvtier.io"
 POLICIES = "/apis/kvtier.io/v1alpha1/namespaces/{}/kvtierpolicies"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/{}webhookconfigurations/kvtier"
-EXPORT = {"namespaces": ["serving"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv"}, "mountOptions": ["vers"]}
+EXPORT = {
+    "namespaces": ["serving"],
+    "nfs": {"server": "NAS.example", "exportPrefix": "/kv"},
+    "mountOptions": ["vers"],
+}
 
 
 @pytest.fixture
@@ -31,7 +37,10 @@ def release(full_cluster: Any, charts: ModuleType) -> Iterator[Any]:
 
 
 def policy(name: str, **spec: Any) -> dict[str, Any]:
-    body = {"podSelector": {"matchLabels": {"app": "x"}}, "tiers": [{"name": "ram", "memory": {"capacity": "1Gi"}}]}
+    body = {
+        "podSelector": {"matchLabels": {"app": "x"}},
+        "tiers": [{"name": "ram", "memory": {"capacity": "1Gi"}}],
+    }
     return {
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",
@@ -66,7 +75,12 @@ def test_an_installed_chart_is_a_definition_two_deployments_and_webhooks_that_fa
     objects = charts.rendered(release.install())
     nodes.wait_for("the definition is established", lambda: established(full_api))
     kinds = {body["kind"] for body in objects}
-    assert {"CustomResourceDefinition", "Deployment", "Service", "MutatingWebhookConfiguration"} <= kinds
+    assert {
+        "CustomResourceDefinition",
+        "Deployment",
+        "Service",
+        "MutatingWebhookConfiguration",
+    } <= kinds
     deployments = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments"
     names = {body["metadata"]["name"] for body in full_api.request("GET", deployments)[1]["items"]}
     assert names == {"kvtier-controller", "kvtier-webhook"}
@@ -82,7 +96,10 @@ def test_an_installed_chart_is_a_definition_two_deployments_and_webhooks_that_fa
     pod = {"metadata": {"name": "engine"}, "spec": {"containers": [{"name": "main", "image": "x"}]}}
     assert full_api.request("POST", f"/api/v1/namespaces/{namespace}/pods", pod)[0] == 201
     full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
-    nodes.wait_for("the namespace goes", lambda: full_api.request("GET", f"/api/v1/namespaces/{namespace}")[0] == 404)
+    nodes.wait_for(
+        "the namespace goes",
+        lambda: full_api.request("GET", f"/api/v1/namespaces/{namespace}")[0] == 404,
+    )
 
 
 def test_the_operators_pods_are_admitted_under_the_restricted_pod_security_standard(
@@ -99,7 +116,11 @@ def test_the_operators_pods_are_admitted_under_the_restricted_pod_security_stand
         )
         release.install()
         nodes.wait_for(
-            "three pods", lambda: len(full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")[1]["items"]) == 3
+            "three pods",
+            lambda: (
+                len(full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")[1]["items"])
+                == 3
+            ),
         )
     finally:
         full_api.request(
@@ -119,13 +140,19 @@ def test_an_upgrade_changes_the_definition_and_keeps_policies_and_the_written_ca
     before = full_api.request("GET", f"{POLICIES.format('default')}/kept")[1]
     for kind in ("mutating", "validating"):
         patch = [{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": CA}]
-        nodes.ok(full_api.request("PATCH", HOOKS.format(kind), patch, content_type="application/json-patch+json"))
+        nodes.ok(
+            full_api.request(
+                "PATCH", HOOKS.format(kind), patch, content_type="application/json-patch+json"
+            )
+        )
 
     release.upgrade(chart=charts.changed_chart(tmp_path, "0.2.0", "laterField"))
 
     def known() -> bool:
         status, body = full_api.request(
-            "POST", f"{POLICIES.format('default')}?dryRun=All&fieldValidation=Strict", policy("x", laterField="y")
+            "POST",
+            f"{POLICIES.format('default')}?dryRun=All&fieldValidation=Strict",
+            policy("x", laterField="y"),
         )
         return bool(status == 201 and body["spec"].get("laterField") == "y")
 
@@ -134,11 +161,18 @@ def test_an_upgrade_changes_the_definition_and_keeps_policies_and_the_written_ca
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["spec"] == before["spec"]
     for kind in ("mutating", "validating"):
-        assert full_api.request("GET", HOOKS.format(kind))[1]["webhooks"][0]["clientConfig"]["caBundle"] == CA
+        assert (
+            full_api.request("GET", HOOKS.format(kind))[1]["webhooks"][0]["clientConfig"][
+                "caBundle"
+            ]
+            == CA
+        )
     # And back: the field is gone, policies that lack it are as they were.
     release.upgrade()
     nodes.wait_for("the earlier definition is served", lambda: not known())
-    assert full_api.request("GET", f"{POLICIES.format('default')}/kept")[1]["spec"] == before["spec"]
+    assert (
+        full_api.request("GET", f"{POLICIES.format('default')}/kept")[1]["spec"] == before["spec"]
+    )
 
 
 def test_an_uninstalled_chart_leaves_definition_and_policies_and_nothing_that_blocks_a_deletion(
@@ -170,7 +204,8 @@ def test_an_uninstalled_chart_leaves_definition_and_policies_and_nothing_that_bl
     nodes.wait_for("the definition goes", lambda: full_api.request("GET", CRD)[0] == 404)
     nodes.ok(full_api.request("DELETE", f"/api/v1/namespaces/{NAMESPACE}"))
     nodes.wait_for(
-        "the operator's namespace goes", lambda: full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}")[0] == 404
+        "the operator's namespace goes",
+        lambda: full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}")[0] == 404,
     )
 
 
@@ -202,11 +237,27 @@ def test_accounts_may_do_what_they_need_and_nothing_that_would_make_them_an_admi
         for verb in ("create", "patch", "update", "delete"):
             assert not allowed(full_api, "kvtier-webhook", verb, resource, namespace="serving")
     hooks = {"group": "admissionregistration.k8s.io"}
-    assert allowed(full_api, "kvtier-controller", "patch", "mutatingwebhookconfigurations", **hooks, name="kvtier")
-    assert not allowed(full_api, "kvtier-controller", "patch", "mutatingwebhookconfigurations", **hooks, name="other")
+    assert allowed(
+        full_api,
+        "kvtier-controller",
+        "patch",
+        "mutatingwebhookconfigurations",
+        **hooks,
+        name="kvtier",
+    )
+    assert not allowed(
+        full_api,
+        "kvtier-controller",
+        "patch",
+        "mutatingwebhookconfigurations",
+        **hooks,
+        name="other",
+    )
 
 
-def test_a_policys_author_needs_a_right_of_its_own(release: Any, full_api: Any, nodes: ModuleType) -> None:
+def test_a_policys_author_needs_a_right_of_its_own(
+    release: Any, full_api: Any, nodes: ModuleType
+) -> None:
     release.install()
     aggregated = full_api.request("GET", "/apis/rbac.authorization.k8s.io/v1/clusterroles/edit")[1]
     assert "kvtier.io" not in json.dumps(aggregated["rules"])

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 
 import charts
 import operators
@@ -42,7 +44,9 @@ class Caller:
                 continue
             self.loaded += done
             if done != 8:
-                self.failed.append(f"{done} of 8 chunks loaded at {time.time():.1f}: {standing_in.seen(self._pod)}")
+                self.failed.append(
+                    f"{done} of 8 chunks loaded at {time.time():.1f}: {standing_in.seen(self._pod)}"
+                )
 
 
 def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled_and_installed_again(
@@ -56,7 +60,9 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
         place.attached(pod)
         assert standing_in.do(pod, "store", n=8)["done"] == 8
         with Caller(pod) as caller:
-            release.upgrade(operator_on_node.values, chart=charts.changed_chart(tmp_path, "0.2.0", "laterField"))
+            release.upgrade(
+                operator_on_node.values, chart=charts.changed_chart(tmp_path, "0.2.0", "laterField")
+            )
             wait_for("the operator runs", lambda: operators.available(cluster), 120, period=0.5)
             assert place.condition("Ready")["status"] == "True"
             time.sleep(3)
@@ -67,7 +73,11 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
             place.apply(plain)
             assert not standing_in.injected(place.ready(app="later"))
             operators.install(cluster, release, operator_on_node.values)
-            wait_for("the policy is Ready again", lambda: place.condition("Ready").get("status") == "True", 60)
+            wait_for(
+                "the policy is Ready again",
+                lambda: place.condition("Ready").get("status") == "True",
+                60,
+            )
             time.sleep(3)
         assert caller.failed == []
         assert caller.loaded > 80

@@ -9,19 +9,28 @@ from typing import Any
 
 import pytest
 from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.support import controllers
+from tests.support.controllers import condition, file_tier, policy, running, settings, until
+from tests.support.pods import status_document
 
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import CONFIG_MAPS, NAMESPACES, POLICIES, SECRETS, VOLUMES, ApiError
-from kvtier_operator.reconcile.observe import NAMESPACE_LABEL
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import condition, file_tier, policy, running, settings, until
-from kvtier_operator.testing.pods import status_document
+from kvtier_operator.controller.children.observe import NAMESPACE_LABEL
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import (
+    CONFIG_MAPS,
+    NAMESPACES,
+    POLICIES,
+    SECRETS,
+    VOLUMES,
+    ApiError,
+)
 
 Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
 EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
 ALLOWED = {
     "storage": {"createVolumes": True},
-    "allowedVolumes": [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}],
+    "allowedVolumes": [
+        {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
+    ],
 }
 
 
@@ -49,7 +58,9 @@ def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_l
         async with connect(full_cluster.kubeconfig, full_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "going")
-            async with running(client, settings(namespace, **ALLOWED, controller={"resyncSeconds": 2})) as controller:
+            async with running(
+                client, settings(namespace, **ALLOWED, controller={"resyncSeconds": 2})
+            ) as controller:
                 for number in range(8):
                     await client.apply(POLICIES, policy(namespace, f"p{number}", tiers=[EXPORT]))
                 await asyncio.sleep(pause)
@@ -73,7 +84,12 @@ def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_l
                 await client.apply(POLICIES, policy(namespace, "p1"))
 
                 async def accepted() -> bool:
-                    return condition(await client.get(POLICIES, namespace, "p1"), "Accepted").get("status") == "True"
+                    return (
+                        condition(await client.get(POLICIES, namespace, "p1"), "Accepted").get(
+                            "status"
+                        )
+                        == "True"
+                    )
 
                 await until("a policy there is followed", accepted)
             await controllers.drop_namespace(client, namespace)
@@ -97,7 +113,9 @@ def test_a_policy_that_is_renamed_takes_over_the_pods_as_outdated_ones(tell: Tel
 
             body = {**policy(where.namespace, "renamed"), "spec": first["spec"]}
             await where.client.apply(POLICIES, body)
-            await where.client.delete(POLICIES, where.namespace, "chat", uid=first["metadata"]["uid"])
+            await where.client.delete(
+                POLICIES, where.namespace, "chat", uid=first["metadata"]["uid"]
+            )
 
             async def renamed() -> Any:
                 held = await where.client.get(POLICIES, where.namespace, "renamed")
@@ -112,11 +130,15 @@ def test_a_policy_that_is_renamed_takes_over_the_pods_as_outdated_ones(tell: Tel
 
                 async def collected(kind: Any = kind, name: str = name) -> bool:
                     return name not in {
-                        each["metadata"]["name"] for each in await where.client.list(kind, where.namespace)
+                        each["metadata"]["name"]
+                        for each in await where.client.list(kind, where.namespace)
                     }
 
                 await until(f"{name} is collected", collected)
-            names = {each["metadata"]["name"] for each in await where.client.list(SECRETS, where.namespace)}
+            names = {
+                each["metadata"]["name"]
+                for each in await where.client.list(SECRETS, where.namespace)
+            }
             assert "renamed-token" in names
 
     tell(story)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tests.cluster.status_world import QUICK, Place, PlayedTierd, controlled, told
+from tests.support.controllers import condition, until
+from tests.support.pods import status_document, tier_document
 
-from kvtier_operator.cluster.contract import POLICIES
-from kvtier_operator.testing.controllers import condition, until
-from kvtier_operator.testing.pods import status_document, tier_document
+from kvtier_operator.kube.resources import POLICIES
 
 Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
 Sentence = tuple[str, str, str]
@@ -85,7 +85,11 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                 {
                     "Ready": ("True", "Starting", f"{IN_FORCE} {half}"),
                     "Attached": ("True", "Starting", half),
-                    "Tuned": ("True", "Applied", "1 of 1 attached pod has applied live generation 1."),
+                    "Tuned": (
+                        "True",
+                        "Applied",
+                        "1 of 1 attached pod has applied live generation 1.",
+                    ),
                 },
             )
             await where.run(two)
@@ -94,10 +98,26 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                 {
                     "Ready": ("True", "InForce", IN_FORCE),
                     "Attached": ("True", "Attached", "2 of 2 pods attached."),
-                    "UpToDate": ("True", "Current", f"Every pod with tiers has structure {written}."),
-                    "Tuned": ("True", "Applied", "2 of 2 attached pods have applied live generation 1."),
-                    "EnginesCompatible": ("True", "Compatible", "Every engine that attached was accepted."),
-                    "TiersHealthy": ("True", "Healthy", "Every tier of every pod that answers is healthy."),
+                    "UpToDate": (
+                        "True",
+                        "Current",
+                        f"Every pod with tiers has structure {written}.",
+                    ),
+                    "Tuned": (
+                        "True",
+                        "Applied",
+                        "2 of 2 attached pods have applied live generation 1.",
+                    ),
+                    "EnginesCompatible": (
+                        "True",
+                        "Compatible",
+                        "Every engine that attached was accepted.",
+                    ),
+                    "TiersHealthy": (
+                        "True",
+                        "Healthy",
+                        "Every tier of every pod that answers is healthy.",
+                    ),
                 },
             )
             await where.policy(minLoadTokens=640)
@@ -113,9 +133,7 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
             found = await where.until("UpToDate", "False", "Outdated")
             newer = found["status"]["structuralHash"]
             assert newer != written
-            late = (
-                f"2 of 2 pods have an older structure than {newer}: {one}, {two}. They change when they are replaced."
-            )
+            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. They change when they are replaced."
             await says(
                 where,
                 {
@@ -160,7 +178,12 @@ def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
                 await says(where, expected)
 
             ill = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
-            await reports("TiersHealthy", "Degraded", ill, tier_document("ram", "Degraded", lastError="no space left"))
+            await reports(
+                "TiersHealthy",
+                "Degraded",
+                ill,
+                tier_document("ram", "Degraded", lastError="no space left"),
+            )
             ill = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
             await reports("TiersHealthy", "BreakerOpen", ill, tier_document("ram", "BreakerOpen"))
             for kind in ("PoolMissing", "TierNotServed"):
@@ -169,7 +192,13 @@ def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
             off = f"{name}: group 3 has block size 7"
             await reports("EnginesCompatible", "EngineUnsupported", off, **ENGINE_OFF)
             refused = f"{name} refused live values: ram.loadWeight: 0"
-            await reports("Tuned", "LiveValuesRefused", refused, ready="True", liveRefusals=["ram.loadWeight: 0"])
+            await reports(
+                "Tuned",
+                "LiveValuesRefused",
+                refused,
+                ready="True",
+                liveRefusals=["ram.loadWeight: 0"],
+            )
             nobody = (
                 f"0 of 1 pod attached; {name}: tierd serves and vllm is ready, but no engine process has attached: the plugin "
                 "was not loaded, or this vLLM version is not supported; the engine's log has lines that name kvtier."
@@ -189,20 +218,26 @@ def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
         async with PlayedTierd() as tierd, controlled(where, sections):
             await where.policy()
             found = await where.until("Attached", "Unknown", "NoPods")
-            tierd.document = status_document(tier_document("ram", hitTokens=0), generation=1, promptTokens=0)
+            tierd.document = status_document(
+                tier_document("ram", hitTokens=0), generation=1, promptTokens=0
+            )
             await where.deployment(where.injected(tierd.port, found["status"]["structuralHash"]))
             (pod,) = await where.pods()
             await where.run(pod["metadata"]["name"])
             await where.until("Ready", "True", "InForce")
             assert (await where.columns())["Hit%"] is None
-            tierd.document = status_document(tier_document("ram", hitTokens=350), generation=1, promptTokens=1000)
+            tierd.document = status_document(
+                tier_document("ram", hitTokens=350), generation=1, promptTokens=1000
+            )
 
             async def shown() -> bool:
                 return bool((await where.columns())["Hit%"] == 35)
 
             await until("hits are shown", shown)
             # That there are none any more is no news for five minutes.
-            tierd.document = status_document(tier_document("ram", hitTokens=0), generation=1, promptTokens=0)
+            tierd.document = status_document(
+                tier_document("ram", hitTokens=0), generation=1, promptTokens=0
+            )
             await asyncio.sleep(3 * QUICK["pollSeconds"])
             assert (await where.columns())["Hit%"] == 35
 

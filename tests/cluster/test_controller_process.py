@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support import controllers
+from tests.support.controllers import belongings, file_tier, policy, until
 
-from kvtier_operator.cluster.client import connect
-from kvtier_operator.cluster.contract import POLICIES
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import belongings, file_tier, policy, until
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.resources import POLICIES
 
 EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
 STOP_SECONDS = 10
@@ -37,7 +37,9 @@ class Process:
         settings = controllers.settings(
             namespace,
             storage={"createVolumes": True},
-            allowedVolumes=[{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}],
+            allowedVolumes=[
+                {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
+            ],
             # Slow enough that a kill finds some policies done and some not begun.
             controller={"maxReconcilesPerSecond": 8},
         )
@@ -52,11 +54,19 @@ class Process:
                 [
                     *(sys.executable, "-m", "kvtier_operator.main", "controller"),
                     *("--settings", str(self._settings), "--log-format", "json"),
-                    *("--kubeconfig", str(self._cluster.kubeconfig), "--context", self._cluster.context),
+                    *(
+                        "--kubeconfig",
+                        str(self._cluster.kubeconfig),
+                        "--context",
+                        self._cluster.context,
+                    ),
                 ],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                },
             )
 
     def end(self, number: int = signal.SIGKILL) -> int:
@@ -67,7 +77,9 @@ class Process:
     def lines(self) -> list[dict[str, Any]]:
         if not self.log.exists():
             return []
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [
+            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
 
     def ask(self, path: str) -> tuple[int, str]:
         ports = [line["port"] for line in self.lines() if "port" in line]
@@ -108,11 +120,21 @@ def test_the_command_follows_policies_tells_how_it_is_and_stops_within_seconds(
                     "kvtier_operator_queue_depth",
                     "kvtier_operator_certificate_expiry_timestamp_seconds",
                     "process_resident_memory_bytes",
-                    'kvtier_operator_policy_pods{namespace="' + namespace + '",policy="chat",state="selected"} 0.0',
+                    'kvtier_operator_policy_pods{namespace="'
+                    + namespace
+                    + '",policy="chat",state="selected"} 0.0',
                 ):
                     assert line in metrics
-                applied = next(line for line in running.lines() if line["message"].startswith("applied ConfigMap"))
-                assert (applied["policy"], applied["namespace"], applied["level"]) == ("chat", namespace, "info")
+                applied = next(
+                    line
+                    for line in running.lines()
+                    if line["message"].startswith("applied ConfigMap")
+                )
+                assert (applied["policy"], applied["namespace"], applied["level"]) == (
+                    "chat",
+                    namespace,
+                    "info",
+                )
                 assert applied["reconcile"] >= 1
                 began = time.monotonic()
                 assert running.end(signal.SIGTERM) == 0
@@ -147,7 +169,13 @@ def test_killed_again_and_again_at_random_it_comes_to_what_an_undisturbed_one_do
                     await asyncio.sleep(0.7 + 1.3 * chance.random())
                     running.end()
                 for name in names:
-                    body = policy(namespace, name, tiers=[EXPORT], minLoadTokens=99, attach={"mode": "ConfigMapOnly"})
+                    body = policy(
+                        namespace,
+                        name,
+                        tiers=[EXPORT],
+                        minLoadTokens=99,
+                        attach={"mode": "ConfigMapOnly"},
+                    )
                     await client.apply(POLICIES, body)
                 for _ in range(kills):
                     running.start()
@@ -158,7 +186,9 @@ def test_killed_again_and_again_at_random_it_comes_to_what_an_undisturbed_one_do
                 async def done() -> bool:
                     status, metrics = await asyncio.to_thread(running.ask, "/metrics")
                     looked = "kvtier_operator_reconcile_seconds_count 0.0" not in metrics
-                    at_rest = status == 200 and "kvtier_operator_queue_depth 0.0" in metrics and looked
+                    at_rest = (
+                        status == 200 and "kvtier_operator_queue_depth 0.0" in metrics and looked
+                    )
                     return at_rest and all(
                         (each.get("status") or {}).get("observedGeneration") == 2
                         for each in await client.list(POLICIES, namespace)
@@ -203,11 +233,16 @@ def test_the_command_says_what_is_wrong_and_how_it_ended(
     tmp_path: Path, arguments: list[str], status: int, text: str
 ) -> None:
     (tmp_path / "broken.yaml").write_text("unknwon: 1\n")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")
+    }
     done = subprocess.run(
         [sys.executable, "-m", "kvtier_operator.main", *arguments],
         cwd=tmp_path,
-        env={**environment, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path),
+        },
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api import crd
 from kvtier_operator.api.documents import load_policy, parse
 from kvtier_operator.render import documents, volumes
-from kvtier_operator.render.topology import content_hash, live, pod_placement, structural
-from kvtier_operator.testing.policies import changed, complete_policy
-from kvtier_operator.testing.refused import REFUSED, RefusedCase
+from kvtier_operator.render.documents import content_hash, live, pod_placement, structural
 
 EXAMPLES = sorted(
     path
@@ -66,7 +66,9 @@ def test_examples_are_accepted(api: Any, policies: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_is_refused_by_the_api_server_with_the_message(api: Any, policies: str, case: RefusedCase) -> None:
+def test_is_refused_by_the_api_server_with_the_message(
+    api: Any, policies: str, case: RefusedCase
+) -> None:
     status, body = _create(api, policies, changed(complete_policy(), case.changes))
     assert status == 422, body
     message = body["message"]
@@ -83,7 +85,10 @@ def stored(api: Any, policies: str) -> Any:
     def store(policy: dict[str, Any]) -> dict[str, Any]:
         policy = changed(
             policy,
-            {"metadata.namespace": api.namespace, "metadata.name": f"p{len(names)}-{policy['metadata']['name']}"},
+            {
+                "metadata.namespace": api.namespace,
+                "metadata.name": f"p{len(names)}-{policy['metadata']['name']}",
+            },
         )
         names.append(policy["metadata"]["name"])
         status, body = api.request("POST", policies, policy)
@@ -104,7 +109,10 @@ SMALL: dict[str, Any] = {
         "podSelector": {},
         "tiers": [
             {"name": "ram", "memory": {"capacity": "1Gi"}},
-            {"name": "disk", "fileSystem": {"capacity": 4096, "sharing": "Pod", "volume": {"emptyDir": {}}}},
+            {
+                "name": "disk",
+                "fileSystem": {"capacity": 4096, "sharing": "Pod", "volume": {"emptyDir": {}}},
+            },
         ],
     },
 }
@@ -114,16 +122,28 @@ def test_what_the_server_fills_in_means_what_was_written(stored: Any) -> None:
     for written in (SMALL, complete_policy()):
         back = load_policy(json.dumps(stored(written)))
         original = load_policy(
-            json.dumps(changed(written, {"metadata.namespace": back.namespace, "metadata.name": back.metadata.name}))
+            json.dumps(
+                changed(
+                    written,
+                    {"metadata.namespace": back.namespace, "metadata.name": back.metadata.name},
+                )
+            )
         )
         assert content_hash(back.spec) == content_hash(original.spec)
         assert live(back) == live(original)
-        assert structural(back, pod_placement(back)).tiers == structural(original, pod_placement(original)).tiers
+        assert (
+            structural(back, pod_placement(back)).tiers
+            == structural(original, pod_placement(original)).tiers
+        )
 
 
 def test_live_defaults_show_and_structural_ones_do_not(stored: Any) -> None:
     spec = stored(SMALL)["spec"]
-    assert (spec["minLoadTokens"], spec["selection"], spec["rollout"]) == (512, "Cost", {"strategy": "OnPodRestart"})
+    assert (spec["minLoadTokens"], spec["selection"], spec["rollout"]) == (
+        512,
+        "Cost",
+        {"strategy": "OnPodRestart"},
+    )
     assert spec["tiers"][1]["fileSystem"]["lowWatermarkPercent"] == 75
     assert "chunkTokens" not in spec
     assert "engine" not in spec
@@ -131,10 +151,16 @@ def test_live_defaults_show_and_structural_ones_do_not(stored: Any) -> None:
 
 
 def test_a_null_is_the_same_as_not_written(stored: Any) -> None:
-    spec = stored(changed(SMALL, {"spec.engine": None, "spec.minLoadTokens": None, "spec.tiers.0.lmcache": None}))[
-        "spec"
-    ]
-    assert (spec["minLoadTokens"], "engine" in spec, "lmcache" in spec["tiers"][0]) == (512, False, False)
+    spec = stored(
+        changed(
+            SMALL, {"spec.engine": None, "spec.minLoadTokens": None, "spec.tiers.0.lmcache": None}
+        )
+    )["spec"]
+    assert (spec["minLoadTokens"], "engine" in spec, "lmcache" in spec["tiers"][0]) == (
+        512,
+        False,
+        False,
+    )
 
 
 def test_an_unknown_field_is_refused_by_strict_clients(api: Any, policies: str) -> None:
@@ -146,7 +172,9 @@ def test_an_unknown_field_is_refused_by_strict_clients(api: Any, policies: str) 
 def test_a_change_that_spoils_a_policy_is_refused(api: Any, policies: str, stored: Any) -> None:
     name = stored(SMALL)["metadata"]["name"]
     patch = {"spec": {"breaker": {"failureThreshold": 0}}}
-    status, body = api.request("PATCH", f"{policies}/{name}", patch, content_type="application/merge-patch+json")
+    status, body = api.request(
+        "PATCH", f"{policies}/{name}", patch, content_type="application/merge-patch+json"
+    )
     assert status == 422
     assert "spec.breaker.failureThreshold: Invalid value: 0" in body["message"]
 
@@ -159,10 +187,16 @@ def test_tiers_are_merged_by_name(api: Any, policies: str, stored: Any) -> None:
         "spec": {"tiers": [{"name": "disk", "loadWeight": 7}]},
     }
     status, body = api.request(
-        "PATCH", f"{policies}/{name}?fieldManager=tuner&force=true", weight, content_type="application/apply-patch+yaml"
+        "PATCH",
+        f"{policies}/{name}?fieldManager=tuner&force=true",
+        weight,
+        content_type="application/apply-patch+yaml",
     )
     assert status == 200, body
-    assert [(tier["name"], tier["loadWeight"]) for tier in body["spec"]["tiers"]] == [("ram", 100), ("disk", 7)]
+    assert [(tier["name"], tier["loadWeight"]) for tier in body["spec"]["tiers"]] == [
+        ("ram", 100),
+        ("disk", 7),
+    ]
     assert body["spec"]["tiers"][1]["fileSystem"]["capacity"] == 4096
 
 
@@ -174,7 +208,13 @@ STATUS: dict[str, Any] = {
     "pods": {"selected": 8, "attached": 7, "current": 5, "outdated": 2, "skipped": 1, "tuned": 7},
     "skippedPods": [{"name": "vllm-chat-xyz", "reason": "AlreadyConfigured", "message": "..."}],
     "suspendedOwners": [
-        {"kind": "ReplicaSet", "name": "r", "uid": "u", "reason": "WouldBeRefused", "until": "2026-01-01T00:00:00Z"}
+        {
+            "kind": "ReplicaSet",
+            "name": "r",
+            "uid": "u",
+            "reason": "WouldBeRefused",
+            "until": "2026-01-01T00:00:00Z",
+        }
     ],
     "tiers": [
         {
@@ -200,7 +240,9 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_status_is_a_subresource_and_shows_in_the_columns(api: Any, policies: str, stored: Any) -> None:
+def test_status_is_a_subresource_and_shows_in_the_columns(
+    api: Any, policies: str, stored: Any
+) -> None:
     policy = stored({**SMALL, "status": STATUS})
     assert "status" not in policy
     name = policy["metadata"]["name"]
@@ -231,14 +273,27 @@ def test_status_is_a_subresource_and_shows_in_the_columns(api: Any, policies: st
 def test_short_name_and_category_are_served(api: Any, policies: str) -> None:
     _, resources = api.request("GET", f"/apis/{crd.GROUP}/{crd.VERSION}")
     resource = next(entry for entry in resources["resources"] if entry["name"] == crd.PLURAL)
-    assert (resource["shortNames"], resource["categories"], resource["namespaced"]) == (["kvtp"], ["kvtier"], True)
+    assert (resource["shortNames"], resource["categories"], resource["namespaced"]) == (
+        ["kvtp"],
+        ["kvtier"],
+        True,
+    )
 
 
 def test_rendered_objects_are_accepted(api: Any, policies: str) -> None:
-    policy = load_policy(json.dumps(changed(complete_policy(), {"metadata.namespace": api.namespace})))
+    policy = load_policy(
+        json.dumps(changed(complete_policy(), {"metadata.namespace": api.namespace}))
+    )
     for document in documents.kubernetes(policy):
-        resource = {"ConfigMap": "configmaps", "PersistentVolumeClaim": "persistentvolumeclaims"}.get(document["kind"])
-        path = f"/api/v1/namespaces/{api.namespace}/{resource}" if resource else "/api/v1/persistentvolumes"
+        resource = {
+            "ConfigMap": "configmaps",
+            "PersistentVolumeClaim": "persistentvolumeclaims",
+        }.get(document["kind"])
+        path = (
+            f"/api/v1/namespaces/{api.namespace}/{resource}"
+            if resource
+            else "/api/v1/persistentvolumes"
+        )
         status, body = api.request("POST", f"{path}?dryRun=All&fieldValidation=Strict", document)
         assert status == 201, body
 
@@ -253,7 +308,9 @@ def test_rendered_pod_volumes_are_accepted(api: Any, policies: str, path: Path) 
             "metadata": {"name": "engine"},
             "spec": {
                 "containers": [{"name": "c", "image": "i"}],
-                "volumes": [{"name": tier.name, **volumes.pod_volume(policy, tier)} for tier in tiers],
+                "volumes": [
+                    {"name": tier.name, **volumes.pod_volume(policy, tier)} for tier in tiers
+                ],
             },
         }
         template = {"metadata": {"name": "t"}, "template": pod}

@@ -28,7 +28,11 @@ def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_when_the_helper_says
 ) -> None:
     namespace = nodes.make_namespace(full_api, "fixtures")
     with nodes.FakeNode(full_api, "fixtures-node"):
-        nodes.ok(full_api.request("POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", _deployment("test")))
+        nodes.ok(
+            full_api.request(
+                "POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", _deployment("test")
+            )
+        )
         pods = f"/api/v1/namespaces/{namespace}/pods"
 
         def bound() -> Any:
@@ -39,7 +43,8 @@ def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_when_the_helper_says
         nodes.run_pod(full_api, namespace, pod["metadata"]["name"])
         path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
         nodes.wait_for(
-            "an available replica", lambda: full_api.request("GET", path)[1]["status"].get("availableReplicas") == 1
+            "an available replica",
+            lambda: full_api.request("GET", path)[1]["status"].get("availableReplicas") == 1,
         )
         nodes.ok(full_api.request("DELETE", path))
         nodes.finish_deletion(full_api, namespace, pod["metadata"]["name"])
@@ -49,12 +54,18 @@ def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_when_the_helper_says
 def test_a_pod_runs_on_the_node(node_api: Any, nodes: ModuleType) -> None:
     namespace = nodes.make_namespace(node_api, "fixtures")
     image = "registry.local/pause:1"
-    nodes.ok(node_api.request("POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", _deployment(image)))
+    nodes.ok(
+        node_api.request(
+            "POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", _deployment(image)
+        )
+    )
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
     nodes.wait_for(
-        "an available replica", lambda: node_api.request("GET", path)[1]["status"].get("availableReplicas") == 1
+        "an available replica",
+        lambda: node_api.request("GET", path)[1]["status"].get("availableReplicas") == 1,
     )
     nodes.ok(node_api.request("DELETE", f"/api/v1/namespaces/{namespace}"))
     nodes.wait_for(
-        "the namespace is gone", lambda: node_api.request("GET", f"/api/v1/namespaces/{namespace}")[0] == 404
+        "the namespace is gone",
+        lambda: node_api.request("GET", f"/api/v1/namespaces/{namespace}")[0] == 404,
     )

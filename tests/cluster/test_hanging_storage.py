@@ -17,13 +17,16 @@ from nodes import ok, wait_for
 from serving import EnginePod, ask, container_status, engine_deployment
 from standing_in import STORAGE_GID
 
-from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
+from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
+from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: install the extra `engine`"
+        importlib.util.find_spec("vllm") is None,
+        reason="vllm is not installed: install the extra `engine`",
     ),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
     pytest.mark.engine,
@@ -124,7 +127,9 @@ def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Fro
     while hit.is_alive() and time.monotonic() - begun < 60:
         # One that is new, and one that lies in RAM.
         for number in (1000 + len(seen.other_seconds), OTHERS + 1):
-            seen.other_seconds.append(client.complete(tokens_of(number), NEW_TOKENS).first_token_seconds)
+            seen.other_seconds.append(
+                client.complete(tokens_of(number), NEW_TOKENS).first_token_seconds
+            )
     hit.join(60)
 
     _retune(place, pod, storage, OTHER_CLOCK_SECONDS)
@@ -132,7 +137,13 @@ def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Fro
     seen.answers[1], _, seen.hit_seconds_after_change = ask(client, tokens_of(1), NEW_TOKENS)
     _end_container(installed, pod, seen)
     _delete_pod(installed, place, pod, storage, seen)
-    print({name: value for name, value in asdict(seen).items() if name not in ("expected", "answers", "told")})
+    print(
+        {
+            name: value
+            for name, value in asdict(seen).items()
+            if name not in ("expected", "answers", "told")
+        }
+    )
     return seen
 
 
@@ -170,12 +181,16 @@ def _end_container(installed: Any, pod: EnginePod, seen: Frozen) -> None:
     seen.container_end_seconds = time.monotonic() - begun
 
 
-def _delete_pod(installed: Any, place: Any, pod: EnginePod, storage: FaultyMount, seen: Frozen) -> None:
+def _delete_pod(
+    installed: Any, place: Any, pod: EnginePod, storage: FaultyMount, seen: Frozen
+) -> None:
     # No replacement: it would have no storage that answers either.
     name = pod.now()["metadata"]["name"]
     installed.cluster.kubectl("-n", NAMESPACE, "scale", "deployment", APP, "--replicas=0")
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}"
-    found = wait_for("the policy tells of the pod", lambda: place.events("StuckTerminating"), 180, period=1)
+    found = wait_for(
+        "the policy tells of the pod", lambda: place.events("StuckTerminating"), 180, period=1
+    )
     seen.event = found[0]["message"]
     seen.told = json.dumps(place.policy()["status"]["conditions"])
     seen.still_there_before_thaw = installed.api.request("GET", path)[0] == 200
@@ -196,7 +211,9 @@ def test_its_clock_is_the_one_that_was_applied_to_the_running_engine(frozen: Fro
     assert frozen.hit_seconds > (FIRST_CLOCK_SECONDS + CLOCK_SECONDS) / 2
 
 
-def test_a_later_hit_waits_at_most_the_shorter_clock_that_was_applied_meanwhile(frozen: Frozen) -> None:
+def test_a_later_hit_waits_at_most_the_shorter_clock_that_was_applied_meanwhile(
+    frozen: Frozen,
+) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds_after_change < OTHER_CLOCK_SECONDS + SLACK_SECONDS
     assert frozen.answers[1] == frozen.expected[1]

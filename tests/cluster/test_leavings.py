@@ -7,11 +7,11 @@ import logging
 from typing import Any
 
 import pytest
+from tests.support import controllers
+from tests.support.controllers import file_tier, policy, running, settings, settled, until
 
-from kvtier_operator.cluster.client import connect
-from kvtier_operator.cluster.contract import EVENTS, POLICIES
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import file_tier, policy, running, settings, settled, until
+from kvtier_operator.kube.client import connect
+from kvtier_operator.kube.resources import EVENTS, POLICIES
 
 EXPORT = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
@@ -38,10 +38,16 @@ def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log
                     return [each for each in events if each["reason"] == "DataLeft"]
 
                 (event,) = await until("an Event says what stays", told)
-            words = f"tier shared: directory {namespace}/{uids['chat']} in nas.example:/kv/chat stays"
+            words = (
+                f"tier shared: directory {namespace}/{uids['chat']} in nas.example:/kv/chat stays"
+            )
             assert event["message"].startswith(words)
             assert event["involvedObject"]["uid"] == uids["chat"]
-            said = [record.getMessage() for record in caplog.records if "the policy is gone" in record.getMessage()]
+            said = [
+                record.getMessage()
+                for record in caplog.records
+                if "the policy is gone" in record.getMessage()
+            ]
             assert [each.partition(": ")[2].startswith(words) for each in said] == [True]
             await controllers.drop_namespace(client, namespace)
 

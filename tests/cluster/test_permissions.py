@@ -9,25 +9,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support import controllers
+from tests.support.controllers import file_tier, policy, running, settings, settled, until
 
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import CLAIMS, POLICIES, VOLUMES, Kind
-from kvtier_operator.cluster.credentials import from_kubeconfig
-from kvtier_operator.cluster.permissions import CONTROLLER, Permission, Scope, rules
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import file_tier, policy, running, settings, settled, until
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.credentials import from_kubeconfig
+from kvtier_operator.kube.resources import CLAIMS, POLICIES, VOLUMES, Kind
+from kvtier_operator.rbac import CONTROLLER, Permission, Scope, rules
 
 ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
-BINDINGS = Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False)
+BINDINGS = Kind(
+    "rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False
+)
 ACCOUNTS = Kind("", "v1", "serviceaccounts", "ServiceAccount")
 SECTIONS = {
     "storage": {"createVolumes": True},
-    "allowedVolumes": [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}],
+    "allowedVolumes": [
+        {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
+    ],
     "controller": {"resyncSeconds": 1},
 }
 TIERS = [
     file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}}),
-    file_tier("disk", {"claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}}),
+    file_tier(
+        "disk",
+        {"claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}},
+    ),
 ]
 FOLLOWED = [each for each in CONTROLLER if each.scope is not Scope.OWN and not each.names]
 ALWAYS_CALLED = [each for each in FOLLOWED if each.resources not in (("namespaces",), ("nodes",))]
@@ -36,13 +43,17 @@ ALWAYS_CALLED = [each for each in FOLLOWED if each.resources not in (("namespace
 
 def _all_rules(permissions: Sequence[Permission]) -> list[dict[str, Any]]:
     on = frozenset({"storage.createVolumes"})
-    return [rule for scope in (Scope.WATCHED, Scope.CLUSTER) for rule in rules(permissions, scope, on)]
+    return [
+        rule for scope in (Scope.WATCHED, Scope.CLUSTER) for rule in rules(permissions, scope, on)
+    ]
 
 
 class Limited:
     """A client of an account that has these rules, and what the API server said to it."""
 
-    def __init__(self, cluster: Any, admin: ApiClient, namespace: str, permissions: Sequence[Permission]) -> None:
+    def __init__(
+        self, cluster: Any, admin: ApiClient, namespace: str, permissions: Sequence[Permission]
+    ) -> None:
         self._cluster = cluster
         self._admin = admin
         self._namespace = namespace
@@ -67,7 +78,9 @@ class Limited:
                 "kind": "ClusterRoleBinding",
                 "metadata": {"name": name},
                 "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": name},
-                "subjects": [{"kind": "ServiceAccount", "name": "limited", "namespace": self._namespace}],
+                "subjects": [
+                    {"kind": "ServiceAccount", "name": "limited", "namespace": self._namespace}
+                ],
             },
         )
         account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "limited"}}
@@ -100,8 +113,13 @@ def test_with_exactly_these_rights_nothing_that_it_does_is_forbidden(full_cluste
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "rights")
             limited = Limited(full_cluster, admin, namespace, FOLLOWED)
-            async with await limited.client() as client, running(client, settings(namespace, **SECTIONS)) as controller:
-                await admin.apply(POLICIES, policy(namespace, tiers=TIERS, attach={"mode": "ConfigMapOnly"}))
+            async with (
+                await limited.client() as client,
+                running(client, settings(namespace, **SECTIONS)) as controller,
+            ):
+                await admin.apply(
+                    POLICIES, policy(namespace, tiers=TIERS, attach={"mode": "ConfigMapOnly"})
+                )
                 await settled(controller, admin, namespace)
                 await admin.apply(POLICIES, policy(namespace, tiers=TIERS[:1]))
                 await settled(controller, admin, namespace)
@@ -114,27 +132,42 @@ def test_with_exactly_these_rights_nothing_that_it_does_is_forbidden(full_cluste
                 await admin.delete(POLICIES, namespace, "chat", uid=found["metadata"]["uid"])
 
                 async def no_volume() -> bool:
-                    return not await admin.list(VOLUMES, labels=f"{controllers.NAMESPACE_LABEL}={namespace}")
+                    return not await admin.list(
+                        VOLUMES, labels=f"{controllers.NAMESPACE_LABEL}={namespace}"
+                    )
 
                 await until("the volume is removed", no_volume)
             assert limited.forbidden == set()
             done = {(verb, kind) for verb, kind, status in limited.said if 200 <= status < 300}
-            assert {("delete", "PersistentVolume"), ("delete", "ConfigMap"), ("create", "Secret")} <= done
+            assert {
+                ("delete", "PersistentVolume"),
+                ("delete", "ConfigMap"),
+                ("create", "Secret"),
+            } <= done
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("cut", ALWAYS_CALLED, ids=lambda cut: "-".join(cut.resources).replace("/", "-"))
-def test_without_one_rule_a_call_is_forbidden_and_the_controller_says_so(full_cluster: Any, cut: Permission) -> None:
+@pytest.mark.parametrize(
+    "cut", ALWAYS_CALLED, ids=lambda cut: "-".join(cut.resources).replace("/", "-")
+)
+def test_without_one_rule_a_call_is_forbidden_and_the_controller_says_so(
+    full_cluster: Any, cut: Permission
+) -> None:
     async def story() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "cut")
-            limited = Limited(full_cluster, admin, namespace, [each for each in FOLLOWED if each is not cut])
+            limited = Limited(
+                full_cluster, admin, namespace, [each for each in FOLLOWED if each is not cut]
+            )
             await admin.apply(POLICIES, policy(namespace, tiers=TIERS))
-            async with await limited.client() as client, running(client, settings(namespace, **SECTIONS)) as controller:
+            async with (
+                await limited.client() as client,
+                running(client, settings(namespace, **SECTIONS)) as controller,
+            ):
 
                 async def refused() -> bool:
                     return bool(limited.forbidden)

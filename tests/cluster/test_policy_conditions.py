@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support import controllers
+from tests.support.controllers import (
+    condition,
+    file_tier,
+    policy,
+    running,
+    settings,
+    settled,
+    until,
+)
 
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import CLAIMS, CONFIG_MAPS, POLICIES, VOLUMES
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import condition, file_tier, policy, running, settings, settled, until
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, POLICIES, VOLUMES
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 EXPORTS = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
@@ -139,7 +147,13 @@ CASES = [
     ),
     Case(
         "somebody's claim that is not there",
-        {"StorageReady": ("False", "ClaimMissing", "tier disk: claim NS/mine does not exist; create it")},
+        {
+            "StorageReady": (
+                "False",
+                "ClaimMissing",
+                "tier disk: claim NS/mine does not exist; create it",
+            )
+        },
         tiers=[_claimed()],
     ),
     Case(
@@ -171,7 +185,13 @@ CASES = [
     ),
     Case(
         "a claim that has lost its volume",
-        {"StorageReady": ("False", "ClaimLost", "tier disk: claim NS/mine has lost its volume pv-1")},
+        {
+            "StorageReady": (
+                "False",
+                "ClaimLost",
+                "tier disk: claim NS/mine has lost its volume pv-1",
+            )
+        },
         tiers=[_claimed()],
         claim={"accessModes": ["ReadWriteMany"], "volumeName": "pv-1"},
         phase="Lost",
@@ -189,7 +209,10 @@ def test_is_said_with_its_reason_and_message(cluster: Any, case: Case) -> None:
             await client.apply(POLICIES, policy(namespace, tiers=case.tiers, **case.spec))
             async with running(client, settings(namespace, **case.sections)) as controller:
                 found = await settled(controller, client, namespace)
-            claims = {tier["name"]: tier.get("claimName", "") for tier in found["status"].get("tiers") or ()}
+            claims = {
+                tier["name"]: tier.get("claimName", "")
+                for tier in found["status"].get("tiers") or ()
+            }
             claim = claims.get("shared", "")
             for name, (status, reason, message) in case.expected.items():
                 text = message.replace("NS", namespace).replace("CLAIM", claim)
@@ -210,10 +233,14 @@ async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase:
     }
     await client.create(CLAIMS, namespace, body)
     # What the volume controller would say.
-    await client.patch(CLAIMS, namespace, "mine", {"status": {"phase": phase}}, subresource="status")
+    await client.patch(
+        CLAIMS, namespace, "mine", {"status": {"phase": phase}}, subresource="status"
+    )
 
 
-def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it(cluster: Any) -> None:
+def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it(
+    cluster: Any,
+) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "leaving")
@@ -225,7 +252,12 @@ def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it
                 name = claim["metadata"]["name"]
                 # Protected by a finalizer, as a claim that a pod mounts, it stays.
                 await client.delete(CLAIMS, namespace, name, uid=claim["metadata"]["uid"])
-                await client.patch(CLAIMS, namespace, name, {"metadata": {"labels": {"kvtier.io/tier": "tampered"}}})
+                await client.patch(
+                    CLAIMS,
+                    namespace,
+                    name,
+                    {"metadata": {"labels": {"kvtier.io/tier": "tampered"}}},
+                )
 
                 async def said() -> Any:
                     found = condition(await settled(controller, client, namespace), "StorageReady")
@@ -289,7 +321,9 @@ def test_what_is_allowed_later_is_accepted_and_what_is_forbidden_later_is_not_wh
     asyncio.run(story())
 
 
-def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_what_it_has(cluster: Any) -> None:
+def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_what_it_has(
+    cluster: Any,
+) -> None:
     """As after a downgrade: the API server holds what this operator does not know."""
 
     async def story() -> None:
@@ -303,11 +337,15 @@ def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_w
             schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
             try:
                 changed = {"spec": {"versions": found["spec"]["versions"]}}
-                await client.patch(controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io", changed)
+                await client.patch(
+                    controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io", changed
+                )
 
                 async def taken() -> bool:
                     body = {"spec": {"later": "x", "minLoadTokens": 9}}
-                    return "later" in (await client.patch(POLICIES, namespace, "chat", body))["spec"]
+                    return (
+                        "later" in (await client.patch(POLICIES, namespace, "chat", body))["spec"]
+                    )
 
                 await until("the API server takes the field", taken)
                 async with running(client, settings(namespace)) as controller:
@@ -331,12 +369,17 @@ def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_w
     asyncio.run(story())
 
 
-def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(cluster: Any) -> None:
+def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
+    cluster: Any,
+) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "long")
             url = "redis://cache.serving:6379/" + "x" * 1900
-            tiers = [{"name": f"remote-{number}", "lmcache": {"url": url, "capacity": "1Ti"}} for number in range(7)]
+            tiers = [
+                {"name": f"remote-{number}", "lmcache": {"url": url, "capacity": "1Ti"}}
+                for number in range(7)
+            ]
             await client.apply(POLICIES, policy(namespace, tiers=tiers))
             async with running(client, settings(namespace)) as controller:
                 found = await settled(controller, client, namespace)
@@ -362,7 +405,10 @@ def test_transition_times_change_with_the_status_of_a_condition_only(cluster: An
             await client.apply(POLICIES, policy(namespace))
 
             def times(found: Any) -> dict[str, str]:
-                return {each["type"]: each["lastTransitionTime"] for each in found["status"]["conditions"]}
+                return {
+                    each["type"]: each["lastTransitionTime"]
+                    for each in found["status"]["conditions"]
+                }
 
             async with running(client, settings(namespace)) as controller:
                 first = times(await settled(controller, client, namespace))

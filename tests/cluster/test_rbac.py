@@ -20,17 +20,22 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 
 from charts import NAMESPACE, Release, rendered, without_definition
 from nodes import make_namespace, ok, wait_for
 
-from kvtier_operator.cluster import certificates, permissions
-from kvtier_operator.cluster.permissions import Scope
+from kvtier_operator import rbac
+from kvtier_operator.certs import certificates
+from kvtier_operator.rbac import Scope
 
 Settings = dict[str, Any]
 REPOSITORY = Path(__file__).resolve().parents[2]
-CALLS = re.compile(r"^kvtier_operator_api_calls_total\{(?P<labels>.*)\} (?P<count>\S+)$", re.MULTILINE)
+CALLS = re.compile(
+    r"^kvtier_operator_api_calls_total\{(?P<labels>.*)\} (?P<count>\S+)$", re.MULTILINE
+)
 EXPORT = {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
 VALUES = {
     "storage": {"createVolumes": True},
@@ -75,7 +80,9 @@ class Process:
     def metrics(self) -> str:
         """Its /metrics; empty before it listens."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/metrics", timeout=5
+            ) as answer:
                 return str(answer.read().decode())
         except OSError:
             return ""
@@ -83,7 +90,9 @@ class Process:
     def ready(self) -> bool:
         """Whether /readyz says so."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/readyz", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/readyz", timeout=5
+            ) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -103,7 +112,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def operator(component: str, cluster: Any, api: Any, settings: Settings, home: Path) -> Iterator[Process]:
+def operator(
+    component: str, cluster: Any, api: Any, settings: Settings, home: Path
+) -> Iterator[Process]:
     """``kvtier-operator COMPONENT`` as the chart's account."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,16 +125,29 @@ def operator(component: str, cluster: Any, api: Any, settings: Settings, home: P
     config, log = home / "kubeconfig", home / "log"
     config.write_text(yaml.safe_dump(_kubeconfig(cluster, api, f"kvtier-{component}")))
     command = [sys.executable, "-m", "kvtier_operator.main", component]
-    command += ["--settings", str(home / "settings.yaml"), "--kubeconfig", str(config), "--log-format", "text"]
+    command += [
+        "--settings",
+        str(home / "settings.yaml"),
+        "--kubeconfig",
+        str(config),
+        "--log-format",
+        "text",
+    ]
     paths = f"{REPOSITORY / 'connector'}:{REPOSITORY / 'operator'}"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": paths}, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,
         )
     found = Process(process, port, log)
     try:
         try:
-            wait_for(f"the {component} is ready", lambda: found.ready() or process.poll() is not None, 60)
+            wait_for(
+                f"the {component} is ready", lambda: found.ready() or process.poll() is not None, 60
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}: {found.log()}") from None
         assert process.poll() is None, found.log()
@@ -139,7 +163,11 @@ def operator(component: str, cluster: Any, api: Any, settings: Settings, home: P
 
 def _kubeconfig(cluster: Any, api: Any, account: str) -> dict[str, Any]:
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 3600},
+    }
     token = ok(api.request("POST", path, request))["status"]["token"]
     config = yaml.safe_load(Path(cluster.kubeconfig).read_text())
     server = config["clusters"][0]["cluster"]
@@ -159,16 +187,28 @@ def policy(namespace: str, name: str, *tiers: Mapping[str, Any], **spec: Any) ->
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",
         "metadata": {"name": name, "namespace": namespace},
-        "spec": {"podSelector": {"matchLabels": {"app": name}}, "tiers": [memory, *map(dict, tiers)], **spec},
+        "spec": {
+            "podSelector": {"matchLabels": {"app": name}},
+            "tiers": [memory, *map(dict, tiers)],
+            **spec,
+        },
     }
 
 
 def files(volume: Mapping[str, Any], name: str = "disk") -> dict[str, Any]:
-    return {"name": name, "fileSystem": {"capacity": "1Gi", "sharing": "Cluster", "volume": dict(volume)}}
+    return {
+        "name": name,
+        "fileSystem": {"capacity": "1Gi", "sharing": "Cluster", "volume": dict(volume)},
+    }
 
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/a"}}
-CLAIM = {"claimTemplate": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
+CLAIM = {
+    "claimTemplate": {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+}
 
 
 def _accepted(api: Any, namespace: str, name: str) -> str:
@@ -191,10 +231,19 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
         nodes.FakeNode(api, "rights-node"),
         operator("controller", full_cluster, api, chart, tmp_path) as controller,
     ):
-        ok(api.request("POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))))
-        ok(api.request("POST", policies, policy(namespace, "written", attach={"mode": "ConfigMapOnly"})))
+        ok(
+            api.request(
+                "POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))
+            )
+        )
+        ok(
+            api.request(
+                "POST", policies, policy(namespace, "written", attach={"mode": "ConfigMapOnly"})
+            )
+        )
         wait_for(
-            "both are accepted", lambda: {_accepted(api, namespace, each) for each in ("chat", "written")} == {"True"}
+            "both are accepted",
+            lambda: {_accepted(api, namespace, each) for each in ("chat", "written")} == {"True"},
         )
         for path in ("configmaps/chat-live", "secrets/chat-token", "configmaps/written-structural"):
             wait_for(path, lambda path=path: _exists(api, f"{core}/{path}"))
@@ -205,21 +254,48 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
             "spec": {"containers": [{"name": "vllm", "image": "x"}]},
         }
         ok(api.request("POST", f"{core}/pods", pod))
-        wait_for("it is bound", lambda: api.request("GET", f"{core}/pods/missed")[1]["spec"].get("nodeName"))
+        wait_for(
+            "it is bound",
+            lambda: api.request("GET", f"{core}/pods/missed")[1]["spec"].get("nodeName"),
+        )
         nodes.run_pod(api, namespace, "missed")
-        wait_for("the policy counts it", lambda: _status(api, policies, "chat").get("pods", {}).get("selected") == 1)
-        wait_for("Events", lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200)
+        wait_for(
+            "the policy counts it",
+            lambda: _status(api, policies, "chat").get("pods", {}).get("selected") == 1,
+        )
+        wait_for(
+            "Events",
+            lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200,
+        )
         # A live value changes, what was written for people is no longer wanted, the policy goes.
         change = {"spec": {"minLoadTokens": 1024}}
         ok(api.request("PATCH", f"{policies}/chat", change, content_type=MERGE))
-        wait_for("live values", lambda: '"minLoadTokens": 1024' in json.dumps(json.loads(_live(api, core))))
-        ok(api.request("PATCH", f"{policies}/written", {"spec": {"attach": {"mode": "Webhook"}}}, content_type=MERGE))
-        wait_for("what it no longer needs goes", lambda: not _exists(api, f"{core}/configmaps/written-structural"))
+        wait_for(
+            "live values",
+            lambda: '"minLoadTokens": 1024' in json.dumps(json.loads(_live(api, core))),
+        )
+        ok(
+            api.request(
+                "PATCH",
+                f"{policies}/written",
+                {"spec": {"attach": {"mode": "Webhook"}}},
+                content_type=MERGE,
+            )
+        )
+        wait_for(
+            "what it no longer needs goes",
+            lambda: not _exists(api, f"{core}/configmaps/written-structural"),
+        )
         ok(api.request("DELETE", f"{policies}/chat"))
         for kind in ("mutating", "validating"):
-            assert "caBundle" in api.request("GET", HOOKS.format(kind))[1]["webhooks"][0]["clientConfig"]
+            assert (
+                "caBundle"
+                in api.request("GET", HOOKS.format(kind))[1]["webhooks"][0]["clientConfig"]
+            )
         assert controller.calls("403") == {}, controller.log()
-        done = {verb for verb, _ in controller.calls("200")} | {verb for verb, _ in controller.calls("201")}
+        done = {verb for verb, _ in controller.calls("200")} | {
+            verb for verb, _ in controller.calls("201")
+        }
         assert {"list", "watch", "get"} <= done
     api.request("DELETE", core)
 
@@ -230,16 +306,25 @@ def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
     api, namespace = full_api, make_namespace(full_api, "cut", {"kvtier.io/inject": "enabled"})
     policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
     role = ok(api.request("GET", ROLE))
-    cut = [_without_create(rule) if "configmaps" in rule["resources"] else rule for rule in role["rules"]]
+    cut = [
+        _without_create(rule) if "configmaps" in rule["resources"] else rule
+        for rule in role["rules"]
+    ]
     ok(api.request("PATCH", ROLE, {"rules": cut}, content_type=MERGE))
     try:
         with operator("controller", full_cluster, api, chart, tmp_path) as controller:
             ok(api.request("POST", policies, policy(namespace, "chat")))
-            wait_for("a call is forbidden", lambda: any(kind == "ConfigMap" for _, kind in controller.calls("403")))
+            wait_for(
+                "a call is forbidden",
+                lambda: any(kind == "ConfigMap" for _, kind in controller.calls("403")),
+            )
             forbidden = {kind for _, kind in controller.calls("403")}
             assert forbidden == {"ConfigMap"}, controller.log()
             # Nothing else suffers, and with the right back it is made good without a restart.
-            wait_for("the token", lambda: _exists(api, f"/api/v1/namespaces/{namespace}/secrets/chat-token"))
+            wait_for(
+                "the token",
+                lambda: _exists(api, f"/api/v1/namespaces/{namespace}/secrets/chat-token"),
+            )
             ok(api.request("PATCH", ROLE, {"rules": role["rules"]}, content_type=MERGE))
             live = f"/api/v1/namespaces/{namespace}/configmaps/chat-live"
             wait_for("the live values", lambda: _exists(api, live), 90)
@@ -268,7 +353,9 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
     # Installed anew: what a test has changed by hand in a role, an upgrade leaves alone.
     release.uninstall()
     release.install(VALUES)
-    settings = settings_of(release.upgrade({**VALUES, "webhook": {"certificates": {"mode": "Mounted"}}}))
+    settings = settings_of(
+        release.upgrade({**VALUES, "webhook": {"certificates": {"mode": "Mounted"}}})
+    )
     _no_rule_beyond_the_code(full_api)
     directory = tmp_path / "certificates"
     for each in ("controller", "webhook", "certificates"):
@@ -289,14 +376,22 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
     namespace = make_namespace(full_api, "mounted", {"kvtier.io/inject": "enabled"})
     policies = f"/apis/kvtier.io/v1alpha1/namespaces/{namespace}/kvtierpolicies"
     with (
-        operator("controller", full_cluster, full_api, settings, tmp_path / "controller") as controller,
+        operator(
+            "controller", full_cluster, full_api, settings, tmp_path / "controller"
+        ) as controller,
         # It is ready only once it has the certificate, and copies of all it asks about.
         operator("webhook", full_cluster, full_api, settings, tmp_path / "webhook") as webhook,
     ):
-        ok(full_api.request("POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))))
+        ok(
+            full_api.request(
+                "POST", policies, policy(namespace, "chat", files(NFS), files(CLAIM, "claimed"))
+            )
+        )
         wait_for("it is accepted", lambda: _accepted(full_api, namespace, "chat") == "True")
         for path in ("configmaps/chat-live", "secrets/chat-token"):
-            wait_for(path, lambda path=path: _exists(full_api, f"/api/v1/namespaces/{namespace}/{path}"))
+            wait_for(
+                path, lambda path=path: _exists(full_api, f"/api/v1/namespaces/{namespace}/{path}")
+            )
         assert controller.calls("403") == {}, controller.log()
         assert webhook.calls("403") == {}, webhook.log()
         assert not _exists(full_api, secret)
@@ -309,11 +404,14 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
 
 def _no_rule_beyond_the_code(api: Any) -> None:
     """Of the roles as the API server holds them: an upgrade must take away what a mode no longer needs."""
-    on = frozenset({permissions.CREATE_VOLUMES})
-    for account, given in (("controller", permissions.CONTROLLER), ("webhook", permissions.WEBHOOK)):
-        watched, cluster, own = (permissions.rules(given, scope, on) for scope in Scope)
+    on = frozenset({rbac.CREATE_VOLUMES})
+    for account, given in (("controller", rbac.CONTROLLER), ("webhook", rbac.WEBHOOK)):
+        watched, cluster, own = (rbac.rules(given, scope, on) for scope in Scope)
         assert own == []
-        assert ok(api.request("GET", f"{RIGHTS}/clusterroles/kvtier-{account}"))["rules"] == cluster + watched
+        assert (
+            ok(api.request("GET", f"{RIGHTS}/clusterroles/kvtier-{account}"))["rules"]
+            == cluster + watched
+        )
         for kind in ("roles", "rolebindings"):
             assert not _exists(api, f"{RIGHTS}/namespaces/{NAMESPACE}/{kind}/kvtier-{account}")
 

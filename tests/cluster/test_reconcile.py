@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import CLAIMS, CONFIG_MAPS, PODS, POLICIES, SECRETS, VOLUMES, ApiError
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import (
+from tests.support import controllers
+from tests.support.api_faults import FaultyClient
+from tests.support.controllers import (
     belongings,
     condition,
     file_tier,
@@ -22,7 +20,17 @@ from kvtier_operator.testing.controllers import (
     settled,
     until,
 )
-from kvtier_operator.testing.faults import FaultyClient
+
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import (
+    CLAIMS,
+    CONFIG_MAPS,
+    PODS,
+    POLICIES,
+    SECRETS,
+    VOLUMES,
+    ApiError,
+)
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
@@ -69,7 +77,9 @@ async def _gone(client: ApiClient, kind: Any, namespace: str | None, name: str) 
     return False
 
 
-def test_a_policy_gets_its_live_values_and_its_token_and_says_so(reconciled: Callable[[Story], None]) -> None:
+def test_a_policy_gets_its_live_values_and_its_token_and_says_so(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, minLoadTokens=640))
         async with running(client, settings(namespace)) as controller:
@@ -81,14 +91,20 @@ def test_a_policy_gets_its_live_values_and_its_token_and_says_so(reconciled: Cal
         assert set(secret["data"]) == {"token"}
         for made in (secret, await client.get(CONFIG_MAPS, namespace, "chat-live")):
             (owner,) = made["metadata"]["ownerReferences"]
-            assert (owner["kind"], owner["name"], owner["uid"]) == ("KVTierPolicy", "chat", found["metadata"]["uid"])
+            assert (owner["kind"], owner["name"], owner["uid"]) == (
+                "KVTierPolicy",
+                "chat",
+                found["metadata"]["uid"],
+            )
             assert "finalizers" not in made["metadata"]
         assert "finalizers" not in found["metadata"]
 
     reconciled(story)
 
 
-def test_a_live_change_raises_the_generation_by_one_and_a_restart_does_not(reconciled: Callable[[Story], None]) -> None:
+def test_a_live_change_raises_the_generation_by_one_and_a_restart_does_not(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         async with running(client, settings(namespace)) as controller:
@@ -108,13 +124,17 @@ def test_a_live_change_raises_the_generation_by_one_and_a_restart_does_not(recon
     reconciled(story)
 
 
-def test_a_change_of_a_policy_costs_two_calls_whatever_it_changes(reconciled: Callable[[Story], None]) -> None:
+def test_a_change_of_a_policy_costs_two_calls_whatever_it_changes(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         counting = FaultyClient(client)
         async with running(counting, settings(namespace)) as controller:
             await settled(controller, client, namespace)
-            for number, spec in enumerate(({"minLoadTokens": 2048}, {"breaker": {"periodSeconds": 7}}), start=2):
+            for number, spec in enumerate(
+                ({"minLoadTokens": 2048}, {"breaker": {"periodSeconds": 7}}), start=2
+            ):
                 counting.calls.clear()
                 await client.patch(POLICIES, namespace, "chat", {"spec": spec})
                 await settled(controller, client, namespace)
@@ -127,13 +147,17 @@ def test_a_change_of_a_policy_costs_two_calls_whatever_it_changes(reconciled: Ca
     reconciled(story)
 
 
-def test_drift_is_repaired_and_counts_as_a_change_of_live_values(reconciled: Callable[[Story], None]) -> None:
+def test_drift_is_repaired_and_counts_as_a_change_of_live_values(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         async with running(client, settings(namespace)) as controller:
             await settled(controller, client, namespace)
             tampered = json.dumps({**(await _live(client, namespace)), "minLoadTokens": 1})
-            await client.patch(CONFIG_MAPS, namespace, "chat-live", {"data": {"live.json": tampered, "mine": "x"}})
+            await client.patch(
+                CONFIG_MAPS, namespace, "chat-live", {"data": {"live.json": tampered, "mine": "x"}}
+            )
 
             async def repaired() -> bool:
                 live = await _live(client, namespace)
@@ -142,10 +166,14 @@ def test_drift_is_repaired_and_counts_as_a_change_of_live_values(reconciled: Cal
             await until("the live values are repaired", repaired)
             found = await client.get(CONFIG_MAPS, namespace, "chat-live")
             assert found["data"]["mine"] == "x", "what others added is theirs"
-            await client.patch(CONFIG_MAPS, namespace, "chat-live", {"metadata": {"ownerReferences": None}})
+            await client.patch(
+                CONFIG_MAPS, namespace, "chat-live", {"metadata": {"ownerReferences": None}}
+            )
 
             async def owned() -> bool:
-                owner = (await client.get(CONFIG_MAPS, namespace, "chat-live"))["metadata"].get("ownerReferences")
+                owner = (await client.get(CONFIG_MAPS, namespace, "chat-live"))["metadata"].get(
+                    "ownerReferences"
+                )
                 return bool(owner)
 
             await until("the owner is back", owned)
@@ -157,12 +185,16 @@ def test_drift_is_repaired_and_counts_as_a_change_of_live_values(reconciled: Cal
                     return False
                 return bool((await _live(client, namespace))["generation"] == 3)
 
-            await until("a deleted ConfigMap is made anew, with a generation no engine has seen", back)
+            await until(
+                "a deleted ConfigMap is made anew, with a generation no engine has seen", back
+            )
 
     reconciled(story)
 
 
-def test_a_deleted_token_is_replaced_by_another_with_the_resync(reconciled: Callable[[Story], None]) -> None:
+def test_a_deleted_token_is_replaced_by_another_with_the_resync(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         quick = settings(namespace, controller={"resyncSeconds": 0.5})
@@ -170,7 +202,9 @@ def test_a_deleted_token_is_replaced_by_another_with_the_resync(reconciled: Call
             await settled(controller, client, namespace)
             first = await client.get(SECRETS, namespace, "chat-token")
             await client.delete(SECRETS, namespace, "chat-token", uid=first["metadata"]["uid"])
-            await until("the token is back", lambda: _present(client, SECRETS, namespace, "chat-token"))
+            await until(
+                "the token is back", lambda: _present(client, SECRETS, namespace, "chat-token")
+            )
         assert (await client.get(SECRETS, namespace, "chat-token"))["data"] != first["data"]
 
     reconciled(story)
@@ -180,10 +214,16 @@ async def _present(client: ApiClient, kind: Any, namespace: str | None, name: st
     return not await _gone(client, kind, namespace, name)
 
 
-def test_objects_of_the_same_name_that_are_not_kvtiers_are_left_alone(reconciled: Callable[[Story], None]) -> None:
+def test_objects_of_the_same_name_that_are_not_kvtiers_are_left_alone(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         for kind, name in ((CONFIG_MAPS, "chat-live"), (SECRETS, "chat-token")):
-            body = {"apiVersion": "v1", "kind": kind.kind, "metadata": {"name": name, "namespace": namespace}}
+            body = {
+                "apiVersion": "v1",
+                "kind": kind.kind,
+                "metadata": {"name": name, "namespace": namespace},
+            }
             await client.create(kind, namespace, body)
         await client.apply(POLICIES, policy(namespace))
         async with running(client, settings(namespace)) as controller:
@@ -200,7 +240,9 @@ def test_objects_of_the_same_name_that_are_not_kvtiers_are_left_alone(reconciled
     reconciled(story)
 
 
-def test_of_two_policies_that_select_a_pod_the_older_governs_it(reconciled: Callable[[Story], None]) -> None:
+def test_of_two_policies_that_select_a_pod_the_older_governs_it(
+    reconciled: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         selector = {"matchLabels": {"app": "shared"}}
         await client.apply(POLICIES, policy(namespace, "older", podSelector=selector))
@@ -244,8 +286,14 @@ async def _create_pod(client: ApiClient, namespace: str, body: dict[str, Any]) -
             # The namespace's default account comes from a controller, or, without one, never.
             if error.status != 403 or "serviceaccount" not in error.message.lower():
                 raise
-            account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
-            await client.create(controllers.Kind("", "v1", "serviceaccounts", "ServiceAccount"), namespace, account)
+            account = {
+                "apiVersion": "v1",
+                "kind": "ServiceAccount",
+                "metadata": {"name": "default"},
+            }
+            await client.create(
+                controllers.Kind("", "v1", "serviceaccounts", "ServiceAccount"), namespace, account
+            )
             return False
         return True
 
@@ -271,16 +319,22 @@ def test_config_map_only_writes_both_documents_and_takes_the_structure_back(
             await settled(controller, client, namespace)
             changed = await client.get(CONFIG_MAPS, namespace, "chat-structural")
             assert json.loads(changed["data"]["structural.json"])["chunkTokens"] == 512
-            await client.patch(POLICIES, namespace, "chat", {"spec": {"attach": {"mode": "Webhook"}}})
+            await client.patch(
+                POLICIES, namespace, "chat", {"spec": {"attach": {"mode": "Webhook"}}}
+            )
             await settled(controller, client, namespace)
             assert await _gone(client, CONFIG_MAPS, namespace, "chat-structural")
 
     reconciled(story)
 
 
-def test_a_claim_is_made_from_its_template_and_never_changed_again(governed: Callable[[Story], None]) -> None:
+def test_a_claim_is_made_from_its_template_and_never_changed_again(
+    governed: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
-        template = {"claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}}
+        template = {
+            "claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}
+        }
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("disk", template)]))
         async with running(client, settings(namespace)) as controller:
             found = await settled(controller, client, namespace)
@@ -294,7 +348,9 @@ def test_a_claim_is_made_from_its_template_and_never_changed_again(governed: Cal
             await settled(controller, client, namespace)
             (same,) = await client.list(CLAIMS, namespace)
             assert same["spec"] == claim["spec"]
-            await client.patch(CLAIMS, namespace, name, {"metadata": {"labels": {"kvtier.io/tier": None}}})
+            await client.patch(
+                CLAIMS, namespace, name, {"metadata": {"labels": {"kvtier.io/tier": None}}}
+            )
 
             async def labelled() -> bool:
                 (held,) = await client.list(CLAIMS, namespace)
@@ -317,9 +373,13 @@ def test_a_claim_is_made_from_its_template_and_never_changed_again(governed: Cal
     governed(story)
 
 
-def test_a_claim_that_a_pod_mounts_stays_until_the_pod_is_gone(governed: Callable[[Story], None]) -> None:
+def test_a_claim_that_a_pod_mounts_stays_until_the_pod_is_gone(
+    governed: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
-        volume = {"claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}}
+        volume = {
+            "claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}
+        }
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("disk", volume)]))
         async with running(client, settings(namespace)) as controller:
             await settled(controller, client, namespace)
@@ -340,7 +400,9 @@ def test_a_claim_that_a_pod_mounts_stays_until_the_pod_is_gone(governed: Callabl
                 return controller.cache.get(PODS, namespace, "p") is not None
 
             await until("the pod is seen", seen)
-            await client.patch(POLICIES, namespace, "chat", {"spec": {"tiers": policy(namespace)["spec"]["tiers"]}})
+            await client.patch(
+                POLICIES, namespace, "chat", {"spec": {"tiers": policy(namespace)["spec"]["tiers"]}}
+            )
             await settled(controller, client, namespace)
             held = await client.get(CLAIMS, namespace, name)
             assert "deletionTimestamp" not in held["metadata"]
@@ -376,7 +438,9 @@ def test_an_export_gets_a_volume_and_a_claim_that_bind(governed: Callable[[Story
     governed(story)
 
 
-def test_a_policy_made_again_never_meets_what_its_predecessor_left(governed: Callable[[Story], None]) -> None:
+def test_a_policy_made_again_never_meets_what_its_predecessor_left(
+    governed: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         body = policy(namespace, tiers=[file_tier("shared", NFS)])
         await client.apply(POLICIES, body)
@@ -396,7 +460,8 @@ def test_a_policy_made_again_never_meets_what_its_predecessor_left(governed: Cal
             second = await until("storage is ready again", bound)
             assert second["metadata"]["uid"] != first["metadata"]["uid"]
             await until(
-                "the predecessor's volume is removed", lambda: _gone(client, VOLUMES, None, volume["metadata"]["name"])
+                "the predecessor's volume is removed",
+                lambda: _gone(client, VOLUMES, None, volume["metadata"]["name"]),
             )
             (other,) = [each for each in await client.list(VOLUMES) if _of(each, namespace)]
             assert other["spec"]["nfs"] == volume["spec"]["nfs"]
@@ -410,7 +475,9 @@ def test_a_policy_made_again_never_meets_what_its_predecessor_left(governed: Cal
 
             await until("the token is another one", renewed)
             live = await client.get(CONFIG_MAPS, namespace, "chat-live")
-            assert {owner["uid"] for owner in live["metadata"]["ownerReferences"]} == {second["metadata"]["uid"]}
+            assert {owner["uid"] for owner in live["metadata"]["ownerReferences"]} == {
+                second["metadata"]["uid"]
+            }
 
     governed(story)
 
@@ -430,7 +497,9 @@ def test_a_deleted_claim_is_made_again_and_binds(governed: Callable[[Story], Non
 
             await until("storage is ready", bound)
             (claim,) = await client.list(CLAIMS, namespace)
-            await client.delete(CLAIMS, namespace, claim["metadata"]["name"], uid=claim["metadata"]["uid"])
+            await client.delete(
+                CLAIMS, namespace, claim["metadata"]["name"], uid=claim["metadata"]["uid"]
+            )
 
             async def another() -> bool:
                 claims = await client.list(CLAIMS, namespace)
@@ -446,7 +515,9 @@ def test_a_deleted_claim_is_made_again_and_binds(governed: Callable[[Story], Non
     governed(story)
 
 
-def test_volumes_of_dead_policies_are_removed_by_the_next_start(governed: Callable[[Story], None]) -> None:
+def test_volumes_of_dead_policies_are_removed_by_the_next_start(
+    governed: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
         chosen = settings(namespace, **VOLUMES_ALLOWED)
@@ -460,6 +531,9 @@ def test_volumes_of_dead_policies_are_removed_by_the_next_start(governed: Callab
 
         await until("the cluster has removed the claim", claims_gone)
         async with running(client, chosen):
-            await until("the volume is removed", lambda: _gone(client, VOLUMES, None, volume["metadata"]["name"]))
+            await until(
+                "the volume is removed",
+                lambda: _gone(client, VOLUMES, None, volume["metadata"]["name"]),
+            )
 
     governed(story)

@@ -9,14 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from kvtier_operator.cluster.cache import Change, Pace, Watch, WatchedCache
-from kvtier_operator.cluster.client import ApiClient, Limits, Page, WatchEvent, connect
-from kvtier_operator.cluster.contract import CONFIG_MAPS, EVENTS, PODS, POLICIES, ApiError, Kind, Object
-from kvtier_operator.cluster.credentials import from_kubeconfig
-from kvtier_operator.render.names import SKIPPED_ANNOTATION
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import (
+from tests.support import controllers
+from tests.support.api_faults import Call, Fault, FaultyClient, KilledError
+from tests.support.controllers import (
     belongings,
     condition,
     file_tier,
@@ -26,14 +21,29 @@ from kvtier_operator.testing.controllers import (
     settled,
     until,
 )
-from kvtier_operator.testing.faults import Call, Fault, FaultyClient, KilledError
-from kvtier_operator.testing.proxy import Proxy
+from tests.support.proxy import Proxy
+
+from kvtier_operator.api.names import SKIPPED_ANNOTATION
+from kvtier_operator.kube.cache import Change, Pace, Watch, WatchedCache
+from kvtier_operator.kube.client import ApiClient, Limits, Page, WatchEvent, connect
+from kvtier_operator.kube.credentials import from_kubeconfig
+from kvtier_operator.kube.resources import (
+    CONFIG_MAPS,
+    EVENTS,
+    PODS,
+    POLICIES,
+    ApiError,
+    Kind,
+    Object,
+)
 
 EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
 OTHER = file_tier("other", {"nfs": {"server": "nas.example", "path": "/kv/other"}})
 SECTIONS = {
     "storage": {"createVolumes": True},
-    "allowedVolumes": [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}],
+    "allowedVolumes": [
+        {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
+    ],
 }
 BESIDE = 4
 """Lives that are told side by side."""
@@ -64,7 +74,11 @@ async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, 
     try:
         for body in steps:
             await client.apply(POLICIES, body)
-            pending = {number - len(calls): fault for number, fault in faults.items() if number > len(calls)}
+            pending = {
+                number - len(calls): fault
+                for number, fault in faults.items()
+                if number > len(calls)
+            }
             while True:
                 faulty = FaultyClient(client, pending)
                 async with running(faulty, chosen) as controller:
@@ -81,15 +95,29 @@ async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, 
 async def _left_alone(client: ApiClient, namespace: str) -> None:
     accounts = Kind("", "v1", "serviceaccounts", "ServiceAccount")
     await client.create(
-        accounts, namespace, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        accounts,
+        namespace,
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}},
     )
-    skipped = {"policy": "chat", "reason": "AlreadyConfigured", "message": "It has a configuration of its own."}
-    metadata = {"name": "pod", "labels": {"app": "chat"}, "annotations": {SKIPPED_ANNOTATION: json.dumps(skipped)}}
+    skipped = {
+        "policy": "chat",
+        "reason": "AlreadyConfigured",
+        "message": "It has a configuration of its own.",
+    }
+    metadata = {
+        "name": "pod",
+        "labels": {"app": "chat"},
+        "annotations": {SKIPPED_ANNOTATION: json.dumps(skipped)},
+    }
     spec = {"containers": [{"name": "main", "image": "none"}]}
-    await client.create(PODS, namespace, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    await client.create(
+        PODS, namespace, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    )
 
 
-async def _settled_or_killed(controller: Any, client: ApiClient, namespace: str, faulty: FaultyClient) -> None:
+async def _settled_or_killed(
+    controller: Any, client: ApiClient, namespace: str, faulty: FaultyClient
+) -> None:
     resting = asyncio.ensure_future(settled(controller, client, namespace))
     while not resting.done() and not faulty.dead:
         await asyncio.wait({resting}, timeout=0.05)
@@ -110,7 +138,9 @@ def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
 
 
 @pytest.mark.parametrize(
-    "fault", [fault for fault in Fault if fault is not Fault.FORBIDDEN], ids=lambda fault: fault.value
+    "fault",
+    [fault for fault in Fault if fault is not Fault.FORBIDDEN],
+    ids=lambda fault: fault.value,
 )
 def test_whatever_happens_to_any_call_the_objects_are_the_same_in_the_end(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
@@ -131,7 +161,10 @@ def test_whatever_happens_to_any_call_the_objects_are_the_same_in_the_end(
 
     async def story() -> None:
         places = asyncio.Semaphore(BESIDE)
-        async with connect(cluster.kubeconfig, cluster.context) as client, asyncio.TaskGroup() as group:
+        async with (
+            connect(cluster.kubeconfig, cluster.context) as client,
+            asyncio.TaskGroup() as group,
+        ):
             for struck in numbers:
                 group.create_task(one(client, places, struck))
 
@@ -163,11 +196,15 @@ def test_two_controllers_by_accident_come_to_the_same_objects_and_to_rest(
                     policy(namespace, tiers=[OTHER], attach={"mode": "Webhook"}, minLoadTokens=99),
                 ):
                     await client.apply(POLICIES, body)
-                    await asyncio.gather(settled(first, client, namespace), settled(second, client, namespace))
+                    await asyncio.gather(
+                        settled(first, client, namespace), settled(second, client, namespace)
+                    )
                 await asyncio.sleep(0.5)
                 count = len(left.calls) + len(right.calls)
                 await asyncio.sleep(1.5)
-                assert len(left.calls) + len(right.calls) == count, "they do not undo each other's work"
+                assert len(left.calls) + len(right.calls) == count, (
+                    "they do not undo each other's work"
+                )
                 assert await belongings(client, namespace) == undisturbed[0]
             await controllers.drop_namespace(client, namespace)
 
@@ -199,14 +236,18 @@ class _Gone:
             message = f"too old resource version: {resource_version}"
             if not self._as_event:
                 raise ApiError(410, "Expired", message)
-            yield WatchEvent("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": message})
+            yield WatchEvent(
+                "ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": message}
+            )
             return
         async for event in self._client.watch(kind, namespace, resource_version, **options):
             yield event
 
 
 @pytest.mark.parametrize("as_event", [True, False], ids=["event", "answer"])
-def test_a_version_that_is_gone_is_followed_by_a_list_that_leaves_no_ghosts(cluster: Any, as_event: bool) -> None:
+def test_a_version_that_is_gone_is_followed_by_a_list_that_leaves_no_ghosts(
+    cluster: Any, as_event: bool
+) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "gone")
@@ -224,18 +265,25 @@ def test_a_version_that_is_gone_is_followed_by_a_list_that_leaves_no_ghosts(clus
             following = asyncio.ensure_future(cache.run())
             await cache.wait_synced()
             await source.waiting.wait()
-            assert {each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)} == {"kept", "ghost"}
+            assert {each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)} == {
+                "kept",
+                "ghost",
+            }
             # While nobody watches one object goes, one comes, and one is made again under its name.
             kept = cache.get(CONFIG_MAPS, namespace, "kept")
             await client.delete(CONFIG_MAPS, namespace, "ghost", uid=ghost["metadata"]["uid"])
-            await client.delete(CONFIG_MAPS, namespace, "kept", uid=kept["metadata"]["uid"] if kept else "")
+            await client.delete(
+                CONFIG_MAPS, namespace, "kept", uid=kept["metadata"]["uid"] if kept else ""
+            )
             await _config_map(client, namespace, "kept")
             await _config_map(client, namespace, "fresh")
             changes.clear()
             source.back.set()
 
             async def right() -> bool:
-                return {each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)} == {"kept", "fresh"}
+                return {
+                    each["metadata"]["name"] for each in cache.list(CONFIG_MAPS, namespace)
+                } == {"kept", "fresh"}
 
             await until("the cache is right again", right)
             assert sorted(changes) == [
@@ -258,7 +306,9 @@ def test_a_version_that_is_gone_is_followed_by_a_list_that_leaves_no_ghosts(clus
 
 async def _config_map(client: ApiClient, namespace: str, name: str) -> Object:
     metadata = {"name": name, "namespace": namespace, "labels": {"test": "yes"}}
-    return await client.create(CONFIG_MAPS, namespace, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+    return await client.create(
+        CONFIG_MAPS, namespace, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+    )
 
 
 def test_objects_that_go_while_a_long_list_is_read_page_by_page_are_not_kept(cluster: Any) -> None:
@@ -282,10 +332,15 @@ def test_objects_that_go_while_a_long_list_is_read_page_by_page_are_not_kept(clu
     asyncio.run(story())
 
 
-def test_a_connection_that_dies_without_a_word_is_noticed_and_the_controller_goes_on(cluster: Any) -> None:
+def test_a_connection_that_dies_without_a_word_is_noticed_and_the_controller_goes_on(
+    cluster: Any,
+) -> None:
     async def story() -> None:
         access = from_kubeconfig(cluster.kubeconfig, cluster.context)
-        async with connect(cluster.kubeconfig, cluster.context) as client, Proxy(access.server) as proxy:
+        async with (
+            connect(cluster.kubeconfig, cluster.context) as client,
+            Proxy(access.server) as proxy,
+        ):
             namespace = await controllers.make_namespace(client, "silent")
             await client.apply(POLICIES, policy(namespace))
             limits = Limits(deadline_seconds=2, attempt_seconds=1)
@@ -298,12 +353,16 @@ def test_a_connection_that_dies_without_a_word_is_noticed_and_the_controller_goe
                 proxy.fall_silent()
                 await client.patch(POLICIES, namespace, "chat", {"spec": {"minLoadTokens": 77}})
                 await asyncio.sleep(2.5)
-                assert controller.cache.problems(stale_seconds=1.0), "silence is a problem that readiness can show"
+                assert controller.cache.problems(stale_seconds=1.0), (
+                    "silence is a problem that readiness can show"
+                )
                 proxy.cut()
                 proxy.speak()
                 await settled(controller, client, namespace)
                 assert not controller.cache.problems()
-            live = json.loads((await client.get(CONFIG_MAPS, namespace, "chat-live"))["data"]["live.json"])
+            live = json.loads(
+                (await client.get(CONFIG_MAPS, namespace, "chat-live"))["data"]["live.json"]
+            )
             assert live["minLoadTokens"] == 77
             await controllers.drop_namespace(client, namespace)
 
@@ -320,7 +379,10 @@ def test_a_slow_api_server_delays_and_changes_nothing(
 ) -> None:
     async def story() -> None:
         access = from_kubeconfig(cluster.kubeconfig, cluster.context)
-        async with connect(cluster.kubeconfig, cluster.context) as client, Proxy(access.server) as proxy:
+        async with (
+            connect(cluster.kubeconfig, cluster.context) as client,
+            Proxy(access.server) as proxy,
+        ):
             namespace = await controllers.make_namespace(client, "slow")
             await _left_alone(client, namespace)
             proxy.delay_seconds = 0.2
@@ -350,14 +412,20 @@ def test_what_the_api_server_refuses_is_reported_and_tried_again(cluster: Any) -
                 found = await settled(controller, client, namespace)
                 storage = condition(found, "StorageReady")
                 assert (storage["status"], storage["reason"]) == ("False", "ApplyRefused")
-                claim = next(call.name for call in refusing.calls if call.verb == "apply" and "shared" in call.name)
+                claim = next(
+                    call.name
+                    for call in refusing.calls
+                    if call.verb == "apply" and "shared" in call.name
+                )
                 assert storage["message"].endswith(
                     "the API server refused it: injected: apply PersistentVolumeClaim "
                     f"{namespace}/{claim.removeprefix(f'kvtier-{namespace}-')}"
                 )
                 assert condition(found, "Ready")["status"] == "False"
                 assert condition(found, "Accepted")["status"] == "True"
-                assert not await _missing(client, CONFIG_MAPS, namespace, "chat-live"), "the rest is applied"
+                assert not await _missing(client, CONFIG_MAPS, namespace, "chat-live"), (
+                    "the rest is applied"
+                )
                 refusing.every = lambda call: None
                 controller.queue.add((namespace, "chat"))
 
@@ -372,7 +440,11 @@ def test_what_the_api_server_refuses_is_reported_and_tried_again(cluster: Any) -
 
 
 def _refuse_claims(call: Call) -> Fault | None:
-    return Fault.FORBIDDEN if call.verb == "apply" and call.kind.kind == "PersistentVolumeClaim" else None
+    return (
+        Fault.FORBIDDEN
+        if call.verb == "apply" and call.kind.kind == "PersistentVolumeClaim"
+        else None
+    )
 
 
 async def _missing(client: ApiClient, kind: Kind, namespace: str, name: str) -> bool:

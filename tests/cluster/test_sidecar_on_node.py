@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 import kvtier
-from kvtier.testing.engine_process import http_request
-from kvtier.topology.models import (
+from kvtier.config.models import (
     Daemon,
     HttpEndpoint,
     Live,
@@ -26,7 +25,8 @@ from kvtier.topology.models import (
     Selection,
     Structural,
 )
-from kvtier.topology.writing import document_text
+from kvtier.config.writer import document_text
+from kvtier.harness.engine_process import http_request
 
 IMAGE = f"kvtier/payload:{kvtier.__version__}"
 PORT = 9400
@@ -38,13 +38,23 @@ RESTRICTED = {
     "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-ENGINE = ["python3", "-m", "kvtier.testing.fake_engine", "--topology", "/etc/kvtier/topology", "--keys", "20"]
+ENGINE = [
+    "python3",
+    "-m",
+    "kvtier.harness.stub_engine",
+    "--topology",
+    "/etc/kvtier/topology",
+    "--keys",
+    "20",
+]
 SECONDS = 60
 
 
 def structural() -> str:
     """The annotation."""
-    live = Live(generation=1, selection=Selection.WEIGHTED, min_load_tokens=0, tiers={"ram": LiveTier()})
+    live = Live(
+        generation=1, selection=Selection.WEIGHTED, min_load_tokens=0, tiers={"ram": LiveTier()}
+    )
     document = Structural(
         policy=PolicyIdentity(namespace="sidecar", name="chat"),
         content_hash="0123abcd",
@@ -63,7 +73,9 @@ def pod() -> dict[str, Any]:
     run = {"name": "run", "mountPath": "/run/kvtier"}
     payload = {"name": "payload", "mountPath": "/opt/kvtier/payload"}
 
-    def container(name: str, command: list[str], mounts: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def container(
+        name: str, command: list[str], mounts: list[dict[str, Any]], **more: Any
+    ) -> dict[str, Any]:
         return {
             "name": name,
             "image": IMAGE,
@@ -71,11 +83,17 @@ def pod() -> dict[str, Any]:
             "command": command,
             "volumeMounts": mounts,
             "securityContext": {**RESTRICTED, **more.pop("securityContext", {})},
-            "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"cpu": "2", "memory": "256Mi"}},
+            "resources": {
+                "requests": {"cpu": "50m", "memory": "128Mi"},
+                "limits": {"cpu": "2", "memory": "256Mi"},
+            },
             **more,
         }
 
-    annotation = {"path": "structural.json", "fieldRef": {"fieldPath": "metadata.annotations['kvtier.io/structural']"}}
+    annotation = {
+        "path": "structural.json",
+        "fieldRef": {"fieldPath": "metadata.annotations['kvtier.io/structural']"},
+    }
     return {
         "metadata": {"name": "engine", "annotations": {"kvtier.io/structural": structural()}},
         "spec": {
@@ -92,7 +110,11 @@ def pod() -> dict[str, Any]:
                 container(
                     "kvtier-tierd",
                     ["kvtier-sidecar", "run", "--token-file", "/etc/kvtier/token/token"],
-                    [topology, run, {"name": "token", "mountPath": "/etc/kvtier/token", "readOnly": True}],
+                    [
+                        topology,
+                        run,
+                        {"name": "token", "mountPath": "/etc/kvtier/token", "readOnly": True},
+                    ],
                     restartPolicy="Always",
                     lifecycle={"preStop": {"exec": {"command": ["kvtier-sidecar", "drain"]}}},
                 ),
@@ -107,7 +129,10 @@ def pod() -> dict[str, Any]:
                 )
             ],
             "volumes": [
-                {"name": "topology", "projected": {"sources": [{"downwardAPI": {"items": [annotation]}}]}},
+                {
+                    "name": "topology",
+                    "projected": {"sources": [{"downwardAPI": {"items": [annotation]}}]},
+                },
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
                 {"name": "payload", "emptyDir": {}},
                 {"name": "token", "secret": {"secretName": "chat-token", "optional": True}},
@@ -128,7 +153,9 @@ class Running:
     def container(self, name: str) -> dict[str, Any]:
         found = self.object()["status"]
         both = (found.get("initContainerStatuses") or []) + (found.get("containerStatuses") or [])
-        return next((each for each in both if each["name"] == name), {"state": {}, "restartCount": 0})
+        return next(
+            (each for each in both if each["name"] == name), {"state": {}, "restartCount": 0}
+        )
 
     def ask(self, path: str, token: str | None = TOKEN) -> tuple[int, str]:
         address = self.object()["status"].get("podIP", "")
@@ -158,7 +185,9 @@ class Running:
     def said(self) -> dict[str, Any]:
         """The engine's last words."""
         name, namespace = self.path.split("/")[-1], self.path.split("/")[-3]
-        lines = self._cluster.kubectl("logs", "-n", namespace, name, "-c", "vllm", "--tail=20").splitlines()
+        lines = self._cluster.kubectl(
+            "logs", "-n", namespace, name, "-c", "vllm", "--tail=20"
+        ).splitlines()
         words = [line for line in lines if line.startswith("{")]
         return dict(json.loads(words[-1])) if words else {}
 
@@ -178,7 +207,9 @@ def archive(tmp_path_factory: pytest.TempPathFactory, images: ModuleType) -> Pat
 
 
 @pytest.fixture
-def running(node_cluster: Any, node_api: Any, nodes: ModuleType, archive: Path) -> Iterator[Running]:
+def running(
+    node_cluster: Any, node_api: Any, nodes: ModuleType, archive: Path
+) -> Iterator[Running]:
     node_cluster.load(archive)
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = nodes.make_namespace(node_api, f"sidecar-{os.getpid()}", restricted)
@@ -209,29 +240,37 @@ def test_the_sidecar_lives_through_kills_of_tierd_and_engine_and_ends_with_its_p
     # An engine of another user and another pid namespace is attached through the shared volume.
     wait_for("the engine is attached", running.usable)
     (tierd,) = running.processes("kvtier-tierd", "kvtier.tierd")
-    (engine,) = running.processes("vllm", "kvtier.testing.fake_engine")
+    (engine,) = running.processes("vllm", "kvtier.harness.stub_engine")
     assert (tierd.uids().real, engine.uids().real) == (65_532, 4_242)
     pool = Path(f"/proc/{tierd.pid}/root/run/kvtier/pool")
     inode, epoch = pool.stat().st_ino, running.status()["epoch"]
 
     # tierd dies: another one, over the same pool, and the container was not restarted.
     running.kill("kvtier-tierd", "kvtier.tierd")
-    wait_for("the next tierd serves the engine", lambda: running.status().get("epoch", 0) > epoch and running.usable())
+    wait_for(
+        "the next tierd serves the engine",
+        lambda: running.status().get("epoch", 0) > epoch and running.usable(),
+    )
     (again,) = running.processes("kvtier-tierd", "kvtier.tierd")
     assert Path(f"/proc/{again.pid}/root/run/kvtier/pool").stat().st_ino == inode
     assert running.container("kvtier-tierd")["restartCount"] == 0
 
     # The engine dies: its slots come back at once, and the next engine finds what it had stored.
-    running.kill("vllm", "kvtier.testing.fake_engine")
+    running.kill("vllm", "kvtier.harness.stub_engine")
     begun = time.monotonic()
     wait_for(
         "nothing of the dead engine is held",
         lambda: (
-            (status := running.status()) and not status["quarantinedProcesses"] and status["pool"]["quarantined"] == 0
+            (status := running.status())
+            and not status["quarantinedProcesses"]
+            and status["pool"]["quarantined"] == 0
         ),
     )
     assert time.monotonic() - begun < 20
-    wait_for("the next engine is attached", lambda: running.container("vllm")["restartCount"] == 1 and running.usable())
+    wait_for(
+        "the next engine is attached",
+        lambda: running.container("vllm")["restartCount"] == 1 and running.usable(),
+    )
     wait_for("it loads", lambda: running.said().get("loaded", 0) > 20)
     assert running.said()["wrong"] == 0
     assert running.container("kvtier-tierd")["restartCount"] == 0

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from tests.cluster.status_world import Place, PlayedTierd, controlled, skipped, told
+from tests.support.controllers import condition, until
+from tests.support.pods import status_document, tier_document
 
-from kvtier.testing.tierd_case import TierdCase, environment
-from kvtier_operator.cluster.contract import POLICIES
-from kvtier_operator.testing.controllers import condition, until
-from kvtier_operator.testing.pods import status_document, tier_document
+from kvtier.harness.tierd_case import TierdCase, environment
+from kvtier_operator.kube.resources import POLICIES
 
 Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10}}
@@ -44,7 +44,9 @@ def start_tierd(case: TierdCase, token: str) -> subprocess.Popen[bytes]:
     file = case.directory / "token"
     file.write_text(token)
     command = [sys.executable, "-m", "kvtier.tierd", "--topology", str(case.topology_directory)]
-    return subprocess.Popen([*command, "--token-file", str(file)], env=environment(), stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [*command, "--token-file", str(file)], env=environment(), stdin=subprocess.DEVNULL
+    )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -64,13 +66,22 @@ async def started(case: TierdCase) -> int:
     return int(await until("tierd serves", serves))
 
 
-def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_seen(tell: Tell, case: TierdCase) -> None:
+def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_seen(
+    tell: Tell, case: TierdCase
+) -> None:
     async def story(where: Place) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
-        disk = {"name": "disk", "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume}}
-        async with controlled(where, {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}):
+        disk = {
+            "name": "disk",
+            "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume},
+        }
+        async with controlled(
+            where, {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}
+        ):
             await where.policy(tiers=[disk], **SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             case.change(content_hash=written)
             tierd = start_tierd(case, await where.token())
             try:
@@ -84,7 +95,10 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
                     "selected": 1, "attached": 1, "current": 1, "outdated": 0, "skipped": 0, "tuned": 1,
                 }  # fmt: skip
                 tiers = {tier["name"]: tier for tier in found["status"]["tiers"]}
-                assert (tiers["ram"]["state"], tiers["ram"]["capacityBytes"]) == ("Healthy", 4 << 20)
+                assert (tiers["ram"]["state"], tiers["ram"]["capacityBytes"]) == (
+                    "Healthy",
+                    4 << 20,
+                )
                 assert tiers["disk"]["state"] == "Healthy"
                 columns = await where.columns(wide=True)
                 assert {name: columns[name] for name in ("Ready", "Reason", "Pods", "Tiers", "Live")} == {
@@ -130,17 +144,29 @@ def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_the
 ) -> None:
     async def story(where: Place) -> None:
         await where.policy()
-        await where.bare("configured", **skipped("AlreadyConfigured", "the command sets --kv-transfer-config"))
+        await where.bare(
+            "configured", **skipped("AlreadyConfigured", "the command sets --kv-transfer-config")
+        )
         await where.bare("missed")
         async with controlled(where):
             found = await where.until("Attached", "False", "AlreadyConfigured")
-            listed = {pod["name"]: (pod["reason"], pod["message"]) for pod in found["status"]["skippedPods"]}
-            assert listed["configured"] == ("AlreadyConfigured", "the command sets --kv-transfer-config")
+            listed = {
+                pod["name"]: (pod["reason"], pod["message"])
+                for pod in found["status"]["skippedPods"]
+            }
+            assert listed["configured"] == (
+                "AlreadyConfigured",
+                "the command sets --kv-transfer-config",
+            )
             assert listed["missed"][0] == "Missed"
             assert "is not labelled kvtier.io/inject=enabled" in listed["missed"][1]
             assert found["status"]["pods"]["skipped"] == 2
             columns = await where.columns()
-            assert (columns["Ready"], columns["Reason"], columns["Pods"]) == ("False", "AlreadyConfigured", "0/2")
+            assert (columns["Ready"], columns["Reason"], columns["Pods"]) == (
+                "False",
+                "AlreadyConfigured",
+                "0/2",
+            )
             about = {event["involvedObject"]["name"] for event in await where.events("Skipped")}
             assert about <= {"configured", "missed"}
 
@@ -151,7 +177,9 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where) as controller:
             await where.policy(**SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             tier = tier_document("ram", usedBytes=512 << 20, hitTokens=350)
             tierd.document = status_document(tier, generation=1, promptTokens=1000)
             await where.deployment(where.injected(tierd.port, written), replicas=3)
@@ -165,7 +193,11 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
                 return ram if ram["reportingPods"] == 3 and ram.get("hitTokensPercent") else None
 
             ram = await until("three pods report", counted)
-            assert (ram["usedBytes"], ram["capacityBytes"], ram["hitTokensPercent"]) == (3 * (512 << 20), 3 << 30, 35)
+            assert (ram["usedBytes"], ram["capacityBytes"], ram["hitTokensPercent"]) == (
+                3 * (512 << 20),
+                3 << 30,
+                35,
+            )
             columns = await where.columns()
             assert (columns["Pods"], columns["Hit%"]) == ("3/3", 35)
             assert tierd.tokens == {f"Bearer {await where.token()}"}
@@ -180,19 +212,24 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
             tierd.document = status_document(tier_document("ram", "Degraded"), generation=1)
             await where.until("TiersHealthy", "False", "Degraded")
             tierd.document = status_document(
-                generation=1, conditions=[{"type": "EngineOff", "message": "group 3 has block size 7"}]
+                generation=1,
+                conditions=[{"type": "EngineOff", "message": "group 3 has block size 7"}],
             )
             await where.until("EnginesCompatible", "False", "EngineUnsupported")
             tierd.document = status_document(generation=1, liveRefusals=["ram.loadWeight: 0"])
             await where.until("Tuned", "False", "LiveValuesRefused")
             for kind in ("PoolMissing", "TierNotServed"):
-                tierd.document = status_document(generation=1, conditions=[{"type": kind, "message": "no space"}])
+                tierd.document = status_document(
+                    generation=1, conditions=[{"type": kind, "message": "no space"}]
+                )
                 await where.until("TiersHealthy", "False", kind)
 
             # Whatever it answers, the status stays within the API, and the others' numbers are not lost for it.
             most = (1 << 63) - 1
             hostile = tier_document("ram", usedBytes=most, capacityBytes=most, hitTokens=most)
-            tierd.document = status_document(hostile, generation=1, promptTokens=1, contentHash="<script>" * 9999)
+            tierd.document = status_document(
+                hostile, generation=1, promptTokens=1, contentHash="<script>" * 9999
+            )
             found = await where.until("Ready", "True", "Outdated")
             assert found["status"]["tiers"][0]["usedBytes"] <= most
             assert controller.queue.failures((where.namespace, "chat")) == 0
@@ -212,20 +249,37 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy(**SHORT)
-            written = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
+            written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
+                "structuralHash"
+            ]
             tierd.document = status_document(generation=1, sessions="none")
             await where.deployment(where.injected(tierd.port, written))
             (pod,) = await where.pods()
             name = pod["metadata"]["name"]
             await where.run(name)
             now = where.nodes.now()
-            ended = {"terminated": {"exitCode": 1, "reason": "Error", "startedAt": now, "finishedAt": now}}
-            crash = where.nodes.container_state("vllm", {"waiting": {"reason": "CrashLoopBackOff"}}, restarts=3)
+            ended = {
+                "terminated": {
+                    "exitCode": 1,
+                    "reason": "Error",
+                    "startedAt": now,
+                    "finishedAt": now,
+                }
+            }
+            crash = where.nodes.container_state(
+                "vllm", {"waiting": {"reason": "CrashLoopBackOff"}}, restarts=3
+            )
             where.nodes.set_status(
-                where.api, where.namespace, name, {"containerStatuses": [{**crash, "lastState": ended}]}
+                where.api,
+                where.namespace,
+                name,
+                {"containerStatuses": [{**crash, "lastState": ended}]},
             )
             found = await where.until("Attached", "False", "EngineCrashed")
-            assert "vllm does not stay up: it ends with exit code 1" in condition(found, "Attached")["message"]
+            assert (
+                "vllm does not stay up: it ends with exit code 1"
+                in condition(found, "Attached")["message"]
+            )
             await where.events("EngineCrashed")
             await where.run(name)
             await tierd.stop()
@@ -233,7 +287,9 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
                 "kvtier-tierd", {"waiting": {"reason": "CrashLoopBackOff"}}, restarts=3
             )
             payload = where.nodes.container_state("kvtier-payload", ended)
-            where.nodes.set_status(where.api, where.namespace, name, {"initContainerStatuses": [payload, sidecar]})
+            where.nodes.set_status(
+                where.api, where.namespace, name, {"initContainerStatuses": [payload, sidecar]}
+            )
             await where.until("Attached", "False", "TierdFailed")
             await where.events("TierdFailed")
 
@@ -248,7 +304,9 @@ def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell:
         async with controlled(where):
             await where.until("Attached", "False", "AlreadyConfigured")
             await where.client.delete(POLICIES, where.namespace, "chat", uid=where.uid)
-            await where.client.apply(POLICIES, {key: body[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+            await where.client.apply(
+                POLICIES, {key: body[key] for key in ("apiVersion", "kind", "metadata", "spec")}
+            )
 
             # Made in another second, so that one of them is the older one.
             await asyncio.sleep(1.1)

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.support import controllers
+from tests.support.api_faults import Call, Fault, FaultyClient
+from tests.support.controllers import condition, policy, running, settings, settled, until
 
-from kvtier_operator.cluster.client import ApiClient, connect
-from kvtier_operator.cluster.contract import POLICIES, ApiError, Kind, Object
-from kvtier_operator.testing import controllers
-from kvtier_operator.testing.controllers import condition, policy, running, settings, settled, until
-from kvtier_operator.testing.faults import Call, Fault, FaultyClient
+from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.resources import POLICIES, ApiError, Kind, Object
 
 Story = Callable[[ApiClient, str], Awaitable[None]]
 
@@ -41,7 +41,9 @@ class Meanwhile(FaultyClient):
         self.happens: Callable[[], Awaitable[object]] | None = happens
         self.seen: Object | None = None
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True) -> Object:
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True
+    ) -> Object:
         happens, self.happens = (self.happens, None) if subresource else (None, self.happens)
         if happens is None:
             return await super().apply(kind, body, subresource=subresource, force=force)
@@ -53,7 +55,9 @@ class Meanwhile(FaultyClient):
             self.seen = await self.client.get(kind, metadata["namespace"], metadata["name"])
 
 
-def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(told: Callable[[Story], None]) -> None:
+def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(
+    told: Callable[[Story], None],
+) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         first = await client.apply(POLICIES, policy(namespace))
 
@@ -76,7 +80,9 @@ def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(told: 
 
             found = await until("the second has a status", reported)
         assert faulty.seen is not None
-        assert faulty.seen["metadata"]["uid"] == found["metadata"]["uid"] != first["metadata"]["uid"]
+        assert (
+            faulty.seen["metadata"]["uid"] == found["metadata"]["uid"] != first["metadata"]["uid"]
+        )
         assert "status" not in faulty.seen
 
     told(story)

@@ -14,11 +14,11 @@ import pytest
 from tests.cluster import admission
 from tests.cluster.admission import WebhookProcess
 from tests.cluster.status_world import Place, controlled, told
+from tests.support.controllers import condition, until
+from tests.support.pods import bare_pod
 
-from kvtier_operator.cluster.contract import PODS, POLICIES, Object
-from kvtier_operator.render.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
-from kvtier_operator.testing.controllers import condition, until
-from kvtier_operator.testing.pods import bare_pod
+from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.kube.resources import PODS, POLICIES, Object
 
 SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 15}}
 
@@ -43,7 +43,9 @@ async def known(where: Place) -> None:
 
     async def attached() -> bool:
         status, found = await asyncio.to_thread(where.api.request, "POST", path, body)
-        return status == 201 and STRUCTURAL_ANNOTATION in (found["metadata"].get("annotations") or {})
+        return status == 201 and STRUCTURAL_ANNOTATION in (
+            found["metadata"].get("annotations") or {}
+        )
 
     await until("the webhook injects", attached)
 
@@ -60,14 +62,22 @@ def test_the_next_pod_of_an_owner_whose_pod_was_kept_down_starts_as_it_was_writt
             (stuck,) = await where.pods()
             assert STRUCTURAL_ANNOTATION in stuck["metadata"]["annotations"]
             name, (owner,) = stuck["metadata"]["name"], stuck["metadata"]["ownerReferences"]
-            await where.hold(name, "kvtier-tierd", "ImagePullBackOff", 'Back-off pulling image "kvtier/payload:dev"')
+            await where.hold(
+                name,
+                "kvtier-tierd",
+                "ImagePullBackOff",
+                'Back-off pulling image "kvtier/payload:dev"',
+            )
             found = await where.until("Attached", "False", "ImageNotPulled")
             assert [each["uid"] for each in found["status"]["suspendedOwners"]] == [owner["uid"]]
             assert (await where.columns())["Reason"] == "ImageNotPulled"
 
             async def leaving() -> bool:
                 pods = await where.client.list(PODS, where.namespace)
-                old = next((each for each in pods if each["metadata"]["uid"] == stuck["metadata"]["uid"]), None)
+                old = next(
+                    (each for each in pods if each["metadata"]["uid"] == stuck["metadata"]["uid"]),
+                    None,
+                )
                 return old is None or "deletionTimestamp" in old["metadata"]
 
             await until("the stuck pod is deleted", leaving)
@@ -75,7 +85,9 @@ def test_the_next_pod_of_an_owner_whose_pod_was_kept_down_starts_as_it_was_writt
             (following,) = await where.pods()
             assert following["metadata"]["ownerReferences"][0]["uid"] == owner["uid"]
             assert STRUCTURAL_ANNOTATION not in following["metadata"]["annotations"]
-            assert '"reason": "Suspended"' in following["metadata"]["annotations"][SKIPPED_ANNOTATION]
+            assert (
+                '"reason": "Suspended"' in following["metadata"]["annotations"][SKIPPED_ANNOTATION]
+            )
             assert "initContainers" not in following["spec"]
             await where.run(following["metadata"]["name"])
 
@@ -86,14 +98,19 @@ def test_the_next_pod_of_an_owner_whose_pod_was_kept_down_starts_as_it_was_writt
 
             status = await until("the pod is listed with its reason", listed)
             assert "left alone" in condition(status, "Attached")["message"]
-            told_of = {each["involvedObject"]["name"] for each in await where.events("StuckPodDeleted")}
+            told_of = {
+                each["involvedObject"]["name"] for each in await where.events("StuckPodDeleted")
+            }
             assert told_of == {name}
             await where.events("Suspended")
 
             # After the retry time the owner is free again: the pod that runs is left in peace, and the next one gets tiers.
             await where.until("Attached", "False", "Suspended")
             await where.client.delete(
-                PODS, where.namespace, following["metadata"]["name"], uid=following["metadata"]["uid"]
+                PODS,
+                where.namespace,
+                following["metadata"]["name"],
+                uid=following["metadata"]["uid"],
             )
             await where.finish(following["metadata"]["name"])
             (third,) = await where.pods()

@@ -11,7 +11,9 @@ from typing import Any
 import images
 import pytest
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
     with operator_on_node.namespace("server-away") as place:
         export = {"nfs": {"server": "192.0.2.1", "path": "/kv"}}
         place.apply_policy(
-            engines.policy(engines.memory(), engines.files(export, sharing="Cluster"), attach=engines.IMPATIENT)
+            engines.policy(
+                engines.memory(), engines.files(export, sharing="Cluster"), attach=engines.IMPATIENT
+            )
         )
         place.apply(engines.deployment())
         pod = place.ready(120)
@@ -58,7 +62,9 @@ def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
     with operator_on_node.namespace("claim-missing") as place:
         claim = {"persistentVolumeClaim": {"claimName": "none"}}
         place.apply_policy(engines.policy(engines.memory(), engines.files(claim)))
-        nodes.wait_for("StorageReady", lambda: place.condition("StorageReady").get("status") == "False", 30)
+        nodes.wait_for(
+            "StorageReady", lambda: place.condition("StorageReady").get("status") == "False", 30
+        )
         place.apply(engines.deployment())
         pod = place.ready()
         assert engines.injected(pod)
@@ -81,7 +87,9 @@ def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
             assert not engines.injected(pod)
             assert engines.skip_annotation(pod)["reason"] == "Suspended"
             suspended = place.policy()["status"]["suspendedOwners"]
-            assert [entry["kind"] for entry in suspended] == ["ReplicaSet"] or suspended[0]["kind"] == "Deployment"
+            assert [entry["kind"] for entry in suspended] == ["ReplicaSet"] or suspended[0][
+                "kind"
+            ] == "Deployment"
             assert place.condition("Attached")["status"] == "False"
     finally:
         operator_on_node.upgrade()
@@ -103,7 +111,11 @@ def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
             pod = place.ready()
             assert engines.injected(pod)
             assert not engines.seen(pod)["attached"]
-            nodes.wait_for("the policy says so", lambda: place.condition("Attached").get("status") == "False", 60)
+            nodes.wait_for(
+                "the policy says so",
+                lambda: place.condition("Attached").get("status") == "False",
+                60,
+            )
     finally:
         operator_on_node.upgrade()
 
@@ -111,7 +123,9 @@ def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
 # What the API server would refuse
 
 
-def _refused(place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str, Any], *words: str) -> None:
+def _refused(
+    place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str, Any], *words: str
+) -> None:
     """The engine starts without tiers, and pod and policy say what would have been refused."""
     place.apply(body)
     pod = place.ready()
@@ -125,27 +139,43 @@ def _refused(place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str,
     assert skipped[0]["reason"] == "WouldBeRefused"
 
 
-def test_a_limit_range_that_the_sidecar_exceeds(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+def test_a_limit_range_that_the_sidecar_exceeds(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
     with operator_on_node.namespace("limit-range") as place:
         limit = {"type": "Container", "max": {"memory": "512Mi"}}
         place.apply(
-            {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"}, "spec": {"limits": [limit]}}
+            {
+                "apiVersion": "v1",
+                "kind": "LimitRange",
+                "metadata": {"name": "small"},
+                "spec": {"limits": [limit]},
+            }
         )
         place.apply_policy(engines.policy())
         _refused(place, engines, nodes, engines.deployment(), "small", "512Mi")
 
 
-def test_a_quota_on_limits_without_headroom(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+def test_a_quota_on_limits_without_headroom(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
     with operator_on_node.namespace("quota") as place:
         hard = {"limits.memory": "600Mi"}
         place.apply(
-            {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "tight"}, "spec": {"hard": hard}}
+            {
+                "apiVersion": "v1",
+                "kind": "ResourceQuota",
+                "metadata": {"name": "tight"},
+                "spec": {"hard": hard},
+            }
         )
         place.apply_policy(engines.policy())
         _refused(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
 
 
-def test_pod_level_memory_without_headroom(operator_on_node: Any, engines: ModuleType, nodes: ModuleType) -> None:
+def test_pod_level_memory_without_headroom(
+    operator_on_node: Any, engines: ModuleType, nodes: ModuleType
+) -> None:
     with operator_on_node.namespace("pod-level") as place:
         place.apply_policy(engines.policy())
         resources = {"limits": {"memory": "512Mi"}, "requests": {"memory": "128Mi"}}
@@ -155,7 +185,9 @@ def test_pod_level_memory_without_headroom(operator_on_node: Any, engines: Modul
 def test_a_host_path_under_the_baseline_pod_security_standard(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
-    with operator_on_node.namespace("baseline", {"pod-security.kubernetes.io/enforce": "baseline"}) as place:
+    with operator_on_node.namespace(
+        "baseline", {"pod-security.kubernetes.io/enforce": "baseline"}
+    ) as place:
         volume = {"hostPath": {"path": str(operator_on_node.directory("baseline"))}}
         place.apply_policy(engines.policy(engines.memory(), engines.files(volume)))
         _refused(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
@@ -170,10 +202,16 @@ RESTRICTED = {
 }
 
 
-def test_ram_under_the_restricted_pod_security_standard_is_attached(operator_on_node: Any, engines: ModuleType) -> None:
-    with operator_on_node.namespace("restricted", {"pod-security.kubernetes.io/enforce": "restricted"}) as place:
+def test_ram_under_the_restricted_pod_security_standard_is_attached(
+    operator_on_node: Any, engines: ModuleType
+) -> None:
+    with operator_on_node.namespace(
+        "restricted", {"pod-security.kubernetes.io/enforce": "restricted"}
+    ) as place:
         place.apply_policy(engines.policy())
-        place.apply(engines.deployment(container={"securityContext": {**RESTRICTED, "runAsUser": 1000}}))
+        place.apply(
+            engines.deployment(container={"securityContext": {**RESTRICTED, "runAsUser": 1000}})
+        )
         pod = place.ready()
         assert engines.injected(pod)
         place.attached(pod)
@@ -198,7 +236,9 @@ def test_a_killed_daemon_comes_back_with_its_ram_while_the_engine_is_at_its_memo
         before = engines.seen(pod)
         for victim in _tierd_processes(pod):
             victim.kill()
-        nodes.wait_for("the engine lost its daemon", lambda: engines.seen(pod)["lost"] > before["lost"], 30)
+        nodes.wait_for(
+            "the engine lost its daemon", lambda: engines.seen(pod)["lost"] > before["lost"], 30
+        )
         place.attached(pod)
         assert engines.do(pod, "load", n=32)["done"] == 32
         after = place.pods()[0]
@@ -210,14 +250,18 @@ def test_a_killed_daemon_comes_back_with_its_ram_while_the_engine_is_at_its_memo
 # Users and modes
 
 
-@pytest.mark.parametrize(("user", "group"), [(1000, 2000), (0, 0)], ids=["a user", "root without capabilities"])
+@pytest.mark.parametrize(
+    ("user", "group"), [(1000, 2000), (0, 0)], ids=["a user", "root without capabilities"]
+)
 def test_files_belong_to_the_storage_group_and_the_run_volume_to_both(
     operator_on_node: Any, engines: ModuleType, user: int, group: int
 ) -> None:
     name = f"users-{user}"
     with operator_on_node.namespace(name) as place:
         directory = operator_on_node.directory(name)
-        place.apply_policy(engines.policy(engines.memory(), engines.files({"hostPath": {"path": str(directory)}})))
+        place.apply_policy(
+            engines.policy(engines.memory(), engines.files({"hostPath": {"path": str(directory)}}))
+        )
         context = {"runAsUser": user, "runAsGroup": group, "capabilities": {"drop": ["ALL"]}}
         place.apply(engines.deployment(container={"securityContext": context}))
         pod = place.ready()
@@ -229,7 +273,11 @@ def test_files_belong_to_the_storage_group_and_the_run_volume_to_both(
         folders = {path.parent for path in stored}
         assert {oct(path.stat().st_mode & 0o7777) for path in folders} == {"0o2770"}
         # A second pod, of yet another user, reads what the first wrote.
-        place.apply(engines.deployment(container={"securityContext": {"runAsUser": 4321, "runAsGroup": 4321}}))
+        place.apply(
+            engines.deployment(
+                container={"securityContext": {"runAsUser": 4321, "runAsGroup": 4321}}
+            )
+        )
         other = place.ready(other_than=pod["metadata"]["uid"])
         place.attached(other)
         assert engines.do(other, "load", n=4)["done"] == 4
@@ -244,7 +292,9 @@ def test_a_deleted_policy_leaves_running_pods_alone_and_a_new_one_of_its_name_se
 ) -> None:
     with operator_on_node.namespace("again") as place:
         directory = operator_on_node.directory("again")
-        body = engines.policy(engines.memory(), engines.files({"hostPath": {"path": str(directory)}}))
+        body = engines.policy(
+            engines.memory(), engines.files({"hostPath": {"path": str(directory)}})
+        )
         place.apply_policy(body)
         place.apply(engines.deployment())
         first = place.ready()
@@ -254,12 +304,16 @@ def test_a_deleted_policy_leaves_running_pods_alone_and_a_new_one_of_its_name_se
         operator_on_node.cluster.kubectl("-n", "again", "delete", "kvtp", "tiers")
         assert engines.do(first, "load", n=4)["done"] == 4
         assert place.pods()[0]["metadata"]["uid"] == first["metadata"]["uid"]
-        operator_on_node.cluster.kubectl("-n", "again", "rollout", "restart", "deployment", "engine")
+        operator_on_node.cluster.kubectl(
+            "-n", "again", "rollout", "restart", "deployment", "engine"
+        )
         second = place.ready(other_than=first["metadata"]["uid"])
         assert not engines.injected(second)
         place.apply_policy(body)
         assert place.policy()["metadata"]["uid"] != uid
-        operator_on_node.cluster.kubectl("-n", "again", "delete", "pod", second["metadata"]["name"], "--wait=false")
+        operator_on_node.cluster.kubectl(
+            "-n", "again", "delete", "pod", second["metadata"]["name"], "--wait=false"
+        )
         third = place.ready(other_than=second["metadata"]["uid"])
         assert engines.injected(third)
         place.attached(third)
@@ -285,7 +339,13 @@ def _tierd_processes(pod: dict[str, Any]) -> list[Any]:
     for process in psutil.process_iter():
         try:
             groups = Path(f"/proc/{process.pid}/cgroup").read_text()
-            inside = Path(f"/proc/{process.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()[-1]
+            inside = (
+                Path(f"/proc/{process.pid}/status")
+                .read_text()
+                .split("NSpid:")[1]
+                .splitlines()[0]
+                .split()[-1]
+            )
         except OSError:
             continue
         if identifier in groups and inside != "1":

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 
 NAMESPACE = "kvtier-system"
 EXPORT = {
@@ -29,7 +31,12 @@ def volume(name: str, **spec: Any) -> dict[str, Any]:
         "storageClassName": "",
         "claimRef": {"namespace": "serving", "name": "x"},
     }
-    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": {**body, **spec}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {**body, **spec},
+    }
 
 
 def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
@@ -40,7 +47,10 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
     ("body", "refusal"),
     [
         (volume("kvtier-a", **nfs("/kv")), None),
-        (volume("kvtier-a", **nfs("/kv/below"), mountOptions=["soft", "timeo=50", "vers=4.1"]), None),
+        (
+            volume("kvtier-a", **nfs("/kv/below"), mountOptions=["soft", "timeo=50", "vers=4.1"]),
+            None,
+        ),
         # An option that is listed with a value is allowed with that value, as the operator reads the list.
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5p", "soft"]), None),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5"]), "mount options"),
@@ -50,7 +60,10 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
         (volume("kvtier-a", **nfs("/kvx")), "nas.example:/kvx"),
         (volume("kvtier-a", **nfs("/kv/../etc")), "without .."),
         (volume("kvtier-a", **nfs("/kv", "evil.example")), "evil.example:/kv"),
-        (volume("kvtier-a", **nfs("/kv"), claimRef={"namespace": "other", "name": "x"}), "namespace other"),
+        (
+            volume("kvtier-a", **nfs("/kv"), claimRef={"namespace": "other", "name": "x"}),
+            "namespace other",
+        ),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=none"]), "mount options"),
         (volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"), "data stay"),
     ],
@@ -76,10 +89,14 @@ def volume_guard(
         try:
             found.install({"storage": {"createVolumes": True}, "allowedVolumes": [EXPORT]})
             account = f"system:serviceaccount:{NAMESPACE}:kvtier-controller"
-            api = rest.Api(full_cluster.kubeconfig, full_cluster.context, "default", impersonate=account)
+            api = rest.Api(
+                full_cluster.kubeconfig, full_cluster.context, "default", impersonate=account
+            )
 
             def guarded() -> bool:
-                answer = api.request("POST", "/api/v1/persistentvolumes?dryRun=All", volume("other", **nfs("/kv")))
+                answer = api.request(
+                    "POST", "/api/v1/persistentvolumes?dryRun=All", volume("other", **nfs("/kv"))
+                )
                 return "names begin with kvtier-" in str(answer[1].get("message"))
 
             nodes.wait_for("the guard is in force", guarded)

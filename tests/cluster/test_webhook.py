@@ -15,9 +15,14 @@ from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 
 from kvtier_operator.api import crd
+from kvtier_operator.api.names import (
+    INJECT_LABEL,
+    POLICY_ANNOTATION,
+    SKIPPED_ANNOTATION,
+    STRUCTURAL_ANNOTATION,
+)
+from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.render.admission import TIMEOUT_SECONDS
-from kvtier_operator.render.configured import GROUP_LABEL
-from kvtier_operator.render.names import INJECT_LABEL, POLICY_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 
 ALLOWED = [{"namespaces": ["*"], "hostPath": "/mnt/kv"}]
 
@@ -46,7 +51,9 @@ class Space:
         """Creates it and waits until the webhook knows it."""
         created = self.nodes.ok(self.api.request("POST", self.policies, document))
         labels = document["spec"]["podSelector"]["matchLabels"]
-        self.nodes.wait_for("the policy is known", lambda: self.seen(self.create(pod(labels), dry_run=True)))
+        self.nodes.wait_for(
+            "the policy is known", lambda: self.seen(self.create(pod(labels), dry_run=True))
+        )
         return created
 
     def seen(self, answer: Any) -> bool:
@@ -83,7 +90,10 @@ TEMPLATE = {"metadata": {"labels": {"app": "engine"}}, "spec": pod()["spec"]}
 SELECTOR = {"matchLabels": {"app": "engine"}}
 WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "Deployment": ("/apis/apps/v1", {"selector": SELECTOR, "template": TEMPLATE}),
-    "StatefulSet": ("/apis/apps/v1", {"selector": SELECTOR, "serviceName": "none", "template": TEMPLATE}),
+    "StatefulSet": (
+        "/apis/apps/v1",
+        {"selector": SELECTOR, "serviceName": "none", "template": TEMPLATE},
+    ),
     "Job": (
         "/apis/batch/v1",
         {"template": {**TEMPLATE, "spec": {**TEMPLATE["spec"], "restartPolicy": "Never"}}},  # type: ignore[dict-item]
@@ -100,7 +110,9 @@ def test_pods_of_a_workload_are_attached(space: Space, webhook: WebhookProcess, 
     assert attached(space.first_pod())
 
 
-def test_a_bare_pod_is_attached_and_its_own_parts_are_as_they_were(space: Space, webhook: WebhookProcess) -> None:
+def test_a_bare_pod_is_attached_and_its_own_parts_are_as_they_were(
+    space: Space, webhook: WebhookProcess
+) -> None:
     space.apply_policy(policy())
     before = pod()["spec"]["containers"][0]
     stored = space.create(pod())
@@ -128,8 +140,19 @@ def leader_worker_sets(full_api: Any, nodes: ModuleType, full_cluster: Any) -> I
         "spec": {
             "group": group,
             "scope": "Namespaced",
-            "names": {"plural": "leaderworkersets", "singular": "leaderworkerset", "kind": "LeaderWorkerSet"},
-            "versions": [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+            "names": {
+                "plural": "leaderworkersets",
+                "singular": "leaderworkerset",
+                "kind": "LeaderWorkerSet",
+            },
+            "versions": [
+                {
+                    "name": "v1",
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
         },
     }
     status, body = full_api.request("POST", admission.DEFINITIONS, definition)
@@ -150,7 +173,11 @@ def test_members_of_a_group_of_a_custom_owner_get_the_same_document_verbatim(
         space.api.request(
             "POST",
             path,
-            {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "metadata": {"name": "engine"}},
+            {
+                "apiVersion": "leaderworkerset.x-k8s.io/v1",
+                "kind": "LeaderWorkerSet",
+                "metadata": {"name": "engine"},
+            },
         )
     )
     reference = {
@@ -170,7 +197,9 @@ def test_members_of_a_group_of_a_custom_owner_get_the_same_document_verbatim(
     # The document holds the live values of its time: a member that comes later would get others.
     lower = {"spec": {"minLoadTokens": 1}}
     space.nodes.ok(
-        space.api.request("PATCH", f"{space.policies}/chat", lower, content_type="application/merge-patch+json")
+        space.api.request(
+            "PATCH", f"{space.policies}/chat", lower, content_type="application/merge-patch+json"
+        )
     )
 
     def written(group: str) -> Any:
@@ -184,7 +213,13 @@ def test_members_of_a_group_of_a_custom_owner_get_the_same_document_verbatim(
 def test_pods_of_a_daemon_set_are_never_asked_about(space: Space, webhook: WebhookProcess) -> None:
     space.apply_policy(policy())
     asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
-    owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "1", "controller": True}
+    owner = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "name": "d",
+        "uid": "1",
+        "controller": True,
+    }
     stored = space.create(pod(ownerReferences=[owner]), dry_run=True)
     assert not space.seen(stored)
     assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
@@ -225,7 +260,9 @@ def test_namespaces_without_the_label_are_never_asked_about(
     full_api.request("DELETE", f"/api/v1/namespaces/{name}")
 
 
-def test_what_a_pod_configured_itself_is_left_alone_with_the_reason(space: Space, webhook: WebhookProcess) -> None:
+def test_what_a_pod_configured_itself_is_left_alone_with_the_reason(
+    space: Space, webhook: WebhookProcess
+) -> None:
     space.apply_policy(policy())
     own = pod()
     own["spec"]["containers"][0]["args"] = ["--kv-transfer-config", "{}"]
@@ -252,10 +289,14 @@ def test_the_older_of_two_policies_governs(space: Space, webhook: WebhookProcess
     assert space.create(pod())["metadata"]["annotations"][POLICY_ANNOTATION] == "first"
 
 
-def test_a_policy_that_is_deleted_and_made_again_is_the_new_one(space: Space, webhook: WebhookProcess) -> None:
+def test_a_policy_that_is_deleted_and_made_again_is_the_new_one(
+    space: Space, webhook: WebhookProcess
+) -> None:
     space.apply_policy(policy())
     space.nodes.ok(space.api.request("DELETE", f"{space.policies}/chat"))
-    space.nodes.wait_for("nobody governs", lambda: not space.seen(space.create(pod(), dry_run=True)))
+    space.nodes.wait_for(
+        "nobody governs", lambda: not space.seen(space.create(pod(), dry_run=True))
+    )
     again = space.apply_policy(policy())
     stored = space.create(pod())
     assert stored["metadata"]["annotations"]["kvtier.io/policy-uid"] == again["metadata"]["uid"]
@@ -265,10 +306,22 @@ def test_an_owner_that_is_suspended_gets_unchanged_pods_until_the_time_is_over(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())
-    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "own", "uid": "u-1", "controller": True}
+    owner = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": "own",
+        "uid": "u-1",
+        "controller": True,
+    }
 
     def suspend(until: str) -> None:
-        entry = {"kind": "ConfigMap", "name": "own", "uid": "u-1", "reason": "WouldBeRefused", "until": until}
+        entry = {
+            "kind": "ConfigMap",
+            "name": "own",
+            "uid": "u-1",
+            "reason": "WouldBeRefused",
+            "until": until,
+        }
         space.nodes.ok(
             space.api.request(
                 "PATCH",
@@ -281,7 +334,10 @@ def test_an_owner_that_is_suspended_gets_unchanged_pods_until_the_time_is_over(
     suspend("2999-01-01T00:00:00Z")
     ours = pod(ownerReferences=[owner])
     space.nodes.wait_for("suspended", lambda: not attached(space.create(ours, dry_run=True)))
-    assert "Suspended" in space.create(ours, dry_run=True)["metadata"]["annotations"][SKIPPED_ANNOTATION]
+    assert (
+        "Suspended"
+        in space.create(ours, dry_run=True)["metadata"]["annotations"][SKIPPED_ANNOTATION]
+    )
     assert attached(space.create(pod(), dry_run=True))
     suspend("2020-01-01T00:00:00Z")
     space.nodes.wait_for("tried again", lambda: attached(space.create(ours, dry_run=True)))
@@ -292,14 +348,23 @@ def test_a_policy_outside_of_the_allow_list_is_refused_with_field_value_and_what
 ) -> None:
     disk = {
         "name": "disk",
-        "fileSystem": {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": "/etc/kv"}}},
+        "fileSystem": {
+            "capacity": "1Gi",
+            "sharing": "Node",
+            "volume": {"hostPath": {"path": "/etc/kv"}},
+        },
     }
     document = policy()
     document["spec"]["tiers"].append(disk)
     status, body = space.api.request("POST", space.policies, document)
     assert status == 422, body
     assert "denied the request" in body["message"]
-    for words in ("spec.tiers[1].fileSystem.volume.hostPath.path", '"/etc/kv"', "accepted is", "/mnt/kv and below"):
+    for words in (
+        "spec.tiers[1].fileSystem.volume.hostPath.path",
+        '"/etc/kv"',
+        "accepted is",
+        "/mnt/kv and below",
+    ):
         assert words in body["message"]
     disk["fileSystem"]["volume"]["hostPath"]["path"] = "/mnt/kv/a"  # type: ignore[index]
     assert space.api.request("POST", space.policies, document)[0] == 201
@@ -318,7 +383,9 @@ def test_without_a_webhook_pods_start_unchanged(space: Space, webhook: WebhookPr
     space.nodes.wait_for("attached again", lambda: attached(space.create(pod(), dry_run=True)))
 
 
-def test_a_stuck_webhook_delays_a_pod_by_its_time_and_no_more(space: Space, webhook: WebhookProcess) -> None:
+def test_a_stuck_webhook_delays_a_pod_by_its_time_and_no_more(
+    space: Space, webhook: WebhookProcess
+) -> None:
     space.apply_policy(policy())
     assert webhook.process is not None
     webhook.process.send_signal(signal.SIGSTOP)

@@ -19,14 +19,16 @@ import pytest
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.render.names import POLICY_ANNOTATION, STRUCTURAL_ANNOTATION, TIERD_CONTAINER
+from kvtier_operator.api.names import POLICY_ANNOTATION, STRUCTURAL_ANNOTATION, TIERD_CONTAINER
+from kvtier_operator.certs import certificates
 
 Patch = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 @contextlib.contextmanager
-def another_webhook(api: Any, home: Path, name: str, namespace: str, patch: Patch) -> Iterator[list[str]]:
+def another_webhook(
+    api: Any, home: Path, name: str, namespace: str, patch: Patch
+) -> Iterator[list[str]]:
     """A second mutating webhook; configurations are asked in the order of their names. Yields the names of containers
     that it saw, one entry per question.
     """
@@ -42,8 +44,17 @@ def another_webhook(api: Any, home: Path, name: str, namespace: str, patch: Patc
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
             seen.append(" ".join(each["name"] for each in asked["object"]["spec"]["containers"]))
             operations = base64.b64encode(json.dumps(patch(asked["object"])).encode()).decode()
-            response = {"uid": asked["uid"], "allowed": True, "patchType": "JSONPatch", "patch": operations}
-            answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+            response = {
+                "uid": asked["uid"],
+                "allowed": True,
+                "patchType": "JSONPatch",
+                "patch": operations,
+            }
+            answer = {
+                "apiVersion": "admission.k8s.io/v1",
+                "kind": "AdmissionReview",
+                "response": response,
+            }
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
@@ -68,7 +79,14 @@ def another_webhook(api: Any, home: Path, name: str, namespace: str, patch: Patc
                     "url": f"https://127.0.0.1:{server.server_port}/",
                     "caBundle": certificates.bundle_field(issued.authority),
                 },
-                "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "operations": ["CREATE"]}],
+                "rules": [
+                    {
+                        "apiGroups": [""],
+                        "apiVersions": ["v1"],
+                        "resources": ["pods"],
+                        "operations": ["CREATE"],
+                    }
+                ],
                 "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
                 "failurePolicy": "Fail",
                 "reinvocationPolicy": "Never",
@@ -90,7 +108,9 @@ def add_proxy(found: dict[str, Any]) -> list[dict[str, Any]]:
     """What a mesh does: its container comes first."""
     if any(each["name"] == "proxy" for each in found["spec"]["containers"]):
         return []
-    return [{"op": "add", "path": "/spec/containers/0", "value": {"name": "proxy", "image": "mesh:1"}}]
+    return [
+        {"op": "add", "path": "/spec/containers/0", "value": {"name": "proxy", "image": "mesh:1"}}
+    ]
 
 
 def add_label(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +140,11 @@ def create(
 
 @pytest.mark.parametrize("name", ["a-mesh", "z-mesh"])
 def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine(
-    full_api: Any, nodes: ModuleType, tmp_path: Path, create: tuple[str, Callable[..., Any]], name: str
+    full_api: Any,
+    nodes: ModuleType,
+    tmp_path: Path,
+    create: tuple[str, Callable[..., Any]],
+    name: str,
 ) -> None:
     namespace, made = create
     with another_webhook(full_api, tmp_path, name, namespace, add_proxy) as seen:
@@ -130,7 +154,10 @@ def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine
     containers = {each["name"]: each for each in stored["spec"]["containers"]}
     assert "KVTIER_TOPOLOGY" in _variables(containers["vllm"])
     assert "KVTIER_TOPOLOGY" not in _variables(containers["proxy"])
-    every = [each["name"] for each in (*stored["spec"]["containers"], *stored["spec"].get("initContainers", []))]
+    every = [
+        each["name"]
+        for each in (*stored["spec"]["containers"], *stored["spec"].get("initContainers", []))
+    ]
     assert len(set(every)) == len(every)
     assert every.count(TIERD_CONTAINER) == 1
 

@@ -15,14 +15,22 @@ from typing import Any, Self
 
 import pytest
 from tests.cluster import admission
-from tests.cluster.admission import CONFIGURATIONS, LABELLED, WebhookProcess, by_url, installed, pod, policy
+from tests.cluster.admission import (
+    CONFIGURATIONS,
+    LABELLED,
+    WebhookProcess,
+    by_url,
+    installed,
+    pod,
+    policy,
+)
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.cluster.client import ApiClient
-from kvtier_operator.cluster.credentials import from_kubeconfig
-from kvtier_operator.reconcile.certificates import keep_certificates
+from kvtier_operator.api.names import POLICY_ANNOTATION
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.rotate import keep_certificates
+from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.credentials import from_kubeconfig
 from kvtier_operator.render import admission as rendered
-from kvtier_operator.render.names import POLICY_ANNOTATION
 
 LIFETIME_SECONDS, RENEW_BEFORE_SECONDS = 200, 40
 SETTLE_SECONDS = certificates.settle_seconds(RENEW_BEFORE_SECONDS)
@@ -36,11 +44,17 @@ class Keeper:
         self.ahead_seconds = 0.0
         self._loop = asyncio.new_event_loop()
         self._stop, self._changed = asyncio.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._run(),), daemon=True
+        )
 
     async def _run(self) -> None:
-        async with ApiClient(from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)) as client:
-            await keep_certificates(client, self._settings, self._stop, changed=self._changed, wall_clock=self.now)
+        async with ApiClient(
+            from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
+        ) as client:
+            await keep_certificates(
+                client, self._settings, self._stop, changed=self._changed, wall_clock=self.now
+            )
 
     def now(self) -> float:
         return time.time() + self.ahead_seconds
@@ -112,7 +126,7 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
         stored = nodes.ok(full_api.request("POST", pods, pod()))
         return POLICY_ANNOTATION in (stored["metadata"].get("annotations") or {})
 
-    def material() -> certificates.Material | None:
+    def material() -> certificates.KeyPair | None:
         return certificates.from_secret(full_api.request("GET", secret)[1])
 
     def serves() -> bool:
@@ -136,18 +150,22 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
             loads = [threads.submit(load) for _ in range(2)]
             try:
                 keeper.later(LIFETIME_SECONDS - RENEW_BEFORE_SECONDS + 1)
-                nodes.wait_for("a renewed certificate waits", lambda: (material() or first).next_certificate)
+                nodes.wait_for(
+                    "a renewed certificate waits", lambda: (material() or first).next_certificate
+                )
                 assert process.shown_certificate() == _der(first.certificate)
                 bundle = certificates.bundle_field((material() or first).bundle)
                 for kind in ("mutating", "validating"):
                     nodes.wait_for(
-                        "the bundle is known", lambda kind=kind: bundle in _bundles(full_api, kind, namespace)
+                        "the bundle is known",
+                        lambda kind=kind: bundle in _bundles(full_api, kind, namespace),
                     )
                 keeper.look()
                 time.sleep(1)
                 keeper.later(SETTLE_SECONDS)
                 nodes.wait_for(
-                    "the renewed certificate serves", lambda: _serves_another(material(), first) and serves()
+                    "the renewed certificate serves",
+                    lambda: _serves_another(material(), first) and serves(),
                 )
                 seen = len(results)
                 nodes.wait_for("more pods", lambda: len(results) > seen + 20)
@@ -164,12 +182,16 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
         del body["webhooks"][0]["clientConfig"]["caBundle"]
         nodes.ok(full_api.request("PUT", path, body))
         keeper.look()
-        nodes.wait_for("the bundle is back", lambda: bundle in _bundles(full_api, "mutating", namespace))
+        nodes.wait_for(
+            "the bundle is back", lambda: bundle in _bundles(full_api, "mutating", namespace)
+        )
         nodes.wait_for("pods are attached again", attached)
 
         # Somebody overwrites the Secret with what cannot serve.
         broken = {"data": {"tls.crt": "eA==", "tls.key": "eA=="}}
-        nodes.ok(full_api.request("PATCH", secret, broken, content_type="application/merge-patch+json"))
+        nodes.ok(
+            full_api.request("PATCH", secret, broken, content_type="application/merge-patch+json")
+        )
         keeper.look()
         nodes.wait_for("a new certificate serves", serves)
         nodes.wait_for("pods are attached again", attached)
@@ -192,7 +214,11 @@ def test_a_mounted_certificate_is_replaced_without_a_restart(
         nodes.wait_for("pods are attached", attached)
         before = process.shown_certificate()
         process.mount()
-        nodes.wait_for("another certificate is shown", lambda: process.shown_certificate() != before, seconds=20)
+        nodes.wait_for(
+            "another certificate is shown",
+            lambda: process.shown_certificate() != before,
+            seconds=20,
+        )
         # Its CA is not known to the API server: pods start unchanged until the bundle has it.
         path = f"{CONFIGURATIONS}/mutatingwebhookconfigurations/{namespace}"
         body = nodes.ok(full_api.request("GET", path))
@@ -215,5 +241,5 @@ def _der(certificate: bytes) -> bytes:
     return ssl.PEM_cert_to_DER_cert(certificate.decode())
 
 
-def _serves_another(found: certificates.Material | None, first: certificates.Material) -> bool:
+def _serves_another(found: certificates.KeyPair | None, first: certificates.KeyPair) -> bool:
     return found is not None and found.certificate != first.certificate

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 
-from kvtier_operator.render.names import POLICY_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.names import POLICY_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 
 Change = Callable[[dict[str, Any]], object]
 ASKED = 'kvtier_webhook_answers_total{path="/mutate",result="%s"}'
@@ -47,7 +47,9 @@ class Space:
     def apply(self, document: dict[str, Any], labels: dict[str, str] | None = None) -> Any:
         """Makes a policy and waits until the webhook knows it."""
         made = self.nodes.ok(self.api.request("POST", self.policies, document))
-        self.nodes.wait_for("the policy is known", lambda: self.told(self.create(pod(labels), dry_run=True)))
+        self.nodes.wait_for(
+            "the policy is known", lambda: self.told(self.create(pod(labels), dry_run=True))
+        )
         return made
 
     def create(self, document: dict[str, Any], *, dry_run: bool = False) -> dict[str, str]:
@@ -83,7 +85,9 @@ def many(number: int, **item: Any) -> list[dict[str, Any]]:
 
 def mounts(document: dict[str, Any]) -> None:
     document["spec"]["volumes"] = [{"name": "own", "emptyDir": {}}]
-    engine(document)["volumeMounts"] = [{"name": "own", "mountPath": f"/srv/{index}"} for index in range(8_000)]
+    engine(document)["volumeMounts"] = [
+        {"name": "own", "mountPath": f"/srv/{index}"} for index in range(8_000)
+    ]
 
 
 HUGE: dict[str, Change] = {
@@ -100,17 +104,23 @@ HUGE: dict[str, Change] = {
     ),
     "the same argument": lambda found: engine(found).update(args=["x"] * 100_000),
     "mounts of one volume": mounts,
-    "tolerations": lambda found: found["spec"].update(tolerations=many(10_000, key="a", operator="Exists")),
+    "tolerations": lambda found: found["spec"].update(
+        tolerations=many(10_000, key="a", operator="Exists")
+    ),
     "containers": lambda found: found["spec"]["containers"].extend(
         {"name": f"c{index}", "image": "x"} for index in range(5_000)
     ),
-    "a number without end": lambda found: engine(found).update(args=["--tensor-parallel-size", "9" * 5_000]),
+    "a number without end": lambda found: engine(found).update(
+        args=["--tensor-parallel-size", "9" * 5_000]
+    ),
 }
 """Within what the API server takes. Each of the first three kept a thread, and with it the process, for seconds to hours."""
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(space: Space, webhook: WebhookProcess, name: str) -> None:
+def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(
+    space: Space, webhook: WebhookProcess, name: str
+) -> None:
     space.apply(policy())
     document = pod()
     HUGE[name](document)
@@ -119,7 +129,8 @@ def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(space: Space, webhook:
     assert space.told(space.create(document, dry_run=True)) in ("attached", "", "NoEngineContainer")
     assert [webhook.metric(ASKED % result) for result in ("Failed", "Malformed")] == failures
     space.nodes.wait_for(
-        "the next one is attached", lambda: space.told(space.create(pod(), dry_run=True)) == "attached"
+        "the next one is attached",
+        lambda: space.told(space.create(pod(), dry_run=True)) == "attached",
     )
     assert webhook.monitoring("/healthz")[0] == 200
 
@@ -128,7 +139,9 @@ ODD: dict[str, tuple[Change, str]] = {
     "lists that are null": (
         lambda found: (
             engine(found).update(env=None, args=None, volumeMounts=None, ports=None, envFrom=None),
-            found["spec"].update(volumes=None, initContainers=None, tolerations=None, securityContext=None),
+            found["spec"].update(
+                volumes=None, initContainers=None, tolerations=None, securityContext=None
+            ),
             found["metadata"].update(annotations=None, ownerReferences=None, finalizers=None),
         ),
         "attached",
@@ -142,7 +155,9 @@ ODD: dict[str, tuple[Change, str]] = {
         "attached",
     ),
     "a variable without a value": (
-        lambda found: engine(found).update(env=[{"name": "PYTHONPATH"}, {"name": "VLLM_PLUGINS", "value": None}]),
+        lambda found: engine(found).update(
+            env=[{"name": "PYTHONPATH"}, {"name": "VLLM_PLUGINS", "value": None}]
+        ),
         "attached",
     ),
     "a mark of having been left alone that is no JSON": (
@@ -162,18 +177,29 @@ ODD: dict[str, tuple[Change, str]] = {
         "AlreadyConfigured",
     ),
     "no command": (lambda found: engine(found).pop("command"), "attached"),
-    "an empty command": (lambda found: engine(found).update(command=[], args=["", " ", "\n", "--"]), "attached"),
-    "quotes that do not end": (lambda found: engine(found).update(command=["sh", "-c", "vllm serve 'm"]), "attached"),
+    "an empty command": (
+        lambda found: engine(found).update(command=[], args=["", " ", "\n", "--"]),
+        "attached",
+    ),
+    "quotes that do not end": (
+        lambda found: engine(found).update(command=["sh", "-c", "vllm serve 'm"]),
+        "attached",
+    ),
     "variables that name themselves": (
         lambda found: engine(found).update(env=[{"name": "A", "value": "$(A)$(A)"}], args=["$(A)"]),
         "attached",
     ),
-    "a name and a generated one": (lambda found: found["metadata"].update(name="engine-x"), "attached"),
+    "a name and a generated one": (
+        lambda found: found["metadata"].update(name="engine-x"),
+        "attached",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_pod_is_decided_about_like_any_other(space: Space, webhook: WebhookProcess, name: str) -> None:
+def test_an_odd_pod_is_decided_about_like_any_other(
+    space: Space, webhook: WebhookProcess, name: str
+) -> None:
     space.apply(policy())
     change, expected = ODD[name]
     document = pod()
@@ -184,18 +210,24 @@ def test_an_odd_pod_is_decided_about_like_any_other(space: Space, webhook: Webho
     assert webhook.metric(ASKED % "Failed") == failed
 
 
-def test_a_pod_that_is_changed_later_is_not_asked_about(space: Space, webhook: WebhookProcess) -> None:
+def test_a_pod_that_is_changed_later_is_not_asked_about(
+    space: Space, webhook: WebhookProcess
+) -> None:
     found = space.nodes.ok(space.api.request("POST", space.pods, pod({"app": "other"})))
     space.apply(policy())
     asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     path = f"{space.pods}/{found['metadata']['name']}"
     # From here on the policy selects it; what it was given at its creation is what it has.
     changed = space.nodes.ok(
-        space.api.request("PATCH", path, {"metadata": {"labels": {"app": "engine"}}}, content_type=MERGE)
+        space.api.request(
+            "PATCH", path, {"metadata": {"labels": {"app": "engine"}}}, content_type=MERGE
+        )
     )
     debug = {"spec": {"ephemeralContainers": [{"name": "debug", "image": "x"}]}}
     strategic = "application/strategic-merge-patch+json"
-    space.nodes.ok(space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic))
+    space.nodes.ok(
+        space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic)
+    )
     assert not space.told(changed["metadata"].get("annotations") or {})
     assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
 
@@ -203,16 +235,26 @@ def test_a_pod_that_is_changed_later_is_not_asked_about(space: Space, webhook: W
 LONG = ("a." * 32)[:63].rstrip(".")
 POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "a name of 62 characters with dots": (policy(LONG), "attached"),
-    "a selector of everything": ({**policy(), "spec": {**policy()["spec"], "podSelector": {}}}, "attached"),
+    "a selector of everything": (
+        {**policy(), "spec": {**policy()["spec"], "podSelector": {}}},
+        "attached",
+    ),
     "a container that no pod has": (policy(engine={"containerName": "none"}), "NoEngineContainer"),
-    "more memory than a node has": (policy(tiers=[{"name": "ram", "memory": {"capacity": "7Ei"}}]), "attached"),
+    "more memory than a node has": (
+        policy(tiers=[{"name": "ram", "memory": {"capacity": "7Ei"}}]),
+        "attached",
+    ),
     "more ranks than a pod has": (policy(engine={"localRanks": 64}), "attached"),
     "a selector of what is not": (
         {
             **policy(),
             "spec": {
                 **policy()["spec"],
-                "podSelector": {"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["other", ""]}]},
+                "podSelector": {
+                    "matchExpressions": [
+                        {"key": "app", "operator": "NotIn", "values": ["other", ""]}
+                    ]
+                },
             },
         },
         "attached",
@@ -227,5 +269,8 @@ def test_an_odd_policy_harms_no_pod(space: Space, webhook: WebhookProcess, name:
     space.apply(document)
     annotations = space.create(pod())
     assert space.told(annotations) == expected, annotations
-    assert annotations.get(POLICY_ANNOTATION, document["metadata"]["name"]) == document["metadata"]["name"]
+    assert (
+        annotations.get(POLICY_ANNOTATION, document["metadata"]["name"])
+        == document["metadata"]["name"]
+    )
     assert webhook.metric(ASKED % "Failed") == failed

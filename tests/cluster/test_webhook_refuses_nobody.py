@@ -17,7 +17,7 @@ import pytest
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, policy
 
-from kvtier_operator.render.names import POLICY_ANNOTATION, SKIPPED_ANNOTATION
+from kvtier_operator.api.names import POLICY_ANNOTATION, SKIPPED_ANNOTATION
 
 ENFORCE = "pod-security.kubernetes.io/enforce"
 PODS_PER_SPACE = 30
@@ -29,11 +29,17 @@ Guard = tuple[str, dict[str, Any]]
 
 
 def bounds(kind: str, **item: Any) -> Guard:
-    return "limitranges", {"metadata": {"generateName": "bounds-"}, "spec": {"limits": [{"type": kind, **item}]}}
+    return "limitranges", {
+        "metadata": {"generateName": "bounds-"},
+        "spec": {"limits": [{"type": kind, **item}]},
+    }
 
 
 def share(hard: dict[str, str], **spec: Any) -> Guard:
-    return "resourcequotas", {"metadata": {"generateName": "share-"}, "spec": {"hard": hard, **spec}}
+    return "resourcequotas", {
+        "metadata": {"generateName": "share-"},
+        "spec": {"hard": hard, **spec},
+    }
 
 
 SPACES: dict[str, tuple[dict[str, str], list[Guard]]] = {
@@ -44,16 +50,33 @@ SPACES: dict[str, tuple[dict[str, str], list[Guard]]] = {
         {},
         [
             bounds(
-                "Container", max={"cpu": "8", "memory": "12Gi"}, min={"cpu": "100m"}, maxLimitRequestRatio={"cpu": "16"}
+                "Container",
+                max={"cpu": "8", "memory": "12Gi"},
+                min={"cpu": "100m"},
+                maxLimitRequestRatio={"cpu": "16"},
             )
         ],
     ),
-    "bounded-pods": ({}, [bounds("Pod", max={"memory": "20Gi"}, maxLimitRequestRatio={"memory": "4"})]),
+    "bounded-pods": (
+        {},
+        [bounds("Pod", max={"memory": "20Gi"}, maxLimitRequestRatio={"memory": "4"})],
+    ),
     "defaults": (
         {},
         [
-            bounds("Container", default={"cpu": "2", "memory": "4Gi"}, defaultRequest={"cpu": "1", "memory": "1Gi"}),
-            share({"limits.memory": "24Gi", "requests.cpu": "8", "limits.ephemeral-storage": "20Gi", "pods": "3"}),
+            bounds(
+                "Container",
+                default={"cpu": "2", "memory": "4Gi"},
+                defaultRequest={"cpu": "1", "memory": "1Gi"},
+            ),
+            share(
+                {
+                    "limits.memory": "24Gi",
+                    "requests.cpu": "8",
+                    "limits.ephemeral-storage": "20Gi",
+                    "pods": "3",
+                }
+            ),
         ],
     ),
     "scoped-quotas": (
@@ -68,7 +91,10 @@ SPACES: dict[str, tuple[dict[str, str], list[Guard]]] = {
 
 
 def tier(name: str, volume: dict[str, Any], **files: Any) -> dict[str, Any]:
-    return {"name": name, "fileSystem": {"capacity": "1Gi", "sharing": "Node", "volume": volume, **files}}
+    return {
+        "name": name,
+        "fileSystem": {"capacity": "1Gi", "sharing": "Node", "volume": volume, **files},
+    }
 
 
 def policies() -> Iterator[dict[str, Any]]:
@@ -84,7 +110,13 @@ def policies() -> Iterator[dict[str, Any]]:
                 tier("disk", {"emptyDir": {"sizeLimit": "10Gi"}}, sharing="Pod"),
                 tier(
                     "long-" + "x" * 58,
-                    {"ephemeral": {"volumeClaimTemplate": {"spec": {"resources": {"requests": {"storage": "1Gi"}}}}}},
+                    {
+                        "ephemeral": {
+                            "volumeClaimTemplate": {
+                                "spec": {"resources": {"requests": {"storage": "1Gi"}}}
+                            }
+                        }
+                    },
                     sharing="Pod",
                 ),
             ]
@@ -98,7 +130,10 @@ def policies() -> Iterator[dict[str, Any]]:
         },
         "engine": {"engine": {"daemon": "Engine"}, "resources": {"memoryPolicy": "Grow"}},
         "strict": {"engine": {"daemon": "Engine"}, "resources": {"memoryPolicy": "Validate"}},
-        "image": {"engine": {"delivery": "ImageVolume"}, "isolation": {"keySecretRef": {"name": "key"}}},
+        "image": {
+            "engine": {"delivery": "ImageVolume"},
+            "isolation": {"keySecretRef": {"name": "key"}},
+        },
         "thrifty": {"resources": {"daemon": {"requests": {"cpu": "100m"}, "limits": {"cpu": "1"}}}},
         "offloading": {"engine": {"connector": "Offloading"}},
         "lmcache": {"engine": {"connector": "LMCache"}},
@@ -110,11 +145,16 @@ def policies() -> Iterator[dict[str, Any]]:
 
 def some(choose: random.Random, probability: float = 0.3, **options: Any) -> dict[str, Any]:
     """Some of these fields."""
-    return {key: copy.deepcopy(value) for key, value in options.items() if choose.random() < probability}
+    return {
+        key: copy.deepcopy(value) for key, value in options.items() if choose.random() < probability
+    }
 
 
 def resources(choose: random.Random) -> dict[str, Any]:
-    cpu, memory = choose.choice(["500m", "2", "3500m", "8"]), choose.choice(["512Mi", "2Gi", "4Gi", "10Gi"])
+    cpu, memory = (
+        choose.choice(["500m", "2", "3500m", "8"]),
+        choose.choice(["512Mi", "2Gi", "4Gi", "10Gi"]),
+    )
     both = {"cpu": cpu, "memory": memory, **some(choose, **{"ephemeral-storage": "1Gi"})}
     gpu = {"nvidia.com/gpu": "1"} if choose.random() < 0.4 else {}
     return choose.choice(
@@ -139,7 +179,10 @@ SECURE = {
 
 
 def container(choose: random.Random, name: str, secure: dict[str, Any]) -> dict[str, Any]:
-    port = {"containerPort": choose.choice([8000, 9400, 9401]), **some(choose, name=f"p-{name}"[:15])}
+    port = {
+        "containerPort": choose.choice([8000, 9400, 9401]),
+        **some(choose, name=f"p-{name}"[:15]),
+    }
     return {
         "name": name,
         "image": f"registry.example/{choose.choice(['vllm', 'other'])}:1",
@@ -171,7 +214,9 @@ def any_pod(choose: random.Random, name: str) -> dict[str, Any]:
             {},
         ]
     )
-    others = [container(choose, f"side-{index}", secure) for index in range(choose.choice([0, 0, 1, 2]))]
+    others = [
+        container(choose, f"side-{index}", secure) for index in range(choose.choice([0, 0, 1, 2]))
+    ]
     containers = [engine, *others]
     choose.shuffle(containers)
     init = container(choose, "init", secure) | some(choose, restartPolicy="Always")
@@ -184,7 +229,12 @@ def any_pod(choose: random.Random, name: str) -> dict[str, Any]:
         **some(
             choose,
             initContainers=[init],
-            securityContext={"runAsUser": 2000, "fsGroup": 3000, "supplementalGroups": [7], "runAsNonRoot": True},
+            securityContext={
+                "runAsUser": 2000,
+                "fsGroup": 3000,
+                "supplementalGroups": [7],
+                "runAsNonRoot": True,
+            },
             shareProcessNamespace=True,
             automountServiceAccountToken=False,
             terminationGracePeriodSeconds=1,
@@ -197,13 +247,27 @@ def any_pod(choose: random.Random, name: str) -> dict[str, Any]:
             0.1,
             hostNetwork=True,
             hostIPC=True,
-            resources={"requests": {"cpu": "9", "memory": "14Gi"}, "limits": {"cpu": "12", "memory": "20Gi"}},
+            resources={
+                "requests": {"cpu": "9", "memory": "14Gi"},
+                "limits": {"cpu": "12", "memory": "20Gi"},
+            },
         ),
     }
     annotations = some(
-        choose, **{"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "own", SKIPPED_ANNOTATION: "{}"}
+        choose,
+        **{
+            "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "own",
+            SKIPPED_ANNOTATION: "{}",
+        },
     )
-    return {"metadata": {"generateName": "any-", "labels": {"policy": name}, "annotations": annotations}, "spec": spec}
+    return {
+        "metadata": {
+            "generateName": "any-",
+            "labels": {"policy": name},
+            "annotations": annotations,
+        },
+        "spec": spec,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +278,9 @@ def webhook(
         {"namespaces": ["*"], "hostPath": "/mnt/kv"},
         {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/"}},
     ]
-    process = WebhookProcess(tmp_path_factory.mktemp("refuses"), full_cluster, {"allowedVolumes": allowed})
+    process = WebhookProcess(
+        tmp_path_factory.mktemp("refuses"), full_cluster, {"allowedVolumes": allowed}
+    )
     hooks = admission.configurations(process)
     with admission.definition(full_cluster, full_api, nodes), process, installed(full_api, *hooks):
         yield process
@@ -227,7 +293,10 @@ def made(api: Any, nodes: ModuleType, labels: dict[str, str], guards: list[Guard
     quotas = f"/api/v1/namespaces/{name}/resourcequotas"
 
     def counted() -> bool:
-        return all((each.get("status") or {}).get("hard") for each in api.request("GET", quotas)[1]["items"])
+        return all(
+            (each.get("status") or {}).get("hard")
+            for each in api.request("GET", quotas)[1]["items"]
+        )
 
     nodes.wait_for("quotas are counted", counted)
     return name
@@ -241,11 +310,16 @@ def test_a_pod_that_is_taken_without_kvtier_is_taken_with_it(
     seen: collections.Counter[str] = collections.Counter()
     refused: list[str] = []
     for space, (labels, guards) in SPACES.items():
-        alone, asked = made(full_api, nodes, labels, guards), made(full_api, nodes, {**labels, **LABELLED}, guards)
+        alone, asked = (
+            made(full_api, nodes, labels, guards),
+            made(full_api, nodes, {**labels, **LABELLED}, guards),
+        )
         for document in policies():
             path = f"/apis/kvtier.io/v1alpha1/namespaces/{asked}/kvtierpolicies"
             nodes.ok(full_api.request("POST", path, document))
-        nodes.wait_for("all policies are known", lambda: webhook.metric(POLICIES_KNOWN) % len(names) == 0)
+        nodes.wait_for(
+            "all policies are known", lambda: webhook.metric(POLICIES_KNOWN) % len(names) == 0
+        )
         for _ in range(PODS_PER_SPACE):
             document = any_pod(choose, choose.choice(names))
             query = "pods?dryRun=All&fieldValidation=Strict"
@@ -258,10 +332,16 @@ def test_a_pod_that_is_taken_without_kvtier_is_taken_with_it(
                 continue
             annotations = body["metadata"].get("annotations") or {}
             skipped = json.loads(annotations.get(SKIPPED_ANNOTATION, "{}"))
-            seen["attached" if POLICY_ANNOTATION in annotations else skipped.get("reason", "untouched")] += 1
+            seen[
+                "attached"
+                if POLICY_ANNOTATION in annotations
+                else skipped.get("reason", "untouched")
+            ] += 1
         for namespace in (alone, asked):
             full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
-    assert not refused, f"{len(refused)} of {sum(seen.values())}; {dict(seen)}\n" + "\n".join(refused[:MESSAGES])
+    assert not refused, f"{len(refused)} of {sum(seen.values())}; {dict(seen)}\n" + "\n".join(
+        refused[:MESSAGES]
+    )
     assert seen["untouched"] == 0, dict(seen)
     assert seen["attached"] > 50, dict(seen)
     assert seen["WouldBeRefused"] > 5, dict(seen)

@@ -13,9 +13,9 @@ import yaml
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 
-from kvtier_operator.cluster import permissions
-from kvtier_operator.cluster.permissions import Permission, Scope
-from kvtier_operator.render.names import POLICY_ANNOTATION
+from kvtier_operator import rbac
+from kvtier_operator.api.names import POLICY_ANNOTATION
+from kvtier_operator.rbac import Permission, Scope
 
 RIGHTS = "/apis/rbac.authorization.k8s.io/v1"
 
@@ -23,17 +23,25 @@ RIGHTS = "/apis/rbac.authorization.k8s.io/v1"
 class Account:
     """A service account with some rights, and a kubeconfig that uses it."""
 
-    def __init__(self, api: Any, nodes: ModuleType, namespace: str, cluster: Any, home: Path) -> None:
+    def __init__(
+        self, api: Any, nodes: ModuleType, namespace: str, cluster: Any, home: Path
+    ) -> None:
         self._api, self._nodes, self.namespace = api, nodes, namespace
         self.name = f"webhook-{secrets.token_hex(3)}"
         nodes.ok(
-            api.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": self.name}})
+            api.request(
+                "POST",
+                f"/api/v1/namespaces/{namespace}/serviceaccounts",
+                {"metadata": {"name": self.name}},
+            )
         )
         asked = {"spec": {"expirationSeconds": 3600}}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{self.name}/token"
         token = nodes.ok(api.request("POST", path, asked))["status"]["token"]
         config = yaml.safe_load(cluster.kubeconfig.read_text())
-        chosen = next(each for each in config["contexts"] if each["name"] == cluster.context)["context"]
+        chosen = next(each for each in config["contexts"] if each["name"] == cluster.context)[
+            "context"
+        ]
         config["users"] = [{"name": "webhook", "user": {"token": token}}]
         config["contexts"] = [{"name": "webhook", "context": {**chosen, "user": "webhook"}}]
         config["current-context"] = "webhook"
@@ -43,20 +51,26 @@ class Account:
 
     def grant(self, given: Sequence[Permission]) -> None:
         """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the chart has it."""
-        on = frozenset({permissions.SELF_MANAGED})
+        on = frozenset({rbac.SELF_MANAGED})
         wide = [
-            *permissions.rules(given, Scope.WATCHED, on),
-            *permissions.rules(given, Scope.CLUSTER, on),
+            *rbac.rules(given, Scope.WATCHED, on),
+            *rbac.rules(given, Scope.CLUSTER, on),
         ]
-        own = permissions.rules(given, Scope.OWN, on)
+        own = rbac.rules(given, Scope.OWN, on)
         within = f"{RIGHTS}/namespaces/{self.namespace}"
         for base, kind, rules in ((RIGHTS, "ClusterRole", wide), (within, "Role", own)):
             body = {"metadata": {"name": self.name}, "rules": rules}
             self._nodes.ok(self._api.request("POST", f"{base}/{kind.lower()}s", body))
             binding = {
                 "metadata": {"name": self.name},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": self.name},
-                "subjects": [{"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}],
+                "roleRef": {
+                    "apiGroup": "rbac.authorization.k8s.io",
+                    "kind": kind,
+                    "name": self.name,
+                },
+                "subjects": [
+                    {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
+                ],
             }
             self._nodes.ok(self._api.request("POST", f"{base}/{kind.lower()}bindings", binding))
 
@@ -66,7 +80,9 @@ class Account:
 
 
 @pytest.fixture
-def account(full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path) -> Iterator[Account]:
+def account(
+    full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path
+) -> Iterator[Account]:
     namespace = nodes.make_namespace(full_api, f"rights-{secrets.token_hex(3)}", LABELLED)
     with admission.definition(full_cluster, full_api, nodes):
         made = Account(full_api, nodes, namespace, full_cluster, tmp_path)
@@ -78,7 +94,7 @@ def account(full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path)
 def test_with_the_rights_that_ship_a_pod_is_attached(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path
 ) -> None:
-    account.grant(permissions.WEBHOOK)
+    account.grant(rbac.WEBHOOK)
     policies = f"/apis/kvtier.io/v1alpha1/namespaces/{account.namespace}/kvtierpolicies"
     nodes.ok(full_api.request("POST", policies, policy()))
     # Self-managed as it ships: the Secret is read with the account's rights, too.
@@ -106,7 +122,7 @@ def test_with_the_rights_that_ship_a_pod_is_attached(
 def test_a_right_that_is_missing_is_named_and_pods_start_unchanged(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path, missing: str
 ) -> None:
-    account.grant([each for each in permissions.WEBHOOK if missing not in each.resources])
+    account.grant([each for each in rbac.WEBHOOK if missing not in each.resources])
     process = WebhookProcess(tmp_path / "webhook", account.cluster)
     process.start(wait=False)
     try:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("helm_python", reason="charts are installed by Helm's own code: helm-python-sdk")
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: install the extra `engine`"
+        importlib.util.find_spec("vllm") is None,
+        reason="vllm is not installed: install the extra `engine`",
     ),
     pytest.mark.engine,
 ]
@@ -23,7 +26,9 @@ def loop(node_cluster: Any, node_images: None, tmp_path_factory: pytest.TempPath
 
     from kvtier.cli.demo_display import Display
 
-    done = WholeLoop(node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), images_loaded=True)
+    done = WholeLoop(
+        node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), images_loaded=True
+    )
     return done, done.run()
 
 
@@ -48,14 +53,21 @@ def test_ram_outlives_the_engines_container(loop: Any) -> None:
 
 def test_the_file_tier_outlives_the_pod(loop: Any) -> None:
     # A brings the shared prefix into RAM, where B finds it.
-    by_prompt = {row.prompt: (row.ram, row.file) for row in loop[0].rows if row.stage == "pod replaced"}
+    by_prompt = {
+        row.prompt: (row.ram, row.file) for row in loop[0].rows if row.stage == "pod replaced"
+    }
     assert by_prompt == {"A": (0, 768), "B": (512, 256)}
 
 
-def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untouched(loop: Any) -> None:
+def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untouched(
+    loop: Any,
+) -> None:
     assert loop[1]["pod_untouched"]
     assert loop[1]["live_change_seconds"] < 120
-    assert (loop[1]["loaded_tokens_ram_after_live_change"], loop[1]["loaded_tokens_file_after_live_change"]) == (512, 0)
+    assert (
+        loop[1]["loaded_tokens_ram_after_live_change"],
+        loop[1]["loaded_tokens_file_after_live_change"],
+    ) == (512, 0)
 
 
 def test_kubectl_tells_all_of_it(loop: Any) -> None:

@@ -28,7 +28,7 @@ from serving import EnginePod, ask, container_status, engine_deployment
 from standing_in import STORAGE_GID
 
 from kvtier.cli.demo_display import Display
-from kvtier.testing.tiny_model import TinyLlama, prompt, write_llama
+from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 
 CHUNK_TOKENS = 128
 SHARED_CHUNKS, OWN_CHUNKS = 4, 2
@@ -99,13 +99,19 @@ class WholeLoop:
         return self._result()
 
     def _install(self, release: Release, directory: Path) -> None:
-        with self.display.step("Making the operator's and the sidecar's image, and putting them on the node"):
+        with self.display.step(
+            "Making the operator's and the sidecar's image, and putting them on the node"
+        ):
             if not self.images_loaded:
                 operators.load_images(self.cluster, self.home / "images")
         allowed = [{"namespaces": ["*"], "hostPath": str(directory)}]
-        with self.display.step("helm install: operator and webhook run as pods, with the chart's own rights"):
+        with self.display.step(
+            "helm install: operator and webhook run as pods, with the chart's own rights"
+        ):
             operators.install(self.cluster, release, {**operators.QUICK, "allowedVolumes": allowed})
-        version = json.loads(self.cluster.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
+        version = json.loads(self.cluster.kubectl("version", "-o", "json"))["serverVersion"][
+            "gitVersion"
+        ]
         self.facts["kubernetes_version"] = version
 
     def _start(self, api: Api, pod: EnginePod, model: Path, directory: Path) -> None:
@@ -113,18 +119,29 @@ class WholeLoop:
         make_namespace(api, WITHOUT)
         with self.display.step("kubectl apply of a policy: RAM, and a directory of the node"):
             self._apply(policy(directory))
-            wait_for("the policy is accepted", lambda: self._condition(api, "Accepted") == "True", 30)
-        with self.display.step("A Deployment of vLLM, and beside it one without KVTier for reference"):
+            wait_for(
+                "the policy is accepted", lambda: self._condition(api, "Accepted") == "True", 30
+            )
+        with self.display.step(
+            "A Deployment of vLLM, and beside it one without KVTier for reference"
+        ):
             for namespace in (WITH_TIERS, WITHOUT):
                 self.cluster.kubectl(
-                    "-n", namespace, "apply", "-f", "-", stdin=json.dumps(engine_deployment(model, APP))
+                    "-n",
+                    namespace,
+                    "apply",
+                    "-f",
+                    "-",
+                    stdin=json.dumps(engine_deployment(model, APP)),
                 )
             plain = EnginePod(self.cluster, api, WITHOUT, APP, model)
             found = pod.wait_ready()
             reference = plain.wait_ready()
             self._wait_attached(pod)
         self.facts["command_untouched"] = _command(found) == _command(reference)
-        self.facts["engine_memory_limit_unchanged"] = pod.memory_limit() == plain.memory_limit() == 4 << 30
+        self.facts["engine_memory_limit_unchanged"] = (
+            pod.memory_limit() == plain.memory_limit() == 4 << 30
+        )
         with self.display.step("Asking the engine without KVTier"):
             for name, tokens in prompts().items():
                 self.expected[name], loaded, _ = ask(plain.client(), tokens, NEW_TOKENS)
@@ -133,14 +150,18 @@ class WholeLoop:
         self.cluster.kubectl("-n", WITHOUT, "delete", "deployment", APP, "--wait=false")
 
     def _compute_and_reload(self, pod: EnginePod) -> None:
-        with self.display.step("Computing three prompts, then asking again with the engine's own cache emptied"):
+        with self.display.step(
+            "Computing three prompts, then asking again with the engine's own cache emptied"
+        ):
             self._ask(pod, "computed", "A", "B", "C")
             self._wait_stored(pod)
             self._ask(pod, "cache emptied", "A", "B")
 
     def _restart_container(self, pod: EnginePod) -> None:
         before = pod.now()["metadata"]["uid"]
-        with self.display.step("Killing the engine's container; the kubelet starts it again inside its pod"):
+        with self.display.step(
+            "Killing the engine's container; the kubelet starts it again inside its pod"
+        ):
             pod.kill_container()
             after = pod.wait_ready(restarts=1)
             self._wait_attached(pod)
@@ -162,20 +183,30 @@ class WholeLoop:
             begun = time.monotonic()
             self._apply(policy(directory, weight=10, seconds=2))
             generation = status["appliedGeneration"]
-            wait_for("tierd follows", lambda: pod.status(POLICY)["appliedGeneration"] > generation, 150, period=0.1)
+            wait_for(
+                "tierd follows",
+                lambda: pod.status(POLICY)["appliedGeneration"] > generation,
+                150,
+                period=0.1,
+            )
             self.facts["live_change_seconds"] = round(time.monotonic() - begun, 2)
         # A hit of 512 tokens in RAM now outweighs one of 768 that needs the file tier.
         self._ask(pod, "weight 100 -> 10", "C")
         after = pod.now()
         self.facts["pod_untouched"] = after["metadata"]["uid"] == before["metadata"]["uid"] and all(
-            container_status(after, name)["restartCount"] == container_status(before, name)["restartCount"]
+            container_status(after, name)["restartCount"]
+            == container_status(before, name)["restartCount"]
             for name in ("vllm", "kvtier-tierd")
         )
 
     def _tell(self, api: Api) -> None:
         with self.display.step("kubectl get kvtp, kubectl describe kvtp"):
             wait_for("the policy is Ready", lambda: self._condition(api, "Ready") == "True", 60)
-            wait_for("the pod is told to be tuned", lambda: self._policy(api)["status"]["pods"].get("tuned") == 1, 60)
+            wait_for(
+                "the pod is told to be tuned",
+                lambda: self._policy(api)["status"]["pods"].get("tuned") == 1,
+                60,
+            )
             options = ("-n", WITH_TIERS)
             self.told.get = self.cluster.kubectl(*options, "get", "kvtp", "-o", "wide")
             self.told.describe = self.cluster.kubectl(*options, "describe", "kvtp", POLICY)
@@ -187,7 +218,9 @@ class WholeLoop:
             api.request("DELETE", f"/api/v1/namespaces/{namespace}")
         for namespace in (WITH_TIERS, WITHOUT):
             wait_for(
-                "namespaces go", lambda path=f"/api/v1/namespaces/{namespace}": api.request("GET", path)[0] == 404, 120
+                "namespaces go",
+                lambda path=f"/api/v1/namespaces/{namespace}": api.request("GET", path)[0] == 404,
+                120,
             )
 
     def _ask(self, pod: EnginePod, stage: str, *names: str) -> None:
@@ -197,7 +230,9 @@ class WholeLoop:
             client.reset_prefix_cache()
             tokens, loaded, seconds = ask(client, prompts()[name], NEW_TOKENS)
             equal = tokens == self.expected[name]
-            self.rows.append(Row(stage, name, loaded.get(RAM, 0), loaded.get(FILE, 0), seconds, equal))
+            self.rows.append(
+                Row(stage, name, loaded.get(RAM, 0), loaded.get(FILE, 0), seconds, equal)
+            )
 
     def _wait_attached(self, pod: EnginePod) -> None:
         """An engine serves before its tiers are there; the loop wants them from the first prompt on."""

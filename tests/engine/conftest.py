@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import payload as payload_writer
-from kvtier.testing.engine_case import EngineCase, start_plain
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import Tuning
-from kvtier.testing.tiny_model import write_llama
-from kvtier.topology.models import Daemon
+from kvtier import payload as payload_writer
+from kvtier.config.models import Daemon
+from kvtier.harness.engine_case import EngineCase, Plain, Tuning, start_plain
+from kvtier.harness.tiny_model import write_llama
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
             if not installed:
-                item.add_marker(pytest.mark.skip(reason="vllm is not installed: install the extra `engine`"))
+                item.add_marker(
+                    pytest.mark.skip(reason="vllm is not installed: install the extra `engine`")
+                )
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
     case = EngineCase(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start(kvtier_hooks=["kvtier.testing.slow_copies:install"])
+        case.start(kvtier_hooks=["kvtier.harness.slow_copies:install"])
         yield case
     finally:
         case.close()

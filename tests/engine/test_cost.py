@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import DAEMON_EVENTS, EngineCase
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
-from kvtier.testing.tiny_model import prompt
-from kvtier.topology.models import Daemon, Selection
+from kvtier.config.models import Daemon, Selection
+from kvtier.harness.engine_case import CHUNK_TOKENS, DAEMON_EVENTS, EngineCase, Plain, Tuning
+from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 16
 LOAD_TIMEOUT_SECONDS = 60

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from kvtier.testing.processes import heeded
+from tests.support.processes import heeded
 
 COMMAND = [sys.executable, "-m", "kvtier.cli.demo"]
 
@@ -27,7 +26,9 @@ def _environment(**changes: str) -> dict[str, str]:
 
 def _traces() -> set[str]:
     """What a demo could leave behind."""
-    found = {str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob("*kvtier-demo*")}
+    found = {
+        str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob("*kvtier-demo*")
+    }
     for process in psutil.process_iter(["cmdline", "status"]):
         command = " ".join(process.info["cmdline"] or ())
         if "kvtier-demo" in command and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -40,7 +41,11 @@ def _started(output: Path, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
     """A demo whose output goes to a file. It is over afterwards, and so are the engines that it started."""
     with output.open("w") as out:
         demo = subprocess.Popen(
-            COMMAND, env=_environment(**changes), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            COMMAND,
+            env=_environment(**changes),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield demo
@@ -59,7 +64,9 @@ def before() -> set[str]:
     return _traces()
 
 
-def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, before: set[str]) -> None:
+def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(
+    tmp_path: Path, before: set[str]
+) -> None:
     kept = tmp_path / "demo"
     with _started(tmp_path / "out", KVTIER_DEMO_DIR=str(kept)) as demo:
         demo.wait(840)
@@ -80,11 +87,16 @@ def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(tmp_path: Path, b
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, before: set[str], tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_nothing_behind(
+    number: signal.Signals, before: set[str], tmp_path: Path
+) -> None:
     with heeded(number), _started(tmp_path / "out") as demo:
         deadline = time.monotonic() + 120
         # Engines are being started by then, one of them perhaps with its daemon.
-        while len(psutil.Process(demo.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
+        while (
+            len(psutil.Process(demo.pid).children(recursive=True)) < 3
+            and time.monotonic() < deadline
+        ):
             assert demo.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.1)
         demo.send_signal(number)

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.engine_case import SNAPSHOT_SECONDS, EngineCase
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.tiny_model import prompt
+from kvtier.harness.engine_case import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineCase, Plain
+from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 8
 ASKS_WITHOUT_WAITING = 12
@@ -43,7 +41,9 @@ def test_a_tier_that_fails_every_read_costs_a_miss(faultless: EngineCase, plain:
     faultless.wait_for(lambda: faultless.tier_failures() > failures, "no failed read was counted")
 
 
-def test_a_tier_that_fails_after_some_reads_gives_the_prefix(faultless: EngineCase, plain: Plain) -> None:
+def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
+    faultless: EngineCase, plain: Plain
+) -> None:
     tokens = _stored(faultless, plain, 301)
     faultless.set_faults(read={"fail_after": 3})
     with faultless.loads("disk") as loads:
@@ -59,7 +59,9 @@ def test_a_read_that_never_ends_is_given_up(faultless: EngineCase, plain: Plain)
     assert loads.tokens == 0
 
 
-def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(faultless: EngineCase, plain: Plain) -> None:
+def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(
+    faultless: EngineCase, plain: Plain
+) -> None:
     tokens = _stored(faultless, plain, 303)
     other = prompt(200, 304)
     faultless.set_faults(read={"hang": True})
@@ -73,7 +75,9 @@ def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(faultless: EngineC
     assert requests.finish([slow])[slow]["tokens"] == plain.tokens(tokens)
 
 
-def test_a_request_aborted_while_it_waits_leaves_nothing_behind(faultless: EngineCase, plain: Plain) -> None:
+def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
+    faultless: EngineCase, plain: Plain
+) -> None:
     tokens = _stored(faultless, plain, 305)
     faultless.set_faults(read={"delay_seconds": 1.0})
     requests = faultless.requests()
@@ -122,7 +126,9 @@ def _lose_daemon_under_a_copy(case: EngineCase, blow: signal.Signals) -> None:
     os.kill(case.daemon_pid(), blow)
     if blow is signal.SIGKILL:
         case.start_daemon()
-        case.wait_for(lambda: (case.status() or {}).get("started", False), "the new daemon has no pool")
+        case.wait_for(
+            lambda: (case.status() or {}).get("started", False), "the new daemon has no pool"
+        )
         time.sleep(SNAPSHOT_SECONDS)
         status = case.status()
         assert status is not None
@@ -133,7 +139,9 @@ def _lose_daemon_under_a_copy(case: EngineCase, blow: signal.Signals) -> None:
     case.set_copy_seconds(0)
 
 
-def test_the_daemon_is_lost_while_a_request_loads(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+def test_the_daemon_is_lost_while_a_request_loads(
+    faultless: EngineCase, plain: Plain, blow: signal.Signals
+) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
     requests = faultless.requests()
     assert requests.run(tokens) == plain.tokens(tokens)
@@ -150,7 +158,9 @@ def test_the_daemon_is_lost_while_a_request_loads(faultless: EngineCase, plain: 
     assert loads.tokens == CHUNKS * CHUNK_TOKENS or faultless.load_failures() > failures
 
 
-def test_the_daemon_is_lost_while_a_request_waits(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+def test_the_daemon_is_lost_while_a_request_waits(
+    faultless: EngineCase, plain: Plain, blow: signal.Signals
+) -> None:
     tokens = _stored(faultless, plain, 340 + blow)
     faultless.set_faults(read={"delay_seconds": 2.0})
     requests = faultless.requests()
@@ -160,7 +170,9 @@ def test_the_daemon_is_lost_while_a_request_waits(faultless: EngineCase, plain: 
     assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
 
 
-def test_the_daemon_is_lost_while_a_request_stores(faultless: EngineCase, plain: Plain, blow: signal.Signals) -> None:
+def test_the_daemon_is_lost_while_a_request_stores(
+    faultless: EngineCase, plain: Plain, blow: signal.Signals
+) -> None:
     prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
     requests = faultless.requests()
     faultless.set_copy_seconds(3600)

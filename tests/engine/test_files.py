@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase, start_plain
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.tiny_model import prompt, write_llama
-from kvtier.topology.models import Daemon
+from kvtier.config.models import Daemon
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
+from kvtier.harness.tiny_model import prompt, write_llama
 
 HEADER_BYTES = 4096
 
@@ -83,7 +81,9 @@ def damaged(sidecar: EngineCase, plain: Plain) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_file_is_a_miss(sidecar: EngineCase, plain: Plain, damaged: dict[str, list[int]], kind: str) -> None:
+def test_a_damaged_file_is_a_miss(
+    sidecar: EngineCase, plain: Plain, damaged: dict[str, list[int]], kind: str
+) -> None:
     sidecar.empty_gpu_cache()
     failures = sidecar.tier_failures()
     with sidecar.loads() as loads:
@@ -113,7 +113,9 @@ def test_the_chunks_before_a_damaged_one_are_loaded(faultless: EngineCase, plain
     assert loads.tokens == 3 * CHUNK_TOKENS
 
 
-def test_a_damaged_file_is_stored_again(faultless: EngineCase, plain: Plain, damaged: dict[str, list[int]]) -> None:
+def test_a_damaged_file_is_stored_again(
+    faultless: EngineCase, plain: Plain, damaged: dict[str, list[int]]
+) -> None:
     requests = faultless.requests()
     tokens = damaged["truncated"]
     faultless.empty_gpu_cache()
@@ -134,11 +136,15 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
     faultless.empty_gpu_cache()
     assert faultless.requests().run(tokens) == plain.tokens(tokens)
     faultless.settle_stores()
-    [first_namespace] = [path for path in faultless.files_root.iterdir() if path.is_dir() and len(path.name) == 32]
+    [first_namespace] = [
+        path for path in faultless.files_root.iterdir() if path.is_dir() and len(path.name) == 32
+    ]
 
     other_model = write_llama(scratch / "other-model", seed=7)
     reference = start_plain(other_model, payload, scratch / "other-plain.log")
-    case = EngineCase(scratch / "other", other_model, payload, replace(faultless.tuning, daemon=Daemon.ENGINE))
+    case = EngineCase(
+        scratch / "other", other_model, payload, replace(faultless.tuning, daemon=Daemon.ENGINE)
+    )
     case.files_root = faultless.files_root
     case.write_topology()
     try:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase, start_plain
-from kvtier.testing.engine_process import DrivenEngine
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.testing.tiny_model import prompt
-from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
+from kvtier.harness.engine_process import DrivenEngine
+from kvtier.harness.tiny_model import prompt
+from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
+from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 EXIT_SECONDS = 5.0
 CHUNKS = 6

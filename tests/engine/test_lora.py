@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase, start_plain
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.tiny_model import prompt, write_lora
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
+from kvtier.harness.tiny_model import prompt, write_lora
 
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 @pytest.fixture(scope="module")
 def adapters(scratch: Path) -> dict[str, object]:
-    return {name: str(write_lora(scratch / name, seed=seed)) for seed, name in enumerate(("first", "second"))}
+    return {
+        name: str(write_lora(scratch / name, seed=seed))
+        for seed, name in enumerate(("first", "second"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,9 @@ def test_an_adapter_replaced_in_place_neither_loads_nor_stores(
     requests = case.requests()
     before = {"lora": {"name": "moving", "number": 3, "path": adapters["first"]}}
     after = {"lora": {"name": "moving", "number": 3, "path": adapters["second"], "inplace": True}}
-    expected = plain_lora.tokens(tokens, lora={"name": "second", "number": 2, "path": adapters["second"]})
+    expected = plain_lora.tokens(
+        tokens, lora={"name": "second", "number": 2, "path": adapters["second"]}
+    )
     case.empty_gpu_cache()
     requests.run(tokens, **before)
     case.settle_stores()
@@ -95,8 +98,15 @@ def test_an_adapter_of_the_same_name_with_other_weights_does_not_share(
     requests = case.requests()
     with case.loads() as loads:
         for number, name in enumerate(("first", "second"), 4):
-            expected = plain_lora.tokens(tokens, lora={"name": name, "number": number - 3, "path": adapters[name]})
+            expected = plain_lora.tokens(
+                tokens, lora={"name": name, "number": number - 3, "path": adapters[name]}
+            )
             case.empty_gpu_cache()
-            assert requests.run(tokens, lora={"name": "same", "number": number, "path": adapters[name]}) == expected
+            assert (
+                requests.run(
+                    tokens, lora={"name": "same", "number": number, "path": adapters[name]}
+                )
+                == expected
+            )
             case.settle_stores()
     assert loads.tokens == 0

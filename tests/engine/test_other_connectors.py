@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.vllm_offloading import offloading_config
+from kvtier.harness.vllm_offloading import offloading_config
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.refusals import validated
+from kvtier_operator.api.validation import validated
 from kvtier_operator.render import connectors
 
 pytestmark = pytest.mark.engine
 
 
-def policy(connector: str, directory: Path, eviction: str = "LRU", sharing: str = "Node") -> KVTierPolicy:
+def policy(
+    connector: str, directory: Path, eviction: str = "LRU", sharing: str = "Node"
+) -> KVTierPolicy:
     volume = {"hostPath": {"path": str(directory)}}
     return validated(
         KVTierPolicy,
@@ -52,7 +54,9 @@ def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: st
     from vllm.config import KVTransferConfig
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-    rendered = connectors.render(policy("Offloading", tmp_path, eviction), {"files": str(tmp_path)}, 1)
+    rendered = connectors.render(
+        policy("Offloading", tmp_path, eviction), {"files": str(tmp_path)}, 1
+    )
     transfer = KVTransferConfig(**json.loads(rendered.transfer_config_text))
     assert transfer.kv_connector == "OffloadingConnector"
     assert transfer.kv_load_failure_policy == "recompute"
@@ -63,7 +67,9 @@ def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: st
     try:
         assert spec.num_chunks == (96 << 20) // (8192 * 4)
         assert spec.eviction_policy == eviction.lower()
-        assert [type(tier).__name__ for tier in manager.secondary_tiers] == ["FileSystemTierManager"]
+        assert [type(tier).__name__ for tier in manager.secondary_tiers] == [
+            "FileSystemTierManager"
+        ]
         assert str(manager.secondary_tiers[0].file_mapper.base_path).startswith(str(tmp_path))
     finally:
         manager.shutdown()
@@ -78,7 +84,9 @@ def test_lmcache_reads_what_is_rendered_as_it_was_meant(
     from lmcache.v1.storage_backend.connector import parse_remote_url
     from vllm.config import KVTransferConfig
 
-    rendered = connectors.render(policy("LMCache", tmp_path, sharing=sharing), {"files": str(tmp_path)}, local_ranks=2)
+    rendered = connectors.render(
+        policy("LMCache", tmp_path, sharing=sharing), {"files": str(tmp_path)}, local_ranks=2
+    )
     for name, value in rendered.environment.items():
         monkeypatch.setenv(name, value)
     read = LMCacheEngineConfig.from_env()
@@ -100,5 +108,7 @@ def test_lmcache_reads_what_is_rendered_as_it_was_meant(
         assert parse_remote_url(read.remote_url).path == str(tmp_path)
     transfer = KVTransferConfig(**rendered.transfer_config)
     assert transfer.kv_connector == "LMCacheConnectorV1"
-    unknown = {name.removeprefix("LMCACHE_").lower() for name in rendered.environment} - set(vars(read))
+    unknown = {name.removeprefix("LMCACHE_").lower() for name in rendered.environment} - set(
+        vars(read)
+    )
     assert not unknown, "LMCache ignores variables that it does not know"

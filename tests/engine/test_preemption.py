@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.testing.engine_case import EngineCase
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.tiny_model import prompt
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain
+from kvtier.harness.tiny_model import prompt
 from kvtier_operator.render.engine import transfer_config
 
 
-def test_preempted_requests_give_the_same_tokens(model: Path, payload: Path, scratch: Path, plain: Plain) -> None:
+def test_preempted_requests_give_the_same_tokens(
+    model: Path, payload: Path, scratch: Path, plain: Plain
+) -> None:
     case = EngineCase(scratch / "preemption", model, payload)
     prefix = prompt(2 * CHUNK_TOKENS, 400)
     prompts = [prefix + prompt(150 + 17 * index, 401 + index) for index in range(6)]
@@ -19,7 +19,9 @@ def test_preempted_requests_give_the_same_tokens(model: Path, payload: Path, scr
         # 32 blocks of 32 tokens: room for two of the six requests at their full length.
         # Attached by configuration, as --kv-transfer-config would; everywhere else it is the environment.
         case.start(
-            kv_cache_memory_bytes=2 << 20, max_model_len=768, kv_transfer_config=transfer_config(str(case.topology))
+            kv_cache_memory_bytes=2 << 20,
+            max_model_len=768,
+            kv_transfer_config=transfer_config(str(case.topology)),
         )
         case.wait_attached()
         requests = case.requests()

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase
-from kvtier.testing.engine_requests import Plain, Requests
-from kvtier.testing.engine_tuning import BLOCK_TOKENS, CHUNK_TOKENS
-from kvtier.testing.tiny_model import prompt
+from kvtier.harness.engine_case import BLOCK_TOKENS, CHUNK_TOKENS, EngineCase, Plain, Requests
+from kvtier.harness.tiny_model import prompt
 
 BATCHED_TOKENS = 256
 """Less than the prompts have, so that each is computed in several steps."""
@@ -48,7 +46,8 @@ def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was
 
 
 @pytest.mark.parametrize(
-    "length", [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS]
+    "length",
+    [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS],
 )
 def test_prompts_that_end_at_a_boundary_come_back_from_ram(
     case: EngineCase, requests: Requests, plain: Plain, length: int
@@ -90,7 +89,9 @@ def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
     assert loads.tokens == (len(tokens) + 99) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def test_eight_requests_at_once_share_a_prefix(case: EngineCase, requests: Requests, plain: Plain) -> None:
+def test_eight_requests_at_once_share_a_prefix(
+    case: EngineCase, requests: Requests, plain: Plain
+) -> None:
     prefix = prompt(6 * CHUNK_TOKENS, 140)
     prompts = [prefix + prompt(70 + 10 * index, 141 + index) for index in range(8)]
     for _ in range(2):
@@ -101,7 +102,9 @@ def test_eight_requests_at_once_share_a_prefix(case: EngineCase, requests: Reque
     assert loads.tokens >= len(prefix) + 8 * CHUNK_TOKENS
 
 
-def test_requests_with_different_cache_salts_do_not_share(case: EngineCase, requests: Requests, plain: Plain) -> None:
+def test_requests_with_different_cache_salts_do_not_share(
+    case: EngineCase, requests: Requests, plain: Plain
+) -> None:
     tokens = prompt(5 * CHUNK_TOKENS + 3, 160)
     with case.loads() as loads:
         for salt in ("", "one", "two"):

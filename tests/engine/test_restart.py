@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import leftover_pool
 
-from kvtier.testing import left_pool
-from kvtier.testing.engine_case import EngineCase
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
-from kvtier.testing.tiny_model import prompt
-from kvtier.topology.models import Daemon
+from kvtier.config.models import Daemon
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Tuning
+from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 9
 
@@ -64,9 +62,9 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
 
     # Two bytes flip while nobody looks. One chunk is in a file as well, and comes from there; the other one is a miss.
     case.stop_daemon(signal.SIGKILL)
-    in_file, nowhere = left_pool.records(case.run_directory)[3:5]
+    in_file, nowhere = leftover_pool.records(case.run_directory)[3:5]
     for record in (in_file, nowhere):
-        left_pool.flip(case.run_directory, record, 100)
+        leftover_pool.flip(case.run_directory, record, 100)
     (file,) = (path for path in case.files() if nowhere.key.hex() in path.name)
     file.unlink()
     case.start_daemon()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults import engine
-from kvtier.testing.faults.scorecard import Options
+from kvtier.scorecard import engine
+from kvtier.scorecard.scorecard import Options
 
 FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
 

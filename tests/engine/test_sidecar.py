@@ -11,26 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase
-from kvtier.testing.engine_process import ManagedProcess
-from kvtier.testing.engine_requests import Plain
-from kvtier.testing.engine_tuning import CHUNK_TOKENS, Tuning
-from kvtier.testing.tiny_model import prompt
-from kvtier.topology.models import Daemon
+from kvtier.config.models import Daemon
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Tuning
+from kvtier.harness.engine_process import ManagedProcess
+from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 6
 
 
 @pytest.fixture
 def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "late-sidecar", model, payload, Tuning(daemon=Daemon.SIDECAR, file_bytes=None))
+    case = EngineCase(
+        scratch / "late-sidecar", model, payload, Tuning(daemon=Daemon.SIDECAR, file_bytes=None)
+    )
     try:
         yield case
     finally:
         case.close()
 
 
-def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(case: EngineCase, plain: Plain) -> None:
+def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(
+    case: EngineCase, plain: Plain
+) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)
     case.start()
     assert case.requests().run(tokens) == plain.tokens(tokens)
@@ -50,7 +52,9 @@ def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(c
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
 
     # tierd says what the operator's status needs.
-    case.wait_for(lambda: _tier(case)["hitTokens"] == CHUNKS * CHUNK_TOKENS, "hits are not reported")
+    case.wait_for(
+        lambda: _tier(case)["hitTokens"] == CHUNKS * CHUNK_TOKENS, "hits are not reported"
+    )
     status = case.status() or {}
     assert status["promptTokens"] >= len(tokens)
     scheduler = next(each for each in status["sessions"] if each["role"] == "scheduler")

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.engine_case import EngineCase
-from kvtier.testing.engine_requests import Plain, Requests
-from kvtier.testing.engine_tuning import CHUNK_TOKENS
-from kvtier.testing.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED
-from kvtier.testing.tiny_model import prompt
-from kvtier.transfer.base import Direction
+from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Requests
+from kvtier.harness.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED
+from kvtier.harness.tiny_model import prompt
+from kvtier.transfer.engine import Direction
 
 CHUNKS = 8
 """A quarter of the cache below: no more is stored at a time."""
 STORE, LOAD = SECONDS[Direction.TO_HOST], SECONDS[Direction.TO_DEVICE]
 FOR_EVER = "3600"
 
-with_and_without = pytest.mark.parametrize("kept", [True, False], ids=["with the rule", "without it"])
+with_and_without = pytest.mark.parametrize(
+    "kept", [True, False], ids=["with the rule", "without it"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,9 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
     try:
         # 64 blocks of 32 tokens: three other prompts of 900 tokens have used every one of them.
         case.start(
-            kvtier_hooks=["kvtier.testing.slow_copies:install"], kv_cache_memory_bytes=4 << 20, max_model_len=1024
+            kvtier_hooks=["kvtier.harness.slow_copies:install"],
+            kv_cache_memory_bytes=4 << 20,
+            max_model_len=1024,
         )
         case.wait_attached()
         yield case
@@ -43,7 +45,9 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 @pytest.fixture
 def requests(case: EngineCase) -> Iterator[Requests]:
     yield case.requests()
-    case.drive("set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: "", CUT_SLOTS: ""})
+    case.drive(
+        "set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: "", CUT_SLOTS: ""}
+    )
     case.settle_stores()
 
 
@@ -79,7 +83,9 @@ def test_source_blocks_of_a_store_stay_until_they_are_copied(
 
 
 @with_and_without
-def test_a_load_is_over_when_its_copies_are(case: EngineCase, requests: Requests, plain: Plain, kept: bool) -> None:
+def test_a_load_is_over_when_its_copies_are(
+    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 730 + kept)
     assert requests.run(tokens) == plain.tokens(tokens)
     case.settle_stores()
@@ -92,7 +98,10 @@ def test_a_load_is_over_when_its_copies_are(case: EngineCase, requests: Requests
         case.step_until(name, "WAITING_FOR_REMOTE_KVS")
         _wait_copying(case, Direction.TO_DEVICE)
         requests.engine.call("step", count=5)
-        assert requests.engine.call("state")["requests"][name].endswith("WAITING_FOR_REMOTE_KVS") is kept
+        assert (
+            requests.engine.call("state")["requests"][name].endswith("WAITING_FOR_REMOTE_KVS")
+            is kept
+        )
         if kept:
             case.drive("set", variables={LOAD: "0"})
         answer = requests.finish([name])[name]["tokens"]

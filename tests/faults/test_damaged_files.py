@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierMissError,
+    TierNoSpaceError,
+    TierUnavailableError,
+)
+from kvtier.harness.file_writers import temporaries
+from kvtier.testing.conformance import NAMESPACE, buffer, flip, make_object
 from kvtier.testing.damage import DAMAGES, Damage
-from kvtier.testing.file_writers import temporaries
-from kvtier.testing.tier_suite import NAMESPACE, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.format import HEADER_BYTES
-from kvtier.tiers.filesystem.scan import TEMPORARY_PREFIX, object_path, process_tag
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import TEMPORARY_PREFIX, object_path, process_tag
 
 FLIPS = 1_000
 SHARDS = (20_001, 4_096)
@@ -25,7 +31,8 @@ SHARDS = (20_001, 4_096)
 
 def open_tier(root: Path, capacity_bytes: int = 1 << 30) -> FileSystemTier:
     tier = FileSystemTier(
-        FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"), TierLimits(capacity_bytes)
+        FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"),
+        TierLimits(capacity_bytes),
     )
     tier.open(lambda *_: None)
     return tier
@@ -80,7 +87,9 @@ def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damag
     assert not tier.contains(ref)
 
 
-def test_an_unreadable_file_is_unavailable_and_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_unavailable_and_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Permissions do not bind root, so the refusal is put into the call.
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
@@ -150,7 +159,9 @@ def test_what_a_killed_process_left_half_written_is_swept_and_never_seen(tmp_pat
     assert again.usage().used_bytes >= tier.usage().used_bytes + 2 * 8_192
 
 
-def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     tier = open_tier(tmp_path)
     for seed in range(20):
         tier.write(*make_object(seed))
@@ -181,7 +192,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         file.truncate(4 << 20)
     tools = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True, env=tools)
-    done = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, text=True, env=tools)
+    done = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(mount)], capture_output=True, text=True, env=tools
+    )
     if done.returncode:
         pytest.skip(f"loop mounts do not work here: {done.stderr.strip()}")
     try:
@@ -246,7 +259,9 @@ def test_what_is_there_is_served_by_a_tier_that_starts_on_a_full_disk(
     again.close()
 
 
-def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its_records(small_disk: Path) -> None:
+def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its_records(
+    small_disk: Path,
+) -> None:
     root = small_disk / "tier"
     first = open_tier(root)
     for seed in range(20):
@@ -262,7 +277,9 @@ def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its
     again.close()
 
 
-def test_a_disk_that_turned_read_only_takes_nothing_and_serves_on_also_from_the_next_start(small_disk: Path) -> None:
+def test_a_disk_that_turned_read_only_takes_nothing_and_serves_on_also_from_the_next_start(
+    small_disk: Path,
+) -> None:
     import subprocess
 
     root = small_disk / "tier"

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.testing.tierd_case import environment, wait_for
+from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from kvtier.testing.faults.mount import FaultyMount
+from kvtier.scorecard.mount import FaultyMount
 home = Path(sys.argv[1])
 mount = FaultyMount(home / "below", home / "mount", home / "faults.json", home / "mount.log")
 mount.set(every={"hang": True})
@@ -48,11 +48,15 @@ def mount(home: Path) -> Iterator[FaultyMount]:
         pytest.skip(f"no FUSE mount can be made here: {error}")
 
 
-def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(mount: FaultyMount) -> None:
+def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(
+    mount: FaultyMount,
+) -> None:
     (mount.source / "file").write_bytes(b"content")
     mount.set(read={"hang": True})
     found: list[bytes] = []
-    reader = threading.Thread(target=lambda: found.append((mount.path / "file").read_bytes()), daemon=True)
+    reader = threading.Thread(
+        target=lambda: found.append((mount.path / "file").read_bytes()), daemon=True
+    )
     assert not mount.holds("read")
     reader.start()
     wait_for(lambda: mount.holds("read"), "the read hangs")
@@ -66,7 +70,9 @@ def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(mount: 
     assert not mount.holds("read")
 
 
-@pytest.mark.parametrize(("fault", "expected"), [({"half": True}, b"a" * 4096), ({"flip": "header"}, None)])
+@pytest.mark.parametrize(
+    ("fault", "expected"), [({"half": True}, b"a" * 4096), ({"flip": "header"}, None)]
+)
 def test_reads_deliver_less_or_something_else(
     mount: FaultyMount, fault: dict[str, object], expected: bytes | None
 ) -> None:
@@ -81,12 +87,17 @@ def test_reads_deliver_less_or_something_else(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_mount_that_hangs_goes_when_its_owner_is_killed(home: Path, number: signal.Signals) -> None:
+def test_a_mount_that_hangs_goes_when_its_owner_is_killed(
+    home: Path, number: signal.Signals
+) -> None:
     (home / "below").mkdir()
     path = home / "mount"
     path.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(home)], env=environment(), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(home)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as owner:
         if owner.stdout is None or owner.stdout.readline() != "hangs\n":
             pytest.skip("no FUSE mount can be made here")

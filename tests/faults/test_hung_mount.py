@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.processes import held_by_the_kernel
 
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.faults.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.testing.processes import held_by_the_kernel
-from kvtier.testing.tierd_case import TierdCase, environment, wait_for
-from kvtier.tierd.process import ProcessIdentity, leader_is_dead, pid_namespace, process_start
-from kvtier.topology.models import Daemon
+from kvtier.config.models import Daemon
+from kvtier.harness.stub_engine import StubEngine
+from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
+from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
@@ -57,7 +57,7 @@ def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
         case.close()
 
 
-def on_disk_alone(case: TierdCase) -> FakeEngine:
+def on_disk_alone(case: TierdCase) -> StubEngine:
     """An engine whose keys are in files and in no RAM."""
     case.start_tierd()
     engine = case.engine()
@@ -128,7 +128,9 @@ def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: Faulty
     for number in KEYS:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
-    wait_for(lambda: case.status()["pendingStores"] >= len(KEYS) and mount.holds("write"), "writes hang")
+    wait_for(
+        lambda: case.status()["pendingStores"] >= len(KEYS) and mount.holds("write"), "writes hang"
+    )
     pid = case.tierd_pid()
     seconds = ended(pid, signal.SIGTERM)
     print(f"\nSIGTERM with {len(KEYS)} writes pending: nothing of tierd runs after {seconds:.2f} s")
@@ -142,7 +144,9 @@ def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: Faulty
     assert engine.seen.wrong == 0
 
 
-def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(make_case: MakeCase, mount: FaultyMount) -> None:
+def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(
+    make_case: MakeCase, mount: FaultyMount
+) -> None:
     case = make_case(daemon=Daemon.ENGINE)
     engine = case.engine_process("--keys", "40")
     engine.wait_more("loaded", 10)
@@ -165,7 +169,13 @@ def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_le
     engine = on_disk_alone(case)
     case.kill_tierd()
     with (case.directory / "sidecar.log").open("ab") as log:
-        command = ["run", "--topology", str(case.topology_directory), "--run-directory", str(case.run_directory)]
+        command = [
+            "run",
+            "--topology",
+            str(case.topology_directory),
+            "--run-directory",
+            str(case.run_directory),
+        ]
         sidecar = subprocess.Popen(
             [sys.executable, "-m", "kvtier.tierd.sidecar", *command],
             env=environment(),
@@ -181,7 +191,10 @@ def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_le
         wait_for(lambda: case.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
         pid = case.tierd_pid()
         ended(pid, signal.SIGKILL)
-        wait_for(lambda: case.tierd_pid() not in (0, pid) and case.status().get("started"), "another tierd serves")
+        wait_for(
+            lambda: case.tierd_pid() not in (0, pid) and case.status().get("started"),
+            "another tierd serves",
+        )
         wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
         assert engine.wait_for(lambda: engine.seen.attached == 4, WAIT_SECONDS)
         assert engine.wait("can_store", WAIT_SECONDS)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tierd_case import TierdCase, wait_for
-from kvtier.tierd.live import POLL_SECONDS
-from kvtier.topology.models import Live, LiveTier, Selection, StorePolicy
-from kvtier.topology.writing import document_text
+from kvtier.config.models import Live, LiveTier, Selection, StorePolicy
+from kvtier.config.writer import document_text
+from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.tierd.live_config import POLL_SECONDS
 
 MIB = 1 << 20
 
@@ -53,7 +53,11 @@ def case(tmp_path: Path) -> Iterator[TierdCase]:
 
 def live(generation: int, capacity: int, **changes: object) -> Live:
     tier = {"capacity_bytes": capacity, **changes}
-    return Live(generation=generation, min_load_tokens=0, tiers={"ram": LiveTier(), "disk": LiveTier(**tier)})  # type: ignore[arg-type]
+    return Live(
+        generation=generation,
+        min_load_tokens=0,
+        tiers={"ram": LiveTier(), "disk": LiveTier(**tier)},
+    )  # type: ignore[arg-type]
 
 
 def used(case: TierdCase) -> int:
@@ -79,7 +83,9 @@ def test_values_change_under_load_and_a_bad_document_changes_nothing(case: Tierd
     wait_for(lambda: used(case) > 12 * MIB, "the file tier holds more than it may hold later")
 
     # Smaller, with another selection and another weight: taken, and brought about by eviction, while the engine goes on.
-    changed = live(2, 8 * MIB, load_weight=7, load_timeout_seconds=2).model_copy(update={"selection": Selection.COST})
+    changed = live(2, 8 * MIB, load_weight=7, load_timeout_seconds=2).model_copy(
+        update={"selection": Selection.COST}
+    )
     mount.write(document_text(changed))
     wait_for(lambda: case.status().get("appliedGeneration") == 2, "the new values are in force")
     wait_for(held(case, 8 * MIB), "the directory is within its new capacity")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults.peers import PEERS, Peer, PeerRow, compare
-from kvtier.testing.faults.scorecard import Options
+from kvtier.scorecard.peers import PEERS, Peer, PeerRow, compare
+from kvtier.scorecard.scorecard import Options
 
 STUB = """
     import os, sys
-    from kvtier.testing.faults.peer_line import expected, is_right, serve
+    from kvtier.scorecard.peer_protocol import expected, is_right, serve
     import numpy as np
 
     class Stub:
@@ -61,7 +61,9 @@ def test_a_peer_that_gives_other_bytes_for_an_objects_is_found_out(
     (tmp_path / "credulous_peer.py").write_text(textwrap.dedent(STUB))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     stub = (Peer("stub", "credulous_peer"),)
-    rows = rows_of(tmp_path, stub, "latency-50ms", "EIO", "bit-flip-payload", "wrong-key", "zero-length")
+    rows = rows_of(
+        tmp_path, stub, "latency-50ms", "EIO", "bit-flip-payload", "wrong-key", "zero-length"
+    )
     assert {name: row.verdict for name, row in rows.items()} == {
         "latency-50ms": "pass",
         "EIO": "fail",
@@ -79,7 +81,9 @@ def test_a_peer_that_gives_other_bytes_for_an_objects_is_found_out(
     assert (rows["zero-length"].crashes, rows["zero-length"].recovery_seconds) == (1, None)
     assert "its process ended: status 7" in rows["zero-length"].reason
     assert rows["latency-50ms"].loaded > 0
-    assert all(row.recovery_seconds is not None for name, row in rows.items() if name != "zero-length")
+    assert all(
+        row.recovery_seconds is not None for name, row in rows.items() if name != "zero-length"
+    )
 
 
 def test_a_peer_that_does_not_start_is_skipped_and_why_is_said(tmp_path: Path) -> None:

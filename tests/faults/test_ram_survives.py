@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import leftover_pool
 
-from kvtier.store.presence import KEPT_BIT, MEMORY_BIT
-from kvtier.testing import left_pool
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.tierd_case import TierdCase, environment, wait_for
+from kvtier.harness.stub_engine import StubEngine
+from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
@@ -38,7 +38,7 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         case.close()
 
 
-def filled(case: TierdCase, engine: FakeEngine | None = None) -> FakeEngine:
+def filled(case: TierdCase, engine: StubEngine | None = None) -> StubEngine:
     """An engine that has stored ``KEYS``, all of them sealed."""
     case.start_tierd()
     engine = engine or case.engine()
@@ -50,7 +50,7 @@ def filled(case: TierdCase, engine: FakeEngine | None = None) -> FakeEngine:
     return engine
 
 
-def attached_again(engine: FakeEngine) -> None:
+def attached_again(engine: StubEngine) -> None:
     """Credits come after the fence has opened, hence after the worker has drained."""
     assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
     assert engine.wait("can_store", WAIT_SECONDS)
@@ -58,7 +58,9 @@ def attached_again(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(make_case: MakeCase, number: int) -> None:
+def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(
+    make_case: MakeCase, number: int
+) -> None:
     case = make_case()
     engine = filled(case)
     pool = os.stat(case.run_directory / "pool")
@@ -66,7 +68,7 @@ def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(make_case: Mak
     case.start_tierd()
     attached_again(engine)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
-    assert engine.holds(0) == KEPT_BIT
+    assert engine.holds(0) == UNVERIFIED_BIT
     assert engine.load(KEYS) == len(KEYS)
     assert (engine.seen.wrong, engine.seen.misses, engine.seen.promoted) == (0, 0, len(KEYS))
     wait_for(lambda: case.counter("kept_verified") == len(KEYS), "each is verified once")
@@ -82,8 +84,8 @@ def test_a_byte_that_flipped_between_two_lives_is_a_miss(make_case: MakeCase) ->
     case = make_case()
     engine = filled(case)
     case.kill_tierd()
-    flipped = left_pool.records(case.run_directory)[5]
-    left_pool.flip(case.run_directory, flipped, OBJECT_BYTES - 1)
+    flipped = leftover_pool.records(case.run_directory)[5]
+    leftover_pool.flip(case.run_directory, flipped, OBJECT_BYTES - 1)
     case.start_tierd()
     attached_again(engine)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
@@ -118,7 +120,9 @@ def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: Mak
     wait_for(lambda: case.counter("kept_refused", "topology") == len(KEYS), "it is counted")
 
 
-def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not_persist(make_case: MakeCase) -> None:
+def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not_persist(
+    make_case: MakeCase,
+) -> None:
     case = make_case()
     engine = filled(case)
     memory = case.topology.structural.tiers[0]
@@ -144,7 +148,9 @@ def test_an_engine_of_another_layout_loads_nothing_of_it(make_case: MakeCase) ->
     assert other.seen.wrong == 0
 
 
-def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_killed(make_case: MakeCase) -> None:
+def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_killed(
+    make_case: MakeCase,
+) -> None:
     case = make_case()
     case.start_tierd()
     first = case.engine_process("--keys", "6")
@@ -164,13 +170,18 @@ def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_kille
     assert (seen["stored"], seen["wrong"]) == (0, 0)
 
 
-def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byte(make_case: MakeCase) -> None:
+def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byte(
+    make_case: MakeCase,
+) -> None:
     case = make_case(memory_bytes=40 * OBJECT_BYTES)
     case.start_tierd()
     engine = case.engine_process("--keys", "80", "--copy-seconds", "0.002")
     kept = 0
     for number in range(1, 4):
-        wait_for(lambda n=number: engine.number("attached") >= n and engine.seen()["usable"], "it is attached")  # type: ignore[misc]
+        wait_for(
+            lambda n=number: engine.number("attached") >= n and engine.seen()["usable"],
+            "it is attached",
+        )  # type: ignore[misc]
         engine.wait_more("loaded", 40)
         kept += case.counter("kept_verified")
         case.kill_tierd()
@@ -182,7 +193,9 @@ def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byt
     assert engine.stop()["wrong"] == 0
 
 
-def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(make_case: MakeCase) -> None:
+def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
+    make_case: MakeCase,
+) -> None:
     case = make_case()
     log = (case.directory / "sidecar.log").open("ab")
     sidecars: list[subprocess.Popen[bytes]] = []
@@ -190,7 +203,13 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(make_cas
     def start(other_than: int = 0) -> None:
         """As the kubelet does; waits until a tierd serves."""
         if not sidecars or sidecars[-1].poll() is not None:
-            command = ["run", "--topology", str(case.topology_directory), "--run-directory", str(case.run_directory)]
+            command = [
+                "run",
+                "--topology",
+                str(case.topology_directory),
+                "--run-directory",
+                str(case.run_directory),
+            ]
             sidecars.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "kvtier.tierd.sidecar", *command],
@@ -199,7 +218,10 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(make_cas
                     start_new_session=True,
                 )
             )
-        wait_for(lambda: case.tierd_pid() not in (0, other_than) and case.status().get("started"), "a tierd serves")
+        wait_for(
+            lambda: case.tierd_pid() not in (0, other_than) and case.status().get("started"),
+            "a tierd serves",
+        )
 
     try:
         start()
@@ -218,7 +240,9 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(make_cas
             start(other_than=pid)
             assert engine.wait_for(lambda n=life: engine.seen.attached >= n, WAIT_SECONDS)  # type: ignore[misc]
             assert engine.wait("can_store", WAIT_SECONDS)
-            assert engine.wait_for(lambda: all(engine.holds(number) == KEPT_BIT for number in KEYS), WAIT_SECONDS)
+            assert engine.wait_for(
+                lambda: all(engine.holds(number) == UNVERIFIED_BIT for number in KEYS), WAIT_SECONDS
+            )
             assert engine.load(KEYS) == len(KEYS)
         assert engine.seen.wrong == 0
     finally:

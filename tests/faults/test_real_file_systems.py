@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults.mount import faulty_mount, unavailable
-from kvtier.testing.faults.small_disks import NoDiskError, mounted
-from kvtier.testing.tier_suite import TierSuite, buffer, flip, make_object
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.scorecard.mount import faulty_mount, unavailable
+from kvtier.scorecard.small_disks import NoDiskError, mounted
+from kvtier.testing.conformance import TierSuite, buffer, flip, make_object
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import object_path
 
 XFS_BYTES = 320 << 20
 """xfs makes no file system below 300 MiB; the image is sparse."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults import scorecard
-from kvtier.testing.tierd_case import environment
+from kvtier.harness.tierd_case import environment
+from kvtier.scorecard import scorecard
 
 PROMISED = (
     "fault",
@@ -23,15 +23,26 @@ PROMISED = (
     "bytes_over_budget",
     "recovery_seconds",
 )
-CHOSEN = ("hang-60s", "ESTALE", "bit-flip-header", "wrong-namespace", "bad-live-configuration", "writers-2")
+CHOSEN = (
+    "hang-60s",
+    "ESTALE",
+    "bit-flip-header",
+    "wrong-namespace",
+    "bad-live-configuration",
+    "writers-2",
+)
 
 
 def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvtier.cli.main", "faults", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
-def test_a_short_scorecard_serves_no_wrong_byte_crashes_nowhere_and_keeps_its_budget(tmp_path: Path) -> None:
+def test_a_short_scorecard_serves_no_wrong_byte_crashes_nowhere_and_keeps_its_budget(
+    tmp_path: Path,
+) -> None:
     wanted = [word for name in CHOSEN for word in ("--fault", name)]
     times = ["--seconds", "2", "--hang-seconds", "4", "--objects", "1000"]
     done = faults("--path", str(tmp_path), "--json", *times, *wanted)
@@ -58,7 +69,11 @@ def test_without_fuse_the_daemons_tier_is_wrapped_and_what_that_cannot_play_says
 
     monkeypatch.setattr(scorecard, "FaultyMount", refuse)
     options = scorecard.Options(
-        tmp_path, ("EIO", "hang-60s", "ENOSPC", "flips-in-flight"), seconds=2.0, hang_seconds=3.0, slack_seconds=20.0
+        tmp_path,
+        ("EIO", "hang-60s", "ENOSPC", "flips-in-flight"),
+        seconds=2.0,
+        hang_seconds=3.0,
+        slack_seconds=20.0,
     )
     rows = {row.fault: row for row in scorecard.play(options)}
     assert "no such device" in rows["flips-in-flight"].reason

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faults import scorecard, writers
-from kvtier.testing.faults.catalogue import Fault, Scene
-from kvtier.testing.faults.scorecard import Options
-from kvtier.testing.faults.stage import BUDGET_SECONDS, CAPACITY_BYTES, KEYS, Measured, Stage
+from kvtier.scorecard import scorecard, writers
+from kvtier.scorecard.catalogue import Fault, Scene
+from kvtier.scorecard.scorecard import Options
+from kvtier.scorecard.stage import BUDGET_SECONDS, CAPACITY_BYTES, KEYS, Measured, Stage
 from kvtier.tiers.filesystem.layout import WORKING_PREFIX, writers_path
 
 SLACK_SECONDS = 2.0
@@ -61,7 +61,9 @@ PLANTED = {
 }
 
 
-def test_what_a_writer_left_half_written_fails_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_writer_left_half_written_fails_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ended(*_: object) -> writers.Found:
         working = writers_path(tmp_path) / "of somebody" / f"{WORKING_PREFIX}0011"
         working.parent.mkdir(parents=True)
@@ -74,9 +76,13 @@ def test_what_a_writer_left_half_written_fails_its_row(tmp_path: Path, monkeypat
     assert row.reason == "1 temporaries stay behind"
 
 
-def test_each_broken_promise_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorecard, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items()))
-    monkeypatch.setattr("kvtier.testing.faults.stage.Stage.recover", recover_soon)
+def test_each_broken_promise_fails_its_row_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        scorecard, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items())
+    )
+    monkeypatch.setattr("kvtier.scorecard.stage.Stage.recover", recover_soon)
     options = Options(tmp_path, tuple(PLANTED), seconds=3.0, slack_seconds=SLACK_SECONDS)
     rows = {row.fault: row for row in scorecard.play(options)}
     assert (rows["nothing"].verdict, rows["nothing"].reason) == ("pass", "")
@@ -103,5 +109,7 @@ def test_a_load_that_waits_too_long_fails_its_row() -> None:
 
 
 def test_a_load_that_waits_beside_an_open_breaker_fails_its_row() -> None:
-    measured = Measured(loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3)
+    measured = Measured(
+        loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3
+    )
     assert "open breaker" in scorecard.judge("open", "planted", measured).reason

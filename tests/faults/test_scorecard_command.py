@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.processes import heeded
 
-from kvtier.testing.faults import scorecard
-from kvtier.testing.processes import heeded
-from kvtier.testing.tierd_case import environment, wait_for
+from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.scorecard import scorecard
 
 
 def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvtier.cli.main", "faults", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
@@ -49,14 +51,30 @@ def processes_with(text: str) -> list[str]:
 def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "kvtier.cli.main", "faults", "--path", str(tmp_path), "--fault", "latency-1s"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier.cli.main",
+        "faults",
+        "--path",
+        str(tmp_path),
+        "--fault",
+        "latency-1s",
+    ]
     with (
         heeded(number),
-        subprocess.Popen([*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL) as running,
+        subprocess.Popen(
+            [*command, "--seconds", "600"], env=environment(), stdout=subprocess.DEVNULL
+        ) as running,
     ):
         try:
-            wait_for(lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1, "something was started")
-            wait_for(lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started")
+            wait_for(
+                lambda: len(processes_with(f"{tmp_path}/kvtier-faults-")) >= 1,
+                "something was started",
+            )
+            wait_for(
+                lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started"
+            )
             running.send_signal(number)
             assert running.wait(60) == 128 + number
         finally:

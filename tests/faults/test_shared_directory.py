@@ -15,7 +15,7 @@ from typing import Self
 
 import pytest
 
-from kvtier.testing.file_writers import (
+from kvtier.harness.file_writers import (
     OBJECT_BYTES,
     PAYLOAD_BYTES,
     directory_bytes,
@@ -24,9 +24,9 @@ from kvtier.testing.file_writers import (
     start,
     temporaries,
 )
-from kvtier.testing.tier_suite import buffer
+from kvtier.testing.conformance import buffer
 from kvtier.tiers.base import ObjectRef
-from kvtier.tiers.filesystem.seat import read_ledger, top_fence
+from kvtier.tiers.filesystem.election import read_ledger, top_fence
 
 DEADLINE_SECONDS = 200.0
 
@@ -93,11 +93,15 @@ def verify_all(root: Path, capacity_bytes: int) -> int:
 
 
 @pytest.mark.parametrize(("writers", "objects"), [(2, 2_000), (8, 10_000)])
-def test_writers_together_never_exceed_a_tenth_of_what_they_write(in_memory: Path, writers: int, objects: int) -> None:
+def test_writers_together_never_exceed_a_tenth_of_what_they_write(
+    in_memory: Path, writers: int, objects: int
+) -> None:
     root, capacity = in_memory / "tier", objects * OBJECT_BYTES // 10
     each = objects // writers
     with Sampler(root) as sampler:
-        results = finish([start(root, capacity, number * each, each, objects) for number in range(writers)])
+        results = finish(
+            [start(root, capacity, number * each, each, objects) for number in range(writers)]
+        )
     assert sampler.samples > 10
     assert capacity // 4 < sampler.peak_bytes <= capacity
     assert sum(result["wrong"] for result in results) == 0
@@ -109,7 +113,9 @@ def test_writers_together_never_exceed_a_tenth_of_what_they_write(in_memory: Pat
     assert verify_all(root, capacity) > objects // 40
 
 
-def janitor_of(root: Path, processes: list["subprocess.Popen[str]"]) -> "subprocess.Popen[str] | None":
+def janitor_of(
+    root: Path, processes: list["subprocess.Popen[str]"]
+) -> "subprocess.Popen[str] | None":
     """The process that is the janitor at this moment."""
     try:
         ledger = read_ledger(root, top_fence(root, fresh=False))
@@ -119,7 +125,9 @@ def janitor_of(root: Path, processes: list["subprocess.Popen[str]"]) -> "subproc
     return next((each for each in processes if f"-{each.pid}-" in holder), None)
 
 
-def test_whoever_is_killed_whenever_the_capacity_holds_and_nothing_half_written_stays(in_memory: Path) -> None:
+def test_whoever_is_killed_whenever_the_capacity_holds_and_nothing_half_written_stays(
+    in_memory: Path,
+) -> None:
     chance = random.Random(os.urandom(8))
     root, objects = in_memory / "tier", 6_000
     capacity = objects * OBJECT_BYTES // 10

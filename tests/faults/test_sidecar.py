@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.processes import held_by_the_kernel
 
-from kvtier.testing.engine_process import http_request
-from kvtier.testing.faults.mount import faulty_mount, unavailable
-from kvtier.testing.processes import held_by_the_kernel
-from kvtier.testing.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
-from kvtier.tierd.sidecar.keeper import DRAIN_NAME
-from kvtier.topology.writing import document_text
+from kvtier.config.writer import document_text
+from kvtier.harness.engine_process import http_request
+from kvtier.harness.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
+from kvtier.scorecard.mount import faulty_mount, unavailable
+from kvtier.tierd.sidecar import DRAIN_NAME
 
 Start = Callable[..., "Sidecar"]
 END_SECONDS = 5.0
@@ -47,7 +47,10 @@ class Sidecar:
         """Waits until a tierd serves; its process id."""
         try:
             wait_for(
-                lambda: self.case.tierd_pid() not in (0, other_than) and self.case.status().get("started"),
+                lambda: (
+                    self.case.tierd_pid() not in (0, other_than)
+                    and self.case.status().get("started")
+                ),
                 "tierd serves",
             )
         except TimeoutError as error:
@@ -95,7 +98,9 @@ def start(case: TierdCase) -> Iterator[Start]:
         sidecar.close()
 
 
-def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(case: TierdCase, start: Start) -> None:
+def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
+    case: TierdCase, start: Start
+) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
     engine = case.engine_process("--keys", "30")
@@ -106,19 +111,26 @@ def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
     assert sidecar.process.poll() is None
     assert (case.run_directory / "pool").stat().st_ino == pool
     wait_for(lambda: case.status().get("epoch", 0) > epoch, "the epoch rises")
-    wait_for(lambda: engine.number("attached") == 2 and engine.seen()["usable"], "the engine attaches again")
+    wait_for(
+        lambda: engine.number("attached") == 2 and engine.seen()["usable"],
+        "the engine attaches again",
+    )
     engine.wait_more("loaded", 5)
     assert engine.stop()["wrong"] == 0
 
 
-def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(case: TierdCase, start: Start) -> None:
+def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(
+    case: TierdCase, start: Start
+) -> None:
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
     assert sidecar.end() < END_SECONDS
     assert "is killed" in sidecar.log()
 
 
-def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(
+    tmp_path: Path,
+) -> None:
     if unavailable():
         pytest.skip(unavailable())
     with contextlib.ExitStack() as stack:
@@ -147,25 +159,40 @@ def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the
         assert sidecar.end() < END_SECONDS
 
 
-def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(case: TierdCase, start: Start) -> None:
+def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(
+    case: TierdCase, start: Start
+) -> None:
     sidecar = start()
     sidecar.wait_serving()
     engine = case.engine()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(1)
     assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
-    command = [sys.executable, "-m", "kvtier.tierd.sidecar", "drain", "--run-directory", str(case.run_directory)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier.tierd.sidecar",
+        "drain",
+        "--run-directory",
+        str(case.run_directory),
+    ]
     subprocess.run(command, env=environment(), check=True, timeout=30)
-    wait_for(lambda: "Draining" in [each["type"] for each in case.status()["conditions"]], "it drains")
+    wait_for(
+        lambda: "Draining" in [each["type"] for each in case.status()["conditions"]], "it drains"
+    )
     wait_for(lambda: not case.status()["pendingStores"], "what was pending is written")
     assert engine.load([1]) == 1
     engine.store(2)
-    wait_for(lambda: case.counter("reservations_while_stopping") > 0, "a reservation is turned down")
+    wait_for(
+        lambda: case.counter("reservations_while_stopping") > 0, "a reservation is turned down"
+    )
     assert sidecar.end() < END_SECONDS
     assert len(list(case.files.rglob("*.kv"))) == 1
 
 
-def test_a_request_to_drain_that_a_former_container_left_is_forgotten(case: TierdCase, start: Start) -> None:
+def test_a_request_to_drain_that_a_former_container_left_is_forgotten(
+    case: TierdCase, start: Start
+) -> None:
     case.run_directory.mkdir(parents=True)
     (case.run_directory / DRAIN_NAME).touch()
     start().wait_serving()
@@ -191,12 +218,19 @@ def test_it_waits_for_a_document_and_says_so(case: TierdCase, start: Start) -> N
     assert sidecar.log().count("no structural document yet") == 1
 
 
-def test_the_first_document_holds_whatever_the_annotation_becomes(case: TierdCase, start: Start) -> None:
+def test_the_first_document_holds_whatever_the_annotation_becomes(
+    case: TierdCase, start: Start
+) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
-    changed = case.topology.structural.model_copy(update={"chunk_tokens": 512, "content_hash": "other"})
+    changed = case.topology.structural.model_copy(
+        update={"chunk_tokens": 512, "content_hash": "other"}
+    )
     (case.topology_directory / "structural.json").write_text(document_text(changed))
-    wait_for(lambda: "StructuralChanged" in [each["type"] for each in case.status()["conditions"]], "it is reported")
+    wait_for(
+        lambda: "StructuralChanged" in [each["type"] for each in case.status()["conditions"]],
+        "it is reported",
+    )
     os.kill(pid, signal.SIGKILL)
     sidecar.wait_serving(other_than=pid)
     assert case.status()["contentHash"] == "test"
@@ -209,7 +243,9 @@ def test_files_are_for_every_user_whatever_the_umask(case: TierdCase, start: Sta
         assert (case.run_directory / name).stat().st_mode & 0o777 == 0o666, name
 
 
-def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(case: TierdCase, start: Start) -> None:
+def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(
+    case: TierdCase, start: Start
+) -> None:
     pid = start("--data-bytes", str(300 << 20)).wait_serving()
     limits = Path(f"/proc/{pid}/limits").read_text()
     line = next(line for line in limits.splitlines() if line.startswith("Max data size"))
@@ -218,7 +254,9 @@ def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(case
     assert not case.status()["conditions"]
 
 
-def test_with_a_token_file_nobody_is_let_in_without_its_token(case: TierdCase, start: Start, tmp_path: Path) -> None:
+def test_with_a_token_file_nobody_is_let_in_without_its_token(
+    case: TierdCase, start: Start, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     start("--token-file", str(token))
     wait_for(lambda: case.tierd_pid(), "it answers")
@@ -228,7 +266,12 @@ def test_with_a_token_file_nobody_is_let_in_without_its_token(case: TierdCase, s
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         return http_request(port, "GET", path, timeout_seconds=5, headers=headers)[0]
 
-    assert (ask("/healthz"), ask("/status"), ask("/metrics"), ask("/status", "x")) == (200, 401, 401, 401)
+    assert (ask("/healthz"), ask("/status"), ask("/metrics"), ask("/status", "x")) == (
+        200,
+        401,
+        401,
+        401,
+    )
     token.write_text("first\n")
     wait_for(lambda: ask("/status", "first") == 200, "the token is read")
     assert ask("/status") == ask("/metrics", "other") == 401

@@ -9,23 +9,24 @@ from typing import Any
 
 import pytest
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError, TierUnavailableError
-from kvtier.testing.tier_suite import buffer, make_object
+from kvtier.testing.conformance import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.collect import collect
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.scan import Found, object_path
-from kvtier.tiers.filesystem.survey import verify
-from kvtier.tiers.filesystem.turning import make_room
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.inspect import collect, verify
+from kvtier.tiers.filesystem.maintenance import make_room
+from kvtier.tiers.filesystem.walker import Found, object_path
 
 REF, PAYLOAD, META = make_object(1)
 FOR_EVER = 1_000
 
 
 def open_tier(root: Path) -> FileSystemTier:
-    tier = FileSystemTier(FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"), TierLimits(1 << 30))
+    tier = FileSystemTier(
+        FileSystemTierDocument(name="disk", path=str(root), sharing="Pod"), TierLimits(1 << 30)
+    )
     tier.open(lambda *_: None)
     tier.write(REF, PAYLOAD, META)
     return tier
@@ -36,7 +37,11 @@ def path_in(root: Path) -> Path:
 
 
 def fails(
-    patch: pytest.MonkeyPatch, path: Path, *calls: str, times: int = FOR_EVER, number: int = errno.ESTALE
+    patch: pytest.MonkeyPatch,
+    path: Path,
+    *calls: str,
+    times: int = FOR_EVER,
+    number: int = errno.ESTALE,
 ) -> list[str]:
     """Lets the first ``times`` of these calls on ``path`` fail; all that were made."""
     made: list[str] = []
@@ -75,7 +80,9 @@ def test_a_read_looks_by_name_once_more_and_then_misses(
     assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
 
 
-def test_a_file_replaced_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_replaced_while_it_is_read_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(tmp_path)
 
     def gone(*_: object) -> int:
@@ -88,7 +95,9 @@ def test_a_file_replaced_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch:
     assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
 
 
-def test_it_is_no_object_to_a_probe_nor_to_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_no_object_to_a_probe_nor_to_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(tmp_path)
     with monkeypatch.context() as patch:
         fails(patch, path_in(tmp_path), "stat", "lstat", "unlink")
@@ -99,12 +108,18 @@ def test_it_is_no_object_to_a_probe_nor_to_a_removal(tmp_path: Path, monkeypatch
     assert tier.contains(REF)
 
 
-def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(tmp_path)
     with monkeypatch.context() as patch:
         fails(patch, path_in(tmp_path), "open", "stat", "lstat", "unlink")
         fails(patch, tmp_path, "stat")
-        calls = (lambda: tier.read(REF, buffer(PAYLOAD.nbytes)), lambda: tier.probe(REF), lambda: tier.delete(REF))
+        calls = (
+            lambda: tier.read(REF, buffer(PAYLOAD.nbytes)),
+            lambda: tier.probe(REF),
+            lambda: tier.delete(REF),
+        )
         for call in calls:
             with pytest.raises(TierUnavailableError, match="ESTALE"):
                 call()
@@ -118,11 +133,15 @@ def test_room_is_made_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     index.add(REF.namespace, REF.key, path_in(tmp_path).stat().st_size)
     with monkeypatch.context() as patch:
         fails(patch, path_in(tmp_path), "lstat", "unlink")
-        assert make_room(str(tmp_path), index) == [(REF.namespace, REF.key, str(path_in(tmp_path)), 0)]
+        assert make_room(str(tmp_path), index) == [
+            (REF.namespace, REF.key, str(path_in(tmp_path)), 0)
+        ]
     assert path_in(tmp_path).exists()
 
 
-def test_by_hand_it_is_neither_corrupt_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_hand_it_is_neither_corrupt_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_tier(tmp_path).close()
     path = path_in(tmp_path)
     found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
@@ -146,5 +165,8 @@ def test_by_hand_a_directory_that_is_gone_is_not_taken_for_one_whose_objects_wer
         fails(patch, path, "open", number=number)
         fails(patch, tmp_path, "stat", number=number)
         checked = verify(tmp_path, [found], delete=True)
-    assert (checked.vanished, [(bad.path, bad.corrupt) for bad in checked.bad]) == (0, [(str(path), False)])
+    assert (checked.vanished, [(bad.path, bad.corrupt) for bad in checked.bad]) == (
+        0,
+        [(str(path), False)],
+    )
     assert path.exists()

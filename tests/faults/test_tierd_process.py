@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.config.models import Daemon
+from kvtier.harness.tierd_case import TierdCase, wait_for
 from kvtier.tierd.client import ClientState
 from kvtier.tierd.wire import PROTOCOL
-from kvtier.topology.models import Daemon
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
@@ -40,12 +40,15 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         case.close()
 
 
-def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_wrong_byte(make_case: MakeCase) -> None:
+def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_wrong_byte(
+    make_case: MakeCase,
+) -> None:
     case = make_case(daemon=Daemon.ENGINE, file_bytes=64 << 20)
     engine = case.engine_process("--keys", "150", "--copy-seconds", "0.004")
     for round_number in range(1, 4):
         wait_for(
-            lambda n=round_number: engine.number("attached") >= n and engine.seen()["usable"], "the engine is attached"
+            lambda n=round_number: engine.number("attached") >= n and engine.seen()["usable"],
+            "the engine is attached",
         )  # type: ignore[misc]
         engine.wait_more("loaded", 20)
         case.kill_tierd()
@@ -57,7 +60,9 @@ def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_w
     wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
 
 
-def test_a_tierd_that_was_stopped_for_four_seconds_serves_the_same_engine_again(make_case: MakeCase) -> None:
+def test_a_tierd_that_was_stopped_for_four_seconds_serves_the_same_engine_again(
+    make_case: MakeCase,
+) -> None:
     case = make_case(file_bytes=64 << 20)
     pid = case.start_tierd()
     engine = case.engine_process("--keys", "100")
@@ -65,14 +70,19 @@ def test_a_tierd_that_was_stopped_for_four_seconds_serves_the_same_engine_again(
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4.0)
     os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: engine.number("attached") == 2 and engine.seen()["usable"], "the engine attached again")
+    wait_for(
+        lambda: engine.number("attached") == 2 and engine.seen()["usable"],
+        "the engine attached again",
+    )
     engine.wait_more("loaded", 20)
     assert case.tierd_pid() == pid
     wait_for(lambda: case.pool("quarantined") == 0, "nothing stays quarantined")
     assert engine.stop()["wrong"] == 0
 
 
-def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced(make_case: MakeCase) -> None:
+def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced(
+    make_case: MakeCase,
+) -> None:
     case = make_case(daemon=Daemon.ENGINE)
     engine = case.engine_process("--keys", "50", "--unresponsive-seconds", "4")
     engine.wait_more("loaded", 5)
@@ -93,13 +103,16 @@ def test_slots_of_a_killed_engine_come_back_once_its_process_is_gone(make_case: 
     engine.kill()
     wait_for(lambda: not case.status()["sessions"], "the sessions end")
     wait_for(
-        lambda: case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == 0, "its slots come back"
+        lambda: case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == 0,
+        "its slots come back",
     )
     wait_for(lambda: case.pool("pinned") == 0, "nothing stays pinned")
     assert not list((case.run_directory / "sessions").iterdir())
 
 
-def test_a_tierd_whose_only_engine_was_killed_ends_and_removes_the_run_directory(make_case: MakeCase) -> None:
+def test_a_tierd_whose_only_engine_was_killed_ends_and_removes_the_run_directory(
+    make_case: MakeCase,
+) -> None:
     case = make_case(daemon=Daemon.ENGINE)
     engine = case.engine_process("--keys", "30")
     engine.wait_more("loaded", 5)
@@ -109,7 +122,10 @@ def test_a_tierd_whose_only_engine_was_killed_ends_and_removes_the_run_directory
 
 def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(make_case: MakeCase) -> None:
     common = f"kvtier-test-{uuid.uuid4().hex[:8]}"
-    cases = [make_case(daemon=Daemon.ENGINE, run_directory=Path("/dev/shm") / f"{common}-{name}") for name in "ab"]
+    cases = [
+        make_case(daemon=Daemon.ENGINE, run_directory=Path("/dev/shm") / f"{common}-{name}")
+        for name in "ab"
+    ]
     for round_number in range(10):
         # Two directories in turn: in one the leftovers are taken over, from the other one they are swept.
         case = cases[round_number // 2 % 2]
@@ -155,7 +171,9 @@ def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: Ma
     assert second.load([1]) == 0
 
 
-def test_a_connector_of_another_version_is_refused_with_both_versions_named(make_case: MakeCase) -> None:
+def test_a_connector_of_another_version_is_refused_with_both_versions_named(
+    make_case: MakeCase,
+) -> None:
     case = make_case()
     case.start_tierd()
     other, same = case.engine(protocol="0.0.0/1"), case.engine()
@@ -166,7 +184,9 @@ def test_a_connector_of_another_version_is_refused_with_both_versions_named(make
     assert case.counter("sessions_refused") <= 2
 
 
-def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead(make_case: MakeCase) -> None:
+def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead(
+    make_case: MakeCase,
+) -> None:
     case = make_case()
     case.start_tierd()
     stubborn = case.engine_process("--keys", "30", "--never-drain")
@@ -214,7 +234,9 @@ def test_a_slow_copy_under_a_restart_of_tierd_spoils_bytes_exactly_where_there_i
     assert quick.seen.loaded + quick.seen.wrong == len(stored)
 
 
-def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(make_case: MakeCase) -> None:
+def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(
+    make_case: MakeCase,
+) -> None:
     case = make_case(memory_bytes=16 * OBJECT_BYTES)
     case.start_tierd()
     frozen = case.engine_process("--keys", "1000", "--copy-seconds", "1.0")
@@ -247,7 +269,9 @@ def test_sigterm_writes_what_is_pending_before_tierd_ends(make_case: MakeCase) -
     for number in range(20):
         assert engine.wait("can_store", WAIT_SECONDS)
         stored += engine.store(number)
-    assert engine.wait_for(lambda: all(engine.holds(number) for number in range(stored)), WAIT_SECONDS)
+    assert engine.wait_for(
+        lambda: all(engine.holds(number) for number in range(stored)), WAIT_SECONDS
+    )
     case.kill_tierd(signal.SIGTERM)
     assert len(list(case.files.rglob("*.kv"))) == stored
     assert list(case.files.glob("*/identity.json"))
@@ -274,10 +298,15 @@ def test_what_the_file_tier_holds_is_served_by_the_next_tierd(make_case: MakeCas
 def test_live_values_reach_tierd_and_engines_while_they_run(make_case: MakeCase) -> None:
     case = make_case(file_bytes=64 << 20)
     case.start_tierd()
-    tiers = {**case.live.tiers, "disk": case.live.tiers["disk"].model_copy(update={"capacity_bytes": 32 << 20})}
+    tiers = {
+        **case.live.tiers,
+        "disk": case.live.tiers["disk"].model_copy(update={"capacity_bytes": 32 << 20}),
+    }
     case.retune(case.live.model_copy(update={"generation": 7, "tiers": tiers}))
     wait_for(lambda: case.status()["appliedGeneration"] == 7, "the generation is applied")
-    wait_for(lambda: case.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied")
+    wait_for(
+        lambda: case.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied"
+    )
     (case.topology_directory / "live.json").write_text('{"generation": 8, "minLoadTokens": "many"}')
     wait_for(lambda: case.status()["appliedGeneration"] == 8, "the good value is taken")
     status = case.status()

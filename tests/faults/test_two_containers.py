@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tierd_case import WAIT_SECONDS, EngineProcess, TierdCase, wait_for
+from kvtier.harness.tierd_case import WAIT_SECONDS, EngineProcess, TierdCase, wait_for
 from kvtier.tierd.daemon import Options, TierDaemon
 
 CONTAINER = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -22,12 +22,19 @@ AT_ONCE_SECONDS = 20.0
 
 def _namespaces_can_be_made() -> bool:
     try:
-        return subprocess.run([*CONTAINER, "true"], capture_output=True, timeout=30, check=False).returncode == 0
+        return (
+            subprocess.run(
+                [*CONTAINER, "true"], capture_output=True, timeout=30, check=False
+            ).returncode
+            == 0
+        )
     except OSError:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _namespaces_can_be_made(), reason="no right to make a pid namespace")
+pytestmark = pytest.mark.skipif(
+    not _namespaces_can_be_made(), reason="no right to make a pid namespace"
+)
 
 
 @pytest.fixture
@@ -47,10 +54,18 @@ def first_process(engine: EngineProcess) -> int:
 
 
 def nothing_is_held(case: TierdCase) -> bool:
-    return case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == case.pool("pinned") == 0
+    return (
+        case.pool("granted")
+        == case.pool("reserved")
+        == case.pool("quarantined")
+        == case.pool("pinned")
+        == 0
+    )
 
 
-def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for_the_next(case: TierdCase) -> None:
+def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for_the_next(
+    case: TierdCase,
+) -> None:
     case.start_tierd()
     engine = engine_in_a_container(case, "--keys", "20")
     engine.wait_more("loaded", 20)
@@ -62,10 +77,15 @@ def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for
     wait_for(lambda: again.seen().get("usable"), "it is attached again")
     looking = case.engine()
     assert looking.wait("usable", WAIT_SECONDS)
-    assert looking.wait_for(lambda: any(looking.holds(number) for number in range(20)), WAIT_SECONDS)
+    assert looking.wait_for(
+        lambda: any(looking.holds(number) for number in range(20)), WAIT_SECONDS
+    )
     again.wait_more("loaded", 20)
     assert again.number("wrong") == 0
-    assert case.counter("sessions_vanished", "proven") + case.counter("sessions_vanished", "unproven") > 0
+    assert (
+        case.counter("sessions_vanished", "proven") + case.counter("sessions_vanished", "unproven")
+        > 0
+    )
 
 
 def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(case: TierdCase) -> None:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.tierd_case import TierdCase
+from kvtier.harness.stub_engine import StubEngine
+from kvtier.harness.tierd_case import TierdCase
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 
@@ -48,7 +48,7 @@ class Client:
         (directory / "tier").symlink_to(mount)
         self.case = TierdCase(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
         self.case.start_tierd(seconds=START_SECONDS)
-        self.engine: FakeEngine = self.case.engine()
+        self.engine: StubEngine = self.case.engine()
         self.wait(lambda: self.engine.can_store, "attached")
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = WAIT) -> bool:
@@ -66,7 +66,9 @@ class Client:
             done += self.engine.store(number, 20)
         return done
 
-    def load(self, numbers: Sequence[int], budget_seconds: float = BUDGET_SECONDS) -> dict[str, Any]:
+    def load(
+        self, numbers: Sequence[int], budget_seconds: float = BUDGET_SECONDS
+    ) -> dict[str, Any]:
         """Loads one by one; how many came, how long the longest took."""
         longest, came = 0.0, 0
         for number in numbers:
@@ -96,7 +98,14 @@ class Client:
 
     def state(self) -> str:
         """State of the file tier."""
-        return next((tier["state"] for tier in self.case.status().get("tiers", []) if tier["name"] == "disk"), "")
+        return next(
+            (
+                tier["state"]
+                for tier in self.case.status().get("tiers", [])
+                if tier["name"] == "disk"
+            ),
+            "",
+        )
 
 
 def found_by_another(a: Client, b: Client) -> dict[str, Any]:
@@ -128,10 +137,17 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
     worker.join(WAIT)
     numbers = a.filed(range(100, 120))
     b.wait(lambda: b.in_files(numbers), "the other client has found them")
-    return {"filed": len(numbers), "looked": looked, "partial": partial[:4], "later": b.load(numbers, WAIT)}
+    return {
+        "filed": len(numbers),
+        "looked": looked,
+        "partial": partial[:4],
+        "later": b.load(numbers, WAIT),
+    }
 
 
-def unreachable(how: tuple[str, ...], back: tuple[str, ...]) -> Callable[[Client, Client], dict[str, Any]]:
+def unreachable(
+    how: tuple[str, ...], back: tuple[str, ...]
+) -> Callable[[Client, Client], dict[str, Any]]:
     """The server does not answer for a while: misses within the clock, and afterwards everything is there again."""
 
     def run(a: Client, b: Client) -> dict[str, Any]:
@@ -227,7 +243,10 @@ LAST = ("end beside a hang", "directory replaced")
 def main() -> int:
     """Runs all scenarios, whatever one of them does."""
     directory = Path(sys.argv[1])
-    clients = [Client(directory / "a", os.environ["NFS_MOUNT"]), Client(directory / "b", os.environ["NFS_MOUNT_2"])]
+    clients = [
+        Client(directory / "a", os.environ["NFS_MOUNT"]),
+        Client(directory / "b", os.environ["NFS_MOUNT_2"]),
+    ]
     for name, scenario in SCENARIOS.items():
         pids = [client.case.tierd_pid() for client in clients]
         begun = time.monotonic()
@@ -240,9 +259,9 @@ def main() -> int:
         result["seconds"] = round(time.monotonic() - begun, 1)
         # The last two are about a daemon that ends, and go on without it.
         serving = clients if name not in LAST else clients[:1]
-        result["daemons_live"] = [client.case.tierd_pid() for client in serving] == pids[: len(serving)] and all(
-            client.case.status() for client in serving
-        )
+        result["daemons_live"] = [client.case.tierd_pid() for client in serving] == pids[
+            : len(serving)
+        ] and all(client.case.status() for client in serving)
         print(f"SCENARIO {json.dumps({'name': name, **result})}", flush=True)
     for client in clients:
         print(client.case.log.read_text(errors="replace")[-3000:], flush=True)

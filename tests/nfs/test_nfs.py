@@ -14,7 +14,16 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-TOOLS = ("qemu-system-x86_64", "busybox", "cpio", "modprobe", "rpc.nfsd", "exportfs", "tc", "iptables")
+TOOLS = (
+    "qemu-system-x86_64",
+    "busybox",
+    "cpio",
+    "modprobe",
+    "rpc.nfsd",
+    "exportfs",
+    "tc",
+    "iptables",
+)
 MACHINE_SECONDS = 900
 CLOCK_SECONDS = 2.0
 """What the scenarios give a load."""
@@ -72,7 +81,9 @@ def scenarios() -> dict[str, dict[str, Any]]:
         "directory replaced",
     ],
 )
-def test_whatever_happens_no_byte_is_wrong_and_no_daemon_ends(scenarios: dict[str, dict[str, Any]], name: str) -> None:
+def test_whatever_happens_no_byte_is_wrong_and_no_daemon_ends(
+    scenarios: dict[str, dict[str, Any]], name: str
+) -> None:
     found = scenarios[name]
     assert "error" not in found
     assert found["wrong"] == 0
@@ -89,7 +100,9 @@ def test_what_one_client_stores_the_other_one_finds_and_until_then_it_is_a_miss(
     assert found["later"]["loaded"] == found["filed"]
 
 
-def test_under_an_objects_name_the_other_client_sees_a_whole_object(scenarios: dict[str, dict[str, Any]]) -> None:
+def test_under_an_objects_name_the_other_client_sees_a_whole_object(
+    scenarios: dict[str, dict[str, Any]],
+) -> None:
     found = scenarios["never half written"]
     assert found["looked"] > 0
     assert found["partial"] == []
@@ -111,12 +124,16 @@ def test_a_server_that_does_not_answer_costs_misses_within_the_clock(
     assert found["later"]["loaded"] >= 1
 
 
-def test_a_replaced_directory_costs_misses_within_the_clock(scenarios: dict[str, dict[str, Any]]) -> None:
+def test_a_replaced_directory_costs_misses_within_the_clock(
+    scenarios: dict[str, dict[str, Any]],
+) -> None:
     found = scenarios["directory replaced"]
     assert found["held"] > 0
     assert found["during"]["loaded"] < found["held"]
     assert found["during"]["longest_seconds"] <= CLOCK_SECONDS + SLACK_SECONDS
 
 
-def test_a_daemon_beside_reads_that_never_end_ends_within_five_seconds(scenarios: dict[str, dict[str, Any]]) -> None:
+def test_a_daemon_beside_reads_that_never_end_ends_within_five_seconds(
+    scenarios: dict[str, dict[str, Any]],
+) -> None:
     assert scenarios["end beside a hang"]["exit_seconds"] <= 5.0

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
+from kvtier import payload as payloads
 from kvtier.cli import directory as directories
 from kvtier.cli import explain as explaining
 from kvtier.cli import explain_plan as planning
-from kvtier.cli import payload as payloads
 from kvtier.cli import render as rendering
 from kvtier.cli import validate as validating
 from kvtier.cli.console import error_console, printed, printed_json
-from kvtier.topology.models import Daemon, Selection
+from kvtier.config.models import Daemon, Selection
 
 app = typer.Typer(
     name="kvtier",
@@ -27,7 +27,8 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 PolicyFile = Annotated[
-    str, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")
+    str,
+    typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input."),
 ]
 
 
@@ -48,7 +49,9 @@ def root(
 
 @app.command()
 def validate(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Policy files; - is standard input.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Policy files; - is standard input.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Check policy files. Accepted: YAML or JSON with one or several KVTierPolicy documents, or Lists of them.
@@ -68,11 +71,15 @@ def validate(
 def render(
     file: PolicyFile,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")
+        str | None,
+        typer.Option(metavar="NAME", help="The policy of that name, where the file holds several."),
     ] = None,
     topology: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write structural.json and live.json there, for engines on this machine."),
+        typer.Option(
+            metavar="DIR",
+            help="Write structural.json and live.json there, for engines on this machine.",
+        ),
     ] = None,
     engine_args: Annotated[
         bool, typer.Option("--engine-args", help="Print the arguments that attach an engine.")
@@ -80,12 +87,15 @@ def render(
     engine_env: Annotated[
         bool,
         typer.Option(
-            "--engine-env", help="Print the environment that attaches an engine whose command stays as it is."
+            "--engine-env",
+            help="Print the environment that attaches an engine whose command stays as it is.",
         ),
     ] = False,
     payload: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH."),
+        typer.Option(
+            metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH."
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -96,21 +106,28 @@ def render(
         ),
     ] = None,
     tier_path: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=DIR", help="With --topology: the directory of a file tier.")
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="With --topology: the directory of a file tier."),
     ] = None,
     run_directory: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm."
+            metavar="DIR",
+            help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm.",
         ),
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="With --topology: where tierd serves metrics; port 0 takes a free one."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With --topology: where tierd serves metrics; port 0 takes a free one.",
+        ),
     ] = None,
     daemon: Annotated[
         Daemon | None,
-        typer.Option(help="With --topology: who starts tierd. Default: Engine, the first engine process."),
+        typer.Option(
+            help="With --topology: who starts tierd. Default: Engine, the first engine process."
+        ),
     ] = None,
     generation: Annotated[int, typer.Option(min=0, help="Number of the live values.")] = 0,
     as_json: Json = False,
@@ -147,7 +164,9 @@ def render(
 def explain(
     field: Annotated[
         str | None,
-        typer.Argument(metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields."),
+        typer.Argument(
+            metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -162,17 +181,27 @@ def explain(
 @app.command("explain-plan")
 def explain_plan(
     prompt_tokens: Annotated[
-        int, typer.Argument(metavar="PROMPT_TOKENS", min=1, max=100_000_000, help="Length of the prompt.")
+        int,
+        typer.Argument(
+            metavar="PROMPT_TOKENS", min=1, max=100_000_000, help="Length of the prompt."
+        ),
     ],
     held: Annotated[
         list[str],
-        typer.Option(metavar="NAME=TOKENS", help="What a tier holds of the prompt; several, in the prompt's order."),
+        typer.Option(
+            metavar="NAME=TOKENS",
+            help="What a tier holds of the prompt; several, in the prompt's order.",
+        ),
     ],
     file: Annotated[
-        str | None, typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input.")
+        str | None,
+        typer.Option(
+            "--file", "-f", metavar="POLICY", help="The policy file; - is standard input."
+        ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The policy of that name, where the file holds several.")
+        str | None,
+        typer.Option(metavar="NAME", help="The policy of that name, where the file holds several."),
     ] = None,
     topology: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A topology directory instead of a policy.")
@@ -180,20 +209,29 @@ def explain_plan(
     speed: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=MS,GB/S", help="Latency in ms and bandwidth in GB/s of a tier; without: not measured."
+            metavar="NAME=MS,GB/S",
+            help="Latency in ms and bandwidth in GB/s of a tier; without: not measured.",
         ),
     ] = None,
     queued: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=CHUNKS", help="Chunks that others wait for at a tier.")
+        list[str] | None,
+        typer.Option(metavar="NAME=CHUNKS", help="Chunks that others wait for at a tier."),
     ] = None,
-    in_gpu: Annotated[int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens that the GPU still holds.")] = 0,
-    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV bytes of a token; 131072 for Llama 3 8B.")] = 131_072,
+    in_gpu: Annotated[
+        int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens that the GPU still holds.")
+    ] = 0,
+    bytes_per_token: Annotated[
+        int, typer.Option(min=1, help="KV bytes of a token; 131072 for Llama 3 8B.")
+    ] = 131_072,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Prefill speed of the engine; without this and --alpha: not measured.")
+        float | None,
+        typer.Option(help="Prefill speed of the engine; without this and --alpha: not measured."),
     ] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(help="Seconds per token, instead: computing a to b takes alpha (b-a) + beta (b^2-a^2)."),
+        typer.Option(
+            help="Seconds per token, instead: computing a to b takes alpha (b-a) + beta (b^2-a^2)."
+        ),
     ] = None,
     beta: Annotated[float, typer.Option(help="With --alpha: the share of attention.")] = 0.0,
     selection: Annotated[Selection | None, typer.Option(help="Instead of the policy's.")] = None,
@@ -231,7 +269,9 @@ def payload(
         printed(str(written))
 
 
-TierDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")]
+TierDirectory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")
+]
 
 
 @app.command()
@@ -247,7 +287,9 @@ def inspect(directory: TierDirectory, as_json: Json = False) -> None:
 @app.command()
 def verify(
     directory: TierDirectory,
-    delete: Annotated[bool, typer.Option("--delete", help="Remove the objects that are corrupt.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove the objects that are corrupt.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read and verify every object of a file tier's directory, beside running engines or without.
@@ -265,12 +307,18 @@ def verify(
 @app.command()
 def gc(
     directory: TierDirectory,
-    capacity: Annotated[str, typer.Option(metavar="SIZE", help="What may be there afterwards, such as 500Gi.")],
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="What may be there afterwards, such as 500Gi.")
+    ],
     retention: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0, help="Remove namespaces that were not used for so long."),
+        typer.Option(
+            metavar="SECONDS", min=0, help="Remove namespaces that were not used for so long."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Enforce limits on a file tier's directory by hand; safe beside running engines."""
@@ -286,17 +334,29 @@ def faults(
     path: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where to work: your storage. Only a new directory in it is used, and removed."
+            metavar="DIR",
+            help="Where to work: your storage. Only a new directory in it is used, and removed.",
         ),
     ] = None,
-    fault: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")] = None,
-    engine: Annotated[bool, typer.Option("--engine", help="Also under a real vLLM; tokens are compared.")] = False,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")
+    ] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also under a real vLLM; tokens are compared.")
+    ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also on the file tiers of vLLM and LMCache, where those can run.")
+        bool,
+        typer.Option(
+            "--compare", help="Also on the file tiers of vLLM and LMCache, where those can run."
+        ),
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="How long a fault lasts.")] = 6.0,
-    hang_seconds: Annotated[float, typer.Option(min=1, help="How long the hang lasts that ends.")] = 60.0,
-    objects: Annotated[int, typer.Option(min=100, help="What the writers store together.")] = 10_000,
+    hang_seconds: Annotated[
+        float, typer.Option(min=1, help="How long the hang lasts that ends.")
+    ] = 60.0,
+    objects: Annotated[
+        int, typer.Option(min=100, help="What the writers store together.")
+    ] = 10_000,
     names: Annotated[bool, typer.Option("--list", help="Print the names of the faults.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -307,7 +367,7 @@ def faults(
     from kvtier.cli import faults as scorecard
 
     if names:
-        from kvtier.testing.faults.scorecard import names as known
+        from kvtier.scorecard.scorecard import names as known
 
         printed("\n".join(known()))
         raise typer.Exit(0)

@@ -27,20 +27,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from kvtier.cli.demo_control import replace_by_foreign_bytes
-from kvtier.cli.demo_display import Display
-from kvtier.cli.demo_engine import DemoError, look
-from kvtier.cli.demo_place import Workplace, policy_file
+from kvtier.cli.demo_display import Display, replace_by_foreign_bytes
+from kvtier.cli.demo_engine import DemoError, Workplace, look, policy_file
 from kvtier.errors import KVTierError
-from kvtier.testing.engine_process import START_SECONDS, DrivenEngine, EngineProcessError, EngineServer
-from kvtier.testing.tiny_model import prompt
+from kvtier.harness.engine_process import (
+    START_SECONDS,
+    DrivenEngine,
+    EngineProcessError,
+    EngineServer,
+)
+from kvtier.harness.tiny_model import prompt
 
 REST_TOKENS = 17
 """Shorter than a block, and no chunk is completed by it and the generated tokens."""
 NEW_TOKENS = 16
 STORE_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
-COMPUTED, FROM_RAM, AFTER_KILL, CONTROL = "first time", "GPU cache emptied", "after the kill", "wrong KV on purpose"
+COMPUTED, FROM_RAM, AFTER_KILL, CONTROL = (
+    "first time",
+    "GPU cache emptied",
+    "after the kill",
+    "wrong KV on purpose",
+)
 LOADED = "vllm:kvtier_loaded_tokens_total"
 
 
@@ -138,7 +146,9 @@ class Asker:
         deadline = time.monotonic() + 10
         while True:
             after = self._server.metrics()
-            seen = after.get("vllm:request_success_total", 0) - before.get("vllm:request_success_total", 0)
+            seen = after.get("vllm:request_success_total", 0) - before.get(
+                "vllm:request_success_total", 0
+            )
             if seen >= 1 or time.monotonic() > deadline:
                 return after
             time.sleep(0.02)
@@ -168,7 +178,9 @@ class Demo:
         others, own = self._first_life(server, Asker(server, prompts, tiers), reference, prompts)
         with self.display.step("Killing engine and tier daemon (SIGKILL); nothing is left in RAM"):
             self.place.kill_everything()
-        with self.display.step("For the control: C's own files replaced by valid files with another prompt's KV"):
+        with self.display.step(
+            "For the control: C's own files replaced by valid files with another prompt's KV"
+        ):
             replace_by_foreign_bytes(own, others)
         with self.display.step("Starting the engine again"):
             server = self.place.start_server()
@@ -179,7 +191,9 @@ class Demo:
 
     def _start_both(self, prompts: Prompts) -> tuple[EngineServer, Reference]:
         """Starts server and reference at once, since most of a start is waiting. The reference is gone before times are taken."""
-        with self.display.step("Starting vLLM, and beside it an engine without KVTier for reference"):
+        with self.display.step(
+            "Starting vLLM, and beside it an engine without KVTier for reference"
+        ):
             engine = self.place.start_reference()
             server = self.place.start_server()
             reference = ask_reference(engine, prompts)
@@ -193,7 +207,9 @@ class Demo:
         deadline = time.monotonic() + ATTACH_SECONDS
         while not self.place.attached():
             if time.monotonic() > deadline:
-                raise DemoError(f"engine and tier daemon did not come together in {ATTACH_SECONDS:.0f} s")
+                raise DemoError(
+                    f"engine and tier daemon did not come together in {ATTACH_SECONDS:.0f} s"
+                )
             time.sleep(0.05)
 
     def _first_life(
@@ -218,7 +234,12 @@ class Demo:
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)
-        sources = {"from GPU": row.gpu, "from RAM": row.ram, "from file": row.file, "recomputed": row.recomputed}
+        sources = {
+            "from GPU": row.gpu,
+            "from RAM": row.ram,
+            "from file": row.file,
+            "recomputed": row.recomputed,
+        }
         text = ", ".join(f"{tokens} {source}" for source, tokens in sources.items() if tokens)
         self.display.note(
             f"{row.stage}: {row.prompt}: first token after {row.first_token_seconds * 1000:.0f} ms ({text})"
@@ -248,12 +269,16 @@ class Demo:
 
         def first_token(stage: str) -> float:
             return next(
-                round(row.first_token_seconds, 4) for row in self.rows if (row.stage, row.prompt) == (stage, "A")
+                round(row.first_token_seconds, 4)
+                for row in self.rows
+                if (row.stage, row.prompt) == (stage, "A")
             )
 
         return {
             "identical_tokens": all(row.equal for row in real),
-            "control_tokens_differ": not any(row.equal for row in self.rows if row.stage == CONTROL),
+            "control_tokens_differ": not any(
+                row.equal for row in self.rows if row.stage == CONTROL
+            ),
             "prompt_tokens": sum(len(tokens) for tokens in prompts.tokens.values()),
             "storable_tokens": storable,
             "stored_tokens": stored_objects * prompts.chunk_tokens,
@@ -269,12 +294,25 @@ class Demo:
 
     def show(self) -> None:
         """The table of everything that was asked."""
-        headings = ("stage", "prompt", "tokens", "GPU", "RAM", "file", "recomputed", "first token", "as without KVTier")
+        headings = (
+            "stage",
+            "prompt",
+            "tokens",
+            "GPU",
+            "RAM",
+            "file",
+            "recomputed",
+            "first token",
+            "as without KVTier",
+        )
         rows = [
             (
                 row.stage,
                 row.prompt,
-                *(str(count) for count in (row.prompt_tokens, row.gpu, row.ram, row.file, row.recomputed)),
+                *(
+                    str(count)
+                    for count in (row.prompt_tokens, row.gpu, row.ram, row.file, row.recomputed)
+                ),
                 f"{row.first_token_seconds * 1000:.0f} ms",
                 ("equal" if row.equal else "different")
                 + (", as it must" if row.stage == CONTROL and not row.equal else ""),
@@ -314,7 +352,9 @@ def main() -> int:
         result = demo.run(policy)
         demo.show()
         if kept:
-            display.note(f"kept in {place.root}: policy, topology, environment, tier directory, logs")
+            display.note(
+                f"kept in {place.root}: policy, topology, environment, tier directory, logs"
+            )
     except (DemoError, EngineProcessError, KVTierError, OSError) as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1

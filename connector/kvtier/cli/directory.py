@@ -14,9 +14,17 @@ from rich.text import Text
 
 from kvtier.cli.console import console, error_console
 from kvtier.errors import ConfigurationError, TierError
-from kvtier.tiers.filesystem.collect import Collected, collect
-from kvtier.tiers.filesystem.survey import HolderView, Survey, Verified, objects_of, survey, tier_root
-from kvtier.tiers.filesystem.survey import verify as verify_objects
+from kvtier.tiers.filesystem.inspect import (
+    Collected,
+    HolderView,
+    Survey,
+    Verified,
+    collect,
+    objects_of,
+    survey,
+    tier_root,
+)
+from kvtier.tiers.filesystem.inspect import verify as verify_objects
 from kvtier_operator.api.quantity import Quantity, QuantityError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -96,7 +104,12 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
 def show_inspect(found: Survey, now: float) -> None:
     """For people."""
     table = Table(title=None, box=None, pad_edge=False)
-    for head, justify in (("namespace", "left"), ("belongs to", "left"), ("objects", "right"), ("bytes", "right")):
+    for head, justify in (
+        ("namespace", "left"),
+        ("belongs to", "left"),
+        ("objects", "right"),
+        ("bytes", "right"),
+    ):
         table.add_column(head, justify="right" if justify == "right" else "left", overflow="fold")
     table.add_column("last used", justify="right")
     table.add_column("oldest", justify="right")
@@ -113,17 +126,25 @@ def show_inspect(found: Survey, now: float) -> None:
     capacity = (found.ledger or {}).get("capacity")
     of = f" of {size_text(capacity)}" if isinstance(capacity, int) else ""
     console().print(Text(f"\n{found.root}: {size_text(found.total_bytes)}{of}"))
-    console().print(Text(f"being written or left behind: {found.temporaries}, {size_text(found.temporary_bytes)}"))
+    console().print(
+        Text(
+            f"being written or left behind: {found.temporaries}, {size_text(found.temporary_bytes)}"
+        )
+    )
     if found.janitor is None:
         console().print("no janitor yet")
     else:
         charge = (found.ledger or {}).get("charge")
         charged = "not known yet" if charge is None else size_text(charge)
         line = f"janitor {found.fence}: {_holder_words(found.janitor)}, charged {charged}"
-        console().print(Text(line, style="" if found.janitor.state in ("Alive", "Elsewhere") else "yellow"))
+        console().print(
+            Text(line, style="" if found.janitor.state in ("Alive", "Elsewhere") else "yellow")
+        )
     for writer in found.writers:
         granted = size_text(sum(writer.grants.values()))
-        console().print(Text(f"writer {_holder_words(writer)}: {len(writer.grants)} grants, {granted}"))
+        console().print(
+            Text(f"writer {_holder_words(writer)}: {len(writer.grants)} grants, {granted}")
+        )
 
 
 def _identity_words(identity: dict[str, str]) -> Iterator[str]:
@@ -149,8 +170,14 @@ def _holder_words(holder: HolderView) -> str:
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
     """A progress bar on standard error, where that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,}"))
-    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True, disable=not shown) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,}/{task.total:,}"),
+    )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=error_console(), transient=True, disable=not shown
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
@@ -162,7 +189,10 @@ def verify(directory: Path, *, delete: bool) -> Verified:
     with _bar(len(objects), error_console().is_terminal) as update:
 
         def progress(done: Verified) -> None:
-            update(done.objects + done.vanished + done.unverifiable + len(done.bad), f"corrupt: {done.corrupt}")
+            update(
+                done.objects + done.vanished + done.unverifiable + len(done.bad),
+                f"corrupt: {done.corrupt}",
+            )
 
         return verify_objects(root, objects, delete=delete, progress=progress)
 
@@ -176,7 +206,12 @@ def verify_json(done: Verified) -> dict[str, Any]:
         "unverifiable": done.unverifiable,
         "corrupt": done.corrupt,
         "bad": [
-            {"path": each.path, "reason": each.reason, "corrupt": each.corrupt, "deleted": each.deleted}
+            {
+                "path": each.path,
+                "reason": each.reason,
+                "corrupt": each.corrupt,
+                "deleted": each.deleted,
+            }
             for each in done.bad
         ],
     }
@@ -188,7 +223,10 @@ def show_verify(done: Verified) -> None:
         line = Text(f"{each.path}: ")
         line.append("corrupt" if each.corrupt else "not readable", style="red")
         error_console().print(line.append(f": {each.reason}{', deleted' if each.deleted else ''}"))
-    words = [f"{done.objects:,} objects verified ({size_text(done.size_bytes)})", f"{done.corrupt} corrupt"]
+    words = [
+        f"{done.objects:,} objects verified ({size_text(done.size_bytes)})",
+        f"{done.corrupt} corrupt",
+    ]
     if len(done.bad) > done.corrupt:
         words.append(f"{len(done.bad) - done.corrupt} not readable")
     if done.unverifiable:
@@ -213,13 +251,21 @@ def parse_size(text: str) -> int:
     return size
 
 
-def gc(directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool) -> Collected:
+def gc(
+    directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool
+) -> Collected:
     """Enforces limits. Raises ``ConfigurationError`` and ``OSError``."""
     size = parse_size(capacity)
     root = tier_root(directory)
     try:
         with error_console().status("") as status:
-            return collect(root, size, retention_seconds, dry_run=dry_run, progress=lambda text: status.update(text))
+            return collect(
+                root,
+                size,
+                retention_seconds,
+                dry_run=dry_run,
+                progress=lambda text: status.update(text),
+            )
     except TierError as error:
         raise OSError(str(error)) from error
 
@@ -245,6 +291,8 @@ def show_gc(done: Collected) -> None:
         line += f" and {len(done.namespaces)} namespaces: {', '.join(name[:12] for name in done.namespaces)}"
     console().print(Text(line))
     after = "would be" if done.dry_run else "now"
-    console().print(Text(f"{size_text(done.before_bytes)} before, {after} {size_text(done.after_bytes)}"))
+    console().print(
+        Text(f"{size_text(done.before_bytes)} before, {after} {size_text(done.after_bytes)}")
+    )
     if not done.dry_run and not done.janitor:
         console().print("a janitor is at work here; it counts the directory anew")

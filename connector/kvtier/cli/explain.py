@@ -56,7 +56,11 @@ def _follow(name: str, parts: list[str]) -> Explained:
         path = f"{path}.{part}" if path else part
         children = _below(field.shape)
         model = _model(field.shape)
-    rules = tuple(rule.message for rule in model.rules if rule.message) if model and issubclass(model, Model) else ()
+    rules = (
+        tuple(rule.message for rule in model.rules if rule.message)
+        if model and issubclass(model, Model)
+        else ()
+    )
     return Explained(path, field, children, rules)
 
 
@@ -64,7 +68,11 @@ def _hint(path: str, part: str, siblings: tuple[FieldDocument, ...]) -> str:
     meant = nearest(part, [document.alias for document in siblings])
     if meant is not None:
         return f"{f'{path}.' if path else ''}{meant} is the nearest known field"
-    elsewhere = [found for found, document in all_fields(KVTierPolicy) if document.alias.lower() == part.lower()]
+    elsewhere = [
+        found
+        for found, document in all_fields(KVTierPolicy)
+        if document.alias.lower() == part.lower()
+    ]
     if elsewhere:
         return f"it is known as {', '.join(elsewhere)}"
     known = ", ".join(document.alias for document in siblings)
@@ -86,10 +94,14 @@ def _below(shape: Shape) -> tuple[FieldDocument, ...]:
 def as_json(explained: Explained) -> dict[str, Any]:
     """For programs."""
     if explained.field is None:
-        return {"fields": [_field_json(path, document) for path, document in all_fields(KVTierPolicy)]}
+        return {
+            "fields": [_field_json(path, document) for path, document in all_fields(KVTierPolicy)]
+        }
     document = _field_json(explained.path, explained.field)
     document["rules"] = list(explained.rules)
-    document["fields"] = [_field_json(f"{explained.path}.{child.alias}", child) for child in explained.children]
+    document["fields"] = [
+        _field_json(f"{explained.path}.{child.alias}", child) for child in explained.children
+    ]
     return document
 
 
@@ -123,7 +135,11 @@ def change_text(document: FieldDocument) -> str:
     """Live or structural, in words."""
     if document.change is None:
         return ""
-    return "live: changes under a running engine" if document.change.value == "live" else "structural: needs a new pod"
+    return (
+        "live: changes under a running engine"
+        if document.change.value == "live"
+        else "structural: needs a new pod"
+    )
 
 
 def show(explained: Explained) -> None:
@@ -164,7 +180,9 @@ def _grow(tree: Tree, documents: tuple[FieldDocument, ...]) -> None:
     for document in documents:
         if not document.description:
             continue  # Kubernetes' own
-        mark = {"live": " L", "structural": " S", None: ""}[document.change.value if document.change else None]
+        mark = {"live": " L", "structural": " S", None: ""}[
+            document.change.value if document.change else None
+        ]
         label = Text(f"{document.alias}{'*' if document.required else ''}", style="bold")
         label.append(f" {document.shape.type_name}{mark}", style="dim")
         _grow(tree.add(label), _below(document.shape))

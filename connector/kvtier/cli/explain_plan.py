@@ -14,14 +14,28 @@ from rich.text import Text
 
 from kvtier.cli.console import console
 from kvtier.cli.render import chosen_policy
+from kvtier.config import loader
+from kvtier.config.models import (
+    FileSystemTierDocument,
+    LiveTier,
+    MemoryTierDocument,
+    Selection,
+    Topology,
+)
 from kvtier.errors import ConfigurationError
-from kvtier.store.clock import RequestClock
-from kvtier.store.cost import Question, Source, TierOutlook, choose_by_cost
-from kvtier.store.estimates import IMMEDIATE, Prefill, TierEstimate
-from kvtier.store.selection import Candidate, Decision, candidates, choose
-from kvtier.topology import loading
-from kvtier.topology.models import FileSystemTierDocument, LiveTier, MemoryTierDocument, Selection, Topology
-from kvtier_operator.render.topology import pod_placement, structural
+from kvtier.store.cost_model import IMMEDIATE, Prefill, TierEstimate
+from kvtier.store.selection import (
+    Candidate,
+    CostQuery,
+    Decision,
+    LoadDeadline,
+    Source,
+    TierLoad,
+    candidates,
+    choose,
+    choose_by_cost,
+)
+from kvtier_operator.render.documents import pod_placement, structural
 
 OTHER_THREADS = 8
 
@@ -48,9 +62,9 @@ class PlanExplained:
     decision: Decision
     rated: tuple[Candidate, ...]
     names: tuple[str, ...]
-    outlooks: tuple[TierOutlook, ...]
+    outlooks: tuple[TierLoad, ...]
     selection: Selection
-    clock: RequestClock | None
+    clock: LoadDeadline | None
     prefill: Prefill | None
     prompt_tokens: int
     start_tokens: int
@@ -61,9 +75,11 @@ def topology_of(file: str | None, policy: str | None, directory: Path | None) ->
     if directory is not None:
         if file is not None:
             raise ConfigurationError(
-                "--topology", str(directory), "a policy or a topology directory says what the tiers are"
+                "--topology",
+                str(directory),
+                "a policy or a topology directory says what the tiers are",
             )
-        return loading.load(directory)
+        return loader.load(directory)
     if file is None:
         raise ConfigurationError(
             "--file", "nothing", "a policy (--file) or a topology directory (--topology) is needed"
@@ -73,7 +89,9 @@ def topology_of(file: str | None, policy: str | None, directory: Path | None) ->
     return Topology(structural=document, live=document.live)
 
 
-def explain(topology: Topology, numbers: Numbers, selection: Selection | None = None) -> PlanExplained:
+def explain(
+    topology: Topology, numbers: Numbers, selection: Selection | None = None
+) -> PlanExplained:
     """Decides. Raises ``ConfigurationError`` for numbers that cannot be."""
     live, names = topology.live, tuple(tier.name for tier in topology.structural.tiers)
     selection = selection or live.selection
@@ -82,9 +100,17 @@ def explain(topology: Topology, numbers: Numbers, selection: Selection | None = 
     start, sources = _sources(numbers, names, chunk)
     outlooks = tuple(_outlooks(topology, numbers, names, chunk * numbers.bytes_per_token))
     used = {source.tier for source in sources if source.tier}
-    limit = float(max((_live(topology, names[tier]).load_timeout_seconds for tier in used), default=0))
-    question = Question(
-        sources, outlooks, start, numbers.prompt_tokens, prefill, limit, min_tokens=max(1, live.min_load_tokens)
+    limit = float(
+        max((_live(topology, names[tier]).load_timeout_seconds for tier in used), default=0)
+    )
+    question = CostQuery(
+        sources,
+        outlooks,
+        start,
+        numbers.prompt_tokens,
+        prefill,
+        limit,
+        min_tokens=max(1, live.min_load_tokens),
     )
     if selection is Selection.COST:
         decision = choose_by_cost(question)
@@ -94,16 +120,20 @@ def explain(topology: Topology, numbers: Numbers, selection: Selection | None = 
         tokens = [end - begin for begin, end in pairwise(ends)]
         tiers = [source.tier for source in sources]
         decision = choose(selection, tiers, [outlook.weight for outlook in outlooks], tokens)
-        clock = RequestClock(limit)
+        clock = LoadDeadline(limit)
         if decision.chosen is not None and decision.chosen.tokens < question.min_tokens:
             decision = Decision(
-                None, tuple(candidates(tiers, [o.weight for o in outlooks], tokens)), "below_min_load_tokens"
+                None,
+                tuple(candidates(tiers, [o.weight for o in outlooks], tokens)),
+                "below_min_load_tokens",
             )
     if decision.chosen is None or decision.chosen.tiers == (0,):
         clock = None
     every = [*decision.runners_up, *([decision.chosen] if decision.chosen is not None else [])]
     rated = tuple(sorted(every, key=lambda candidate: candidate.keys))
-    return PlanExplained(decision, rated, names, outlooks, selection, clock, prefill, numbers.prompt_tokens, start)
+    return PlanExplained(
+        decision, rated, names, outlooks, selection, clock, prefill, numbers.prompt_tokens, start
+    )
 
 
 def _prefill(numbers: Numbers) -> Prefill | None:
@@ -137,11 +167,15 @@ def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, l
     for name, value in (_pair("--held", given, "NAME=TOKENS") for given in numbers.held):
         tokens = _number("--held", value, "NAME=TOKENS")
         if not tokens.is_integer() or tokens < 0 or tokens % chunk:
-            raise ConfigurationError("--held", f"{name}={value}", f"a multiple of the chunk ({chunk} tokens) is")
+            raise ConfigurationError(
+                "--held", f"{name}={value}", f"a multiple of the chunk ({chunk} tokens) is"
+            )
         chunks = int(tokens // chunk)
         if (len(tiers) + chunks) * chunk > numbers.prompt_tokens:
             raise ConfigurationError(
-                "--held", f"{(len(tiers) + chunks) * chunk} tokens in all", "at most the prompt is held"
+                "--held",
+                f"{(len(tiers) + chunks) * chunk} tokens in all",
+                "at most the prompt is held",
             )
         tiers += [_index("--held", name, names)] * chunks
     start = numbers.in_gpu_tokens
@@ -151,9 +185,13 @@ def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, l
     return start, [source for source in sources if source.end_tokens > start]
 
 
-def _outlooks(topology: Topology, numbers: Numbers, names: Sequence[str], size: int) -> list[TierOutlook]:
+def _outlooks(
+    topology: Topology, numbers: Numbers, names: Sequence[str], size: int
+) -> list[TierLoad]:
     speeds: dict[int, TierEstimate] = {}
-    for name, value in (_pair("--speed", given, "NAME=MILLISECONDS,GB/S") for given in numbers.speeds):
+    for name, value in (
+        _pair("--speed", given, "NAME=MILLISECONDS,GB/S") for given in numbers.speeds
+    ):
         latency, _, rate = value.partition(",")
         milliseconds = _number("--speed", latency, "NAME=MILLISECONDS,GB/S")
         if milliseconds < 0:
@@ -171,7 +209,9 @@ def _outlooks(topology: Topology, numbers: Numbers, names: Sequence[str], size: 
         threads = tier.read_threads if isinstance(tier, FileSystemTierDocument) else OTHER_THREADS
         estimate = IMMEDIATE if isinstance(tier, MemoryTierDocument) else speeds.get(index)
         reads = queued.get(index, 0)
-        outlooks.append(TierOutlook(_live(topology, tier.name).load_weight, estimate, threads, reads, reads * size))
+        outlooks.append(
+            TierLoad(_live(topology, tier.name).load_weight, estimate, threads, reads, reads * size)
+        )
     return outlooks
 
 
@@ -216,18 +256,24 @@ def as_json(explained: PlanExplained) -> dict[str, Any]:
         if explained.prefill is None
         else {"alpha": explained.prefill.alpha, "beta": explained.prefill.beta},
         "recomputeSeconds": decision.recompute_seconds,
-        "tiers": [_tier_json(name, outlook) for name, outlook in zip(explained.names, explained.outlooks, strict=True)],
+        "tiers": [
+            _tier_json(name, outlook)
+            for name, outlook in zip(explained.names, explained.outlooks, strict=True)
+        ],
         "candidates": [_candidate_json(explained, candidate) for candidate in explained.rated],
         "chosen": None if decision.chosen is None else _candidate_json(explained, decision.chosen),
         "reason": decision.reason,
         "tooSlow": [explained.names[tier] for tier in decision.too_slow],
         "clock": None
         if clock is None
-        else {"seconds": clock.seconds(explained.start_tokens), "limitSeconds": clock.limit_seconds},
+        else {
+            "seconds": clock.seconds(explained.start_tokens),
+            "limitSeconds": clock.limit_seconds,
+        },
     }
 
 
-def _tier_json(name: str, outlook: TierOutlook) -> dict[str, Any]:
+def _tier_json(name: str, outlook: TierLoad) -> dict[str, Any]:
     estimate = outlook.estimate
     known = estimate is not None and math.isfinite(estimate.bytes_per_second)
     return {
@@ -259,20 +305,34 @@ def show(explained: PlanExplained) -> None:
     """For people."""
     out = console()
     decision = explained.decision
-    out.print(Text(f"{explained.prompt_tokens} tokens, selection {explained.selection.value}", style="bold"))
+    out.print(
+        Text(
+            f"{explained.prompt_tokens} tokens, selection {explained.selection.value}", style="bold"
+        )
+    )
     _show_tiers(explained)
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     cost = explained.selection is Selection.COST
     columns = ("load", "from", "ready", "judged", "") if cost else ("load", "from", "score", "")
     for column in columns:
         table.add_column(column, justify="left" if column in ("from", "") else "right")
-    nothing = (_time(decision.recompute_seconds), _time(decision.recompute_seconds)) if cost else ("0",)
+    nothing = (
+        (_time(decision.recompute_seconds), _time(decision.recompute_seconds)) if cost else ("0",)
+    )
     table.add_row("nothing", "", *nothing, "<- chosen" if decision.chosen is None else "")
     for candidate in explained.rated:
-        values = (_time(candidate.ready_seconds), _time(candidate.judged_seconds)) if cost else (str(candidate.score),)
+        values = (
+            (_time(candidate.ready_seconds), _time(candidate.judged_seconds))
+            if cost
+            else (str(candidate.score),)
+        )
         names = " + ".join(explained.names[tier] for tier in candidate.tiers)
         table.add_row(
-            f"{candidate.tokens}", names, *values, _remark(candidate, candidate is decision.chosen), style=None
+            f"{candidate.tokens}",
+            names,
+            *values,
+            _remark(candidate, candidate is decision.chosen),
+            style=None,
         )
     out.print(table)
     out.print(Text(f"because: {decision.reason}"))
@@ -294,8 +354,16 @@ def _show_tiers(explained: PlanExplained) -> None:
         elif math.isinf(estimate.bytes_per_second):
             speed = ("RAM", "")
         else:
-            speed = (f"{estimate.latency_seconds * 1e3:g} ms", f"{estimate.bytes_per_second / 1e9:g} GB/s")
-        table.add_row(name, str(outlook.weight), *speed, str(outlook.queued_reads) if outlook.queued_reads else "")
+            speed = (
+                f"{estimate.latency_seconds * 1e3:g} ms",
+                f"{estimate.bytes_per_second / 1e9:g} GB/s",
+            )
+        table.add_row(
+            name,
+            str(outlook.weight),
+            *speed,
+            str(outlook.queued_reads) if outlook.queued_reads else "",
+        )
     console().print(table)
 
 
@@ -310,7 +378,7 @@ def _remark(candidate: Candidate, chosen: bool) -> str:
     return ", ".join(remarks)
 
 
-def _show_clock(explained: PlanExplained, clock: RequestClock) -> None:
+def _show_clock(explained: PlanExplained, clock: LoadDeadline) -> None:
     wait = clock.seconds(explained.start_tokens)
     text = f"clock: {_time(wait)}"
     if clock.prefill is not None:

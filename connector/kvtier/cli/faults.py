@@ -20,9 +20,11 @@ PASSED, FAILED, SKIPPED_SOME = 0, 1, 3
 MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "skipped": "[yellow]skipped[/]"}
 
 
-def options(path: Path | None, faults: Iterable[str], seconds: float, hang_seconds: float, objects: int) -> Any:
+def options(
+    path: Path | None, faults: Iterable[str], seconds: float, hang_seconds: float, objects: int
+) -> Any:
     """The scorecard's options. Raises ``ConfigurationError`` for a directory or a fault that is none."""
-    from kvtier.testing.faults import scorecard
+    from kvtier.scorecard import scorecard
 
     directory = path or Path(tempfile.gettempdir())
     if not directory.is_dir() or not os.access(directory, os.W_OK):
@@ -32,13 +34,17 @@ def options(path: Path | None, faults: Iterable[str], seconds: float, hang_secon
         if name not in known:
             raise ConfigurationError("--fault", name, "one of " + ", ".join(known))
     return scorecard.Options(
-        directory.absolute(), tuple(faults), seconds=seconds, hang_seconds=hang_seconds, writer_objects=objects
+        directory.absolute(),
+        tuple(faults),
+        seconds=seconds,
+        hang_seconds=hang_seconds,
+        writer_objects=objects,
     )
 
 
 def run(chosen: Any, with_engine: bool) -> list[Any]:
     """Plays everything, with a progress bar on standard error where that is a terminal."""
-    from kvtier.testing.faults import engine, scorecard
+    from kvtier.scorecard import engine, scorecard
 
     signal.signal(signal.SIGTERM, _told_to_end)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -53,7 +59,12 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
     if with_engine:
         plays.append((engine.names(chosen), lambda told: engine.play(chosen, told)))
     rows: list[Any] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=error_console(), transient=True) as progress:
         task = progress.add_task("", total=sum(len(names) for names, _ in plays))
         for _, play in plays:
@@ -70,14 +81,19 @@ def _told_to_end(number: int, _: object) -> None:
 
 def compare(chosen: Any) -> list[Any]:
     """The same faults on the storage of others."""
-    from kvtier.testing.faults import peers
+    from kvtier.scorecard import peers
 
     rows: list[Any] = []
     with Progress(
-        TextColumn("{task.description}"), TimeElapsedColumn(), console=error_console(), transient=True
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=error_console(),
+        transient=True,
     ) as progress:
         task = progress.add_task("peers", total=None)
-        rows.extend(peers.compare(chosen, told=lambda name: progress.update(task, description=name)))
+        rows.extend(
+            peers.compare(chosen, told=lambda name: progress.update(task, description=name))
+        )
     return rows
 
 
@@ -123,7 +139,15 @@ def show(rows: list[Any], others: list[Any]) -> None:
     console().print(table)
     if others:
         table = Table(
-            "peer", "fault", "verdict", "wrong", "crashes", "longest wait s", "recovery s", "why", title="Peers"
+            "peer",
+            "fault",
+            "verdict",
+            "wrong",
+            "crashes",
+            "longest wait s",
+            "recovery s",
+            "why",
+            title="Peers",
         )
         for row in others:
             table.add_row(

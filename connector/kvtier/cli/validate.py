@@ -9,9 +9,9 @@ from typing import Any
 from rich.text import Text
 
 from kvtier.cli.console import console, error_console
-from kvtier.cli.files import read, shown_name
+from kvtier.cli.render import read, shown_name
 from kvtier_operator.api.documents import Checked, parse
-from kvtier_operator.api.refusals import Refusal
+from kvtier_operator.api.validation import FieldError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def check(name: str) -> Report:
     try:
         content = read(name)
     except OSError as error:
-        refusal = Refusal("", error.strerror or str(error), "a readable file")
+        refusal = FieldError("", error.strerror or str(error), "a readable file")
         return Report(shown_name(name), (Checked("", None, (refusal,)),))
     return Report(shown_name(name), tuple(parse(content)))
 
@@ -71,7 +71,12 @@ def _policy_json(checked: Checked) -> dict[str, Any]:
         "name": policy.metadata.name if policy is not None else None,
         "accepted": not checked.refusals,
         "refusals": [
-            {"field": refusal.field, "value": refusal.value, "accepted": refusal.accepted, "message": refusal.message}
+            {
+                "field": refusal.field,
+                "value": refusal.value,
+                "accepted": refusal.accepted,
+                "message": refusal.message,
+            }
             for refusal in checked.refusals
         ],
     }
@@ -91,5 +96,8 @@ def show(report: Report) -> None:
             error_console().print(line.append(f"; accepted is {refusal.accepted}"))
     for name in duplicates(report):
         error_console().print(
-            Text(f"{report.file}: {name} is there more than once; applied in order, the last one stays", style="yellow")
+            Text(
+                f"{report.file}: {name} is there more than once; applied in order, the last one stays",
+                style="yellow",
+            )
         )

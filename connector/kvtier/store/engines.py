@@ -8,60 +8,22 @@ is proven gone, or for ``QUARANTINE_SECONDS`` (DATAPATH 4).
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvtier.errors import ProtocolError
-from kvtier.store.contract import EngineInfo
-from kvtier.store.memory import Entry, MemoryTable
-from kvtier.store.shared import Shared
-from kvtier.store.slots import Slot, SlotClass, SlotPool, SlotState
-from kvtier.store.timers import Timer
+from kvtier.store.context import StoreContext, Timer
+from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.operations import EngineState
+from kvtier.store.slot_pool import SlotPool
+from kvtier.store.state import Entry, Slot, SlotState
+from kvtier.store.types import EngineInfo
 from kvtier.tiers.base import aligned
-
-if TYPE_CHECKING:
-    from kvtier.store.loads import Load
-    from kvtier.store.promotion import Promotion
-    from kvtier.store.stores import Reservation
 
 QUARANTINE_SECONDS = 60.0
 MAX_GROUPS = 255
 """A key begins with its group as one byte."""
 
 
-class EngineState:
-    """One open engine. ``granted[g]``: its free slots of group g by offset, in the order they were granted."""
-
-    __slots__ = (
-        "granted",
-        "info",
-        "kinds",
-        "loads",
-        "name",
-        "namespace",
-        "persistent",
-        "prefixes",
-        "promotions",
-        "reservations",
-    )
-
-    def __init__(self, info: EngineInfo, kinds: tuple[SlotClass, ...]) -> None:
-        self.info = info
-        self.name = info.engine
-        self.namespace = info.namespace
-        self.persistent = info.persistent
-        self.kinds = kinds
-        self.prefixes = tuple(bytes((g,)) for g in range(len(kinds)))
-        self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in kinds)
-        self.reservations: dict[int, Reservation] = {}
-        self.promotions: dict[int, Promotion] = {}
-        self.loads: dict[int, Load] = {}
-
-    def key(self, group: int, block_hash: bytes) -> bytes | None:
-        """The key as tiers have it; None where the engine has no such group."""
-        return self.prefixes[group] + block_hash if 0 <= group < len(self.prefixes) else None
-
-
-class Quarantine:
+class SlotQuarantine:
     """What one engine that went may still touch."""
 
     __slots__ = ("entries", "slots", "timer")
@@ -74,33 +36,43 @@ class Quarantine:
 
 def check_info(info: EngineInfo) -> None:
     """Raises ``ProtocolError`` if an engine's description contradicts itself."""
-    if not info.slot_bytes or len(info.slot_bytes) > MAX_GROUPS or len(info.slot_bytes) != len(info.shard_bytes):
+    if (
+        not info.slot_bytes
+        or len(info.slot_bytes) > MAX_GROUPS
+        or len(info.slot_bytes) != len(info.shard_bytes)
+    ):
         raise ProtocolError(
             f"engine {info.engine}: {len(info.slot_bytes)} slot sizes and {len(info.shard_bytes)} lists of shard sizes; "
             f"there must be as many of both, 1 to {MAX_GROUPS}"
         )
-    for group, (slot_bytes, shards) in enumerate(zip(info.slot_bytes, info.shard_bytes, strict=True)):
+    for group, (slot_bytes, shards) in enumerate(
+        zip(info.slot_bytes, info.shard_bytes, strict=True)
+    ):
         payload = sum(map(aligned, shards))
         if min(shards, default=0) <= 0 or payload != slot_bytes:
             raise ProtocolError(
                 f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of {list(shards)} "
                 f"bytes; shards must be positive and a slot the sum of their aligned sizes ({payload})"
             )
-    if not info.writer_ranks or min(info.writer_ranks) < 0 or len(set(info.writer_ranks)) != len(info.writer_ranks):
+    if (
+        not info.writer_ranks
+        or min(info.writer_ranks) < 0
+        or len(set(info.writer_ranks)) != len(info.writer_ranks)
+    ):
         raise ProtocolError(
             f"engine {info.engine}: writer ranks {list(info.writer_ranks)}; there must be one or more, distinct"
         )
 
 
-class Engines:
+class EngineRegistry:
     """Open engines by name, and the quarantine. Owner's thread only."""
 
-    def __init__(self, shared: Shared, pool: SlotPool, table: MemoryTable) -> None:
+    def __init__(self, shared: StoreContext, pool: SlotPool, table: MemoryTier) -> None:
         self.open: dict[str, EngineState] = {}
         self._shared = shared
         self._pool = pool
         self._table = table
-        self._quarantined: dict[str, list[Quarantine]] = {}
+        self._quarantined: dict[str, list[SlotQuarantine]] = {}
 
     def add(self, info: EngineInfo) -> EngineState:
         """Opens an engine. Raises ``ProtocolError`` (``check_info``)."""
@@ -113,13 +85,18 @@ class Engines:
         return engine
 
     def let_go(
-        self, engine: EngineState, slots: list[Slot], entries: list[Entry], proven: bool, expires: bool = True
+        self,
+        engine: EngineState,
+        slots: list[Slot],
+        entries: list[Entry],
+        proven: bool,
+        expires: bool = True,
     ) -> None:
         """Frees what an engine held, or quarantines it until it is proven gone. ``entries`` are pinned, once per mention.
         ``expires``: without proof, for ``QUARANTINE_SECONDS``."""
         del self.open[engine.name]
         slots = slots + [slot for group in engine.granted for slot in group.values()]
-        quarantine = Quarantine(slots, entries)
+        quarantine = SlotQuarantine(slots, entries)
         if proven or not (slots or entries):
             self._free(quarantine)
             return
@@ -140,7 +117,7 @@ class Engines:
             self._shared.count("quarantine_ended", "", "proven")
             self._free(quarantine)
 
-    def _expire(self, name: str, quarantine: Quarantine) -> None:
+    def _expire(self, name: str, quarantine: SlotQuarantine) -> None:
         rest = self._quarantined[name]
         rest.remove(quarantine)
         if not rest:
@@ -148,7 +125,7 @@ class Engines:
         self._shared.count("quarantine_ended", "", "expired")
         self._free(quarantine)
 
-    def _free(self, quarantine: Quarantine) -> None:
+    def _free(self, quarantine: SlotQuarantine) -> None:
         for slot in quarantine.slots:
             self._pool.release(slot)
         for entry in reversed(quarantine.entries):

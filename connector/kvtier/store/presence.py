@@ -12,14 +12,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 from queue import Empty, SimpleQueue
 
-from kvtier.store.contract import PresenceChanged
-from kvtier.store.shared import Shared
+from kvtier.store.context import StoreContext
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, PresenceChanged
 from kvtier.tiers.base import ObjectRef, Tier
 
-MEMORY_BIT = 1
-KEPT_BIT = 1 << 16
-"""In RAM since before this tierd, and to be verified before it is used: past every tier's bit."""
-RAM_BITS = MEMORY_BIT | KEPT_BIT
 MAX_QUEUED_CHANGES = 65_536
 """Announcements that wait for the owner; past this many, the tier's keys are listed afresh instead."""
 MAX_CHANGES_PER_PUMP = 8_192
@@ -73,7 +69,7 @@ class ChangeQueue:
 class PresenceIndex:
     """Bits per key and namespace. Owner's thread only."""
 
-    def __init__(self, shared: Shared, tiers: Sequence[Tier]) -> None:
+    def __init__(self, shared: StoreContext, tiers: Sequence[Tier]) -> None:
         self.changes = ChangeQueue(len(tiers))
         self._shared = shared
         self._tiers = tiers
@@ -104,7 +100,11 @@ class PresenceIndex:
         if users:
             self._users[namespace] = users
             return
-        kept = {key: bits & RAM_BITS for key, bits in self._bits.pop(namespace, {}).items() if bits & RAM_BITS}
+        kept = {
+            key: bits & RAM_BITS
+            for key, bits in self._bits.pop(namespace, {}).items()
+            if bits & RAM_BITS
+        }
         if kept:
             self._bits[namespace] = kept
 
@@ -113,7 +113,7 @@ class PresenceIndex:
         return namespace in self._users
 
     def bits(self, namespace: str, key: bytes) -> int:
-        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and ``KEPT_BIT``."""
+        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and ``UNVERIFIED_BIT``."""
         of_namespace = self._bits.get(namespace)
         return 0 if of_namespace is None else of_namespace.get(key, 0)
 

@@ -12,91 +12,22 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from kvtier.store.clock import RequestClock
-from kvtier.store.contract import Outcome, PromotionEnded
-from kvtier.store.deciding import Decider, usable_shape
-from kvtier.store.engines import EngineState
-from kvtier.store.estimates import Batch, PromptShape
-from kvtier.store.kept import Kept
-from kvtier.store.lower import LowerTier, LowerTiers
-from kvtier.store.memory import Entry, MemoryTable
-from kvtier.store.reads import Read, Reads
-from kvtier.store.shared import Shared
-from kvtier.store.supply import Supply
-from kvtier.store.timers import Timer
+from kvtier.store.allocator import SlotAllocator
+from kvtier.store.context import StoreContext
+from kvtier.store.cost_model import Batch, PrefixCost
+from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.operations import EngineState, ProbeRead, Promotion, Read
+from kvtier.store.recovery import RecoveredObjects
+from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
+from kvtier.store.selection import LoadPlanner, usable_shape
+from kvtier.store.state import Entry
+from kvtier.store.tier_reads import TierReads
+from kvtier.store.types import Outcome, PromotionEnded
 
 LEASE_SECONDS = 60.0
 MAX_PROMOTIONS = 1_024
 """Per engine, ended ones with a lease included. A scheduler lets 32 requests wait at a time."""
 MAX_BUDGET_SECONDS = 600.0
-MAX_PARALLEL = 1 << 30
-"""Reads of a promotion that may be under way where the selection does not say: all; threads are the limit."""
-
-
-class Promotion:
-    """One promotion of one engine. ``entries[i]`` is pinned where not None; keys from ``limit`` on are given up;
-    ``reads`` has what is under way, by position, ``ahead`` what is not begun, by tier; at most ``parallel`` of a tier are
-    under way at a time. ``there``: how many keys are there in order. ``clock`` counts from ``started_at``."""
-
-    __slots__ = (
-        "_owner", "ahead", "batches", "checks", "clock", "ended", "ends", "engine", "entries", "groups", "keys", "limit", "number",
-        "parallel", "reads", "sources", "started_at", "there", "tiers", "timer",
-    )  # fmt: skip
-
-    def __init__(
-        self, owner: Promotions, engine: EngineState, number: int, keys: list[bytes], entries: list[Entry | None]
-    ) -> None:
-        self._owner = owner
-        self.engine = engine
-        self.number = number
-        self.keys = keys
-        self.groups: Sequence[int] = ()
-        self.entries = entries
-        self.sources: list[int] = []
-        self.tiers = [0] * len(entries)
-        self.limit = len(entries)
-        self.reads: dict[int, Read] = {}
-        self.checks: set[int] = set()
-        """Positions of what is in RAM and is being verified."""
-        self.ahead: dict[int, deque[int]] = {}
-        self.batches: dict[int, Batch] = {}
-        self.parallel = MAX_PARALLEL
-        self.clock = RequestClock(0.0)
-        self.ends: tuple[int, ...] = ()
-        self.started_at = 0.0
-        self.there = 0
-        self.timer: Timer | None = None
-        self.ended = False
-
-    def advance(self) -> bool:
-        """Takes in what has arrived in order; True if that is more than before."""
-        before = self.there
-        while self.there < self.limit and self.entries[self.there] is not None:
-            self.there += 1
-        return self.there > before
-
-    def deadline(self) -> float:
-        """Until when to wait, as things stand."""
-        arrived = self.ends[self.there - 1] if self.there and self.ends else 0
-        return self.started_at + self.clock.seconds(arrived)
-
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """A read for this promotion has ended well."""
-        self._owner.arrived(self, position, entry, tier_index)
-
-    def lost(self, position: int, reason: str) -> None:
-        """A read for this promotion has failed for good."""
-        self._owner.lost(self, position, reason)
-
-
-class Trial:
-    """Waits for the reads by which a tier that was judged too slow is measured again. Nobody waits for it."""
-
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """The object stays in RAM for as long as it is nobody's victim."""
-
-    def lost(self, position: int, reason: str) -> None:
-        """The tier's model knows."""
 
 
 class Promotions:
@@ -104,13 +35,13 @@ class Promotions:
 
     def __init__(
         self,
-        shared: Shared,
-        table: MemoryTable,
-        lowers: LowerTiers,
-        reads: Reads,
-        supply: Supply,
-        decider: Decider,
-        kept: Kept,
+        shared: StoreContext,
+        table: MemoryTier,
+        lowers: SecondaryTiers,
+        reads: TierReads,
+        supply: SlotAllocator,
+        decider: LoadPlanner,
+        kept: RecoveredObjects,
     ) -> None:
         self._decider = decider
         self._shared = shared
@@ -126,7 +57,7 @@ class Promotions:
         number: int,
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
-        shape: PromptShape | None = None,
+        shape: PrefixCost | None = None,
     ) -> None:
         """Starts a promotion; it may end before this returns."""
         shared = self._shared
@@ -152,7 +83,7 @@ class Promotions:
         number: int,
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
-        shape: PromptShape | None,
+        shape: PrefixCost | None,
     ) -> Promotion:
         """Finds where each key of the longest prefix would come from, and pins those in RAM; then cuts to what is worth
         it."""
@@ -191,7 +122,9 @@ class Promotions:
                     break
                 source = found
                 # What is being read already brings nothing more to read.
-                size = 0 if self._reads.get(engine.namespace, key) else engine.info.slot_bytes[group]
+                size = (
+                    0 if self._reads.get(engine.namespace, key) else engine.info.slot_bytes[group]
+                )
             sources.append(source)
             sizes.append(size)
             names.append(key)
@@ -200,7 +133,9 @@ class Promotions:
             self._shared.count("promotions_cut", "", stopped)
         groups = [group for group, _ in keys[: len(sources)]]
         waited = shape.waited_seconds if shape is not None else 0.0
-        decision, clock = self._decider.decide(sources, sizes, shape, budget_seconds + waited, unproven)
+        decision, clock = self._decider.decide(
+            sources, sizes, shape, budget_seconds + waited, unproven
+        )
         chosen = decision.chosen
         length = chosen.keys if chosen is not None else 0
         for tier in decision.too_slow:
@@ -238,13 +173,18 @@ class Promotions:
             promotion.checks.add(position)
 
     def _try(
-        self, engine: EngineState, lower: LowerTier, names: list[bytes], groups: list[int], sources: list[int]
+        self,
+        engine: EngineState,
+        lower: SecondaryTier,
+        names: list[bytes],
+        groups: list[int],
+        sources: list[int],
     ) -> None:
         """Measures a tier that was judged too slow: one round of what it would have been read, for nobody."""
         if not self._decider.trial_due(lower):
             return
         self._shared.count("tier_trials", lower.name)
-        trial, batch = Trial(), lower.model.begin(self._shared.clock())
+        trial, batch = ProbeRead(), lower.model.begin(self._shared.clock())
         positions = [position for position, source in enumerate(sources) if source == lower.index]
         for position in positions[: lower.read_threads]:
             group, key = groups[position], names[position]
@@ -284,9 +224,13 @@ class Promotions:
         if timer is None or timer.when < deadline:
             if timer is not None:
                 timer.cancel()
-            promotion.timer = self._shared.timers.at(deadline, partial(self._out_of_time, promotion))
+            promotion.timer = self._shared.timers.at(
+                deadline, partial(self._out_of_time, promotion)
+            )
 
-    def _source(self, engine: EngineState, group: int, key: bytes, room: dict[int, int]) -> int | str:
+    def _source(
+        self, engine: EngineState, group: int, key: bytes, room: dict[int, int]
+    ) -> int | str:
         """Index of the tier that would bring a key that is not in RAM, or why none can. ``room``: by slot size, how many
         reads this promotion may still add."""
         if self._shared.fenced:
@@ -295,7 +239,11 @@ class Promotions:
             return "absent"
         read = self._reads.get(engine.namespace, key)
         if read is not None:
-            return read.lower.index if self._reads.joinable(read, self._shared.clock()) else "read_past_its_estimate"
+            return (
+                read.lower.index
+                if self._reads.joinable(read, self._shared.clock())
+                else "read_past_its_estimate"
+            )
         lower = self._lowers.best_for(engine.namespace, key)
         if lower is None:
             return "absent"
@@ -337,10 +285,14 @@ class Promotions:
         self._reads.wait(read, promotion, position)
         return True
 
-    def _read(self, engine: EngineState, key: bytes, group: int, lower: LowerTier, batch: Batch) -> Read:
+    def _read(
+        self, engine: EngineState, key: bytes, group: int, lower: SecondaryTier, batch: Batch
+    ) -> Read:
         info = engine.info
         shards, size = info.shard_bytes[group], info.slot_bytes[group]
-        return self._reads.add(engine.namespace, key, engine.kinds[group], shards, size, lower, batch)
+        return self._reads.add(
+            engine.namespace, key, engine.kinds[group], shards, size, lower, batch
+        )
 
     def arrived(self, promotion: Promotion, position: int, entry: Entry, tier_index: int) -> None:
         """A key is there."""
@@ -379,7 +331,9 @@ class Promotions:
             self._reads.leave(promotion.reads.pop(position), promotion, position)
         for position in [p for p in promotion.checks if p >= start]:
             promotion.checks.remove(position)
-            self._kept.leave(promotion.engine.namespace, promotion.keys[position], promotion, position)
+            self._kept.leave(
+                promotion.engine.namespace, promotion.keys[position], promotion, position
+            )
         for position in range(len(promotion.entries) - 1, start - 1, -1):
             entry = promotion.entries[position]
             if entry is not None:
@@ -411,7 +365,9 @@ class Promotions:
             outcome = Outcome.PARTIAL if usable else Outcome.FAILED
         engine, number = promotion.engine, promotion.number
         self._shared.count("promotions_ended", "", outcome.value)
-        self._shared.emit(PromotionEnded(engine.name, number, outcome, usable, tuple(promotion.tiers[:usable])))
+        self._shared.emit(
+            PromotionEnded(engine.name, number, outcome, usable, tuple(promotion.tiers[:usable]))
+        )
         if usable:
             expire = partial(self._lease_ended, promotion)
             promotion.timer = self._shared.timers.at(self._shared.clock() + LEASE_SECONDS, expire)

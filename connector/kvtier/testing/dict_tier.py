@@ -6,7 +6,15 @@ import threading
 from collections.abc import Iterator
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError
-from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierCapabilities, TierLimits, TierUsage
+from kvtier.tiers.base import (
+    ObjectMeta,
+    ObjectRef,
+    OnChange,
+    Tier,
+    TierCapabilities,
+    TierLimits,
+    TierUsage,
+)
 from kvtier.tiers.checksum import by_kind
 
 
@@ -49,7 +57,11 @@ class DictTier(Tier):
     def usage(self) -> TierUsage:
         """Payload bytes."""
         with self._lock:
-            return TierUsage(sum(len(data) for data, _ in self.objects.values()), self._capacity, len(self.objects))
+            return TierUsage(
+                sum(len(data) for data, _ in self.objects.values()),
+                self._capacity,
+                len(self.objects),
+            )
 
     def probe(self, ref: ObjectRef) -> bool:
         """The same as ``contains``."""
@@ -66,7 +78,11 @@ class DictTier(Tier):
         good = checksum is not None and len(data) == len(into)
         start = 0
         for size, digest in zip(meta.shard_bytes, meta.checksums, strict=True):
-            good = good and checksum is not None and checksum.digest(memoryview(data)[start : start + size]) == digest
+            good = (
+                good
+                and checksum is not None
+                and checksum.digest(memoryview(data)[start : start + size]) == digest
+            )
             start += -(-size // 4096) * 4096
         if not good:
             self._remove(ref)
@@ -79,7 +95,10 @@ class DictTier(Tier):
         with self._lock:
             if ref in self.objects:
                 return
-            if sum(len(data) for data, _ in self.objects.values()) + payload.nbytes > self._capacity:
+            if (
+                sum(len(data) for data, _ in self.objects.values()) + payload.nbytes
+                > self._capacity
+            ):
                 raise TierNoSpaceError(f"{self.name} is full")
             self.objects[ref] = (bytes(payload), meta)
         self._on_change(ref.namespace, ref.key, True)

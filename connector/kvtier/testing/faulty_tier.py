@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierLimits, TierUsage
-from kvtier.tiers.filesystem.direct import tier_error
+from kvtier.tiers.filesystem.io import tier_error
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
 MAX_HANG_SECONDS = 3_600.0
@@ -77,7 +77,9 @@ class FaultyTier(Tier):
             if fault is None or operation not in fault.operations:
                 return
             self._seen += 1
-            hit = self._seen > fault.after and (fault.times is None or self._seen <= fault.after + fault.times)
+            hit = self._seen > fault.after and (
+                fault.times is None or self._seen <= fault.after + fault.times
+            )
             if not hit:
                 return
             if fault.kind == "hang":
@@ -89,7 +91,10 @@ class FaultyTier(Tier):
             with self._lock:
                 self.hanging -= 1
         elif fault.kind == "errno":
-            raise tier_error(OSError(fault.number, os.strerror(fault.number)), f"{self.name}: {operation}, as planned")
+            raise tier_error(
+                OSError(fault.number, os.strerror(fault.number)),
+                f"{self.name}: {operation}, as planned",
+            )
         else:
             raise _ERRORS[fault.kind](f"{self.name}: {operation} fails as planned ({fault.kind})")
 

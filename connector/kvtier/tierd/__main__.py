@@ -15,9 +15,9 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.errors import KVTierError
-from kvtier.tierd.building import WrapTier
 from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
-from kvtier.tierd.process import ProcessIdentity, pid_namespace
+from kvtier.tierd.liveness import ProcessIdentity, pid_namespace
+from kvtier.tierd.tier_factory import WrapTier
 
 TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)
 """For a tierd that an engine starts in a pod: nobody writes its command line."""
@@ -26,17 +26,36 @@ LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
 
 def parser() -> argparse.ArgumentParser:
     """The daemon's command line."""
-    found = argparse.ArgumentParser(prog="python -m kvtier.tierd", description="The tier daemon of KVTier.")
-    found.add_argument(
-        "--topology", type=Path, required=True, metavar="DIR", help="directory with structural.json and live.json"
-    )
-    found.add_argument("--run-directory", type=Path, metavar="DIR", help="instead of the one that the topology names")
-    found.add_argument("--spawned-by-engine", action="store_true", help="end when no engine is attached any more")
-    found.add_argument(
-        "--spawner", type=_process, metavar="PID:START", help="the process that started it, and when that was started"
+    found = argparse.ArgumentParser(
+        prog="python -m kvtier.tierd", description="The tier daemon of KVTier."
     )
     found.add_argument(
-        "--structural", type=Path, metavar="FILE", help="instead of the structural.json in the topology directory"
+        "--topology",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory with structural.json and live.json",
+    )
+    found.add_argument(
+        "--run-directory",
+        type=Path,
+        metavar="DIR",
+        help="instead of the one that the topology names",
+    )
+    found.add_argument(
+        "--spawned-by-engine", action="store_true", help="end when no engine is attached any more"
+    )
+    found.add_argument(
+        "--spawner",
+        type=_process,
+        metavar="PID:START",
+        help="the process that started it, and when that was started",
+    )
+    found.add_argument(
+        "--structural",
+        type=Path,
+        metavar="FILE",
+        help="instead of the structural.json in the topology directory",
     )
     found.add_argument(
         "--token-file",
@@ -45,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"/status and /metrics want the bearer token that it holds (default: ${TOKEN_VARIABLE})",
     )
-    found.add_argument("--data-bytes", type=int, metavar="N", help="what may be allocated beside the pool")
+    found.add_argument(
+        "--data-bytes", type=int, metavar="N", help="what may be allocated beside the pool"
+    )
     found.add_argument(
         "--drain-seconds",
         type=float,

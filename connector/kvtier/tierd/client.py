@@ -27,16 +27,16 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from kvtier.tierd.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
-from kvtier.tierd.rundir import is_private
+from kvtier.tierd.channel import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
+from kvtier.tierd.run_directory import is_private
 from kvtier.tierd.wire import (
     BEAT_SECONDS,
     LOST_SECONDS,
     PROTOCOL,
     SOCKET_NAME,
-    Beat,
     Bye,
     FromDaemon,
+    Heartbeat,
     Hello,
     Message,
     Ready,
@@ -107,7 +107,7 @@ class TierdClient:
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
         """Why tierd refused; empty unless the state is REFUSED."""
-        self.beat: Callable[[], Beat] = Beat
+        self.beat: Callable[[], Heartbeat] = Heartbeat
         """Makes each heartbeat; called on the I/O thread. Set it before ``start``."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
@@ -165,7 +165,12 @@ class TierdClient:
         """
         data = encode(message)
         with self._lock:
-            if self.state is not ClientState.ATTACHED or self._overflow or self._closing or self._pid != os.getpid():
+            if (
+                self.state is not ClientState.ATTACHED
+                or self._overflow
+                or self._closing
+                or self._pid != os.getpid()
+            ):
                 return False
             if len(self._outgoing) >= QUEUE_MESSAGES:
                 self._overflow = True
@@ -294,7 +299,10 @@ class TierdClient:
         except OSError:
             return False
         if not self.counters["foreign"]:
-            _log.warning("%s may be written to by others; this process serves without tiers", self._run_directory)
+            _log.warning(
+                "%s may be written to by others; this process serves without tiers",
+                self._run_directory,
+            )
         self.counters["foreign"] += 1
         return False
 
@@ -338,14 +346,14 @@ class TierdClient:
         except zmq.ZMQError as error:
             self._lose(str(error))
 
-    def _beat_now(self) -> Beat:
+    def _beat_now(self) -> Heartbeat:
         try:
             return self.beat()
         except Exception as error:  # noqa: BLE001
             # As in ``_call``.
             self.counters["callback_failed"] += 1
             _log.exception("beat failed: %s", error)
-            return Beat()
+            return Heartbeat()
 
     def _receive(self, connection: Connection) -> None:
         for _ in range(_MAX_RECEIVED_AT_ONCE):
@@ -364,7 +372,7 @@ class TierdClient:
                 return
 
     def _take(self, message: FromDaemon) -> None:
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             return
         if isinstance(message, Bye):
             self._lose(f"it ended the session: {message.reason or 'no reason given'}")
@@ -445,7 +453,10 @@ class TierdClient:
 
     def _finished(self) -> bool:
         """Closing: says ``Bye`` once the queue is empty; True when there is nothing left to do."""
-        if self._connection is None or self.state not in (ClientState.ATTACHED, ClientState.GREETING):
+        if self._connection is None or self.state not in (
+            ClientState.ATTACHED,
+            ClientState.GREETING,
+        ):
             return True
         if self._outgoing:
             return False

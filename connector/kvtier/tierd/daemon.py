@@ -22,33 +22,44 @@ from pathlib import Path
 import zmq
 
 from kvtier import __version__
-from kvtier.chunks.namespace import derive
+from kvtier.config.loader import load
+from kvtier.config.models import Daemon, Topology
 from kvtier.errors import KVTierError
-from kvtier.store.contract import StoreCounters
-from kvtier.store.core import TierStore, lanes
-from kvtier.store.threads import ThreadExecutor
-from kvtier.tierd import limits
-from kvtier.tierd.building import WrapTier, build_tiers, memory_document
-from kvtier.tierd.exchange import Exchange
-from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
-from kvtier.tierd.hung import Hung, ReadsFile, find
-from kvtier.tierd.live import LiveFollower
-from kvtier.tierd.outbox import SEND_MESSAGES
-from kvtier.tierd.peers import PEERS_NAME, PeerFates, open_directory
-from kvtier.tierd.pool_start import PoolStart
-from kvtier.tierd.process import Fate, ProcessIdentity, fate
-from kvtier.tierd.reporting import Facts, Reporter
-from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
+from kvtier.namespace import derive
+from kvtier.store.executor import ThreadExecutor
+from kvtier.store.store import TierStore, lanes
+from kvtier.store.types import StoreCounters
+from kvtier.tierd import tier_factory
+from kvtier.tierd.channel import SEND_MESSAGES
+from kvtier.tierd.dispatcher import Dispatcher
+from kvtier.tierd.fencing import (
+    BLIND_SECONDS,
+    OrphanedReadsFile,
+    ReadsFile,
+    SessionFiles,
+    StartupFence,
+    find_orphaned_reads,
+)
+from kvtier.tierd.host_pool import PoolStart, describe_namespace
+from kvtier.tierd.http import Token
+from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.liveness import (
+    PEERS_NAME,
+    Liveness,
+    PeerLiveness,
+    ProcessIdentity,
+    liveness_of,
+    open_directory,
+)
+from kvtier.tierd.reporting import Reporter, SnapshotInputs
+from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.tierd.server import Loop, Pool
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import Snapshot
-from kvtier.tierd.takeover import describe_namespace
-from kvtier.tierd.token import Token
+from kvtier.tierd.tier_factory import WrapTier, build_tiers, memory_document
 from kvtier.tierd.wire import BEAT_SECONDS, SOCKET_NAME
 from kvtier.tiers.base import Tier
 from kvtier.tiers.checksum import preferred
-from kvtier.topology.loading import load
-from kvtier.topology.models import Daemon, Topology
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
@@ -101,12 +112,13 @@ class TierDaemon:
         self._topology: Topology = load(options.topology_directory, structural=options.structural)
         structural = self._topology.structural
         if options.data_bytes is not None:
-            limits.apply(structural, options.data_bytes)
+            tier_factory.limit_data(structural, options.data_bytes)
         self._run_directory = RunDirectory(
-            options.run_directory or Path(structural.run_directory), shared=structural.daemon is Daemon.SIDECAR
+            options.run_directory or Path(structural.run_directory),
+            shared=structural.daemon is Daemon.SIDECAR,
         )
         self._stop_requests = 0
-        self._peers: PeerFates | None = None
+        self._peers: PeerLiveness | None = None
         self._draining = False
         self._loop: Loop | None = None
         self._pool_start: PoolStart | None = None
@@ -120,9 +132,11 @@ class TierDaemon:
         self._drain_until: float | None = None
         self._progress: tuple[int, float] = (0, 0.0)
         self._reads: ReadsFile | None = None
-        self._hung: list[Hung] = []
+        self._hung: list[OrphanedReadsFile] = []
         self._built = build_tiers(self._topology, options.wrap_tier)
-        self._follower = LiveFollower(options.topology_directory, structural, options.structural is not None)
+        self._follower = LiveFollower(
+            options.topology_directory, structural, options.structural is not None
+        )
         self._live = self._topology.live
 
     # Any thread.
@@ -184,7 +198,7 @@ class TierDaemon:
         run, options = self._run_directory, self._options
         run.beat(lock)
         self._reads = ReadsFile(run.path, self._epoch, run.file_mode)
-        self._hung = find(run.path, self._reads.path)
+        self._hung = find_orphaned_reads(run.path, self._reads.path)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         try:
@@ -197,8 +211,8 @@ class TierDaemon:
             os.chmod(path, run.file_mode)
             open_directory(run.path / PEERS_NAME)
             files = SessionFiles(run.path / SESSIONS_NAME, run.file_mode)
-            peers = self._peers = PeerFates(run.path, self._clock)
-            fence = Fence(files, self._clock(), peers, options.blind_seconds)
+            peers = self._peers = PeerLiveness(run.path, self._clock)
+            fence = StartupFence(files, self._clock(), peers, options.blind_seconds)
             loop = Loop(
                 socket,
                 fence,
@@ -229,7 +243,7 @@ class TierDaemon:
             socket.close(_FLUSH_MILLISECONDS)
             context.destroy(linger=_FLUSH_MILLISECONDS)
 
-    def _go_round(self, loop: Loop, lock: FileLock, fence: Fence) -> None:
+    def _go_round(self, loop: Loop, lock: FileLock, fence: StartupFence) -> None:
         last_beat = last_sweep = 0.0
         while True:
             loop.turn(BEAT_SECONDS)
@@ -240,14 +254,16 @@ class TierDaemon:
                 self._check_hung(loop)
             if now - last_sweep >= _SWEEP_SECONDS and self._peers is not None:
                 last_sweep = now
-                self._peers.sweep(loop.sessions.locks() | {worker.process.lock for worker in fence.waiting})
+                self._peers.sweep(
+                    loop.sessions.locks() | {worker.process.lock for worker in fence.waiting}
+                )
             self._begin_when_allocated(loop, fence)
             self._apply_live(loop)
             self._reporter.turn(now, lambda: self._facts(loop, fence))
             if self._over(loop, now):
                 return
 
-    def _begin_when_allocated(self, loop: Loop, fence: Fence) -> None:
+    def _begin_when_allocated(self, loop: Loop, fence: StartupFence) -> None:
         start = self._pool_start
         if start is None or not start.finished or loop.exchange is not None or loop.no_pool:
             return
@@ -278,8 +294,13 @@ class TierDaemon:
         if fenced:
             _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
             loop.unfence_with(lambda: self._unfence(store))
-        names = (memory_document(self._topology.structural).name, *(tier.name for tier in self._built.tiers))
-        exchange = Exchange(store, pool.bytes, loop.send, self._counters, self._describe_namespace)
+        names = (
+            memory_document(self._topology.structural).name,
+            *(tier.name for tier in self._built.tiers),
+        )
+        exchange = Dispatcher(
+            store, pool.bytes, loop.send, self._counters, self._describe_namespace
+        )
         loop.begin(exchange, Pool(str(pool.path), pool.bytes, names))
 
     def _check_hung(self, loop: Loop) -> None:
@@ -300,7 +321,11 @@ class TierDaemon:
         for tier in self._built.tiers:
             describe = getattr(tier, "describe_namespace", None)
             if describe is not None and self._io is not None:
-                self._io.submit(f"maintain:{tier.name}", partial(describe, namespace, canonical), self._described)
+                self._io.submit(
+                    f"maintain:{tier.name}",
+                    partial(describe, namespace, canonical),
+                    self._described,
+                )
 
     def _described(self, _result: object, error: BaseException | None) -> None:
         if error is not None:
@@ -338,7 +363,11 @@ class TierDaemon:
         if not sessions.had_any:
             # The engine may take minutes before it says hello; one that is gone never will.
             spawner = self._options.spawner
-            gone = os.getppid() != self._parent if spawner is None else fate(spawner) is Fate.GONE
+            gone = (
+                os.getppid() != self._parent
+                if spawner is None
+                else liveness_of(spawner) is Liveness.GONE
+            )
             return gone and now - self._empty_since > _SPAWNER_GONE_SECONDS
         if not sessions.left_in_order and (
             now - self._empty_since < self._options.linger_seconds or sessions.quarantined
@@ -360,13 +389,15 @@ class TierDaemon:
         dropped = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
         if dropped:
             self._counters.add("stores_dropped_at_end", "", "", dropped)
-            _log.warning("%d pending stores are dropped: there is no time left to write them", dropped)
+            _log.warning(
+                "%d pending stores are dropped: there is no time left to write them", dropped
+            )
 
     # Reporting.
 
-    def _facts(self, loop: Loop, fence: Fence) -> Facts:
+    def _facts(self, loop: Loop, fence: StartupFence) -> SnapshotInputs:
         start = self._pool_start
-        return Facts(
+        return SnapshotInputs(
             epoch=self._epoch,
             live=self._live,
             follower=self._follower,
@@ -408,7 +439,8 @@ def _close_all(tiers: Sequence[Tier]) -> None:
             _log.warning("tier %s: %s", tier.name, error)
 
     threads = [
-        threading.Thread(target=close, args=(tier,), name=f"kvtier-close-{tier.name}", daemon=True) for tier in tiers
+        threading.Thread(target=close, args=(tier,), name=f"kvtier-close-{tier.name}", daemon=True)
+        for tier in tiers
     ]
     for thread in threads:
         thread.start()

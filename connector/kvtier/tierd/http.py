@@ -2,17 +2,27 @@
 
 A few threads, one request per connection, a request of at most 8 KiB that has to arrive, and an answer that has to be taken,
 within a few seconds. Beyond ``MAX_CLIENTS`` a connection is closed at once.
+
+The bearer token that ``/status`` and ``/metrics`` want.
+
+It is read anew when the file changes: the kubelet replaces a mounted Secret by swapping a link, within about a minute after the Secret
+changed. As long as there is no token nobody has it, so nobody is let in.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+from kvtier.config.loader import read_bounded
 
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 8_192
@@ -21,12 +31,11 @@ CRLF = "\r\n"
 ANSWER_SECONDS = 10.0
 """A scrape over a slow link; the answer is tens of kilobytes."""
 _ACCEPT_SECONDS = 0.5
-
 _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """Status, type and body of an answer."""
 
     status: int
@@ -34,7 +43,7 @@ class Answer:
     body: bytes
 
 
-Route = Callable[[], Answer]
+Route = Callable[[], HttpResponse]
 OPEN_PATHS = frozenset({"/healthz"})
 """Answered without a token: kubelets have none."""
 
@@ -51,9 +60,9 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
             431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 
-def text(status: int, message: str) -> Answer:
+def text_response(status: int, message: str) -> HttpResponse:
     """A plain text answer."""
-    return Answer(status, "text/plain; charset=utf-8", message.encode() + b"\n")
+    return HttpResponse(status, "text/plain; charset=utf-8", message.encode() + b"\n")
 
 
 class HttpServer:
@@ -63,7 +72,9 @@ class HttpServer:
     None: everybody may ask.
     """
 
-    def __init__(self, host: str, port: int, routes: dict[str, Route], guard: Guard | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, routes: dict[str, Route], guard: Guard | None = None
+    ) -> None:
         self._routes = routes
         self._guard = guard
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -98,7 +109,9 @@ class HttpServer:
                 client.close()
                 continue
             try:
-                threading.Thread(target=self._serve, args=(client,), name="kvtier-http-client", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(client,), name="kvtier-http-client", daemon=True
+                ).start()
             except RuntimeError as error:
                 _log.warning("http: %s", error)
                 self._slots.release()
@@ -119,27 +132,29 @@ class HttpServer:
         finally:
             self._slots.release()
 
-    def _answer(self, request: bytes) -> tuple[Answer, bool]:
+    def _answer(self, request: bytes) -> tuple[HttpResponse, bool]:
         if not request:
-            return text(431, f"a request has at most {MAX_REQUEST_BYTES} bytes"), True
+            return text_response(431, f"a request has at most {MAX_REQUEST_BYTES} bytes"), True
         parts = request.split(b"\r\n", 1)[0].split(b" ")
         if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return text(400, "an HTTP/1 request is expected"), True
+            return text_response(400, "an HTTP/1 request is expected"), True
         method, target = parts[0], parts[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return text(405, "GET and HEAD are answered; everything here is read-only"), True
+            return text_response(
+                405, "GET and HEAD are answered; everything here is read-only"
+            ), True
         route = self._routes.get(target.decode("latin-1"))
         if route is None:
-            return text(404, "there are " + ", ".join(self._routes)), method == b"GET"
+            return text_response(404, "there are " + ", ".join(self._routes)), method == b"GET"
         guard = None if target.decode("latin-1") in OPEN_PATHS else self._guard
         if guard is not None and not guard.accepts(_header(request, b"authorization")):
-            return text(401, "a bearer token is expected"), method == b"GET"
+            return text_response(401, "a bearer token is expected"), method == b"GET"
         try:
             return route(), method == b"GET"
         except Exception as error:  # noqa: BLE001
             # A bug in a report is answered and logged; it must not look like a dead daemon.
             _log.exception("http: %s failed: %s", target, error)
-            return text(500, "this report failed; the log says why"), method == b"GET"
+            return text_response(500, "this report failed; the log says why"), method == b"GET"
 
 
 def _header(request: bytes, name: bytes) -> bytes:
@@ -171,7 +186,7 @@ def _receive(client: socket.socket, deadline: float) -> bytes | None:
     return received
 
 
-def _render(answer: Answer, with_body: bool) -> bytes:
+def _render(answer: HttpResponse, with_body: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Unknown')}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
@@ -181,3 +196,52 @@ def _render(answer: Answer, with_body: bool) -> bytes:
         "Connection: close\r\n\r\n"
     ).encode()
     return head + answer.body if with_body else head
+
+
+MAX_TOKEN_BYTES = 4_096
+LOOK_SECONDS = 1.0
+_PREFIX = b"bearer "
+_Seen = tuple[int, int, int, int] | None
+
+
+class Token:
+    """Any thread may ask."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Guards the look at the file, so that eight clients do not read it at once."""
+        self._seen: _Seen = None
+        self._looked = -LOOK_SECONDS
+        self._token = b""
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether the value of an ``Authorization`` header carries the token. Takes as long for a wrong one as for the right one."""
+        with self._lock:
+            now = self._clock()
+            if now - self._looked >= LOOK_SECONDS:
+                self._looked = now
+                self._look()
+            token = self._token
+        given = authorization.strip()
+        value = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
+        same = hmac.compare_digest(value, token)
+        return same and bool(token)
+
+    def _look(self) -> None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            self._seen, self._token = None, b""
+            return
+        seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if seen == self._seen:
+            return
+        try:
+            self._token = read_bounded(self._path, limit_bytes=MAX_TOKEN_BYTES).strip()
+        except OSError as error:
+            _log.error("the token cannot be read: %s", error)
+            self._token = b""
+            return
+        self._seen = seen

@@ -14,25 +14,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier import __version__
-from kvtier.store.contract import StoreCounters
-from kvtier.store.core import TierStore
-from kvtier.tierd.building import BuiltTiers
-from kvtier.tierd.hits import Hits, Tokens
-from kvtier.tierd.http import Answer, Guard, HttpServer, Route, text
-from kvtier.tierd.live import LiveFollower
-from kvtier.tierd.pool import PoolFile
-from kvtier.tierd.rundir import HTTP_NAME, replace_atomically
+from kvtier.config.models import Daemon, Live, Structural
+from kvtier.store.store import TierStore
+from kvtier.store.types import StoreCounters
+from kvtier.tierd.host_pool import PoolFile
+from kvtier.tierd.http import Guard, HttpResponse, HttpServer, Route, text_response
+from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.run_directory import HTTP_NAME, replace_atomically
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
     Condition,
+    Hits,
     SessionStatus,
     Snapshot,
     TierStatus,
+    Tokens,
     metrics_text,
     status_json,
 )
-from kvtier.topology.models import Daemon, Live, Structural
+from kvtier.tierd.tier_factory import BuiltTiers
 
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
@@ -43,7 +44,7 @@ _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SnapshotInputs:
     """Where a snapshot comes from. ``store`` is None until the pool is allocated."""
 
     epoch: int
@@ -64,8 +65,8 @@ class Facts:
 def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
     """What is served."""
     return {
-        "/metrics": lambda: Answer(200, METRICS_CONTENT_TYPE, metrics_text(snapshot())),
-        "/status": lambda: Answer(200, "application/json", status_json(snapshot())),
+        "/metrics": lambda: HttpResponse(200, METRICS_CONTENT_TYPE, metrics_text(snapshot())),
+        "/status": lambda: HttpResponse(200, "application/json", status_json(snapshot())),
         "/healthz": health,
     }
 
@@ -74,7 +75,11 @@ class Reporter:
     """``turn`` and ``close`` are for the loop's thread; requests are answered on their own, from the last snapshot."""
 
     def __init__(
-        self, structural: Structural, run_directory: Path, clock: Callable[[], float], guard: Guard | None = None
+        self,
+        structural: Structural,
+        run_directory: Path,
+        clock: Callable[[], float],
+        guard: Guard | None = None,
     ) -> None:
         self._guard = guard
         self._structural = structural
@@ -88,7 +93,7 @@ class Reporter:
         self._snapshot = Snapshot(version=__version__)
         self._snapshot_at = clock()
 
-    def turn(self, now: float, facts: Callable[[], Facts]) -> None:
+    def turn(self, now: float, facts: Callable[[], SnapshotInputs]) -> None:
         """Once per turn of the loop."""
         if now >= self._next_http and self._http is None:
             self._next_http = now + HTTP_RETRY_SECONDS
@@ -114,7 +119,9 @@ class Reporter:
             server = self._bind(endpoint.host, endpoint.port)
         except OSError as error:
             if not self._http_error:
-                _log.error("http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error)
+                _log.error(
+                    "http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error
+                )
             self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
             return
         self._http, self._http_error = server, ""
@@ -137,18 +144,20 @@ class Reporter:
                 raise
         # Other pods of this node (with hostNetwork), or other containers of this pod, may have the port for as long as they live.
         server = HttpServer(host, 0, found, self._guard)
-        self._port_taken = f"{host} port {port} is taken; port {server.address[1]} is served instead"
+        self._port_taken = (
+            f"{host} port {port} is taken; port {server.address[1]} is served instead"
+        )
         _log.warning("http: %s", self._port_taken)
         return server
 
-    def _health(self) -> Answer:
+    def _health(self) -> HttpResponse:
         """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
         age = self._clock() - self._snapshot_at
         if age > UNHEALTHY_SECONDS:
-            return text(503, f"the loop has not gone round for {age:.1f} s")
-        return text(200, "ok")
+            return text_response(503, f"the loop has not gone round for {age:.1f} s")
+        return text_response(200, "ok")
 
-    def _take(self, facts: Facts) -> Snapshot:
+    def _take(self, facts: SnapshotInputs) -> Snapshot:
         store = facts.store
         pool = asdict(store.accounts()) if store is not None else {}
         if store is not None:
@@ -179,7 +188,9 @@ class Reporter:
             events=dict(facts.counters.values),
         )
 
-    def _tiers(self, store: TierStore | None, recent: Tokens, total: Tokens) -> tuple[TierStatus, ...]:
+    def _tiers(
+        self, store: TierStore | None, recent: Tokens, total: Tokens
+    ) -> tuple[TierStatus, ...]:
         states = {state.name: state for state in store.tier_states()} if store is not None else {}
         found = []
         bits = self._bits(store)
@@ -210,9 +221,13 @@ class Reporter:
     @staticmethod
     def _bits(store: TierStore | None) -> dict[str, int]:
         """Indices of tiers, as engines know them: those that were built, in order."""
-        return {} if store is None else {state.name: index for index, state in enumerate(store.tier_states())}
+        return (
+            {}
+            if store is None
+            else {state.name: index for index, state in enumerate(store.tier_states())}
+        )
 
-    def _conditions(self, facts: Facts) -> tuple[Condition, ...]:
+    def _conditions(self, facts: SnapshotInputs) -> tuple[Condition, ...]:
         found = list(facts.built.conditions)
         if facts.pool_error:
             found.append(Condition("PoolMissing", facts.pool_error))
@@ -225,9 +240,15 @@ class Reporter:
         if facts.follower.structural_changed:
             found.append(Condition("StructuralChanged", facts.follower.structural_changed))
         if facts.draining:
-            found.append(Condition("Draining", "the pod ends: no more stores are taken, what is pending is written"))
+            found.append(
+                Condition(
+                    "Draining", "the pod ends: no more stores are taken, what is pending is written"
+                )
+            )
         if facts.follower.refusals:
-            found.append(Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals))))
+            found.append(
+                Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals)))
+            )
         return tuple(found)
 
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvtier.config.models import Live
 from kvtier.errors import KVTierError
-from kvtier.store.contract import StoreCounters
-from kvtier.tierd.exchange import Exchange
-from kvtier.tierd.fence import Fence
-from kvtier.tierd.hits import Hits
-from kvtier.tierd.members import Engine, Session
-from kvtier.tierd.outbox import Outbox
-from kvtier.tierd.process import own_identity
-from kvtier.tierd.sessions import Sessions
+from kvtier.store.types import StoreCounters
+from kvtier.tierd.channel import Outbox
+from kvtier.tierd.dispatcher import Dispatcher
+from kvtier.tierd.fencing import StartupFence
+from kvtier.tierd.liveness import own_identity
+from kvtier.tierd.sessions import EngineSessions, Session, Sessions
+from kvtier.tierd.status import Hits
 from kvtier.tierd.wire import (
     BEAT_SECONDS,
     PROTOCOL,
-    Beat,
     Bye,
     FromEngine,
+    Heartbeat,
     Hello,
     Message,
     Refused,
@@ -39,7 +39,6 @@ from kvtier.tierd.wire import (
     Welcome,
     decode_from_engine,
 )
-from kvtier.topology.models import Live
 
 MESSAGES_PER_TURN = 512
 MAX_EARLY = 256
@@ -69,7 +68,7 @@ class Loop:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        fence: Fence,
+        fence: StartupFence,
         make_sessions: Callable[[Loop], Sessions],
         counters: StoreCounters,
         live: Live,
@@ -89,7 +88,7 @@ class Loop:
         self._outbox = Outbox(socket)
         self.sessions = make_sessions(self)
         self.hits = Hits()
-        self.exchange: Exchange | None = None
+        self.exchange: Dispatcher | None = None
         """The open store; None while the pool is being allocated."""
         self.no_pool = ""
         """Why there never will be a pool; empty: there is one, or it is being allocated."""
@@ -110,7 +109,7 @@ class Loop:
             # Woken 2**64 times already.
             return
 
-    def begin(self, exchange: Exchange, pool: Pool) -> None:
+    def begin(self, exchange: Dispatcher, pool: Pool) -> None:
         """The pool is there: whoever waited for it is welcome."""
         self.exchange, self._pool = exchange, pool
         exchange.stopping = self._stopping
@@ -222,7 +221,10 @@ class Loop:
         session = self.sessions.get(route)
         if session is None:
             self.send(
-                route, Refused(reason=f"tierd is version {PROTOCOL} and cannot read what the connector says: {error}")
+                route,
+                Refused(
+                    reason=f"tierd is version {PROTOCOL} and cannot read what the connector says: {error}"
+                ),
             )
         else:
             self.sessions.unreachable(session, now, "it sent what cannot be read")
@@ -237,9 +239,11 @@ class Loop:
             self.sessions.bye(route)
         elif session is not None:
             self.sessions.heard(session, now)
-            if isinstance(message, Beat) and session.is_scheduler:
+            if isinstance(message, Heartbeat) and session.is_scheduler:
                 younger = session.process.start >= own_identity().start
-                self.hits.heard(session.hello.engine, message.prompt_tokens, message.loaded_tokens, now, younger)
+                self.hits.heard(
+                    session.hello.engine, message.prompt_tokens, message.loaded_tokens, now, younger
+                )
             self._act(session, message, now)
         elif route not in self._early:
             # It speaks to a tierd that was before this one, or to a session that ended.
@@ -256,14 +260,17 @@ class Loop:
         elif len(self._early) < MAX_EARLY:
             self._early[route] = hello
             # A word, so that it goes on waiting.
-            self.send(route, Beat())
+            self.send(route, Heartbeat())
         else:
             self._counters.add("sessions_refused")
-            self.send(route, Refused(reason=f"{MAX_EARLY} processes wait for the host pool, which is the limit"))
+            self.send(
+                route,
+                Refused(reason=f"{MAX_EARLY} processes wait for the host pool, which is the limit"),
+            )
 
     def _act(self, session: Session, message: FromEngine, now: float) -> None:
         engine = self.sessions.engine_of(session)
-        if engine is not None and self.exchange is not None and not isinstance(message, Beat):
+        if engine is not None and self.exchange is not None and not isinstance(message, Heartbeat):
             self.exchange.act(session, engine, message, now)
 
     def _check(self, now: float, drained: bool) -> None:
@@ -273,7 +280,7 @@ class Loop:
             _log.warning("this process did not run for %.1f s", now - self._next_check)
             self.sessions.forgive(now)
         self._next_check = now + BEAT_SECONDS
-        beat = Beat()
+        beat = Heartbeat()
         for session in self.sessions.all():
             # Whoever has words waiting gets them first, and one more would only fill the queue.
             if not self._outbox.waiting(session.route):
@@ -322,13 +329,13 @@ class Loop:
             ),
         )
 
-    def opened(self, engine: Engine) -> None:
+    def opened(self, engine: EngineSessions) -> None:
         """All members are there. Raises ``KVTierError``."""
         if self.exchange is None:
             raise KVTierError("there is no host pool")
         self.exchange.open(engine, self._clock())
 
-    def closed(self, engine: Engine, proven: bool) -> None:
+    def closed(self, engine: EngineSessions, proven: bool) -> None:
         """The engine is not there any more."""
         if self.exchange is not None:
             self.exchange.close(engine, proven)

@@ -1,4 +1,6 @@
-"""Who is attached: sessions, the engines they form, and what is left of those that went.
+"""Sessions and the engines they form: what the state machine in sessions.py keeps, and what it needs from outside.
+
+Who is attached: sessions, the engines they form, and what is left of those that went.
 
 A state machine without sockets. One EngineCore and its workers are one *engine*; it opens in the store when all of them are
 there and agree, and closes as a whole: when any member is lost, the others are told ``Bye``, drain, and attach again.
@@ -25,22 +27,121 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtier.errors import KVTierError
-from kvtier.store.contract import EngineInfo, StoreCounters
-from kvtier.tierd.fence import BLIND_SECONDS, AttachedWorker, Fence, SessionFiles
-from kvtier.tierd.members import Engine, Host, Quarantine, Session
-from kvtier.tierd.process import Fate, ProcessIdentity
-from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Refused
+from kvtier.store.types import EngineInfo, StoreCounters
+from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
+from kvtier.tierd.liveness import Liveness, ProcessIdentity
+from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
 from kvtier.tiers.base import aligned
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached process. ``route``: its address at the socket; ``heard``: when it last said something."""
+
+    route: bytes
+    number: int
+    hello: Hello
+    worker: AttachedWorker
+    heard: float
+
+    @property
+    def is_scheduler(self) -> bool:
+        """Whether this is the engine's scheduler side."""
+        return self.hello.role == "scheduler"
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The process at the other end."""
+        return self.worker.process
+
+    @property
+    def title(self) -> str:
+        """For logs."""
+        role = "scheduler" if self.is_scheduler else f"rank {self.hello.rank}"
+        return f"{self.hello.engine} {role} (process {self.hello.pid})"
+
+
+@dataclass(slots=True, eq=False)
+class EngineSessions:
+    """The members that are there. ``name``: its name in the store; ``ending``: a member has said ``Bye``."""
+
+    engine: str
+    epoch: int
+    scheduler: Session | None = None
+    workers: dict[int, Session] = field(default_factory=dict)
+    info: EngineInfo | None = None
+    canonical: str = ""
+    open: bool = False
+    ending: bool = False
+
+    @property
+    def name(self) -> str:
+        """No two openings have the same one, so that proof about one is never taken for another."""
+        return f"{self.engine}#{self.epoch}"
+
+    @property
+    def ranks(self) -> int:
+        """How many workers belong to it; 0 while the scheduler is not there."""
+        if self.scheduler is None:
+            return 0
+        hello = self.scheduler.hello
+        return hello.ranks or max(hello.writer_ranks, default=0) + 1
+
+    def members(self) -> list[Session]:
+        """Everybody who is there."""
+        return ([] if self.scheduler is None else [self.scheduler]) + list(self.workers.values())
+
+    def member(self, hello: Hello) -> Session | None:
+        """Who is there in the part that ``hello`` wants to play."""
+        return self.scheduler if hello.role == "scheduler" else self.workers.get(hello.rank)
+
+
+@dataclass(slots=True, eq=False)
+class SessionQuarantine:
+    """Workers of an engine that was closed, which have not proven that they touch nothing any more."""
+
+    name: str
+    waiting: list[Session]
+    deadline: float
+
+
+class SessionListener(Protocol):
+    """What happens to the outside."""
+
+    def send(self, route: bytes, message: Message) -> None:
+        """Sends without waiting; a session that does not read is reported later through ``unreachable``."""
+        ...
+
+    def welcome(self, session: Session) -> None:
+        """The session stands."""
+        ...
+
+    def opened(self, engine: EngineSessions) -> None:
+        """All members are there. Raises ``KVTierError`` if the store does not take the engine."""
+        ...
+
+    def closed(self, engine: EngineSessions, proven: bool) -> None:
+        """The engine is not there any more."""
+        ...
+
+    def proven_gone(self, name: str) -> None:
+        """Nobody of this engine touches a slot any more."""
+        ...
+
+    def dropped(self, session: Session) -> None:
+        """Nothing is sent to this session any more."""
+        ...
+
 
 MAX_SESSIONS = 256
 """Processes on one machine with one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
-
 Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 """(identity JSON, codec texts in rank order) -> (namespace as 32 hex digits, canonical text)."""
-
 _log = logging.getLogger("kvtier.tierd")
 
 
@@ -49,12 +150,12 @@ class Sessions:
 
     def __init__(
         self,
-        host: Host,
+        host: SessionListener,
         files: SessionFiles,
-        fence: Fence,
+        fence: StartupFence,
         derive: Derive,
         next_epoch: Callable[[], int],
-        fate: Callable[[ProcessIdentity], Fate],
+        fate: Callable[[ProcessIdentity], Liveness],
         counters: StoreCounters,
         lost_seconds: float = LOST_SECONDS,
         blind_seconds: float = BLIND_SECONDS,
@@ -70,8 +171,8 @@ class Sessions:
         self._blind_seconds = blind_seconds
         self._numbers = 0
         self._routes: dict[bytes, Session] = {}
-        self._engines: dict[str, Engine] = {}
-        self._quarantines: list[Quarantine] = []
+        self._engines: dict[str, EngineSessions] = {}
+        self._quarantines: list[SessionQuarantine] = []
         self.had_any = False
         """Whether there ever was a session."""
         self.left_in_order = True
@@ -84,7 +185,7 @@ class Sessions:
         """The session at an address."""
         return self._routes.get(route)
 
-    def engine_of(self, session: Session) -> Engine | None:
+    def engine_of(self, session: Session) -> EngineSessions | None:
         """The engine a session belongs to."""
         return self._engines.get(session.hello.engine)
 
@@ -92,7 +193,7 @@ class Sessions:
         """Every session."""
         return list(self._routes.values())
 
-    def engines(self) -> Iterator[Engine]:
+    def engines(self) -> Iterator[EngineSessions]:
         """Every engine, open or forming."""
         return iter(list(self._engines.values()))
 
@@ -126,11 +227,13 @@ class Sessions:
             if there.process == process:
                 self._attach_again(engine, there, hello, now)
                 engine = self._engines.get(hello.engine)
-            elif self._fate(there.process) is Fate.GONE:
+            elif self._fate(there.process) is Liveness.GONE:
                 self._vanished(there, now, "its process is gone", proven=True)
                 engine = None
             else:
-                self._refuse(route, hello, f"{there.title} has this part already; engine ids must be unique")
+                self._refuse(
+                    route, hello, f"{there.title} has this part already; engine ids must be unique"
+                )
                 return
         if engine is not None and engine.ending:
             self._end(engine, now, "another session begins")
@@ -144,7 +247,9 @@ class Sessions:
             return f"role {hello.role!r} of engine {hello.engine!r}: 'scheduler' or 'worker' of a named engine attaches"
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
             return f"rank {hello.rank}: 0 to {MAX_RANKS - 1} are accepted"
-        writers_fit = hello.writer_ranks and all(0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks)
+        writers_fit = hello.writer_ranks and all(
+            0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks
+        )
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
             return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
         if len(self._routes) >= MAX_SESSIONS:
@@ -156,19 +261,30 @@ class Sessions:
         self._counters.add("sessions_refused")
         self._host.send(route, Refused(reason=reason))
 
-    def _attach_again(self, engine: Engine, there: Session, hello: Hello, now: float) -> None:
+    def _attach_again(
+        self, engine: EngineSessions, there: Session, hello: Hello, now: float
+    ) -> None:
         drained = there.is_scheduler or hello.drained_epoch >= there.worker.epoch
         self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
         if engine.open or engine.ending:
-            self._end(engine, now, f"{there.title} attached again", proven=[there] if drained else [])
+            self._end(
+                engine, now, f"{there.title} attached again", proven=[there] if drained else []
+            )
         else:
             self._remove(engine, there)
             self._files.remove(there.worker)
 
-    def _join(self, route: bytes, hello: Hello, process: ProcessIdentity, engine: Engine | None, now: float) -> None:
+    def _join(
+        self,
+        route: bytes,
+        hello: Hello,
+        process: ProcessIdentity,
+        engine: EngineSessions | None,
+        now: float,
+    ) -> None:
         try:
             if engine is None:
-                engine = Engine(hello.engine, self._next_epoch())
+                engine = EngineSessions(hello.engine, self._next_epoch())
             worker = AttachedWorker(hello.engine, hello.rank, engine.epoch, process)
             if hello.role == "worker":
                 self._files.add(worker)
@@ -190,7 +306,7 @@ class Sessions:
         self._host.welcome(session)
         self._open_if_complete(engine, now)
 
-    def _open_if_complete(self, engine: Engine, now: float) -> None:
+    def _open_if_complete(self, engine: EngineSessions, now: float) -> None:
         if engine.open or engine.scheduler is None:
             return
         outside = [rank for rank in engine.workers if rank >= engine.ranks]
@@ -208,7 +324,7 @@ class Sessions:
         engine.open = True
         self._counters.add("engines_opened")
 
-    def _describe(self, engine: Engine, scheduler: Hello) -> EngineInfo:
+    def _describe(self, engine: EngineSessions, scheduler: Hello) -> EngineInfo:
         hellos = [engine.workers[rank].hello for rank in range(engine.ranks)]
         writers = sorted(set(scheduler.writer_ranks))
         shards = [hellos[rank].shard_bytes for rank in writers]
@@ -217,7 +333,9 @@ class Sessions:
                 f"the ranks have {[len(sizes) for sizes in shards]} groups; all must have the same, at least one"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
-        namespace, engine.canonical = self._derive(scheduler.identity, tuple(hello.codec for hello in hellos))
+        namespace, engine.canonical = self._derive(
+            scheduler.identity, tuple(hello.codec for hello in hellos)
+        )
         persistent = not scheduler.volatile_reason
         if not persistent:
             # What the identity does not establish can differ at the next start, even under the same text.
@@ -231,7 +349,7 @@ class Sessions:
             persistent=persistent,
         )
 
-    def _reject(self, engine: Engine, reason: str) -> None:
+    def _reject(self, engine: EngineSessions, reason: str) -> None:
         """The members contradict each other. Nothing was granted, so nothing is quarantined."""
         for session in engine.members():
             self._refuse(session.route, session.hello, f"engine {engine.engine}: {reason}")
@@ -256,14 +374,16 @@ class Sessions:
         for session in list(self._routes.values()):
             if session.route not in self._routes:
                 continue
-            if self._fate(session.process) is Fate.GONE:
+            if self._fate(session.process) is Liveness.GONE:
                 self._vanished(session, now, "its process is gone", proven=True)
             elif now - session.heard > self._lost_seconds:
                 self._vanished(session, now, f"no word for {self._lost_seconds:g} s", proven=False)
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
                 fate = self._fate(session.process)
-                if fate is Fate.GONE or (fate is Fate.UNKNOWN and now >= quarantine.deadline):
+                if fate is Liveness.GONE or (
+                    fate is Liveness.UNKNOWN and now >= quarantine.deadline
+                ):
                     self._resolve(quarantine, session)
 
     # Ending.
@@ -295,14 +415,20 @@ class Sessions:
     def unreachable(self, session: Session, now: float, reason: str) -> None:
         """Its connection is closed, or it does not read what it is sent."""
         if session.route in self._routes:
-            self._vanished(session, now, reason, proven=self._fate(session.process) is Fate.GONE)
+            self._vanished(
+                session, now, reason, proven=self._fate(session.process) is Liveness.GONE
+            )
 
     def _vanished(self, session: Session, now: float, reason: str, proven: bool) -> None:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
-        self._end(engine, now, f"{session.title} vanished: {reason}", proven=[session] if proven else [])
+        self._end(
+            engine, now, f"{session.title} vanished: {reason}", proven=[session] if proven else []
+        )
 
-    def _end(self, engine: Engine, now: float, reason: str, proven: list[Session] | None = None) -> None:
+    def _end(
+        self, engine: EngineSessions, now: float, reason: str, proven: list[Session] | None = None
+    ) -> None:
         """Closes an engine with all its members; those not in ``proven`` are told, and may still be copying."""
         _log.warning("engine %s ends: %s", engine.engine, reason)
         known = proven or []
@@ -314,7 +440,7 @@ class Sessions:
                 self._host.send(session.route, Bye(reason=reason))
             if session.is_scheduler:
                 continue
-            if session in known or not engine.open or self._fate(session.process) is Fate.GONE:
+            if session in known or not engine.open or self._fate(session.process) is Liveness.GONE:
                 self._files.remove(session.worker)
             else:
                 waiting.append(session)
@@ -325,9 +451,11 @@ class Sessions:
         engine.open = False
         self._host.closed(engine, not waiting)
         if waiting:
-            self._quarantines.append(Quarantine(engine.name, waiting, now + self._blind_seconds))
+            self._quarantines.append(
+                SessionQuarantine(engine.name, waiting, now + self._blind_seconds)
+            )
 
-    def _remove(self, engine: Engine, session: Session) -> None:
+    def _remove(self, engine: EngineSessions, session: Session) -> None:
         self._routes.pop(session.route, None)
         if session.is_scheduler:
             engine.scheduler = None
@@ -348,7 +476,7 @@ class Sessions:
                 ):
                     self._resolve(quarantine, session)
 
-    def _resolve(self, quarantine: Quarantine, session: Session) -> None:
+    def _resolve(self, quarantine: SessionQuarantine, session: Session) -> None:
         quarantine.waiting.remove(session)
         self._files.remove(session.worker)
         if not quarantine.waiting:

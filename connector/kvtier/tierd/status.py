@@ -1,4 +1,9 @@
-"""What tierd says about itself: one snapshot, made by its loop, shown as JSON and as metrics.
+"""Which share of prompts came from which tier, over the last five minutes.
+
+The schedulers count (a hit is what was loaded, not what was promised) and send totals with their heartbeats; here differences are added up
+in pieces of a few seconds. Owner's thread only.
+
+What tierd says about itself: one snapshot, made by its loop, shown as JSON and as metrics.
 
 The loop replaces the snapshot as a whole; HTTP threads read whichever is there, so asking never disturbs the data path.
 """
@@ -6,6 +11,7 @@ The loop replaces the snapshot as a whole; HTTP threads read whichever is there,
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -13,6 +19,83 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
+WINDOW_SECONDS = 300.0
+PIECE_SECONDS = 5.0
+MAX_ENGINES = 256
+"""Remembered, the gone ones included: one that attaches again goes on from where it was."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    begun: float
+    prompt: int = 0
+    loaded: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """``loaded[i]``: of ``prompt`` tokens, those that came from tier i."""
+
+    prompt: int = 0
+    loaded: tuple[int, ...] = ()
+
+    def of(self, tier: int) -> int:
+        """Tokens that came from a tier."""
+        return self.loaded[tier] if tier < len(self.loaded) else 0
+
+
+class Hits:
+    """``recent(now)`` and ``total``: since this tierd started."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Tokens] = {}
+        self._pieces: deque[_Piece] = deque()
+        self._prompt = 0
+        self._loaded: list[int] = []
+
+    def heard(
+        self, engine: str, prompt: int, loaded: tuple[int, ...], now: float, younger: bool = False
+    ) -> None:
+        """A scheduler's totals. The first ones of an engine are where counting begins, as they may be from before this tierd; unless the
+        engine is ``younger``."""
+        before = self._known.pop(engine, Tokens() if younger else None)
+        if len(self._known) >= MAX_ENGINES:
+            del self._known[next(iter(self._known))]
+        self._known[engine] = Tokens(prompt, loaded)
+        if before is None or (before.prompt, before.loaded) == (prompt, loaded):
+            return
+        piece = self._piece(now)
+        grown = max(0, prompt - before.prompt)
+        piece.prompt += grown
+        self._prompt += grown
+        for tier, tokens in enumerate(loaded):
+            grown = max(0, tokens - before.of(tier))
+            for counts in (piece.loaded, self._loaded):
+                counts.extend([0] * (tier + 1 - len(counts)))
+                counts[tier] += grown
+
+    def _piece(self, now: float) -> _Piece:
+        if not self._pieces or now - self._pieces[-1].begun >= PIECE_SECONDS:
+            self._pieces.append(_Piece(now))
+        return self._pieces[-1]
+
+    def recent(self, now: float) -> Tokens:
+        """Over the last five minutes."""
+        while self._pieces and now - self._pieces[0].begun > WINDOW_SECONDS:
+            self._pieces.popleft()
+        loaded: list[int] = []
+        for piece in self._pieces:
+            loaded.extend([0] * (len(piece.loaded) - len(loaded)))
+            for tier, tokens in enumerate(piece.loaded):
+                loaded[tier] += tokens
+        return Tokens(sum(piece.prompt for piece in self._pieces), tuple(loaded))
+
+    @property
+    def total(self) -> Tokens:
+        """Since this tierd started."""
+        return Tokens(self._prompt, tuple(self._loaded))
+
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -128,12 +211,22 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot
-        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes a tier is charged for.", labels=["tier"])
-        capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"])
+        used = GaugeMetricFamily(
+            "kvtier_tier_used_bytes", "Bytes a tier is charged for.", labels=["tier"]
+        )
+        capacity = GaugeMetricFamily(
+            "kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"]
+        )
         objects = GaugeMetricFamily("kvtier_tier_objects", "Objects a tier holds.", labels=["tier"])
-        pending = GaugeMetricFamily("kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"])
-        state = GaugeMetricFamily("kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"])
-        loaded = CounterMetricFamily("kvtier_loaded_tokens", "Prompt tokens that engines loaded.", labels=["tier"])
+        pending = GaugeMetricFamily(
+            "kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"]
+        )
+        state = GaugeMetricFamily(
+            "kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"]
+        )
+        loaded = CounterMetricFamily(
+            "kvtier_loaded_tokens", "Prompt tokens that engines loaded.", labels=["tier"]
+        )
         for tier in snapshot.tiers:
             loaded.add_metric([tier.name], tier.hit_tokens_total)
             used.add_metric([tier.name], tier.used_bytes)
@@ -142,27 +235,51 @@ class _SnapshotCollector(Collector):
             pending.add_metric([tier.name], tier.pending_store_bytes)
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
-        pool = GaugeMetricFamily("kvtier_pool_bytes", "Bytes of the host pool by use.", labels=["use"])
+        pool = GaugeMetricFamily(
+            "kvtier_pool_bytes", "Bytes of the host pool by use.", labels=["use"]
+        )
         for use, size in snapshot.pool.items():
             pool.add_metric([use], size)
-        sessions = GaugeMetricFamily("kvtier_sessions", "Attached engine processes.", labels=["role"])
+        sessions = GaugeMetricFamily(
+            "kvtier_sessions", "Attached engine processes.", labels=["role"]
+        )
         for role in ("scheduler", "worker"):
             sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
-        events = CounterMetricFamily("kvtier_events", "What happened, by reason.", labels=["name", "tier", "reason"])
+        events = CounterMetricFamily(
+            "kvtier_events", "What happened, by reason.", labels=["name", "tier", "reason"]
+        )
         for labels, value in sorted(snapshot.events.items()):
             events.add_metric(list(labels), value)
         refused = CounterMetricFamily("kvtier_live_refused", "Live values that were refused.")
         refused.add_metric([], snapshot.live_refused_total)
-        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens that engines scheduled.")
+        prompts = CounterMetricFamily(
+            "kvtier_prompt_tokens", "Prompt tokens that engines scheduled."
+        )
         prompts.add_metric([], snapshot.prompt_tokens_total)
         yield from (loaded, prompts)
         yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)
         for name, text, number in (
-            ("kvtier_live_generation", "Generation of the live values in force.", snapshot.applied_generation),
+            (
+                "kvtier_live_generation",
+                "Generation of the live values in force.",
+                snapshot.applied_generation,
+            ),
             ("kvtier_epoch", "The last epoch that was given out.", snapshot.epoch),
-            ("kvtier_fenced", "1 while workers of an earlier epoch are waited for.", int(snapshot.fenced)),
-            ("kvtier_quarantined_processes", "Processes that have to be proven gone.", snapshot.quarantined_processes),
-            ("kvtier_conditions", "Conditions a person may want to act on.", len(snapshot.conditions)),
+            (
+                "kvtier_fenced",
+                "1 while workers of an earlier epoch are waited for.",
+                int(snapshot.fenced),
+            ),
+            (
+                "kvtier_quarantined_processes",
+                "Processes that have to be proven gone.",
+                snapshot.quarantined_processes,
+            ),
+            (
+                "kvtier_conditions",
+                "Conditions a person may want to act on.",
+                len(snapshot.conditions),
+            ),
         ):
             gauge = GaugeMetricFamily(name, text)
             gauge.add_metric([], number)

@@ -1,4 +1,10 @@
-"""Starts tierd where an engine has to (daemon mode ``Engine``), and starts another when it is gone.
+"""A process that is nobody's child.
+
+vLLM ends an engine by killing it with all its descendants, so a daemon that is one of them dies with its first engine: whatever it
+had to write is lost, its run directory stays, and other engines lose their RAM tier. A shell starts the program and
+ends at once, so that the kernel gives the program to the machine's or container's first process.
+
+Starts tierd where an engine has to (daemon mode ``Engine``), and starts another when it is gone.
 
 Every EngineCore runs one of these. Whoever finds the daemon's lock free, and gets the spawn lock, starts tierd in a session of its own
 and as nobody's child, so that neither a Ctrl-C at the engine nor its end hits it: it ends by itself when nobody is attached. A tierd that does not go round any
@@ -12,18 +18,100 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import kvtier
+from kvtier.config.models import Daemon, Topology
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.detached import DetachedProcess
-from kvtier.tierd.process import own_identity
-from kvtier.tierd.rundir import SESSIONS_NAME, FileLock, RunDirectory
-from kvtier.topology.models import Daemon, Topology
+from kvtier.tierd.liveness import (
+    ProcessIdentity,
+    leader_is_dead,
+    own_identity,
+    pid_namespace,
+    process_start,
+)
+from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
+
+SPAWN_SECONDS = 5.0
+"""A shell takes milliseconds to say which process it started."""
+_POLL_SECONDS = 0.02
+_TO_STANDARD_ERROR = '"$@" >&2 & echo $!'
+_TO_NOWHERE = '"$@" >/dev/null & echo $!'
+
+
+class DetachedProcess:
+    """A program in a session of its own. Raises ``OSError`` where it cannot be started.
+
+    ``to_standard_error``: what it prints goes to this process's standard error, otherwise nowhere.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], to_standard_error: bool = True
+    ) -> None:
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(None, "no such program", command[0])
+        shell = subprocess.Popen(
+            [
+                "/bin/sh",
+                "-c",
+                _TO_STANDARD_ERROR if to_standard_error else _TO_NOWHERE,
+                "sh",
+                *command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            cwd="/",
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            answer, _ = shell.communicate(timeout=SPAWN_SECONDS)
+            self.pid = int(answer)
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            shell.kill()
+            shell.wait()
+            raise OSError(None, f"the shell did not start it: {error}", command[0]) from error
+        self._identity = ProcessIdentity(self.pid, process_start(self.pid), pid_namespace())
+        self.ended = False
+        """Whether ``poll`` has seen its end."""
+
+    def poll(self) -> bool:
+        """Whether it has ended. A thread that hangs in the kernel is not waited for: nothing of the program runs any more."""
+        if not self.ended:
+            self.ended = leader_is_dead(self._identity)
+            if self.ended:
+                self._reap()
+        return self.ended
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if not self.poll():
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits for its end; whether it came within the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.poll() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self.ended
+
+    def _reap(self) -> None:
+        """Where this process is the first one of its container, the program has become its child after all."""
+        try:
+            os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+
 
 POLL_SECONDS = 0.5
 UNRESPONSIVE_SECONDS = 10.0
@@ -35,7 +123,6 @@ SETTLED_SECONDS = 60.0
 """A tierd that lived this long did not fail at its start; the back-off begins anew."""
 ASLEEP_SECONDS = 2.0
 _LINGERING_SECONDS = 1.0
-
 _log = logging.getLogger("kvtier.tierd")
 
 
@@ -54,7 +141,11 @@ def daemon_command(topology_directory: Path, run_directory: Path) -> list[str]:
 def daemon_environment() -> dict[str, str]:
     """The environment of a tierd: this process's, with the package it runs from first in the path."""
     package = str(Path(kvtier.__file__).resolve().parent.parent)
-    path = [package] + [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != package]
+    path = [package] + [
+        part
+        for part in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if part and part != package
+    ]
     # Safe path: a file of the working directory must not stand in for a module.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
@@ -76,7 +167,9 @@ class Supervisor:
         structural = topology.structural
         self._enabled = structural.daemon is Daemon.ENGINE
         self._run_directory = RunDirectory(structural.run_directory, shared=not self._enabled)
-        self._command = list(command or daemon_command(Path(topology_directory).absolute(), self._run_directory.path))
+        self._command = list(
+            command or daemon_command(Path(topology_directory).absolute(), self._run_directory.path)
+        )
         self._clock = clock
         self._unresponsive_seconds = unresponsive_seconds
         self._stop = threading.Event()
@@ -91,7 +184,12 @@ class Supervisor:
         self._had_beat = False
         self._last_look = 0.0
         self._failing = False
-        self.counters: dict[str, int] = {"spawned": 0, "spawn_failed": 0, "killed_unresponsive": 0, "exited": 0}
+        self.counters: dict[str, int] = {
+            "spawned": 0,
+            "spawn_failed": 0,
+            "killed_unresponsive": 0,
+            "exited": 0,
+        }
 
     @property
     def child(self) -> int:
@@ -185,14 +283,25 @@ class Supervisor:
             self._had_beat = self._had_beat or self._run_directory.daemon_lives()
             self._beat, self._beat_at = beat, now
             self._release_spawn_lock()
-        elif now - self._beat_at > (self._unresponsive_seconds if self._had_beat else START_SECONDS):
-            _log.error("tierd (process %d) has not gone round for %.0f s and is killed", child.pid, now - self._beat_at)
+        elif now - self._beat_at > (
+            self._unresponsive_seconds if self._had_beat else START_SECONDS
+        ):
+            _log.error(
+                "tierd (process %d) has not gone round for %.0f s and is killed",
+                child.pid,
+                now - self._beat_at,
+            )
             self.counters["killed_unresponsive"] += 1
             child.kill()
             self._beat_at = now
 
     def _start_if_needed(self, now: float) -> None:
-        if self._child is not None or now < self._spawn_at or self._stop.is_set() or self._run_directory.daemon_lives():
+        if (
+            self._child is not None
+            or now < self._spawn_at
+            or self._stop.is_set()
+            or self._run_directory.daemon_lives()
+        ):
             return
         self._spawn_lock = self._run_directory.try_spawn_lock()
         if self._spawn_lock is None:
@@ -203,7 +312,9 @@ class Supervisor:
         self._beat, self._beat_at, self._had_beat = self._run_directory.last_beat(), now, False
         self._spawned_at = now
         # Whatever reads the engine's standard output expects the engine's words there.
-        self._child = DetachedProcess(self._command, daemon_environment(), _has_descriptor(sys.stderr))
+        self._child = DetachedProcess(
+            self._command, daemon_environment(), _has_descriptor(sys.stderr)
+        )
         self.counters["spawned"] += 1
         _log.info("started tierd (process %d) in %s", self._child.pid, self._run_directory.path)
 

@@ -74,7 +74,7 @@ class Bye(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Beat(Message, frozen=True, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Both directions: still here. A scheduler's says what has become of prompts since its engine started: tokens of those that were
     scheduled, and of these, by tier, those that were loaded instead of computed."""
 
@@ -132,9 +132,9 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Scheduler: tell the workers where ``keys`` lie. Slots are pinned until every rank has sent ``Loaded``.
+    """Scheduler: tell the workers where ``keys`` lie. Slots are pinned until every rank has sent ``LoadReleased``.
 
-    ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``Slots``.
+    ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``LoadReady``.
     """
 
     load: int
@@ -143,14 +143,14 @@ class Load(Message, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = (0,)
 
 
-class Loaded(Message, frozen=True, kw_only=True):
+class LoadReleased(Message, frozen=True, kw_only=True):
     """Worker: no copy of this load runs any more; its slots may go."""
 
     load: int
 
 
-class LeftAck(Message, frozen=True, kw_only=True):
-    """Scheduler: the keys of this ``Leaving`` will not be offered any more."""
+class EvictionAck(Message, frozen=True, kw_only=True):
+    """Scheduler: the keys of this ``EvictionNotice`` will not be offered any more."""
 
     token: int
 
@@ -221,8 +221,8 @@ class Delta(Message, frozen=True, kw_only=True):
     snapshot: bool = False
 
 
-class Leaving(Message, frozen=True, kw_only=True):
-    """To a scheduler: these keys are about to leave RAM; answer with ``LeftAck``. tierd waits 100 ms at most."""
+class EvictionNotice(Message, frozen=True, kw_only=True):
+    """To a scheduler: these keys are about to leave RAM; answer with ``EvictionAck``. tierd waits 100 ms at most."""
 
     token: int
     keys: tuple[bytes, ...]
@@ -245,7 +245,7 @@ class Promoted(Message, frozen=True, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Slots(Message, frozen=True, kw_only=True):
+class LoadReady(Message, frozen=True, kw_only=True):
     """To a worker: where the keys of a load lie, in order. Shorter than asked: the rest is gone."""
 
     load: int
@@ -262,21 +262,33 @@ class Drain(Message, frozen=True, kw_only=True):
 FromEngine = (
     Hello
     | Bye
-    | Beat
+    | Heartbeat
     | Reserve
     | Deliver
     | Abort
     | Promote
     | Cancel
     | Load
-    | Loaded
-    | LeftAck
+    | LoadReleased
+    | EvictionAck
     | Drained
     | ResetCache
     | Resync
 )
 FromDaemon = (
-    Welcome | Refused | Ready | Settings | Credits | Delta | Leaving | Usable | Promoted | Slots | Drain | Beat | Bye
+    Welcome
+    | Refused
+    | Ready
+    | Settings
+    | Credits
+    | Delta
+    | EvictionNotice
+    | Usable
+    | Promoted
+    | LoadReady
+    | Drain
+    | Heartbeat
+    | Bye
 )
 
 encode = msgspec.msgpack.Encoder().encode

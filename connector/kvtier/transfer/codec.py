@@ -14,6 +14,12 @@ The page of a layer is found from shape and strides of its tensor alone. The blo
 ...), or the second behind a dimension of two (keys, values); a tensor that holds several kernel blocks for each block
 of the KV cache manager has the block dimension split. What does not fit the page size of the group's specification is
 refused with a reason.
+
+Strided views over the KV tensors, one per band of a codec, in words instead of elements.
+
+A view has the shape (blocks, layers, *outer, words): indexing its first dimension gives the bytes of a band of one
+block in the order of the object. Words are the largest integers that every offset divides into, so that a gather moves
+8 bytes at a time.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ class LayerLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class StridedSegment:
     """Consecutive layers that one strided view reaches: layer l of the band lies ``layer_stride`` bytes after layer
     l-1.
 
@@ -114,7 +120,7 @@ class GroupLayout:
     """One KV cache group. ``block_size`` in tokens; ``block_bytes``: all layers of one block, one after another."""
 
     layers: tuple[LayerLayout, ...]
-    bands: tuple[Band, ...]
+    bands: tuple[StridedSegment, ...]
     block_size: int
     blocks_per_chunk: int
     block_bytes: int
@@ -156,14 +162,18 @@ def build_codec(
     """
     num_blocks = int(cache_config.num_blocks)
     if num_blocks < 4:
-        raise CodecError(f"the KV cache has {num_blocks} blocks; at least 4 are needed to tell its layout")
+        raise CodecError(
+            f"the KV cache has {num_blocks} blocks; at least 4 are needed to tell its layout"
+        )
     groups = tuple(
         _group(kv_caches, group, num_blocks, chunk_tokens, index)
         for index, group in enumerate(cache_config.kv_cache_groups)
     )
     if not groups:
         raise CodecError("the engine has no KV cache group")
-    return Codec(groups, num_blocks, _word_bytes(groups), _text(groups, chunk_tokens, backends or {}))
+    return Codec(
+        groups, num_blocks, _word_bytes(groups), _text(groups, chunk_tokens, backends or {})
+    )
 
 
 def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, torch.Tensor]:
@@ -188,7 +198,9 @@ def layer_layout(
     block_dim = _block_dim(name, shape, num_blocks)
     kernel_blocks = shape[block_dim] // num_blocks
     strides = [int(stride) * item for stride in tensor.stride()]
-    page = [(dim, size, strides[dim]) for dim, size in enumerate(shape) if dim != block_dim and size > 1]
+    page = [
+        (dim, size, strides[dim]) for dim, size in enumerate(shape) if dim != block_dim and size > 1
+    ]
     if kernel_blocks > 1:
         page.append((-1, kernel_blocks, strides[block_dim]))
     block_stride = strides[block_dim] * kernel_blocks
@@ -197,7 +209,9 @@ def layer_layout(
         raise CodecError(
             f"{name}: shape {shape} holds {payload} bytes a block, its specification says {page_size_bytes}"
         )
-    _check_disjoint(name, [(size, stride) for _, size, stride in page] + [(num_blocks, block_stride)], item)
+    _check_disjoint(
+        name, [(size, stride) for _, size, stride in page] + [(num_blocks, block_stride)], item
+    )
     page.sort(key=lambda entry: -entry[2])
     run_bytes, outer = item, [(size, stride) for _, size, stride in page]
     while outer and outer[-1][1] == run_bytes:
@@ -230,7 +244,9 @@ def _check_disjoint(name: str, dims: Iterable[tuple[int, int]], item: int) -> No
     extent = item
     for size, stride in sorted(dims, key=lambda entry: entry[1]):
         if stride < extent:
-            raise CodecError(f"{name}: its elements overlap (stride {stride} bytes where {extent} are taken)")
+            raise CodecError(
+                f"{name}: its elements overlap (stride {stride} bytes where {extent} are taken)"
+            )
         extent = stride * (size - 1) + extent
 
 
@@ -246,17 +262,27 @@ def _merge(outer: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
     """Sort key that puts ``layers.2`` before ``layers.10``."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple(
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    )
 
 
 def _group(
-    kv_caches: Mapping[str, object], group: GroupSpec, num_blocks: int, chunk_tokens: int, index: int
+    kv_caches: Mapping[str, object],
+    group: GroupSpec,
+    num_blocks: int,
+    chunk_tokens: int,
+    index: int,
 ) -> GroupLayout:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise CodecError(f"group {index} is not part of the state that can be transferred")
     block_size = int(getattr(group.kv_cache_spec, "block_size", 0))
     if block_size <= 0 or chunk_tokens % block_size:
-        raise CodecError(f"group {index}: a chunk of {chunk_tokens} tokens is no multiple of its block of {block_size}")
+        raise CodecError(
+            f"group {index}: a chunk of {chunk_tokens} tokens is no multiple of its block of {block_size}"
+        )
     layers: list[LayerLayout] = []
     tensors: list[torch.Tensor] = []
     seen: set[tuple[int, int, int]] = set()
@@ -270,7 +296,9 @@ def _group(
         if hasattr(spec, "shapes"):  # one page is one state, not one block of tokens
             raise CodecError(f"{name}: recurrent state is not supported")
         padded = getattr(spec, "page_size_padded", None) is not None
-        layout = layer_layout(name, tensor, num_blocks, int(getattr(spec, "page_size_bytes", 0)), padded)
+        layout = layer_layout(
+            name, tensor, num_blocks, int(getattr(spec, "page_size_bytes", 0)), padded
+        )
         place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
         if place in seen:  # a layer that shares the KV of another one
             continue
@@ -298,28 +326,49 @@ def _layer_spec(spec: object, name: str) -> object:
     return spec
 
 
-def _bands(layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor]) -> tuple[Band, ...]:
-    bands: list[Band] = []
+def _bands(
+    layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor]
+) -> tuple[StridedSegment, ...]:
+    bands: list[StridedSegment] = []
     start, first = 0, 0
     while first < len(layers):
         count, stride = _uniform(layers, tensors, first)
         layer = layers[first]
-        band = Band(layer.name, count, stride, layer.offset, layer.block_stride, layer.outer, layer.run_bytes, start)
+        band = StridedSegment(
+            layer.name,
+            count,
+            stride,
+            layer.offset,
+            layer.block_stride,
+            layer.outer,
+            layer.run_bytes,
+            start,
+        )
         bands.append(band)
         start += band.band_bytes
         first += count
     return tuple(bands)
 
 
-def _uniform(layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor], first: int) -> tuple[int, int]:
+def _uniform(
+    layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor], first: int
+) -> tuple[int, int]:
     """How many layers from ``first`` on lie at equal distances in one storage, and that distance (bytes)."""
     head, storage = layers[first], tensors[first].untyped_storage().data_ptr()
     count, stride = 1, 0
     while first + count < len(layers):
         layer = layers[first + count]
         distance = layer.offset - layers[first + count - 1].offset
-        same = (layer.block_stride, layer.outer, layer.run_bytes) == (head.block_stride, head.outer, head.run_bytes)
-        if not same or tensors[first + count].untyped_storage().data_ptr() != storage or distance <= 0:
+        same = (layer.block_stride, layer.outer, layer.run_bytes) == (
+            head.block_stride,
+            head.outer,
+            head.run_bytes,
+        )
+        if (
+            not same
+            or tensors[first + count].untyped_storage().data_ptr() != storage
+            or distance <= 0
+        ):
             break
         if count > 1 and distance != stride:
             break
@@ -332,7 +381,13 @@ def _word_bytes(groups: Sequence[GroupLayout]) -> int:
     word = 8
     for group in groups:
         for layer in group.layers:
-            word = math.gcd(word, layer.offset, layer.block_stride, layer.run_bytes, *(s for _, s in layer.outer))
+            word = math.gcd(
+                word,
+                layer.offset,
+                layer.block_stride,
+                layer.run_bytes,
+                *(s for _, s in layer.outer),
+            )
     return word
 
 
@@ -347,7 +402,9 @@ def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[st
             form: dict[str, object] = {
                 "dtype": layer.dtype,
                 "page_bytes": layer.page_bytes,
-                "shape": ["B" if dim == layer.block_dim else size for dim, size in enumerate(layer.shape)],
+                "shape": [
+                    "B" if dim == layer.block_dim else size for dim, size in enumerate(layer.shape)
+                ],
                 "kernel_blocks": layer.kernel_blocks,
                 "axes": [list(axis) for axis in layer.axes],
                 "backend": backends.get(layer.name, ""),
@@ -368,7 +425,91 @@ def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[st
             }
         )
     return json.dumps(
-        {"codec": CODEC_VERSION, "order": "block,layer,page", "chunk_tokens": chunk_tokens, "groups": described},
+        {
+            "codec": CODEC_VERSION,
+            "order": "block,layer,page",
+            "chunk_tokens": chunk_tokens,
+            "groups": described,
+        },
         sort_keys=True,
         separators=(",", ":"),
     )
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def word_dtype(nbytes: int) -> torch.dtype:
+    """The integer type of ``nbytes`` (1, 2, 4 or 8) bytes."""
+    return _WORDS[nbytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentView:
+    """``cache``: the band of every block, as above. ``start``, ``words``: its place in a block of the object, in
+    words.
+    """
+
+    cache: torch.Tensor
+    start: int
+    words: int
+
+
+def segment_views(
+    kv_caches: Mapping[str, object], codec: Codec
+) -> tuple[tuple[SegmentView, ...], ...]:
+    """The views of every group's bands. They alias the engine's memory."""
+    tensors = layer_tensors(kv_caches, codec)
+    return tuple(
+        tuple(
+            _view(tensors[band.layer], band, codec.num_blocks, codec.word_bytes)
+            for band in group.bands
+        )
+        for group in codec.groups
+    )
+
+
+def _view(tensor: torch.Tensor, band: StridedSegment, num_blocks: int, word: int) -> SegmentView:
+    size = (num_blocks, band.layers, *(count for count, _ in band.outer), band.run_bytes // word)
+    layer_stride = band.layer_stride or band.run_bytes
+    stride = (
+        band.block_stride // word,
+        layer_stride // word,
+        *(step // word for _, step in band.outer),
+        1,
+    )
+    cache = torch.empty(0, dtype=word_dtype(word), device=tensor.device)
+    cache.set_(tensor.untyped_storage(), band.offset // word, size, stride)
+    return SegmentView(cache, band.start // word, band.band_bytes // word)
+
+
+def staged(staging: torch.Tensor, view: SegmentView, blocks: int, block_words: int) -> torch.Tensor:
+    """The part of ``staging`` (1-d, words, ``blocks`` whole blocks in object order) that belongs to a band, shaped
+    like ``view.cache``.
+    """
+    inner = tuple(view.cache.shape[1:])
+    strides = []
+    step = 1
+    for size in reversed(inner):
+        strides.append(step)
+        step *= size
+    return staging.as_strided(
+        (blocks, *inner), (block_words, *reversed(strides)), staging.storage_offset() + view.start
+    )
+
+
+def gather(
+    views: tuple[SegmentView, ...], index: torch.Tensor, staging: torch.Tensor, block_words: int
+) -> None:
+    """Blocks ``index`` of the cache into ``staging``, in object order."""
+    for view in views:
+        target = staged(staging, view, len(index), block_words)
+        torch.index_select(view.cache, 0, index, out=target)
+
+
+def scatter(
+    views: tuple[SegmentView, ...], index: torch.Tensor, staging: torch.Tensor, block_words: int
+) -> None:
+    """``staging`` into blocks ``index`` of the cache."""
+    for view in views:
+        view.cache.index_copy_(0, index, staged(staging, view, len(index), block_words))

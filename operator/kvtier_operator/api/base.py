@@ -105,7 +105,9 @@ class Model(BaseModel):
     def _drop_nulls(cls, given: Any) -> Any:
         if isinstance(given, dict):
             known = {info.alias or name for name, info in cls.model_fields.items()}
-            return {key: value for key, value in given.items() if value is not None or key not in known}
+            return {
+                key: value for key, value in given.items() if value is not None or key not in known
+            }
         return given
 
     @model_validator(mode="after")
@@ -158,7 +160,9 @@ NonNegativeQuantity = Annotated[
 Name = Annotated[
     str,
     Field(min_length=1, max_length=63, pattern=RFC1123_LABEL),
-    Accepts("an RFC 1123 label: lower-case letters, digits and -, at most 63, letter or digit at both ends"),
+    Accepts(
+        "an RFC 1123 label: lower-case letters, digits and -, at most 63, letter or digit at both ends"
+    ),
 ]
 ObjectName = Annotated[
     str,

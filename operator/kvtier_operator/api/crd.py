@@ -31,8 +31,16 @@ CATEGORY = "kvtier"
 FILE_NAME = f"{GROUP}_{PLURAL}.yaml"
 
 PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
-    {"name": "Ready", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].status'},
-    {"name": "Reason", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].reason'},
+    {
+        "name": "Ready",
+        "type": "string",
+        "jsonPath": '.status.conditions[?(@.type=="Ready")].status',
+    },
+    {
+        "name": "Reason",
+        "type": "string",
+        "jsonPath": '.status.conditions[?(@.type=="Ready")].reason',
+    },
     {
         "name": "Pods",
         "type": "string",
@@ -110,7 +118,11 @@ def _root() -> dict[str, Any]:
 def _property(document: FieldDocument) -> dict[str, Any]:
     schema = _schema(document.shape)
     schema = {"description": _description(document), **schema}
-    if document.change is Change.LIVE and document.default is not None and document.shape.kind != "object":
+    if (
+        document.change is Change.LIVE
+        and document.default is not None
+        and document.shape.kind != "object"
+    ):
         schema["default"] = document.default
     elif _has_live_defaults(document):
         schema["default"] = {}
@@ -119,9 +131,15 @@ def _property(document: FieldDocument) -> dict[str, Any]:
 
 def _description(document: FieldDocument) -> str:
     text = document.description
-    if document.change is Change.STRUCTURAL and document.shape.kind != "object" and document.default not in (None, ""):
+    if (
+        document.change is Change.STRUCTURAL
+        and document.shape.kind != "object"
+        and document.default not in (None, "")
+    ):
         text += f" Default: {_words(document.default)}."
-    if document.change is not None and not (document.shape.kind == "object" and document.change is Change.LIVE):
+    if document.change is not None and not (
+        document.shape.kind == "object" and document.change is Change.LIVE
+    ):
         text += " Live." if document.change is Change.LIVE else " Structural."
     return text.strip()
 
@@ -139,7 +157,9 @@ def _has_live_defaults(document: FieldDocument) -> bool:
         document.shape.kind == "object"
         and model is not None
         and document.default is not None
-        and any(field.change is Change.LIVE and field.default is not None for field in fields_of(model))
+        and any(
+            field.change is Change.LIVE and field.default is not None for field in fields_of(model)
+        )
     )
 
 
@@ -188,7 +208,9 @@ def _schema(shape: Shape) -> dict[str, Any]:
         case _:
             schema = {"x-kubernetes-preserve-unknown-fields": True}
     if shape.scalars:
-        schema.setdefault("x-kubernetes-validations", []).extend(_scalar_rule(scalar) for scalar in shape.scalars)
+        schema.setdefault("x-kubernetes-validations", []).extend(
+            _scalar_rule(scalar) for scalar in shape.scalars
+        )
     return schema
 
 
@@ -199,7 +221,11 @@ def _known(part: Part | None) -> Part:
 
 
 def _list(shape: Shape) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "array", "items": _schema(_known(shape.item)), "maxItems": shape.max_length}
+    schema: dict[str, Any] = {
+        "type": "array",
+        "items": _schema(_known(shape.item)),
+        "maxItems": shape.max_length,
+    }
     if shape.min_length is not None:
         schema["minItems"] = shape.min_length
     if shape.map_key is not None:
@@ -218,7 +244,11 @@ def _object(model: type[BaseModel]) -> dict[str, Any]:
     required = [document.alias for document in documents if document.required]
     if required:
         schema["required"] = required
-    rules = [_rule(rule) for rule in model.rules if rule.cel is not None] if issubclass(model, Model) else []
+    rules = (
+        [_rule(rule) for rule in model.rules if rule.cel is not None]
+        if issubclass(model, Model)
+        else []
+    )
     if rules:
         schema["x-kubernetes-validations"] = rules
     return schema
@@ -246,7 +276,9 @@ def _quoted(text: str) -> str:
     return "r'" + text + "'"
 
 
-def _validation(cel: str, message: str, expression: str | None, field_path: str | None) -> dict[str, Any]:
+def _validation(
+    cel: str, message: str, expression: str | None, field_path: str | None
+) -> dict[str, Any]:
     rule = {"rule": cel, "message": message}
     if expression is not None:
         rule["messageExpression"] = expression

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
-from kvtier_operator.api.refusals import Refusal, RefusedError, shown, validated
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError, shown, validated
 
 MAX_FILE_BYTES = 1 << 20
 """A large policy has 10 KiB; a file may hold several."""
@@ -39,7 +39,7 @@ class Checked:
 
     where: str
     policy: KVTierPolicy | None
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[FieldError, ...]
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,13 +59,19 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, value in node.value:
-            if key.tag == _MERGE and isinstance(value, yaml.SequenceNode) and len(value.value) > MAX_MERGED:
+            if (
+                key.tag == _MERGE
+                and isinstance(value, yaml.SequenceNode)
+                and len(value.value) > MAX_MERGED
+            ):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"more than {MAX_MERGED} merged mappings", key.start_mark
                 )
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED * 64:
-            raise yaml.constructor.ConstructorError(None, None, "merges that expand", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "merges that expand", node.start_mark
+            )
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict[str, Any]]:
@@ -81,7 +87,9 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict
                 None, None, f"the key {key!r} is not text; put it in quotes", key_node.start_mark
             )
         if key in written:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is there twice", key_node.start_mark
+            )
         written.add(key)
     loader.flatten_mapping(node)
     mapping.update((str(key), value) for key, value in loader.construct_mapping(node).items())
@@ -98,10 +106,10 @@ def parse(text: str | bytes) -> list[Checked]:
     """Every policy in a file, each accepted or refused. A file that cannot be read at all is one refusal."""
     try:
         documents = _documents(text)
-    except RefusedError as error:
+    except InvalidDocumentError as error:
         return [Checked("", None, tuple(error.refusals))]
     if not documents:
-        return [Checked("", None, (Refusal("", "an empty file", ACCEPTED_KINDS),))]
+        return [Checked("", None, (FieldError("", "an empty file", ACCEPTED_KINDS),))]
     several = len(documents) > 1
     checked: list[Checked] = []
     for index, document in enumerate(documents):
@@ -111,14 +119,14 @@ def parse(text: str | bytes) -> list[Checked]:
 
 
 def load_policy(text: str | bytes) -> KVTierPolicy:
-    """The one policy of a file. Raises ``RefusedError`` if it is refused or not the only one."""
+    """The one policy of a file. Raises ``InvalidDocumentError`` if it is refused or not the only one."""
     checked = parse(text)
     refusals = [refusal for entry in checked for refusal in entry.refusals]
     if refusals:
-        raise RefusedError(refusals)
+        raise InvalidDocumentError(refusals)
     policies = [entry.policy for entry in checked if entry.policy is not None]
     if len(policies) != 1:
-        raise RefusedError([Refusal("", f"{len(policies)} policies", "one policy here")])
+        raise InvalidDocumentError([FieldError("", f"{len(policies)} policies", "one policy here")])
     return policies[0]
 
 
@@ -127,17 +135,25 @@ def _documents(text: str | bytes) -> list[Any]:
         try:
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise RefusedError([Refusal("", f"byte {error.start} of the file", "YAML or JSON in UTF-8")]) from None
+            raise InvalidDocumentError(
+                [FieldError("", f"byte {error.start} of the file", "YAML or JSON in UTF-8")]
+            ) from None
     if len(text) > MAX_FILE_BYTES:
-        raise RefusedError([Refusal("", f"more than {MAX_FILE_BYTES} characters", f"at most {MAX_FILE_BYTES}")])
+        raise InvalidDocumentError(
+            [FieldError("", f"more than {MAX_FILE_BYTES} characters", f"at most {MAX_FILE_BYTES}")]
+        )
     try:
         documents = _raw_documents(text)
     except yaml.YAMLError as error:
-        raise RefusedError([Refusal(_position(error), _problem(error), "YAML or JSON")]) from None
+        raise InvalidDocumentError(
+            [FieldError(_position(error), _problem(error), "YAML or JSON")]
+        ) from None
     except RecursionError:
-        raise RefusedError([Refusal("", "nesting", f"at most {MAX_DEPTH} levels")]) from None
+        raise InvalidDocumentError(
+            [FieldError("", "nesting", f"at most {MAX_DEPTH} levels")]
+        ) from None
     except ValueError as error:
-        raise RefusedError([Refusal("", str(error), "YAML or JSON")]) from None
+        raise InvalidDocumentError([FieldError("", str(error), "YAML or JSON")]) from None
     # `---` at the start or the end makes an empty document, which kubectl skips as well.
     documents = [document for document in documents if document is not None]
     for document in documents:
@@ -159,14 +175,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice"
+        )
     return mapping
 
 
 def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:
     budget[0] -= 1
     if budget[0] < 0 or depth > MAX_DEPTH:
-        raise RefusedError([Refusal("", "aliases that expand", f"at most {MAX_NODES} values and {MAX_DEPTH} levels")])
+        raise InvalidDocumentError(
+            [
+                FieldError(
+                    "", "aliases that expand", f"at most {MAX_NODES} values and {MAX_DEPTH} levels"
+                )
+            ]
+        )
     if isinstance(value, dict):
         for item in value.values():
             _check_numbers(item, depth + 1, budget)
@@ -174,11 +198,15 @@ def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:
         for item in value:
             _check_numbers(item, depth + 1, budget)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise RefusedError([Refusal("", str(value), "finite numbers")])
+        raise InvalidDocumentError([FieldError("", str(value), "finite numbers")])
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    problem = (
+        getattr(error, "problem", None)
+        or getattr(error, "reason", None)
+        or str(error).splitlines()[0]
+    )
     return str(problem)
 
 
@@ -195,7 +223,9 @@ def _expand(document: Any, where: str) -> Iterator[Checked]:
     if isinstance(document, dict) and _kind(document) in LIST_KINDS:
         items = document.get("items")
         if not isinstance(items, list) or not items:
-            yield Checked(where, None, (Refusal("items", shown(items), "a list of at least one policy"),))
+            yield Checked(
+                where, None, (FieldError("items", shown(items), "a list of at least one policy"),)
+            )
             return
         for index, item in enumerate(items):
             yield _check(item, f"{where}, item {index}" if where else f"item {index}")
@@ -209,9 +239,11 @@ def _kind(document: dict[str, Any]) -> tuple[str, str]:
 
 def _check(document: Any, where: str) -> Checked:
     if not isinstance(document, dict):
-        return Checked(where, None, (Refusal("", shown(document), f"a mapping: {ACCEPTED_KINDS}"),))
+        return Checked(
+            where, None, (FieldError("", shown(document), f"a mapping: {ACCEPTED_KINDS}"),)
+        )
     wrong = [
-        Refusal(field, shown(document[field]) if field in document else "nothing", expected)
+        FieldError(field, shown(document[field]) if field in document else "nothing", expected)
         for field, expected in (("apiVersion", API_VERSION), ("kind", KIND))
         if document.get(field) != expected
     ]
@@ -220,5 +252,5 @@ def _check(document: Any, where: str) -> Checked:
         return Checked(where, None, tuple(wrong))
     try:
         return Checked(where, validated(KVTierPolicy, document), ())
-    except RefusedError as error:
+    except InvalidDocumentError as error:
         return Checked(where, None, tuple(error.refusals))

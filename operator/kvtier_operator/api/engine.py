@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvtier.topology.models import Daemon
+from kvtier.config.models import Daemon
 from kvtier_operator.api.base import STRUCTURAL, Accepts, Integer, Model, Name, Scalar
 
 
@@ -51,11 +51,13 @@ class Engine(Model):
     container_name: Annotated[
         Name | None,
         STRUCTURAL,
-        Field(description="The engine's container; if not set, the only one with a GPU, else by command or image."),
+        Field(
+            description="The engine's container; if not set, the only one with a GPU, else by command or image."
+        ),
     ] = None
-    connector: Annotated[Connector, STRUCTURAL, Field(description="Whose configuration the engine is given.")] = (
-        Connector.KVTIER
-    )
+    connector: Annotated[
+        Connector, STRUCTURAL, Field(description="Whose configuration the engine is given.")
+    ] = Connector.KVTIER
     delivery: Annotated[
         Delivery,
         STRUCTURAL,

@@ -78,14 +78,24 @@ class Shape:
             text = f"text of {' and '.join(bounds)} characters" if bounds else "text"
             return f"{text} that matches {self.pattern}" if self.pattern else text
         if self.kind == "list":
-            item = f" of {self.item.type_name}s" if self.item is not None and self.item.type_name != "any" else ""
+            item = (
+                f" of {self.item.type_name}s"
+                if self.item is not None and self.item.type_name != "any"
+                else ""
+            )
             if self.min_length is not None and self.max_length is not None:
                 return f"a list{item} with {self.min_length} to {self.max_length} items"
-            return f"a list{item}" + (f" with at most {self.max_length} items" if self.max_length is not None else "")
+            return f"a list{item}" + (
+                f" with at most {self.max_length} items" if self.max_length is not None else ""
+            )
         if self.kind == "map":
-            return "a map" + (f" with at most {self.max_length} entries" if self.max_length is not None else "")
+            return "a map" + (
+                f" with at most {self.max_length} entries" if self.max_length is not None else ""
+            )
         if self.kind == "object" and self.model is not None:
-            return "a mapping with " + ", ".join(document.alias for document in fields_of(self.model))
+            return "a mapping with " + ", ".join(
+                document.alias for document in fields_of(self.model)
+            )
         return "any value"
 
 
@@ -196,7 +206,9 @@ def fields_of(model: type[BaseModel]) -> tuple[FieldDocument, ...]:
 
 def _document(attribute: str, info: FieldInfo) -> FieldDocument:
     shape = shape_of(info.annotation, tuple(info.metadata))
-    if isinstance(info.json_schema_extra, dict) and isinstance(info.json_schema_extra.get("format"), str):
+    if isinstance(info.json_schema_extra, dict) and isinstance(
+        info.json_schema_extra.get("format"), str
+    ):
         shape = _replace(shape, format=info.json_schema_extra["format"])
     default = None if info.default is PydanticUndefined else jsonable(info.default)
     return FieldDocument(
@@ -252,7 +264,9 @@ def all_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that ``name`` was probably meant to be."""
     by_lower = {candidate.lower().replace("_", ""): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower().replace("_", "").replace("-", ""), list(by_lower), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(
+        name.lower().replace("_", "").replace("-", ""), list(by_lower), n=1, cutoff=0.6
+    )
     return by_lower[found[0]] if found else None
 
 

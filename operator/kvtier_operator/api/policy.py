@@ -7,11 +7,29 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvtier.topology.models import Selection
-from kvtier_operator.api.base import LIVE, STRUCTURAL, Accepts, Integer, MapKey, Model, Name, Rule, Violation
+from kvtier.config.models import Selection
+from kvtier_operator.api.base import (
+    LIVE,
+    STRUCTURAL,
+    Accepts,
+    Integer,
+    MapKey,
+    Model,
+    Name,
+    Rule,
+    Violation,
+)
 from kvtier_operator.api.engine import Engine
 from kvtier_operator.api.selector import LabelSelector
-from kvtier_operator.api.settings import Attach, Breaker, Isolation, Monitoring, PodResources, Rollout, Security
+from kvtier_operator.api.settings import (
+    Attach,
+    Breaker,
+    Isolation,
+    Monitoring,
+    PodResources,
+    Rollout,
+    Security,
+)
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.api.tiers import Tier
 
@@ -28,7 +46,9 @@ path."""
 def _first_is_memory(spec: PolicySpec) -> Iterator[Violation]:
     if spec.tiers[0].memory is None:
         first = spec.tiers[0]
-        yield Violation(("tiers", 0), f"{first.name} ({', '.join(first.kinds)})", "a memory tier as the first")
+        yield Violation(
+            ("tiers", 0), f"{first.name} ({', '.join(first.kinds)})", "a memory tier as the first"
+        )
 
 
 def _one_memory_tier(spec: PolicySpec) -> Iterator[Violation]:
@@ -46,7 +66,9 @@ def _unique_names(spec: PolicySpec) -> Iterator[Violation]:
     for index, tier in enumerate(spec.tiers):
         if tier.name in seen:
             yield Violation(
-                ("tiers", index, "name"), tier.name, f"a name that no other tier has (tiers[{seen[tier.name]}] has it)"
+                ("tiers", index, "name"),
+                tier.name,
+                f"a name that no other tier has (tiers[{seen[tier.name]}] has it)",
             )
         seen.setdefault(tier.name, index)
 
@@ -55,21 +77,28 @@ class PolicySpec(Model):
     """Which pods get which tiers."""
 
     pod_selector: Annotated[
-        LabelSelector, STRUCTURAL, Field(description="Pods of the namespace that this policy governs.")
+        LabelSelector,
+        STRUCTURAL,
+        Field(description="Pods of the namespace that this policy governs."),
     ]
-    engine: Annotated[Engine, STRUCTURAL, Field(description="The engine and how the connector gets into it.")] = (
-        Engine()
-    )
+    engine: Annotated[
+        Engine, STRUCTURAL, Field(description="The engine and how the connector gets into it.")
+    ] = Engine()
     chunk_tokens: Annotated[
         Integer,
         STRUCTURAL,
         Field(
-            ge=16, le=65_536, multiple_of=16, description="Tokens of a prompt that are stored and looked up together."
+            ge=16,
+            le=65_536,
+            multiple_of=16,
+            description="Tokens of a prompt that are stored and looked up together.",
         ),
         Accepts("a multiple of 16 from 16 to 65536"),
     ] = 256
     min_load_tokens: Annotated[
-        Integer, LIVE, Field(ge=0, le=10_000_000, description="Hits shorter than this are recomputed.")
+        Integer,
+        LIVE,
+        Field(ge=0, le=10_000_000, description="Hits shorter than this are recomputed."),
     ] = 512
     selection: Annotated[
         Selection,
@@ -89,19 +118,31 @@ class PolicySpec(Model):
             description="Where KV may live, nearest first. The first tier, and only it, is memory.",
         ),
     ]
-    breaker: Annotated[Breaker, LIVE, Field(description="When a tier is given up for a while.")] = Breaker()
+    breaker: Annotated[Breaker, LIVE, Field(description="When a tier is given up for a while.")] = (
+        Breaker()
+    )
     isolation: Annotated[
-        Isolation, STRUCTURAL, Field(description="What keeps objects apart beyond what the engine computes.")
+        Isolation,
+        STRUCTURAL,
+        Field(description="What keeps objects apart beyond what the engine computes."),
     ] = Isolation()
-    security: Annotated[Security, STRUCTURAL, Field(description="Who may read what is stored.")] = Security()
-    resources: Annotated[PodResources, STRUCTURAL, Field(description="Resources of what is added to a pod.")] = (
-        PodResources()
+    security: Annotated[Security, STRUCTURAL, Field(description="Who may read what is stored.")] = (
+        Security()
     )
-    attach: Annotated[Attach, STRUCTURAL, Field(description="How pods get their tiers, and when that is given up.")] = (
-        Attach()
-    )
-    rollout: Annotated[Rollout, LIVE, Field(description="How a structural change reaches pods that run.")] = Rollout()
-    monitoring: Annotated[Monitoring, LIVE, Field(description="What is created for Prometheus.")] = Monitoring()
+    resources: Annotated[
+        PodResources, STRUCTURAL, Field(description="Resources of what is added to a pod.")
+    ] = PodResources()
+    attach: Annotated[
+        Attach,
+        STRUCTURAL,
+        Field(description="How pods get their tiers, and when that is given up."),
+    ] = Attach()
+    rollout: Annotated[
+        Rollout, LIVE, Field(description="How a structural change reaches pods that run.")
+    ] = Rollout()
+    monitoring: Annotated[
+        Monitoring, LIVE, Field(description="What is created for Prometheus.")
+    ] = Monitoring()
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -150,11 +191,15 @@ class Metadata(Model):
             f"digits, - and ."
         ),
     ]
-    namespace: Annotated[Name | None, Field(description="Namespace of the policy and of the pods it governs.")] = None
+    namespace: Annotated[
+        Name | None, Field(description="Namespace of the policy and of the pods it governs.")
+    ] = None
     uid: str | None = None
     generation: int | None = None
     labels: Annotated[dict[str, str] | None, Field(description="Labels of the policy.")] = None
-    annotations: Annotated[dict[str, str] | None, Field(description="Annotations of the policy.")] = None
+    annotations: Annotated[
+        dict[str, str] | None, Field(description="Annotations of the policy.")
+    ] = None
     resource_version: str | None = None
     self_link: str | None = None
     generate_name: str | None = None
@@ -173,9 +218,9 @@ class KVTierPolicy(Model):
     kind: Annotated[Literal["KVTierPolicy"], Field(description="KVTierPolicy")]
     metadata: Annotated[Metadata, Field(description="Name, namespace, labels and annotations.")]
     spec: Annotated[PolicySpec, Field(description="Which pods get which tiers.")]
-    status: Annotated[PolicyStatus | None, Field(description="What the operator reports; not written by people.")] = (
-        None
-    )
+    status: Annotated[
+        PolicyStatus | None, Field(description="What the operator reports; not written by people.")
+    ] = None
 
     @property
     def namespace(self) -> str:

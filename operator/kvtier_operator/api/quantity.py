@@ -23,7 +23,8 @@ MAX_VALUE = (1 << 63) - 1
 PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 
 _PARTS = re.compile(
-    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?", re.ASCII
+    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?",
+    re.ASCII,
 )
 _BINARY = {f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL = {letter: Fraction(1000) ** power for power, letter in enumerate("kMGTPE", start=1)}
@@ -75,7 +76,9 @@ class Quantity:
         return self.text
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         def validate(given: Any) -> Quantity:
             if isinstance(given, Quantity):
                 return given
@@ -85,5 +88,8 @@ class Quantity:
                 raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
 
         return core_schema.no_info_plain_validator_function(
-            validate, serialization=core_schema.plain_serializer_function_ser_schema(lambda quantity: quantity.text)
+            validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda quantity: quantity.text
+            ),
         )

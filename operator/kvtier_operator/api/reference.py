@@ -18,7 +18,9 @@ FILE = Path("docs/reference/policy.md")
 
 def text() -> str:
     """The page."""
-    columns = ", ".join(str(column["name"]) for column in PRINTER_COLUMNS if not column.get("priority"))
+    columns = ", ".join(
+        str(column["name"]) for column in PRINTER_COLUMNS if not column.get("priority")
+    )
     wide = ", ".join(str(column["name"]) for column in PRINTER_COLUMNS if column.get("priority"))
     lines = [
         f"# {KIND}",
@@ -67,7 +69,9 @@ def _section(path: str, model: type[BaseModel]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     lines += [_row(document) for document in fields_of(model)]
-    rules = [rule.message for rule in model.rules if rule.message] if issubclass(model, Model) else []
+    rules = (
+        [rule.message for rule in model.rules if rule.message] if issubclass(model, Model) else []
+    )
     if rules:
         lines += ["", *(f"* {rule}" for rule in rules)]
     return [*lines, ""]

@@ -50,7 +50,9 @@ class LabelRequirement(Model):
     key: Annotated[LabelKey, STRUCTURAL, Field(description="The label.")]
     operator: Annotated[Operator, STRUCTURAL, Field(description="How it is compared.")]
     values: Annotated[
-        list[LabelValue] | None, STRUCTURAL, Field(max_length=64, description="Values for In and NotIn.")
+        list[LabelValue] | None,
+        STRUCTURAL,
+        Field(max_length=64, description="Values for In and NotIn."),
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -71,10 +73,14 @@ class LabelSelector(Model):
     """Pods that carry these labels; all conditions hold at once."""
 
     match_labels: Annotated[
-        dict[LabelKey, LabelValue] | None, STRUCTURAL, Field(max_length=64, description="Labels and their values.")
+        dict[LabelKey, LabelValue] | None,
+        STRUCTURAL,
+        Field(max_length=64, description="Labels and their values."),
     ] = None
     match_expressions: Annotated[
-        list[LabelRequirement] | None, STRUCTURAL, Field(max_length=64, description="Conditions on labels.")
+        list[LabelRequirement] | None,
+        STRUCTURAL,
+        Field(max_length=64, description="Conditions on labels."),
     ] = None
 
 

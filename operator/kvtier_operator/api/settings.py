@@ -58,7 +58,9 @@ class Breaker(Model):
     """When a tier is given up for a while."""
 
     failure_threshold: Annotated[
-        Integer, LIVE, Field(ge=1, le=1000, description="Failures in a row after which a tier is given up.")
+        Integer,
+        LIVE,
+        Field(ge=1, le=1000, description="Failures in a row after which a tier is given up."),
     ] = 5
     period_seconds: Annotated[
         Integer, LIVE, Field(ge=1, le=86_400, description="How long until it is probed again.")
@@ -76,7 +78,9 @@ class KeySecretReference(Model):
             pattern=f"^$|{RFC1123_SUBDOMAIN}",
             description="Name of the Secret; empty: objects carry no keyed tag.",
         ),
-        Accepts("empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at most 253"),
+        Accepts(
+            "empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at most 253"
+        ),
     ] = ""
 
 
@@ -86,7 +90,10 @@ class Isolation(Model):
     salt: Annotated[
         str,
         STRUCTURAL,
-        Field(max_length=256, description="Part of every object's namespace: other salt, other objects."),
+        Field(
+            max_length=256,
+            description="Part of every object's namespace: other salt, other objects.",
+        ),
     ] = ""
     model_revision: Annotated[
         str,
@@ -97,7 +104,9 @@ class Isolation(Model):
         ),
     ] = ""
     key_secret_ref: Annotated[
-        KeySecretReference, STRUCTURAL, Field(description="Secret that keys the tags of objects in shared directories.")
+        KeySecretReference,
+        STRUCTURAL,
+        Field(description="Secret that keys the tags of objects in shared directories."),
     ] = KeySecretReference()
 
 
@@ -105,11 +114,15 @@ class Security(Model):
     """Who may read what is stored."""
 
     storage_gid: Annotated[
-        Integer, STRUCTURAL, Field(ge=1, le=2_147_483_647, description="Group of directories and files in file tiers.")
+        Integer,
+        STRUCTURAL,
+        Field(ge=1, le=2_147_483_647, description="Group of directories and files in file tiers."),
     ] = 3000
 
 
-RESOURCE_WORDS = "cpu, ephemeral-storage and other resources but memory, which is computed from the memory tier"
+RESOURCE_WORDS = (
+    "cpu, ephemeral-storage and other resources but memory, which is computed from the memory tier"
+)
 
 
 def _not_memory(resources: dict[str, Quantity]) -> dict[str, Quantity]:
@@ -123,11 +136,15 @@ Resources = Annotated[
     Field(max_length=16),
     AfterValidator(_not_memory),
     Accepts(RESOURCE_WORDS),
-    Scalar(cel="!('memory' in self)", message=f"memory is not accepted; accepted are {RESOURCE_WORDS}"),
+    Scalar(
+        cel="!('memory' in self)", message=f"memory is not accepted; accepted are {RESOURCE_WORDS}"
+    ),
 ]
 
 
-_CPU_REQUEST = "(has(self.requests) ? ('cpu' in self.requests ? string(self.requests['cpu']) : '0') : '1')"
+_CPU_REQUEST = (
+    "(has(self.requests) ? ('cpu' in self.requests ? string(self.requests['cpu']) : '0') : '1')"
+)
 _CPU_LIMIT = "(has(self.limits) ? ('cpu' in self.limits ? string(self.limits['cpu']) : '8E') : '8')"
 
 
@@ -144,8 +161,12 @@ DEFAULT_LIMITS = {"cpu": Quantity.parse("8")}
 class DaemonResources(Model):
     """Resources of the sidecar. Its memory is computed from the memory tier and cannot be set."""
 
-    requests: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar asks for.")] = DEFAULT_REQUESTS
-    limits: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar may use.")] = DEFAULT_LIMITS
+    requests: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar asks for.")] = (
+        DEFAULT_REQUESTS
+    )
+    limits: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar may use.")] = (
+        DEFAULT_LIMITS
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -164,9 +185,9 @@ class DaemonResources(Model):
 class PodResources(Model):
     """Resources of what is added to a pod."""
 
-    daemon: Annotated[DaemonResources, STRUCTURAL, Field(description="Of the sidecar; memory is computed.")] = (
-        DaemonResources()
-    )
+    daemon: Annotated[
+        DaemonResources, STRUCTURAL, Field(description="Of the sidecar; memory is computed.")
+    ] = DaemonResources()
     memory_policy: Annotated[
         MemoryPolicy,
         STRUCTURAL,
@@ -198,7 +219,9 @@ class Attach(Model):
         ),
     ] = 120
     retry_seconds: Annotated[
-        Integer, LIVE, Field(ge=10, le=86_400, description="How long until attaching is tried again.")
+        Integer,
+        LIVE,
+        Field(ge=10, le=86_400, description="How long until attaching is tried again."),
     ] = 600
 
 
@@ -217,6 +240,6 @@ class Rollout(Model):
 class Monitoring(Model):
     """What is created for Prometheus."""
 
-    pod_monitor: Annotated[PodMonitor, LIVE, Field(description="Auto: where the cluster knows PodMonitors.")] = (
-        PodMonitor.AUTO
-    )
+    pod_monitor: Annotated[
+        PodMonitor, LIVE, Field(description="Auto: where the cluster knows PodMonitors.")
+    ] = PodMonitor.AUTO

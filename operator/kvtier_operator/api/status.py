@@ -33,12 +33,16 @@ class Reported(Model):
 class PodCounts(Reported):
     """Pods of the policy."""
 
-    selected: Annotated[Count, Field(description="Pods that the selector matches and this policy governs.")] = 0
+    selected: Annotated[
+        Count, Field(description="Pods that the selector matches and this policy governs.")
+    ] = 0
     attached: Annotated[Count, Field(description="Pods with tiers.")] = 0
     current: Annotated[Count, Field(description="Attached pods with the policy's structure.")] = 0
     outdated: Annotated[Count, Field(description="Attached pods with an older structure.")] = 0
     skipped: Annotated[Count, Field(description="Pods left alone, see skippedPods.")] = 0
-    tuned: Annotated[Count, Field(description="Attached pods that have applied the live values in force.")] = 0
+    tuned: Annotated[
+        Count, Field(description="Attached pods that have applied the live values in force.")
+    ] = 0
 
 
 class SkippedPod(Reported):
@@ -53,7 +57,9 @@ class TierStatus(Reported):
     """What the pods say about one tier."""
 
     name: Annotated[str, Field(max_length=63, description="Name of the tier.")]
-    state: Annotated[TierState, Field(description="The worst state that a pod reports.")] = TierState.UNKNOWN
+    state: Annotated[TierState, Field(description="The worst state that a pod reports.")] = (
+        TierState.UNKNOWN
+    )
     reporting_pods: Annotated[Count, Field(description="Pods that answered.")] = 0
     used_bytes: Annotated[Count | None, Field(description="Bytes in use.")] = None
     capacity_bytes: Annotated[Count | None, Field(description="Bytes that may be used.")] = None
@@ -75,7 +81,9 @@ class SuspendedOwner(Reported):
     reason: Annotated[ShortText | None, Field(description="Why, in one word.")] = None
     until: Annotated[
         Annotated[str, Field(max_length=64)] | None,
-        Field(description="When attaching is tried again.", json_schema_extra={"format": "date-time"}),
+        Field(
+            description="When attaching is tried again.", json_schema_extra={"format": "date-time"}
+        ),
     ] = None
 
 
@@ -86,17 +94,28 @@ class Condition(Reported):
     status: Annotated[Literal["True", "False", "Unknown"], Field(description="Whether it holds.")]
     reason: Annotated[str, Field(min_length=1, max_length=1024, description="Why, in one word.")]
     message: Annotated[str, Field(max_length=32_768, description="Why, for people.")] = ""
-    observed_generation: Annotated[Count | None, Field(description="Generation of the policy it was found for.")] = None
+    observed_generation: Annotated[
+        Count | None, Field(description="Generation of the policy it was found for.")
+    ] = None
     last_transition_time: Annotated[
-        str, Field(max_length=64, description="When status last changed.", json_schema_extra={"format": "date-time"})
+        str,
+        Field(
+            max_length=64,
+            description="When status last changed.",
+            json_schema_extra={"format": "date-time"},
+        ),
     ]
 
 
 class Summary(Reported):
     """The same in few words, for kubectl's columns."""
 
-    pods: Annotated[str, Field(max_length=32, description="Attached and selected pods, such as 7/8.")] = ""
-    tiers: Annotated[str, Field(max_length=1024, description="Names of the tiers, nearest first.")] = ""
+    pods: Annotated[
+        str, Field(max_length=32, description="Attached and selected pods, such as 7/8.")
+    ] = ""
+    tiers: Annotated[
+        str, Field(max_length=1024, description="Names of the tiers, nearest first.")
+    ] = ""
     hit_tokens_percent: Annotated[
         Annotated[int, Field(ge=0, le=100)] | None,
         Field(description="Of prompt tokens, those loaded from any tier, last five minutes."),
@@ -113,8 +132,12 @@ class PolicyStatus(Reported):
         Annotated[str, Field(max_length=64)] | None,
         Field(description="Of the structural fields as written and the schema version."),
     ] = None
-    live_generation: Annotated[Count | None, Field(description="Counts changes of the live values.")] = None
-    summary: Annotated[Summary | None, Field(description="In few words, for kubectl's columns.")] = None
+    live_generation: Annotated[
+        Count | None, Field(description="Counts changes of the live values.")
+    ] = None
+    summary: Annotated[
+        Summary | None, Field(description="In few words, for kubectl's columns.")
+    ] = None
     pods: Annotated[PodCounts | None, Field(description="Pods of the policy.")] = None
     skipped_pods: Annotated[
         list[SkippedPod] | None,
@@ -124,10 +147,15 @@ class PolicyStatus(Reported):
     suspended_owners: Annotated[
         list[SuspendedOwner] | None,
         MapKey("uid"),
-        Field(max_length=16, description="Owners whose next pods are left alone; at most 16 are listed."),
+        Field(
+            max_length=16,
+            description="Owners whose next pods are left alone; at most 16 are listed.",
+        ),
     ] = None
     tiers: Annotated[
-        list[TierStatus] | None, MapKey("name"), Field(max_length=8, description="What the pods say about each tier.")
+        list[TierStatus] | None,
+        MapKey("name"),
+        Field(max_length=8, description="What the pods say about each tier."),
     ] = None
     conditions: Annotated[
         list[Condition] | None,

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvtier.topology.models import StorePolicy
+from kvtier.config.models import StorePolicy
 from kvtier_operator.api.base import (
     LIVE,
     STRUCTURAL,
@@ -75,9 +75,9 @@ class MemoryTier(Model):
             "needed beside it."
         ),
     ]
-    eviction_policy: Annotated[EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")] = (
-        EvictionPolicy.LRU
-    )
+    eviction_policy: Annotated[
+        EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")
+    ] = EvictionPolicy.LRU
     persistence: Annotated[
         Persistence,
         STRUCTURAL,
@@ -100,7 +100,9 @@ def _no_volume_of_one_pod(source: str) -> Callable[[FileSystemTier], Iterator[Vi
     def check(tier: FileSystemTier) -> Iterator[Violation]:
         if tier.sharing is Sharing.CLUSTER and source in tier.volume.sources:
             yield Violation(
-                ("volume", source), "sharing: Cluster", "a volume that all nodes can mount, or sharing: Pod"
+                ("volume", source),
+                "sharing: Cluster",
+                "a volume that all nodes can mount, or sharing: Pod",
             )
 
     return check
@@ -118,7 +120,11 @@ def _claim_for_all_nodes(tier: FileSystemTier) -> Iterator[Violation]:
 
 def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
     empty_dir = tier.volume.empty_dir
-    if empty_dir is not None and empty_dir.size_limit is not None and empty_dir.size_limit.value < tier.capacity.value:
+    if (
+        empty_dir is not None
+        and empty_dir.size_limit is not None
+        and empty_dir.size_limit.value < tier.capacity.value
+    ):
         yield Violation(
             ("volume", "emptyDir", "sizeLimit"),
             empty_dir.size_limit.text,
@@ -138,12 +144,18 @@ class FileSystemTier(Model):
         Field(description="Bytes that the directory may hold, of all pods that share it."),
     ]
     high_watermark_percent: Annotated[
-        Integer, LIVE, Field(ge=2, le=100, description="Eviction starts when this share of capacity is used.")
+        Integer,
+        LIVE,
+        Field(ge=2, le=100, description="Eviction starts when this share of capacity is used."),
     ] = 90
     low_watermark_percent: Annotated[
         Integer,
         LIVE,
-        Field(ge=1, le=99, description="Eviction ends at this share of capacity; below highWatermarkPercent."),
+        Field(
+            ge=1,
+            le=99,
+            description="Eviction ends at this share of capacity; below highWatermarkPercent.",
+        ),
     ] = 75
     retention_seconds: Annotated[
         Integer,
@@ -157,12 +169,17 @@ class FileSystemTier(Model):
     sharing: Annotated[
         Sharing,
         STRUCTURAL,
-        Field(description="Who else writes there: this pod alone, pods of the same node, or of the whole cluster."),
+        Field(
+            description="Who else writes there: this pod alone, pods of the same node, or of the whole cluster."
+        ),
     ]
     direct_io: Annotated[
         DirectIO,
         STRUCTURAL,
-        Field(alias="directIO", description="Whether files bypass the page cache. Auto: where the mount can."),
+        Field(
+            alias="directIO",
+            description="Whether files bypass the page cache. Auto: where the mount can.",
+        ),
     ] = DirectIO.AUTO
     sync: Annotated[
         Sync,
@@ -172,9 +189,15 @@ class FileSystemTier(Model):
             "verification finds."
         ),
     ] = Sync.NONE
-    read_threads: Annotated[Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")] = 8
-    write_threads: Annotated[Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")] = 4
-    volume: Annotated[Volume, STRUCTURAL, Field(description="Where the directory is; exactly one source.")]
+    read_threads: Annotated[
+        Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")
+    ] = 8
+    write_threads: Annotated[
+        Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")
+    ] = 4
+    volume: Annotated[
+        Volume, STRUCTURAL, Field(description="Where the directory is; exactly one source.")
+    ]
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -239,16 +262,22 @@ class LMCacheTier(Model):
         str,
         STRUCTURAL,
         Field(min_length=4, max_length=2048, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$"),
-        Field(description="Storage URL as LMCache's backends take it. Passwords belong into credentialsSecretRef."),
+        Field(
+            description="Storage URL as LMCache's backends take it. Passwords belong into credentialsSecretRef."
+        ),
         Accepts("a storage URL such as redis://host:6379"),
     ]
     capacity: Annotated[
-        PositiveQuantity | None, LIVE, Field(description="Bytes that the backend may hold, where it needs to be told.")
+        PositiveQuantity | None,
+        LIVE,
+        Field(description="Bytes that the backend may hold, where it needs to be told."),
     ] = None
     credentials_secret_ref: Annotated[
         SecretReference | None,
         STRUCTURAL,
-        Field(description="Secret with the backend's credentials; mounted, never copied into a ConfigMap."),
+        Field(
+            description="Secret with the backend's credentials; mounted, never copied into a ConfigMap."
+        ),
     ] = None
 
 
@@ -258,7 +287,9 @@ TIER_KINDS = ("memory", "fileSystem", "lmcache")
 def _one_kind(tier: Tier) -> Iterator[Violation]:
     given = tier.kinds
     if len(given) != 1:
-        yield Violation((), ", ".join(given) or "no kind", f"exactly one of {', '.join(TIER_KINDS)}")
+        yield Violation(
+            (), ", ".join(given) or "no kind", f"exactly one of {', '.join(TIER_KINDS)}"
+        )
 
 
 class Tier(Model):
@@ -267,7 +298,9 @@ class Tier(Model):
     name: Annotated[
         Name,
         STRUCTURAL,
-        Field(description="Unique among the tiers; names directories and metrics, so it outlives reordering."),
+        Field(
+            description="Unique among the tiers; names directories and metrics, so it outlives reordering."
+        ),
     ]
     load_weight: Annotated[
         Integer,
@@ -291,7 +324,9 @@ class Tier(Model):
         Integer,
         LIVE,
         Field(
-            ge=1, le=600, description="How long a request may wait for this tier, lookup included. No effect on memory."
+            ge=1,
+            le=600,
+            description="How long a request may wait for this tier, lookup included. No effect on memory.",
         ),
     ] = 5
     store_policy: Annotated[
@@ -305,7 +340,9 @@ class Tier(Model):
     max_pending_store_bytes: Annotated[
         NonNegativeQuantity,
         LIVE,
-        Field(description="Bytes that may wait to be stored here; what comes on top is dropped and counted."),
+        Field(
+            description="Bytes that may wait to be stored here; what comes on top is dropped and counted."
+        ),
     ] = Quantity.parse("1Gi")
     max_write_bytes_per_second: Annotated[
         PositiveQuantity | None,
@@ -315,17 +352,25 @@ class Tier(Model):
             "top is dropped and counted. Absent: no limit. No effect on memory."
         ),
     ] = None
-    memory: Annotated[MemoryTier | None, STRUCTURAL, Field(description="Host memory; the first tier, and only it.")] = (
+    memory: Annotated[
+        MemoryTier | None,
+        STRUCTURAL,
+        Field(description="Host memory; the first tier, and only it."),
+    ] = None
+    file_system: Annotated[FileSystemTier | None, STRUCTURAL, Field(description="A directory.")] = (
         None
     )
-    file_system: Annotated[FileSystemTier | None, STRUCTURAL, Field(description="A directory.")] = None
-    lmcache: Annotated[LMCacheTier | None, STRUCTURAL, Field(description="A storage backend of LMCache.")] = None
+    lmcache: Annotated[
+        LMCacheTier | None, STRUCTURAL, Field(description="A storage backend of LMCache.")
+    ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="one-kind",
             check=_one_kind,
-            cel="[" + ", ".join(f"has(self.{kind})" for kind in TIER_KINDS) + "].filter(given, given).size() == 1",
+            cel="["
+            + ", ".join(f"has(self.{kind})" for kind in TIER_KINDS)
+            + "].filter(given, given).size() == 1",
             message=f"a tier has exactly one of {', '.join(TIER_KINDS)}",
             expression="'tier ' + self.name + ': ' + " + found_parts("self", "kind", TIER_KINDS),
         ),
@@ -335,4 +380,6 @@ class Tier(Model):
     def kinds(self) -> tuple[str, ...]:
         """Kinds that are given, as the policy spells them; one in a tier that was accepted."""
         values = (self.memory, self.file_system, self.lmcache)
-        return tuple(kind for kind, value in zip(TIER_KINDS, values, strict=True) if value is not None)
+        return tuple(
+            kind for kind, value in zip(TIER_KINDS, values, strict=True) if value is not None
+        )

@@ -65,28 +65,36 @@ class ResourceRequests(Model):
     """What a claim asks for."""
 
     storage: Annotated[
-        PositiveQuantity | None, STRUCTURAL, Field(description="Size of the volume; the tier's capacity if not set.")
+        PositiveQuantity | None,
+        STRUCTURAL,
+        Field(description="Size of the volume; the tier's capacity if not set."),
     ] = None
 
 
 class ClaimResources(Model):
     """Resources of a claim."""
 
-    requests: Annotated[ResourceRequests | None, STRUCTURAL, Field(description="What the claim asks for.")] = None
+    requests: Annotated[
+        ResourceRequests | None, STRUCTURAL, Field(description="What the claim asks for.")
+    ] = None
 
 
 class ClaimSpec(Model):
     """The part of a PersistentVolumeClaim that a policy may say."""
 
     storage_class_name: Annotated[
-        ObjectName | None, STRUCTURAL, Field(description="StorageClass; the cluster's default if not set.")
+        ObjectName | None,
+        STRUCTURAL,
+        Field(description="StorageClass; the cluster's default if not set."),
     ] = None
     access_modes: Annotated[
         list[AccessMode] | None,
         STRUCTURAL,
         Field(min_length=1, max_length=3, description="How the volume may be mounted."),
     ] = None
-    resources: Annotated[ClaimResources | None, STRUCTURAL, Field(description="Size of the volume.")] = None
+    resources: Annotated[
+        ClaimResources | None, STRUCTURAL, Field(description="Size of the volume.")
+    ] = None
 
     @property
     def storage(self) -> PositiveQuantity | None:
@@ -114,8 +122,14 @@ class TemplateMetadata(Model):
 class VolumeClaimTemplate(Model):
     """A claim made for each pod, and deleted with it."""
 
-    metadata: Annotated[TemplateMetadata | None, STRUCTURAL, Field(description="Metadata of the claim.")] = None
-    spec: Annotated[ClaimSpec, STRUCTURAL, Field(description="The claim; accessModes is [ReadWriteOnce] if not set.")]
+    metadata: Annotated[
+        TemplateMetadata | None, STRUCTURAL, Field(description="Metadata of the claim.")
+    ] = None
+    spec: Annotated[
+        ClaimSpec,
+        STRUCTURAL,
+        Field(description="The claim; accessModes is [ReadWriteOnce] if not set."),
+    ]
 
 
 class EmptyDirVolume(Model):
@@ -124,17 +138,21 @@ class EmptyDirVolume(Model):
     size_limit: Annotated[
         PositiveQuantity | None,
         STRUCTURAL,
-        Field(description="The kubelet evicts a pod that exceeds it, so it is at least the tier's capacity."),
+        Field(
+            description="The kubelet evicts a pod that exceeds it, so it is at least the tier's capacity."
+        ),
     ] = None
-    medium: Annotated[Medium, STRUCTURAL, Field(description="What holds it: the node's disk (empty) or Memory.")] = (
-        Medium.DISK
-    )
+    medium: Annotated[
+        Medium, STRUCTURAL, Field(description="What holds it: the node's disk (empty) or Memory.")
+    ] = Medium.DISK
 
 
 class EphemeralVolume(Model):
     """A volume of its own for each pod, deleted with it."""
 
-    volume_claim_template: Annotated[VolumeClaimTemplate, STRUCTURAL, Field(description="The claim for each pod.")]
+    volume_claim_template: Annotated[
+        VolumeClaimTemplate, STRUCTURAL, Field(description="The claim for each pod.")
+    ]
 
 
 class PersistentVolumeClaimVolume(Model):
@@ -143,7 +161,9 @@ class PersistentVolumeClaimVolume(Model):
     claim_name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the claim.")]
 
 
-DIRECTORY_WORDS = "Directory: the administrator prepares the directory, the kubelet would make it for root alone"
+DIRECTORY_WORDS = (
+    "Directory: the administrator prepares the directory, the kubelet would make it for root alone"
+)
 
 
 def _only_directory(given: str) -> str:
@@ -180,13 +200,18 @@ class NfsVolume(Model):
     server: Annotated[
         str,
         STRUCTURAL,
-        Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([-A-Za-z0-9.:]*[A-Za-z0-9])?$|^[0-9A-Fa-f:.]+$"),
+        Field(
+            min_length=1,
+            max_length=253,
+            pattern=r"^[A-Za-z0-9]([-A-Za-z0-9.:]*[A-Za-z0-9])?$|^[0-9A-Fa-f:.]+$",
+        ),
         Field(description="Host name or address of the server."),
         Accepts("a host name or an IP address"),
     ]
     path: Annotated[AbsolutePath, STRUCTURAL, Field(description="The exported directory.")]
     mount_options: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:=/-]+$")]] | None,
+        list[Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:=/-]+$")]]
+        | None,
         STRUCTURAL,
         Field(
             max_length=32,
@@ -196,26 +221,41 @@ class NfsVolume(Model):
     ] = None
 
 
-VOLUME_SOURCES = ("emptyDir", "ephemeral", "persistentVolumeClaim", "claimTemplate", "hostPath", "nfs")
+VOLUME_SOURCES = (
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "claimTemplate",
+    "hostPath",
+    "nfs",
+)
 
 
 def _one_source(volume: Volume) -> Iterator[Violation]:
     given = volume.sources
     if len(given) != 1:
-        yield Violation((), ", ".join(given) or "no source", f"exactly one of {', '.join(VOLUME_SOURCES)}")
+        yield Violation(
+            (), ", ".join(given) or "no source", f"exactly one of {', '.join(VOLUME_SOURCES)}"
+        )
 
 
 class Volume(Model):
     """Exactly one source."""
 
     empty_dir: Annotated[
-        EmptyDirVolume | None, STRUCTURAL, Field(description="A directory that lives as long as the pod.")
+        EmptyDirVolume | None,
+        STRUCTURAL,
+        Field(description="A directory that lives as long as the pod."),
     ] = None
     ephemeral: Annotated[
-        EphemeralVolume | None, STRUCTURAL, Field(description="A volume for each pod, deleted with it.")
+        EphemeralVolume | None,
+        STRUCTURAL,
+        Field(description="A volume for each pod, deleted with it."),
     ] = None
     persistent_volume_claim: Annotated[
-        PersistentVolumeClaimVolume | None, STRUCTURAL, Field(description="An existing claim of the namespace.")
+        PersistentVolumeClaimVolume | None,
+        STRUCTURAL,
+        Field(description="An existing claim of the namespace."),
     ] = None
     claim_template: Annotated[
         ClaimSpec | None,
@@ -225,7 +265,9 @@ class Volume(Model):
             "if not set."
         ),
     ] = None
-    host_path: Annotated[HostPathVolume | None, STRUCTURAL, Field(description="A directory of the node.")] = None
+    host_path: Annotated[
+        HostPathVolume | None, STRUCTURAL, Field(description="A directory of the node.")
+    ] = None
     nfs: Annotated[
         NfsVolume | None,
         STRUCTURAL,
@@ -236,7 +278,9 @@ class Volume(Model):
         Rule(
             name="one-source",
             check=_one_source,
-            cel="[" + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES) + "].filter(given, given).size() == 1",
+            cel="["
+            + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES)
+            + "].filter(given, given).size() == 1",
             message=f"a volume has exactly one of {', '.join(VOLUME_SOURCES)}",
             expression=found_parts("self", "source", VOLUME_SOURCES),
         ),
@@ -253,4 +297,6 @@ class Volume(Model):
             self.host_path,
             self.nfs,
         )
-        return tuple(name for name, value in zip(VOLUME_SOURCES, values, strict=True) if value is not None)
+        return tuple(
+            name for name, value in zip(VOLUME_SOURCES, values, strict=True) if value is not None
+        )

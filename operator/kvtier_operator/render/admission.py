@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier_operator.api.crd import PLURAL
+from kvtier_operator.api.names import INJECT_LABEL, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import GROUP, VERSION
-from kvtier_operator.render.names import INJECT_LABEL, STRUCTURAL_ANNOTATION
 from kvtier_operator.render.volumes import MANAGED_BY
 from kvtier_operator.settings import Settings
 
@@ -45,7 +45,10 @@ def mutating(settings: Settings) -> dict[str, Any]:
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingWebhookConfiguration",
-        "metadata": {"name": settings.webhook.certificates.mutating_configuration, "labels": dict(MANAGED_BY)},
+        "metadata": {
+            "name": settings.webhook.certificates.mutating_configuration,
+            "labels": dict(MANAGED_BY),
+        },
         "webhooks": [
             {
                 "name": POD_WEBHOOK,
@@ -86,7 +89,10 @@ def validating(settings: Settings) -> dict[str, Any]:
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
-        "metadata": {"name": settings.webhook.certificates.validating_configuration, "labels": dict(MANAGED_BY)},
+        "metadata": {
+            "name": settings.webhook.certificates.validating_configuration,
+            "labels": dict(MANAGED_BY),
+        },
         "webhooks": [
             {
                 "name": POLICY_WEBHOOK,

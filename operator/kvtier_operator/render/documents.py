@@ -1,16 +1,286 @@
-"""All Kubernetes documents of a policy for clusters without the operator (``attach.mode: ConfigMapOnly``). Pure."""
+"""From a policy to the topology document. Pure: no file, no cluster, no clock.
+
+All Kubernetes documents of a policy for clusters without the operator (``attach.mode: ConfigMapOnly``). Pure.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
+from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
+from kvtier.config.models import (
+    SCHEMA_VERSION,
+    Breaker,
+    Daemon,
+    FileSystemTierDocument,
+    HttpEndpoint,
+    Isolation,
+    Live,
+    LiveTier,
+    LMCacheTierDocument,
+    MemoryTierDocument,
+    PolicyIdentity,
+    Structural,
+    TierDocument,
+    Topology,
+)
+from kvtier.config.writer import document_text
 from kvtier.errors import ConfigurationError
-from kvtier.topology.loading import LIVE_FILE, STRUCTURAL_FILE
-from kvtier.topology.models import Structural
-from kvtier.topology.writing import document_text
-from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.base import Change
+from kvtier_operator.api.fields import fields_of
+from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
+from kvtier_operator.api.quantity import Quantity
+from kvtier_operator.api.tiers import Sync, Tier
 from kvtier_operator.render import volumes
-from kvtier_operator.render.topology import live, pod_placement, structural
+
+POD_RUN_DIRECTORY = "/run/kvtier"
+"""In pods: where the shared memory-backed volume is mounted."""
+POD_TIERS_DIRECTORY = "/var/lib/kvtier/tiers"
+"""In pods: the volume of a file tier is mounted at the tier's name below this."""
+POD_SECRETS_DIRECTORY = "/etc/kvtier/secrets"
+POD_KEY_DIRECTORY = "/etc/kvtier/isolation"
+"""Not below the secrets' directory: there a tier may be called anything."""
+LOOPBACK = HttpEndpoint()
+POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus ask from other pods)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a policy does not say because it depends on where it is used.
+
+    ``tier_paths`` has a directory for every file tier. ``storage_gid``: the group of files; None: left as it is.
+    """
+
+    run_directory: str
+    tier_paths: Mapping[str, str] = field(default_factory=dict)
+    http: HttpEndpoint = LOOPBACK
+    daemon: Daemon | None = None
+    storage_gid: int | None = None
+    secrets_directory: str = POD_SECRETS_DIRECTORY
+    key_directory: str = POD_KEY_DIRECTORY
+
+
+def pod_placement(policy: KVTierPolicy) -> Placement:
+    """Where things are in a pod."""
+    return Placement(
+        run_directory=POD_RUN_DIRECTORY,
+        tier_paths={
+            tier.name: f"{POD_TIERS_DIRECTORY}/{tier.name}"
+            for tier in policy.spec.tiers
+            if tier.file_system is not None
+        },
+        http=POD_HTTP,
+        storage_gid=policy.spec.security.storage_gid,
+    )
+
+
+def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
+    """Where engine and tierd of user ``uid`` meet outside Kubernetes; another user or policy meets elsewhere."""
+    digest = hashlib.sha256(
+        f"{uid}\0{policy.namespace}/{policy.metadata.name}".encode()
+    ).hexdigest()[:8]
+    return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108  (memory-backed on purpose)
+
+
+def local_tier_paths(
+    policy: KVTierPolicy, overrides: Mapping[str, str], base: str
+) -> tuple[dict[str, str], list[str]]:
+    """Directories of the file tiers on this machine, and a note for each that is not what a pod would get.
+
+    ``overrides`` win; a hostPath is itself; what a pod would bring along gets a directory below ``base``. An NFS export
+    is mounted by nobody here, so it needs an override. Raises ``ConfigurationError``.
+    """
+    known = {tier.name for tier in policy.spec.tiers if tier.file_system is not None}
+    for name in overrides:
+        if name not in known:
+            raise ConfigurationError(
+                "--tier-path",
+                name,
+                f"a file tier of the policy: {', '.join(sorted(known)) or 'it has none'}",
+            )
+    paths: dict[str, str] = {}
+    notes: list[str] = []
+    for index, tier in enumerate(policy.spec.tiers):
+        if tier.file_system is None:
+            continue
+        volume = tier.file_system.volume
+        if tier.name in overrides:
+            paths[tier.name] = overrides[tier.name]
+        elif volume.host_path is not None:
+            paths[tier.name] = volume.host_path.path
+        elif volume.nfs is not None:
+            raise ConfigurationError(
+                f"spec.tiers[{index}].fileSystem.volume.nfs",
+                f"{volume.nfs.server}:{volume.nfs.path}",
+                f"a directory of this machine given by --tier-path {tier.name}=DIR",
+            )
+        else:
+            paths[tier.name] = f"{base}/{tier.name}"
+            notes.append(
+                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR "
+                f"sets another"
+            )
+    used: dict[str, str] = {}
+    for name, path in paths.items():
+        other = used.setdefault(os.path.normpath(path), name)
+        if other != name:
+            raise ConfigurationError(
+                "--tier-path", f"{name}={path}", f"a directory of its own ({other} has this one)"
+            )
+    return paths, notes
+
+
+def content_hash(spec: PolicySpec) -> str:
+    """8 hex digits over the structural fields as written and the schema version, nothing else.
+
+    "As written": a field that was left out is not in it, so a changed default outdates nobody; sizes count by value, so
+    64Gi and 65536Mi are the same.
+    """
+    canonical = json.dumps(
+        [SCHEMA_VERSION, _structural_fields(spec)],
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+    )
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def _structural_fields(model: BaseModel) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for document in fields_of(type(model)):
+        if document.attribute not in model.model_fields_set:
+            continue
+        value = getattr(model, document.attribute)
+        holds_models = isinstance(value, BaseModel) or (
+            isinstance(value, list) and bool(value) and isinstance(value[0], BaseModel)
+        )
+        if holds_models or document.change is Change.STRUCTURAL:
+            canonical = _canonical(value)
+            if canonical not in ({}, None):
+                fields[document.alias] = canonical
+    return fields
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return _structural_fields(value)
+    if isinstance(value, Quantity):
+        return str(value.value)
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items()}
+    return value
+
+
+def live(policy: KVTierPolicy, generation: int = 0) -> Live:
+    """The live document."""
+    spec = policy.spec
+    return Live(
+        generation=generation,
+        selection=spec.selection,
+        min_load_tokens=spec.min_load_tokens,
+        breaker=Breaker(
+            failure_threshold=spec.breaker.failure_threshold,
+            period_seconds=spec.breaker.period_seconds,
+        ),
+        tiers={tier.name: _live_tier(tier) for tier in spec.tiers},
+    )
+
+
+def _live_tier(tier: Tier) -> LiveTier:
+    common: dict[str, Any] = {
+        "load_weight": tier.load_weight,
+        "lookup_timeout_milliseconds": tier.lookup_timeout_milliseconds,
+        "load_timeout_seconds": tier.load_timeout_seconds,
+        "store_policy": tier.store_policy,
+        "max_pending_store_bytes": tier.max_pending_store_bytes.size_bytes,
+    }
+    if tier.max_write_bytes_per_second is not None:
+        common["max_write_bytes_per_second"] = tier.max_write_bytes_per_second.size_bytes
+    if tier.file_system is not None:
+        files = tier.file_system
+        common |= {
+            "capacity_bytes": files.capacity.size_bytes,
+            "high_watermark_percent": files.high_watermark_percent,
+            "low_watermark_percent": files.low_watermark_percent,
+            "retention_seconds": files.retention_seconds,
+            "sync_data": files.sync is Sync.DATA,
+        }
+    elif tier.lmcache is not None and tier.lmcache.capacity is not None:
+        common["capacity_bytes"] = tier.lmcache.capacity.size_bytes
+    return LiveTier(**common)
+
+
+def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) -> Structural:
+    """The structural document, with the live values of this moment."""
+    spec = policy.spec
+    key_secret = spec.isolation.key_secret_ref.name
+    return Structural(
+        policy=PolicyIdentity(
+            namespace=policy.namespace, name=policy.metadata.name, uid=policy.metadata.uid or ""
+        ),
+        content_hash=content_hash(spec),
+        engine_type=spec.engine.type.value,
+        daemon=placement.daemon or spec.engine.daemon,
+        run_directory=placement.run_directory,
+        chunk_tokens=spec.chunk_tokens,
+        hash_seed=spec.engine.hash_seed,
+        local_ranks=spec.engine.local_ranks,
+        tiers=[_tier(tier, placement) for tier in spec.tiers],
+        isolation=Isolation(
+            salt=spec.isolation.salt,
+            model_revision=spec.isolation.model_revision,
+            key_file=f"{placement.key_directory}/key" if key_secret else None,
+        ),
+        storage_gid=placement.storage_gid,
+        http=placement.http,
+        live=live(policy, generation),
+    )
+
+
+def _tier(tier: Tier, placement: Placement) -> TierDocument:
+    if tier.memory is not None:
+        return MemoryTierDocument(
+            name=tier.name,
+            capacity_bytes=tier.memory.capacity.size_bytes,
+            eviction_policy=tier.memory.eviction_policy.value,
+            persistence=tier.memory.persistence.value,
+        )
+    if tier.file_system is not None:
+        files = tier.file_system
+        return FileSystemTierDocument(
+            name=tier.name,
+            path=placement.tier_paths[tier.name],
+            sharing=files.sharing.value,
+            direct_io=files.direct_io.value,
+            read_threads=files.read_threads,
+            write_threads=files.write_threads,
+        )
+    if tier.lmcache is not None:
+        reference = tier.lmcache.credentials_secret_ref
+        return LMCacheTierDocument(
+            name=tier.name,
+            url=tier.lmcache.url,
+            credentials_directory=f"{placement.secrets_directory}/{tier.name}"
+            if reference is not None
+            else None,
+        )
+    raise ConfigurationError(f"spec.tiers ({tier.name})", "no kind", "a tier with exactly one kind")
+
+
+def topology(policy: KVTierPolicy, placement: Placement, generation: int = 0) -> Topology:
+    """Both documents."""
+    document = structural(policy, placement, generation)
+    return Topology(structural=document, live=document.live)
+
 
 POD_TOPOLOGY_DIRECTORY = "/etc/kvtier/topology"
 """In pods: where both documents are mounted."""

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvtier.config.models import Structural
 from kvtier.errors import ConfigurationError
-from kvtier.topology.models import Structural
 from kvtier_operator.api.engine import Connector, EngineType
 from kvtier_operator.api.policy import KVTierPolicy
 
@@ -30,7 +30,10 @@ def transfer_config(topology_directory: str) -> dict[str, Any]:
 
 def arguments(topology_directory: str) -> list[str]:
     """Command-line arguments that attach vLLM."""
-    return ["--kv-transfer-config", json.dumps(transfer_config(topology_directory), separators=(",", ":"))]
+    return [
+        "--kv-transfer-config",
+        json.dumps(transfer_config(topology_directory), separators=(",", ":")),
+    ]
 
 
 def environment(
@@ -50,18 +53,26 @@ def environment(
     }
 
 
-def attaching_variables(hash_seed: str, payload_directory: str | None, given: Mapping[str, str]) -> dict[str, str]:
+def attaching_variables(
+    hash_seed: str, payload_directory: str | None, given: Mapping[str, str]
+) -> dict[str, str]:
     """The part of ``environment`` that is the same for all connectors: KVTier's plugin is found and may run, and block
     hashes are the same in every process.
     """
     variables = {}
     if payload_directory is not None:
-        others = [part for part in given.get("PYTHONPATH", "").split(":") if part and part != payload_directory]
+        others = [
+            part
+            for part in given.get("PYTHONPATH", "").split(":")
+            if part and part != payload_directory
+        ]
         variables["PYTHONPATH"] = ":".join([payload_directory, *others])
     variables["PYTHONHASHSEED"] = given.get("PYTHONHASHSEED") or hash_seed
     if "VLLM_PLUGINS" in given:
         allowed = [name for name in given["VLLM_PLUGINS"].split(",") if name]
-        variables["VLLM_PLUGINS"] = ",".join(allowed if PLUGIN_NAME in allowed else [*allowed, PLUGIN_NAME])
+        variables["VLLM_PLUGINS"] = ",".join(
+            allowed if PLUGIN_NAME in allowed else [*allowed, PLUGIN_NAME]
+        )
     return variables
 
 
@@ -81,7 +92,11 @@ def check(policy: KVTierPolicy) -> None:
     engine = policy.spec.engine
     if engine.connector is not Connector.KVTIER:
         raise ConfigurationError(
-            "spec.engine.connector", engine.connector.value, "KVTier, which is what this version renders"
+            "spec.engine.connector",
+            engine.connector.value,
+            "KVTier, which is what this version renders",
         )
     if engine.type is not EngineType.VLLM:
-        raise ConfigurationError("spec.engine.type", engine.type.value, "VLLM, which is what this version renders")
+        raise ConfigurationError(
+            "spec.engine.type", engine.type.value, "VLLM, which is what this version renders"
+        )

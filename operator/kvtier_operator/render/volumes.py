@@ -19,7 +19,11 @@ from kvtier_operator.api.volumes import ClaimSpec, NfsVolume
 POLICY_LABEL = "kvtier.io/policy"
 TIER_LABEL = "kvtier.io/tier"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "kvtier"}
-NFS_OPTIONS = {"soft": ("soft", "hard", "softerr"), "timeo=50": ("timeo",), "retrans=2": ("retrans",)}
+NFS_OPTIONS = {
+    "soft": ("soft", "hard", "softerr"),
+    "timeo=50": ("timeo",),
+    "retrans=2": ("retrans",),
+}
 """What an NFS mount gets unless the policy says otherwise, and the options that count as saying so: a dead server has
 to end in an error, not in a wait."""
 NFS_NOMINAL_SIZE = "1Gi"
@@ -29,7 +33,11 @@ and the size of a bound claim is not; and a quota on storage should not be charg
 
 def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
     """Labels of everything that is rendered for a policy."""
-    return {**MANAGED_BY, POLICY_LABEL: policy.metadata.name, **({TIER_LABEL: tier} if tier is not None else {})}
+    return {
+        **MANAGED_BY,
+        POLICY_LABEL: policy.metadata.name,
+        **({TIER_LABEL: tier} if tier is not None else {}),
+    }
 
 
 def volume_hash(policy: KVTierPolicy, tier: Tier) -> str:
@@ -55,7 +63,9 @@ def mount_options(nfs: NfsVolume) -> list[str]:
     """The export's options and those that are added."""
     given = list(nfs.mount_options or ())
     names = {option.split("=", 1)[0] for option in given}
-    return given + [option for option, said_by in NFS_OPTIONS.items() if not names.intersection(said_by)]
+    return given + [
+        option for option, said_by in NFS_OPTIONS.items() if not names.intersection(said_by)
+    ]
 
 
 def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
@@ -66,7 +76,13 @@ def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
             continue
         volume = tier.file_system.volume
         if volume.claim_template is not None:
-            rendered.append(_claim(policy, tier, _claim_spec(volume.claim_template, tier.file_system, "ReadWriteMany")))
+            rendered.append(
+                _claim(
+                    policy,
+                    tier,
+                    _claim_spec(volume.claim_template, tier.file_system, "ReadWriteMany"),
+                )
+            )
         elif volume.nfs is not None:
             rendered += _nfs_pair(policy, tier, volume.nfs)
     return rendered
@@ -84,12 +100,24 @@ def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
     if volume.empty_dir is not None:
         limit = volume.empty_dir.size_limit
         medium = volume.empty_dir.medium.value
-        return {"emptyDir": {**({"medium": medium} if medium else {}), **({"sizeLimit": limit.text} if limit else {})}}
+        return {
+            "emptyDir": {
+                **({"medium": medium} if medium else {}),
+                **({"sizeLimit": limit.text} if limit else {}),
+            }
+        }
     if volume.ephemeral is not None:
         template = volume.ephemeral.volume_claim_template
         metadata = jsonable(template.metadata) if template.metadata is not None else {}
         spec = _claim_spec(template.spec, files, "ReadWriteOnce")
-        return {"ephemeral": {"volumeClaimTemplate": {**({"metadata": metadata} if metadata else {}), "spec": spec}}}
+        return {
+            "ephemeral": {
+                "volumeClaimTemplate": {
+                    **({"metadata": metadata} if metadata else {}),
+                    "spec": spec,
+                }
+            }
+        }
     raise ValueError(f"tier {tier.name} has no volume source")
 
 

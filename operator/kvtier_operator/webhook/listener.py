@@ -19,13 +19,13 @@ from typing import Any
 
 from aiohttp import web
 
+from kvtier_operator.certs.serve import ServingCertificate
 from kvtier_operator.render.admission import MUTATE_PATH, VALIDATE_PATH
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import mutate, review, validate
-from kvtier_operator.webhook.caches import Knowledge
+from kvtier_operator.webhook.lister import WebhookLister
 from kvtier_operator.webhook.metrics import WebhookMetrics
 from kvtier_operator.webhook.review import Review
-from kvtier_operator.webhook.tls import ServingCertificate
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class AdmissionServer:
     def __init__(
         self,
         settings: Settings,
-        knowledge: Knowledge,
+        knowledge: WebhookLister,
         serving: ServingCertificate,
         metrics: WebhookMetrics,
         decide: mutate.Attach,
@@ -95,8 +95,14 @@ class AdmissionServer:
 
     def stuck(self) -> str:
         """Why this process cannot decide any more, however long one waits; empty if it can."""
-        long = [began for began in self._computing.values() if self._clock() - began > STUCK_SECONDS]
-        return f"{len(long)} decisions have hung for {STUCK_SECONDS:g} s" if len(long) >= THREADS else ""
+        long = [
+            began for began in self._computing.values() if self._clock() - began > STUCK_SECONDS
+        ]
+        return (
+            f"{len(long)} decisions have hung for {STUCK_SECONDS:g} s"
+            if len(long) >= THREADS
+            else ""
+        )
 
     async def start(self) -> int:
         """Listens; the port."""
@@ -108,7 +114,9 @@ class AdmissionServer:
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         webhook = self._settings.webhook
-        await web.TCPSite(self._runner, webhook.host, webhook.port, ssl_context=self._serving.context).start()
+        await web.TCPSite(
+            self._runner, webhook.host, webhook.port, ssl_context=self._serving.context
+        ).start()
         port: int = self._runner.addresses[0][1]
         return port
 
@@ -143,12 +151,16 @@ class AdmissionServer:
             self._open -= 1
         self._metrics.answers.labels(request.path, result).inc()
         self._metrics.seconds.labels(request.path).observe(self._clock() - started)
-        response = web.Response(text=json.dumps(answer), content_type="application/json", status=status)
+        response = web.Response(
+            text=json.dumps(answer), content_type="application/json", status=status
+        )
         if self._draining:
             response.force_close()
         return response
 
-    async def _answered(self, request: web.Request, about: Callable[[Review], Any]) -> tuple[str, int, Answer]:
+    async def _answered(
+        self, request: web.Request, about: Callable[[Review], Any]
+    ) -> tuple[str, int, Answer]:
         try:
             async with asyncio.timeout(READ_SECONDS):
                 asked = review.parse(await request.read())
@@ -198,7 +210,10 @@ class AdmissionServer:
         return _Outcome(verdict.result, review.allowed(asked.uid, patch=verdict.patch))
 
     async def _about_a_policy(self, asked: Review) -> _Outcome:
-        others, labels = self._knowledge.policies(asked.namespace), self._knowledge.namespace_labels(asked.namespace)
+        others, labels = (
+            self._knowledge.policies(asked.namespace),
+            self._knowledge.namespace_labels(asked.namespace),
+        )
         found = await self._computed(validate.examine, asked, others, self._settings, labels)
         if found.refusals:
             causes = [(refusal.field, refusal.message) for refusal in found.refusals]

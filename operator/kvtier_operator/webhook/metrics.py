@@ -39,11 +39,24 @@ class WebhookMetrics:
             "When the serving certificate in use ends; 0 without one.",
             registry=registry,
         )
-        self.ready = Gauge("kvtier_webhook_ready", "Whether this replica can decide about pods.", registry=registry)
-        self.policies = Gauge(
-            "kvtier_webhook_policies", "Policies known, by whether they can be read.", ["state"], registry=registry
+        self.ready = Gauge(
+            "kvtier_webhook_ready", "Whether this replica can decide about pods.", registry=registry
         )
-        for result in ("Attached", "Skipped", "Unchanged", "Malformed", "Failed", "Abandoned", "NotReady"):
+        self.policies = Gauge(
+            "kvtier_webhook_policies",
+            "Policies known, by whether they can be read.",
+            ["state"],
+            registry=registry,
+        )
+        for result in (
+            "Attached",
+            "Skipped",
+            "Unchanged",
+            "Malformed",
+            "Failed",
+            "Abandoned",
+            "NotReady",
+        ):
             self.answers.labels("/mutate", result)
         for result in ("Accepted", "Refused", "Malformed", "Failed", "Abandoned"):
             self.answers.labels("/validate", result)

@@ -11,30 +11,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
+from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
 from kvtier_operator.render.admission import MIRROR_ANNOTATION
-from kvtier_operator.render.attachment import Attached, Decision, PodObject, Surroundings
-from kvtier_operator.render.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.caches import Knowledge
-from kvtier_operator.webhook.patch import Operation, between
+from kvtier_operator.webhook.jsonpatch import Operation, between
+from kvtier_operator.webhook.lister import WebhookLister
 from kvtier_operator.webhook.review import Review
 
-Attach = Callable[[KVTierPolicy, PodObject, Surroundings, Settings], Decision]
+Attach = Callable[[KVTierPolicy, PodObject, AdmissionContext, Settings], Decision]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class MutationRequest:
     """A pod, the policy that governs it, and what is known around it."""
 
     policy: KVTierPolicy
     pod: PodObject
-    around: Surroundings
+    around: AdmissionContext
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MutationResult:
     """What becomes of a pod. ``result``: Attached, Skipped or Unchanged; ``reason`` and ``message``: why, if skipped."""
 
     result: str
@@ -45,11 +45,20 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-def question(review: Review, knowledge: Knowledge, settings: Settings) -> Question | None:
+def question(
+    review: Review, knowledge: WebhookLister, settings: Settings
+) -> MutationRequest | None:
     """What is to be decided; None where nothing is: another object, another operation, a pod that no policy governs."""
-    if (review.group, review.kind, review.operation, review.sub_resource) != ("", "Pod", "CREATE", ""):
+    if (review.group, review.kind, review.operation, review.sub_resource) != (
+        "",
+        "Pod",
+        "CREATE",
+        "",
+    ):
         return None
-    namespace = review.namespace or str((review.object.get("metadata") or {}).get("namespace") or "")
+    namespace = review.namespace or str(
+        (review.object.get("metadata") or {}).get("namespace") or ""
+    )
     if settings.watch_namespaces and namespace not in settings.watch_namespaces:
         return None
     if _never_touched(review.object):
@@ -58,21 +67,29 @@ def question(review: Review, knowledge: Knowledge, settings: Settings) -> Questi
     policy = knowledge.governing(namespace, metadata.get("labels") or {})
     if policy is None or policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         return None
-    return Question(policy, review.object, knowledge.surroundings(policy, namespace, review.object))
+    return MutationRequest(
+        policy, review.object, knowledge.surroundings(policy, namespace, review.object)
+    )
 
 
-def answer(asked: Question, settings: Settings, decide: Attach) -> Verdict:
+def answer(asked: MutationRequest, settings: Settings, decide: Attach) -> MutationResult:
     """The decision, as a patch of the pod as it came."""
     pod = asked.pod
     policy = asked.policy.metadata.name
     # Asked again after another webhook, or with an annotation copied from another pod: what was found then is not
     # what is found now.
-    decision = decide(asked.policy, _without_annotation(pod, SKIPPED_ANNOTATION), asked.around, settings)
+    decision = decide(
+        asked.policy, _without_annotation(pod, SKIPPED_ANNOTATION), asked.around, settings
+    )
     if isinstance(decision, Attached):
-        return Verdict("Attached", tuple(between(pod, decision.pod)), policy, notes=decision.notes)
+        return MutationResult(
+            "Attached", tuple(between(pod, decision.pod)), policy, notes=decision.notes
+        )
     found = {"policy": policy, "reason": decision.reason.value, "message": decision.message}
     marked = _with_annotation(pod, SKIPPED_ANNOTATION, json.dumps(found, ensure_ascii=False))
-    return Verdict("Skipped", tuple(between(pod, marked)), policy, decision.reason.value, decision.message)
+    return MutationResult(
+        "Skipped", tuple(between(pod, marked)), policy, decision.reason.value, decision.message
+    )
 
 
 def _never_touched(pod: PodObject) -> bool:
@@ -95,4 +112,10 @@ def _without_annotation(pod: PodObject, name: str) -> PodObject:
 
 def _with_annotation(pod: PodObject, name: str, value: str) -> dict[str, Any]:
     metadata = pod.get("metadata") or {}
-    return {**pod, "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), name: value}}}
+    return {
+        **pod,
+        "metadata": {
+            **metadata,
+            "annotations": {**(metadata.get("annotations") or {}), name: value},
+        },
+    }

@@ -73,7 +73,9 @@ def parse(body: bytes) -> Review:
     )
 
 
-def allowed(uid: str, *, patch: Sequence[Mapping[str, Any]] = (), warnings: Sequence[str] = ()) -> dict[str, Any]:
+def allowed(
+    uid: str, *, patch: Sequence[Mapping[str, Any]] = (), warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Yes, with changes where there are any."""
     response: dict[str, Any] = {"uid": uid, "allowed": True}
     if patch:
@@ -82,9 +84,14 @@ def allowed(uid: str, *, patch: Sequence[Mapping[str, Any]] = (), warnings: Sequ
     return _answer(response, warnings)
 
 
-def refused(uid: str, causes: Sequence[tuple[str, str]], *, warnings: Sequence[str] = ()) -> dict[str, Any]:
+def refused(
+    uid: str, causes: Sequence[tuple[str, str]], *, warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """No, with everything that is wrong: pairs of field and message."""
-    details = [{"reason": "FieldValueInvalid", "field": field, "message": message} for field, message in causes]
+    details = [
+        {"reason": "FieldValueInvalid", "field": field, "message": message}
+        for field, message in causes
+    ]
     status = {
         "code": 422,
         "reason": "Invalid",
@@ -97,7 +104,8 @@ def refused(uid: str, causes: Sequence[tuple[str, str]], *, warnings: Sequence[s
 def _answer(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]:
     if warnings:
         response["warnings"] = [
-            text if len(text) <= MAX_WARNING else text[: MAX_WARNING - 1] + "…" for text in warnings[:MAX_WARNINGS]
+            text if len(text) <= MAX_WARNING else text[: MAX_WARNING - 1] + "…"
+            for text in warnings[:MAX_WARNINGS]
         ]
     return {"apiVersion": API_VERSION, "kind": KIND, "response": response}
 

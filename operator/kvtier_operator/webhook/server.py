@@ -11,10 +11,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvtier_operator.cluster import certificates, trimming
-from kvtier_operator.cluster.cache import Change, Watch, WatchedCache
-from kvtier_operator.cluster.client import ApiClient
-from kvtier_operator.cluster.contract import (
+from kvtier_operator import runtime
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
+from kvtier_operator.injection.existing_config import GROUP_LABEL
+from kvtier_operator.injection.inject import attach
+from kvtier_operator.kube import trim
+from kvtier_operator.kube.cache import Change, Watch, WatchedCache
+from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.resources import (
     LIMIT_RANGES,
     NAMESPACES,
     NODES,
@@ -25,14 +30,10 @@ from kvtier_operator.cluster.contract import (
     Kind,
     Object,
 )
-from kvtier_operator.process import health
-from kvtier_operator.render.attach import attach
-from kvtier_operator.render.configured import GROUP_LABEL
 from kvtier_operator.settings import CertificateMode, Settings
-from kvtier_operator.webhook.caches import Knowledge
 from kvtier_operator.webhook.listener import AdmissionServer
+from kvtier_operator.webhook.lister import WebhookLister
 from kvtier_operator.webhook.metrics import WebhookMetrics
-from kvtier_operator.webhook.tls import CertificateDirectory, ServingCertificate, UnusableError
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +63,21 @@ async def serve(
             knowledge.changed(kind, found, change)
 
     cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
-    knowledge = Knowledge(cache, settings, wall_clock)
+    knowledge = WebhookLister(cache, settings, wall_clock)
     server = AdmissionServer(settings, knowledge, serving, metrics, attach)
-    state = health.Health()
+    state = runtime.Health()
     state.live("webhook", server.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))
     following = [asyncio.ensure_future(cache.run())]
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
         directory = CertificateDirectory(settings.webhook.certificates.directory, serving)
         following.append(asyncio.ensure_future(directory.follow()))
-    stopped, settled = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_settle(cache, freeze))
+    stopped, settled = (
+        asyncio.ensure_future(stop.wait()),
+        asyncio.ensure_future(_settle(cache, freeze)),
+    )
     try:
-        async with health.serve(settings.monitoring, metrics.registry, state):
+        async with runtime.serve(settings.monitoring, metrics.registry, state):
             logger.info("admission requests are answered", extra={"port": await server.start()})
             await asyncio.wait([stopped, *following], return_when=asyncio.FIRST_COMPLETED)
             await server.stop()
@@ -135,15 +139,23 @@ async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
 def _why_not_ready(server: AdmissionServer, cache: WatchedCache) -> str:
     why = server.why_not_ready()
     problems = cache.problems() if why else {}
-    return "; ".join([why, *(f"{kind}: {problem}" for kind, problem in problems.items())]) if why else ""
+    return (
+        "; ".join([why, *(f"{kind}: {problem}" for kind, problem in problems.items())])
+        if why
+        else ""
+    )
 
 
 def _only_version(node: dict[str, Any]) -> Object:
     metadata = {key: node["metadata"].get(key) for key in ("name", "uid", "resourceVersion")}
     version = ((node.get("status") or {}).get("nodeInfo") or {}).get("kubeletVersion")
-    return trimming.metadata({"metadata": metadata, "status": {"nodeInfo": {"kubeletVersion": version or ""}}})
+    return trim.metadata(
+        {"metadata": metadata, "status": {"nodeInfo": {"kubeletVersion": version or ""}}}
+    )
 
 
 def _only_state(pod: dict[str, Any]) -> Object:
     """What a sibling is asked for: what it was given, and whether it lives."""
-    return trimming.metadata({"metadata": pod["metadata"], "status": {"phase": (pod.get("status") or {}).get("phase")}})
+    return trim.metadata(
+        {"metadata": pod["metadata"], "status": {"phase": (pod.get("status") or {}).get("phase")}}
+    )

@@ -12,12 +12,12 @@ from typing import Any
 
 from kvtier_operator.api import allowlist
 from kvtier_operator.api.allowlist import AllowedVolume
+from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
-from kvtier_operator.api.refusals import Refusal, RefusedError, validated
 from kvtier_operator.api.selector import LabelSelector, Operator, matches
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.render.names import INJECT_LABEL
-from kvtier_operator.render.storage import sub_path
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
+from kvtier_operator.injection.sidecar import sub_path
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import Review
 
@@ -26,7 +26,7 @@ from kvtier_operator.webhook.review import Review
 class Findings:
     """Any refusal refuses the whole; warnings are shown by kubectl and change nothing."""
 
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[FieldError, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -40,13 +40,17 @@ def examine(
     namespace, itself among them or not. ``namespace_labels``: None where the namespace is not known.
     """
     allowed = settings.allowed_volumes
-    if (asked.group, asked.kind) != (GROUP, KIND) or asked.operation not in ("CREATE", "UPDATE") or asked.sub_resource:
+    if (
+        (asked.group, asked.kind) != (GROUP, KIND)
+        or asked.operation not in ("CREATE", "UPDATE")
+        or asked.sub_resource
+    ):
         return Findings()
     document = _complete(asked.object, asked)
     if (asked.object.get("metadata") or {}).get("deletionTimestamp"):
         return Findings()
     policy, found = _refusals(document, allowed)
-    tolerated: list[Refusal] = []
+    tolerated: list[FieldError] = []
     if found and asked.old is not None:
         # What was there before stays as it is until somebody touches it: a list that became stricter must keep nobody
         # from changing a weight, a label or a finalizer. The policy's Accepted condition says what is wrong.
@@ -58,16 +62,18 @@ def examine(
     if policy is not None:
         name = policy.metadata.name
         warnings += _of_the_namespace(policy, settings, namespace_labels)
-        warnings += _of_others(policy, [other for other in others if other.metadata.name != name], settings)
+        warnings += _of_others(
+            policy, [other for other in others if other.metadata.name != name], settings
+        )
     return Findings(refused, tuple(warnings))
 
 
 def _refusals(
     document: Mapping[str, Any], allowed: Sequence[AllowedVolume]
-) -> tuple[KVTierPolicy | None, list[Refusal]]:
+) -> tuple[KVTierPolicy | None, list[FieldError]]:
     try:
         policy = validated(KVTierPolicy, document)
-    except RefusedError as error:
+    except InvalidDocumentError as error:
         return None, error.refusals
     return policy, allowlist.refusals(policy, allowed)
 
@@ -92,7 +98,9 @@ def _of_the_namespace(
         yield f"metadata.namespace: no pod of {namespace} gets tiers until its administrator labels it {INJECT_LABEL}=enabled"
 
 
-def _of_others(policy: KVTierPolicy, others: Sequence[KVTierPolicy], settings: Settings) -> Iterator[str]:
+def _of_others(
+    policy: KVTierPolicy, others: Sequence[KVTierPolicy], settings: Settings
+) -> Iterator[str]:
     for other in sorted(others, key=lambda each: each.metadata.name):
         if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
             yield (

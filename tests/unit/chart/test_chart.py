@@ -11,22 +11,30 @@ import pytest
 import yaml
 
 import kvtier
+from kvtier_operator import rbac
 from kvtier_operator.api.allowlist import AllowedExport, AllowedVolume
-from kvtier_operator.cluster import permissions
-from kvtier_operator.cluster.permissions import Scope
+from kvtier_operator.rbac import Scope
 from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
-helm = pytest.importorskip("helm_python", reason="the chart is rendered by Helm's own code: helm-python-sdk")
+helm = pytest.importorskip(
+    "helm_python", reason="the chart is rendered by Helm's own code: helm-python-sdk"
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHART = REPOSITORY / "charts" / "kvtier"
 NAMESPACE = "kvtier-system"
-EXPORT = {"namespaces": ["serving"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv/"}, "mountOptions": ["vers"]}
+EXPORT = {
+    "namespaces": ["serving"],
+    "nfs": {"server": "NAS.example", "exportPrefix": "/kv/"},
+    "mountOptions": ["vers"],
+}
 DIRECTORY = {"namespaces": ["*"], "hostPath": "/mnt/nvme/kv"}
 
 
-def render(values: dict[str, Any] | None = None, namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+def render(
+    values: dict[str, Any] | None = None, namespace: str = NAMESPACE
+) -> list[dict[str, Any]]:
     with helm.Chart.load(CHART) as chart:
         rendered = chart.render(values or {}, name="kvtier", namespace=namespace)
     texts = [text for name, text in rendered.items() if not name.endswith("NOTES.txt")]
@@ -34,13 +42,19 @@ def render(values: dict[str, Any] | None = None, namespace: str = NAMESPACE) -> 
 
 
 def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
-    found = [body for body in objects if body["kind"] == kind and (name is None or body["metadata"]["name"] == name)]
+    found = [
+        body
+        for body in objects
+        if body["kind"] == kind and (name is None or body["metadata"]["name"] == name)
+    ]
     assert len(found) == 1, f"{kind} {name}: {len(found)}"
     return found[0]
 
 
 def settings_of(objects: list[dict[str, Any]]) -> Settings:
-    return Settings.model_validate(yaml.safe_load(one(objects, "ConfigMap")["data"]["settings.yaml"]))
+    return Settings.model_validate(
+        yaml.safe_load(one(objects, "ConfigMap")["data"]["settings.yaml"])
+    )
 
 
 def test_helm_finds_nothing_wrong() -> None:
@@ -58,31 +72,45 @@ def test_chart_and_code_have_one_version() -> None:
 
 
 def test_files_of_the_chart_are_what_the_code_generates() -> None:
-    spec = importlib.util.spec_from_file_location("kvtier_tools_chart_files", REPOSITORY / "tools" / "chart_files.py")
+    spec = importlib.util.spec_from_file_location(
+        "kvtier_tools_chart_files", REPOSITORY / "tools" / "chart_files.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for name, content in module.files().items():
-        assert (CHART / "files" / name).read_text(encoding="utf-8") == content, f"{name} is old: run `make generate`"
+        assert (CHART / "files" / name).read_text(encoding="utf-8") == content, (
+            f"{name} is old: run `make generate`"
+        )
 
 
 def test_default_values_render_the_defaults_of_the_settings() -> None:
     expected = Settings().model_dump()
     written = settings_of(render()).model_dump()
     # The chart names images of its own version.
-    written["images"] |= {"payload": expected["images"]["payload"], "tierd": expected["images"]["tierd"]}
+    written["images"] |= {
+        "payload": expected["images"]["payload"],
+        "tierd": expected["images"]["tierd"],
+    }
     assert written == expected
 
 
 def test_settings_hold_what_the_values_say() -> None:
     values = {
-        "images": {"payload": "a/b@sha256:" + "0" * 64, "injectedPullSecret": "pull", "pullPolicy": "Never"},
+        "images": {
+            "payload": "a/b@sha256:" + "0" * 64,
+            "injectedPullSecret": "pull",
+            "pullPolicy": "Never",
+        },
         "watchNamespaces": ["a", "b"],
         "allowedVolumes": [EXPORT, DIRECTORY],
         "storage": {"createVolumes": True},
         "controller": {"resyncSeconds": 12.5, "pollConcurrency": 4},
-        "webhook": {"port": 8443, "certificates": {"mode": "Mounted", "lifetimeSeconds": 123456789}},
+        "webhook": {
+            "port": 8443,
+            "certificates": {"mode": "Mounted", "lifetimeSeconds": 123456789},
+        },
         "monitoring": {"port": 9999},
     }
     settings = settings_of(render(values, namespace="other"))
@@ -101,7 +129,9 @@ def test_settings_hold_what_the_values_say() -> None:
 def test_changed_settings_start_the_pods_anew_and_the_same_do_not() -> None:
     def checksum(values: dict[str, Any]) -> str:
         deployment = one(render(values), "Deployment", "kvtier-controller")
-        return str(deployment["spec"]["template"]["metadata"]["annotations"]["kvtier.io/settings-checksum"])
+        return str(
+            deployment["spec"]["template"]["metadata"]["annotations"]["kvtier.io/settings-checksum"]
+        )
 
     assert checksum({}) == checksum({"webhook": {"replicas": 3}})
     assert checksum({}) != checksum({"allowedVolumes": [DIRECTORY]})
@@ -155,14 +185,21 @@ def test_controller_is_one_and_webhook_two_that_prefer_different_nodes() -> None
     term = webhook["template"]["spec"]["affinity"]["podAntiAffinity"][
         "preferredDuringSchedulingIgnoredDuringExecution"
     ][0]
-    assert term["podAffinityTerm"]["labelSelector"]["matchLabels"] == webhook["selector"]["matchLabels"]
+    assert (
+        term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        == webhook["selector"]["matchLabels"]
+    )
     assert one(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
     accounts = {body["metadata"]["name"] for body in objects if body["kind"] == "ServiceAccount"}
     assert accounts == {"kvtier-controller", "kvtier-webhook"}
 
 
 def test_a_single_webhook_has_no_budget_that_would_block_a_drain() -> None:
-    assert not [body for body in render({"webhook": {"replicas": 1}}) if body["kind"] == "PodDisruptionBudget"]
+    assert not [
+        body
+        for body in render({"webhook": {"replicas": 1}})
+        if body["kind"] == "PodDisruptionBudget"
+    ]
 
 
 def test_selectors_do_not_hold_what_an_upgrade_changes() -> None:
@@ -174,13 +211,24 @@ def test_selectors_do_not_hold_what_an_upgrade_changes() -> None:
 def test_the_definition_stays_when_the_chart_goes() -> None:
     definition = one(render(), "CustomResourceDefinition")
     assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-    assert not [body for body in render({"crd": {"install": False}}) if body["kind"] == "CustomResourceDefinition"]
+    assert not [
+        body
+        for body in render({"crd": {"install": False}})
+        if body["kind"] == "CustomResourceDefinition"
+    ]
 
 
 def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> None:
     def creates(objects: list[dict[str, Any]]) -> bool:
-        rules = [rule for body in objects if body["kind"] in ("ClusterRole", "Role") for rule in body["rules"]]
-        return any("persistentvolumes" in rule["resources"] and "create" in rule["verbs"] for rule in rules)
+        rules = [
+            rule
+            for body in objects
+            if body["kind"] in ("ClusterRole", "Role")
+            for rule in body["rules"]
+        ]
+        return any(
+            "persistentvolumes" in rule["resources"] and "create" in rule["verbs"] for rule in rules
+        )
 
     plain = render({"allowedVolumes": [EXPORT]})
     assert not creates(plain)
@@ -189,10 +237,15 @@ def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> N
     assert creates(opted)
     guard = one(opted, "ValidatingAdmissionPolicy")["spec"]
     assert guard["failurePolicy"] == "Fail"
-    assert f"system:serviceaccount:{NAMESPACE}:kvtier-controller" in guard["matchConditions"][0]["expression"]
+    assert (
+        f"system:serviceaccount:{NAMESPACE}:kvtier-controller"
+        in guard["matchConditions"][0]["expression"]
+    )
     assert '"nas.example"' in guard["validations"][-1]["expression"]
     # Options count as a whole and by their names, as in kvtier_operator.api.allowlist.
-    assert {each["name"]: each["expression"] for each in guard["variables"]}["options"].endswith("mountOptions : []")
+    assert {each["name"]: each["expression"] for each in guard["variables"]}["options"].endswith(
+        "mountOptions : []"
+    )
     listed = '["soft","timeo",'
     assert f"all(option, option in {listed}" in guard["validations"][-1]["expression"]
     assert f"|| option.split('=')[0] in {listed}" in guard["validations"][-1]["expression"]
@@ -215,33 +268,61 @@ def test_watched_namespaces_get_roles_and_the_rest_of_the_cluster_no_rule_for_th
         for body in some
         if body["kind"].endswith("Role") and reads(body, "pods")
     }
-    assert places == {(place, f"kvtier-{name}") for place in ("a", NAMESPACE) for name in ("controller", "webhook")}
-    roles = {(body["metadata"].get("namespace"), body["metadata"]["name"]) for body in some if body["kind"] == "Role"}
+    assert places == {
+        (place, f"kvtier-{name}")
+        for place in ("a", NAMESPACE)
+        for name in ("controller", "webhook")
+    }
+    roles = {
+        (body["metadata"].get("namespace"), body["metadata"]["name"])
+        for body in some
+        if body["kind"] == "Role"
+    }
     bound = {
-        (body["metadata"].get("namespace"), body["roleRef"]["name"]) for body in some if body["kind"] == "RoleBinding"
+        (body["metadata"].get("namespace"), body["roleRef"]["name"])
+        for body in some
+        if body["kind"] == "RoleBinding"
     }
     assert roles == bound
     assert reads(one(some, "ClusterRole", "kvtier-webhook"), "nodes")
 
 
-def rules_of(objects: list[dict[str, Any]], kind: str, account: str, namespace: str | None = None) -> list[Any]:
+def rules_of(
+    objects: list[dict[str, Any]], kind: str, account: str, namespace: str | None = None
+) -> list[Any]:
     """Those of the role that the account has there; none where there is no such role."""
-    found = (body for body in objects if body["kind"] == kind and body["metadata"]["name"] == f"kvtier-{account}")
-    return next((body["rules"] for body in found if body["metadata"].get("namespace") == namespace), [])
+    found = (
+        body
+        for body in objects
+        if body["kind"] == kind and body["metadata"]["name"] == f"kvtier-{account}"
+    )
+    return next(
+        (body["rules"] for body in found if body["metadata"].get("namespace") == namespace), []
+    )
 
 
 @pytest.mark.parametrize("mode", ["SelfManaged", "Mounted"])
 @pytest.mark.parametrize("volumes", [True, False], ids=["volumes", "no-volumes"])
 @pytest.mark.parametrize("namespaces", [[], ["a", NAMESPACE]], ids=["everywhere", "some"])
-def test_rules_are_those_of_the_code_and_no_more(mode: str, volumes: bool, namespaces: list[str]) -> None:
+def test_rules_are_those_of_the_code_and_no_more(
+    mode: str, volumes: bool, namespaces: list[str]
+) -> None:
     certificates = {"certificates": {"mode": mode}}
-    values = {"webhook": certificates, "storage": {"createVolumes": volumes}, "watchNamespaces": namespaces}
+    values = {
+        "webhook": certificates,
+        "storage": {"createVolumes": volumes},
+        "watchNamespaces": namespaces,
+    }
     objects = render(values)
-    on = permissions.settings_on(settings_of(objects))
-    for account, given in (("controller", permissions.CONTROLLER), ("webhook", permissions.WEBHOOK)):
-        watched, cluster, own = (permissions.rules(given, scope, on) for scope in Scope)
-        assert rules_of(objects, "ClusterRole", account) == (cluster if namespaces else cluster + watched)
-        assert rules_of(objects, "Role", account, NAMESPACE) == (watched + own if namespaces else own)
+    on = rbac.settings_on(settings_of(objects))
+    for account, given in (("controller", rbac.CONTROLLER), ("webhook", rbac.WEBHOOK)):
+        watched, cluster, own = (rbac.rules(given, scope, on) for scope in Scope)
+        assert rules_of(objects, "ClusterRole", account) == (
+            cluster if namespaces else cluster + watched
+        )
+        assert rules_of(objects, "Role", account, NAMESPACE) == (
+            watched + own if namespaces else own
+        )
         assert rules_of(objects, "Role", account, "a") == (watched if namespaces else [])
 
 
@@ -261,17 +342,25 @@ def test_rules_are_those_of_the_code_and_no_more(mode: str, volumes: bool, names
         ("Mounted", set()),
     ],
 )
-def test_certificates_that_others_keep_give_nobody_a_rule_for_them(mode: str, expected: set[Any]) -> None:
+def test_certificates_that_others_keep_give_nobody_a_rule_for_them(
+    mode: str, expected: set[Any]
+) -> None:
     # Namespaces are watched, so that the rule for the tokens of policies is not among those of the operator's own.
     objects = render({"webhook": {"certificates": {"mode": mode}}, "watchNamespaces": ["a"]})
     found = set()
     for account in ("controller", "webhook"):
-        for rule in rules_of(objects, "ClusterRole", account) + rules_of(objects, "Role", account, NAMESPACE):
+        for rule in rules_of(objects, "ClusterRole", account) + rules_of(
+            objects, "Role", account, NAMESPACE
+        ):
             names = [f"/{name}" for name in rule.get("resourceNames", ())] or [""]
             found |= {
-                (account, f"{resource}{name}", tuple(rule["verbs"])) for resource in rule["resources"] for name in names
+                (account, f"{resource}{name}", tuple(rule["verbs"]))
+                for resource in rule["resources"]
+                for name in names
             }
-    about_certificates = {each for each in found if "webhook" in each[1] or each[1].startswith("secrets")}
+    about_certificates = {
+        each for each in found if "webhook" in each[1] or each[1].startswith("secrets")
+    }
     assert about_certificates == expected
 
 
@@ -316,21 +405,32 @@ def test_network_policies_close_one_port_and_no_other() -> None:
         ),
         ({"allowedVolumes": [{"namespaces": ["a"]}]}, ["/allowedVolumes/0", "hostPath", "nfs"]),
         ({"allowedVolumes": [{**EXPORT, **DIRECTORY}]}, ["/allowedVolumes/0", "oneOf"]),
-        ({"allowedVolumes": [{"namespaces": ["a"], "hostPath": "/mnt/../etc"}]}, ["/allowedVolumes/0/hostPath"]),
-        ({"allowedVolumes": [{"namespaces": [], "hostPath": "/mnt"}]}, ["/allowedVolumes/0/namespaces"]),
+        (
+            {"allowedVolumes": [{"namespaces": ["a"], "hostPath": "/mnt/../etc"}]},
+            ["/allowedVolumes/0/hostPath"],
+        ),
+        (
+            {"allowedVolumes": [{"namespaces": [], "hostPath": "/mnt"}]},
+            ["/allowedVolumes/0/namespaces"],
+        ),
         (
             {"allowedVolumes": [{"namespaces": ["a"], "nfs": {"server": "x"}}]},
             ["/allowedVolumes/0/nfs", "exportPrefix"],
         ),
         ({"storage": {"createVolumes": "yes"}}, ["/storage/createVolumes", "boolean"]),
         ({"controller": {"resyncSeconds": 0}}, ["/controller/resyncSeconds"]),
-        ({"controller": {"resources": {"limit": {"memory": "1Gi"}}}}, ["/controller/resources", "limit"]),
+        (
+            {"controller": {"resources": {"limit": {"memory": "1Gi"}}}},
+            ["/controller/resources", "limit"],
+        ),
         ({"images": {"operator": ""}}, ["/images/operator"]),
         ({"monitoring": {"port": 80}}, ["/monitoring/port", "1,024"]),
         ({"nameOverride": "x"}, ["nameOverride"]),
     ],
 )
-def test_wrong_values_are_refused_by_helm_which_names_them(values: dict[str, Any], said: list[str]) -> None:
+def test_wrong_values_are_refused_by_helm_which_names_them(
+    values: dict[str, Any], said: list[str]
+) -> None:
     with pytest.raises(helm.HelmValuesError) as caught:
         render(values)
     for word in said:
@@ -342,7 +442,11 @@ def test_no_object_of_the_schema_takes_unknown_keys() -> None:
 
     def look(schema: Any, path: tuple[str, ...]) -> None:
         if isinstance(schema, dict):
-            if schema.get("type") == "object" and path[-1:] != ("items",) and not free.intersection(path):
+            if (
+                schema.get("type") == "object"
+                and path[-1:] != ("items",)
+                and not free.intersection(path)
+            ):
                 assert "additionalProperties" in schema, f"open: {path}"
             for key, value in schema.items():
                 look(value, (*path, key))

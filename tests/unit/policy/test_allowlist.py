@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api.allowlist import AllowedVolume, is_below, refusals
 from kvtier_operator.api.documents import load_policy
-from kvtier_operator.api.refusals import RefusedError, validated
-from kvtier_operator.testing.policies import changed, complete_policy
+from kvtier_operator.api.validation import InvalidDocumentError, validated
 
 DISK = {"namespaces": ["default"], "hostPath": "/mnt/nvme"}
 EXPORT = {"namespaces": ["*"], "nfs": {"server": "NAS.example", "exportPrefix": "/kv"}}
@@ -18,7 +18,10 @@ EXPORT = {"namespaces": ["*"], "nfs": {"server": "NAS.example", "exportPrefix": 
 
 def _refused(entries: list[dict[str, Any]], changes: dict[str, Any] | None = None) -> list[str]:
     policy = load_policy(json.dumps(changed(complete_policy(), changes or {})))
-    return [refusal.message for refusal in refusals(policy, [validated(AllowedVolume, entry) for entry in entries])]
+    return [
+        refusal.message
+        for refusal in refusals(policy, [validated(AllowedVolume, entry) for entry in entries])
+    ]
 
 
 def test_an_empty_list_allows_nothing() -> None:
@@ -73,8 +76,14 @@ def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [{"namespaces": ["a"]}, {**DISK, "nfs": EXPORT["nfs"]}, {**DISK, "hostPath": "../x"}, {"hostPath": "/x"}]
+    "entry",
+    [
+        {"namespaces": ["a"]},
+        {**DISK, "nfs": EXPORT["nfs"]},
+        {**DISK, "hostPath": "../x"},
+        {"hostPath": "/x"},
+    ],
 )
 def test_a_wrong_entry_is_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError):
+    with pytest.raises(InvalidDocumentError):
         validated(AllowedVolume, entry)

@@ -17,7 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The module, with nothing on the machine that it could find."""
     name = "kvtier_test_cluster_search"
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tests" / "cluster" / "clusters.py")
+    spec = importlib.util.spec_from_file_location(
+        name, REPOSITORY / "tests" / "cluster" / "clusters.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,10 +39,17 @@ def _program(directory: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def test_without_anything_the_reason_names_all_that_is_missing(clusters: ModuleType, tmp_path: Path) -> None:
+def test_without_anything_the_reason_names_all_that_is_missing(
+    clusters: ModuleType, tmp_path: Path
+) -> None:
     with pytest.raises(clusters.NoClusterError) as caught, clusters.cluster(tmp_path):
         pass
-    for part in ("KVTIER_TEST_KUBECONFIG is not set", "kind or docker", "KUBEBUILDER_ASSETS is not set", "Go"):
+    for part in (
+        "KVTIER_TEST_KUBECONFIG is not set",
+        "kind or docker",
+        "KUBEBUILDER_ASSETS is not set",
+        "Go",
+    ):
         assert part in str(caught.value)
 
 
@@ -56,14 +65,23 @@ def test_a_named_cluster_is_used_with_its_allowed_context(
     clusters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_KUBECONFIG", "/some/config")
-    with pytest.raises(clusters.NoClusterError, match="KVTIER_TEST_CONTEXT"), clusters.cluster(tmp_path):
+    with (
+        pytest.raises(clusters.NoClusterError, match="KVTIER_TEST_CONTEXT"),
+        clusters.cluster(tmp_path),
+    ):
         pass
     monkeypatch.setenv("KVTIER_TEST_CONTEXT", "scratch")
     with clusters.cluster(tmp_path) as found:
-        assert (found.kubeconfig, found.context, found.own) == (Path("/some/config"), "scratch", False)
+        assert (found.kubeconfig, found.context, found.own) == (
+            Path("/some/config"),
+            "scratch",
+            False,
+        )
 
 
-def test_a_kind_cluster_has_a_name_of_its_own_and_is_removed(clusters: ModuleType, tmp_path: Path) -> None:
+def test_a_kind_cluster_has_a_name_of_its_own_and_is_removed(
+    clusters: ModuleType, tmp_path: Path
+) -> None:
     _program(tmp_path, "docker", "exit 0")
     _program(tmp_path, "kind", f'echo "$@" >> {tmp_path}/calls')
     with clusters.cluster(tmp_path) as found:
@@ -77,7 +95,10 @@ def test_a_kind_cluster_has_a_name_of_its_own_and_is_removed(clusters: ModuleTyp
 def test_a_docker_that_does_not_answer_is_passed_over(clusters: ModuleType, tmp_path: Path) -> None:
     _program(tmp_path, "docker", "exit 1")
     _program(tmp_path, "kind", "exit 1")
-    with pytest.raises(clusters.NoClusterError, match="docker does not answer"), clusters.cluster(tmp_path):
+    with (
+        pytest.raises(clusters.NoClusterError, match="docker does not answer"),
+        clusters.cluster(tmp_path),
+    ):
         pass
 
 
@@ -99,7 +120,9 @@ def test_given_binaries_win_over_those_beside_the_checkout(
     assert clusters._assets([])[0] == beside
 
 
-def test_a_build_is_done_once(clusters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_done_once(
+    clusters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builds: list[list[str]] = []
 

@@ -50,7 +50,10 @@ def test_a_fast_tier_is_chosen_with_estimates_and_clock(plan: Any) -> None:
     assert found["chosen"]["tokens"] == 8192
     assert found["reason"] == "least_time"
     assert found["recomputeSeconds"] == pytest.approx(0.19677, rel=1e-3)
-    assert found["clock"] == {"seconds": pytest.approx(0.5 * found["recomputeSeconds"]), "limitSeconds": 5.0}
+    assert found["clock"] == {
+        "seconds": pytest.approx(0.5 * found["recomputeSeconds"]),
+        "limitSeconds": 5.0,
+    }
     assert found["chosen"]["readySeconds"] == pytest.approx(4 * 1e-4 + 8192 * 131_072 / 20e9)
 
 
@@ -84,7 +87,9 @@ def test_without_a_speed_of_the_engine_the_longest_is_loaded(plan: Any) -> None:
 
 
 def test_tokens_per_second_are_enough_of_a_speed(plan: Any) -> None:
-    found = plan(8192, "--held", "nvme=8192", "--tokens-per-second", 40_960, "--speed", "nvme=0.1,20")
+    found = plan(
+        8192, "--held", "nvme=8192", "--tokens-per-second", 40_960, "--speed", "nvme=0.1,20"
+    )
     assert found["recomputeSeconds"] == pytest.approx(0.2)
 
 
@@ -100,7 +105,9 @@ def test_less_than_min_load_tokens_is_not_loaded(plan: Any) -> None:
         assert (found["chosen"], found["reason"]) == (None, "below_min_load_tokens")
 
 
-def test_a_topology_directory_will_do_instead_of_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_topology_directory_will_do_instead_of_a_policy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     policy = REPOSITORY / "examples" / "demo-policy.yaml"
     assert main(["render", "--file", str(policy), "--topology", str(tmp_path / "topology")]) == 0
     capsys.readouterr()
@@ -139,7 +146,9 @@ def test_numbers_that_cannot_be_are_refused_with_what_would_be_taken(
 
 def test_a_policy_or_a_topology_is_needed_and_only_one(refusal: Any, tmp_path: Path) -> None:
     assert "is needed" in refusal(8192, "--held", "ram=512")
-    assert "says what the tiers are" in refusal(8192, "--held", "ram=512", "--file", POLICY, "--topology", tmp_path)
+    assert "says what the tiers are" in refusal(
+        8192, "--held", "ram=512", "--file", POLICY, "--topology", tmp_path
+    )
 
 
 def test_the_examples_in_the_documents_are_what_the_command_prints(
@@ -147,7 +156,9 @@ def test_the_examples_in_the_documents_are_what_the_command_prints(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     page = (REPOSITORY / "docs" / "selection.md").read_text()
-    shown = re.findall(r"^```console\n\$ kvtier (explain-plan [^\n]*)\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    shown = re.findall(
+        r"^```console\n\$ kvtier (explain-plan [^\n]*)\n(.*?)```", page, re.MULTILINE | re.DOTALL
+    )
     assert len(shown) == 3
     for command, output in shown:
         capsys.readouterr()

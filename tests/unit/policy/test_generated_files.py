@@ -24,10 +24,16 @@ def test_the_crd_has_not_drifted() -> None:
 
 
 def test_the_reference_has_not_drifted() -> None:
-    assert (REPOSITORY / reference.FILE).read_text() == reference.text(), "run: python -m kvtier_operator.api.reference"
+    assert (REPOSITORY / reference.FILE).read_text() == reference.text(), (
+        "run: python -m kvtier_operator.api.reference"
+    )
 
 
-POLICIES = sorted(path for path in (REPOSITORY / "examples").glob("*.yaml") if "kind: KVTierPolicy" in path.read_text())
+POLICIES = sorted(
+    path
+    for path in (REPOSITORY / "examples").glob("*.yaml")
+    if "kind: KVTierPolicy" in path.read_text()
+)
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.policies import changed, complete_policy
 
 from kvtier.cli.main import main
-from kvtier.topology.loading import load
-from kvtier_operator.testing.policies import changed, complete_policy
+from kvtier.config.loader import load
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -57,7 +57,9 @@ class TestValidate:
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out == f"{policy}: default/chat-70b accepted\n"
 
-    def test_refuses_with_status_two_and_the_message_on_standard_error(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_refuses_with_status_two_and_the_message_on_standard_error(
+        self, kvtier: Any, tmp_path: Path
+    ) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
         outcome = kvtier("validate", bad)
@@ -67,7 +69,9 @@ class TestValidate:
             == f"{bad}: spec.chunkTokens: 7 is not accepted; accepted is a multiple of 16 from 16 to 65536\n"
         )
 
-    def test_checks_several_files_and_goes_on_after_a_refusal(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_checks_several_files_and_goes_on_after_a_refusal(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "empty.yaml").write_text("")
         outcome = kvtier("validate", tmp_path / "none.yaml", tmp_path / "empty.yaml", policy)
         assert outcome.status == 2
@@ -78,7 +82,9 @@ class TestValidate:
     def test_answers_programs_in_json(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(
-            policy.read_text() + "---\n" + yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7}))
+            policy.read_text()
+            + "---\n"
+            + yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7}))
         )
         outcome = kvtier("validate", "--json", policy, bad)
         assert outcome.status == 2
@@ -108,13 +114,17 @@ class TestValidate:
         assert outcome.status == 0
         assert "default/chat-70b is there more than once" in outcome.err
 
-    def test_reads_standard_input(self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reads_standard_input(
+        self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(policy.read_bytes())))
         assert kvtier("validate", "-").out == "standard input: default/chat-70b accepted\n"
 
     def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
-        bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.selection": "[red]x[/red]"})))
+        bad.write_text(
+            yaml.safe_dump(changed(complete_policy(), {"spec.selection": "[red]x[/red]"}))
+        )
         assert '"[red]x[/red]" is not accepted' in kvtier("validate", bad).err
 
 
@@ -123,7 +133,10 @@ class TestRender:
         outcome = kvtier("render", "-f", policy)
         assert outcome.status == 0
         rendered = list(yaml.safe_load_all(outcome.out))
-        assert [document["metadata"]["name"] for document in rendered] == ["chat-70b-live", "chat-70b-structural"]
+        assert [document["metadata"]["name"] for document in rendered] == [
+            "chat-70b-live",
+            "chat-70b-structural",
+        ]
         assert kvtier("render", "-f", policy, "--json").json["items"] == rendered
         assert json.loads(rendered[0]["data"]["live.json"])["minLoadTokens"] == 512
 
@@ -136,20 +149,34 @@ class TestRender:
         assert (outcome.status, outcome.out) == (0, f"{target}\n")
         document = load(target).structural
         assert document.tiers[1].model_dump()["path"] == f"{tmp_path}/kv"
-        assert (document.run_directory, document.http.host, document.http.port) == (f"{tmp_path}/run", "::1", 0)
+        assert (document.run_directory, document.http.host, document.http.port) == (
+            f"{tmp_path}/run",
+            "::1",
+            0,
+        )
         assert (document.daemon, document.live.generation) == ("Sidecar", 3)
 
-    def test_prints_what_it_wrote_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_prints_what_it_wrote_for_programs(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
         answer = kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--json").json
         assert answer["directory"] == str(tmp_path / "t")
         assert answer["structural"] == json.loads((tmp_path / "t" / "structural.json").read_text())
         assert answer["live"] == json.loads((tmp_path / "t" / "live.json").read_text())
 
-    def test_prints_arguments_for_a_shell_and_for_programs(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_prints_arguments_for_a_shell_and_for_programs(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
         words = shlex.split(kvtier("render", "-f", policy, "--engine-args").out)
-        assert json.loads(words[1])["kv_connector_extra_config"] == {"topology": "/etc/kvtier/topology"}
-        answer = kvtier("render", "-f", policy, "--engine-args", "--topology", tmp_path / "t", "--json").json
-        assert json.loads(answer[1])["kv_connector_extra_config"] == {"topology": str(tmp_path / "t")}
+        assert json.loads(words[1])["kv_connector_extra_config"] == {
+            "topology": "/etc/kvtier/topology"
+        }
+        answer = kvtier(
+            "render", "-f", policy, "--engine-args", "--topology", tmp_path / "t", "--json"
+        ).json
+        assert json.loads(answer[1])["kv_connector_extra_config"] == {
+            "topology": str(tmp_path / "t")
+        }
         assert (tmp_path / "t" / "structural.json").exists()
 
     def test_prints_another_connectors_configuration_and_what_it_cannot_say(
@@ -226,7 +253,9 @@ class TestRender:
         assert part in outcome.err
         assert not (tmp_path / "T").exists()
 
-    def test_refuses_one_directory_for_two_tiers(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_refuses_one_directory_for_two_tiers(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
         document = yaml.safe_load(policy.read_text())
         document["spec"]["tiers"].append({**document["spec"]["tiers"][1], "name": "twin"})
         policy.write_text(yaml.safe_dump(document))
@@ -235,17 +264,24 @@ class TestRender:
         assert "twin" in outcome.err
         assert not (tmp_path / "T").exists()
 
-    def test_takes_one_policy_of_several_by_name(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_takes_one_policy_of_several_by_name(
+        self, kvtier: Any, policy: Path, tmp_path: Path
+    ) -> None:
         other = changed(yaml.safe_load(policy.read_text()), {"metadata.name": "other"})
         policy.write_text(policy.read_text() + "---\n" + yaml.safe_dump(other))
         assert len(kvtier("render", "-f", policy, "--json").json["items"]) == 4
         outcome = kvtier("render", "-f", policy, "--topology", tmp_path / "t")
         assert outcome.status == 2
         assert "chat-70b, other" in outcome.err
-        assert kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--policy", "other").status == 0
+        assert (
+            kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--policy", "other").status
+            == 0
+        )
 
     def test_refuses_a_refused_policy_with_all_messages(self, kvtier: Any, policy: Path) -> None:
-        policy.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7, "spec.zzz": 1})))
+        policy.write_text(
+            yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7, "spec.zzz": 1}))
+        )
         outcome = kvtier("render", "-f", policy)
         assert (outcome.status, outcome.out) == (2, "")
         assert "spec.chunkTokens: 7" in outcome.err
@@ -271,7 +307,12 @@ class TestExplain:
     def test_finds_a_field_however_its_path_is_written(self, kvtier: Any, name: str) -> None:
         outcome = kvtier("explain", name)
         assert outcome.status == 0
-        for part in ("spec.tiers.fileSystem.capacity", "quantity", "required", "live: changes under a running engine"):
+        for part in (
+            "spec.tiers.fileSystem.capacity",
+            "quantity",
+            "required",
+            "live: changes under a running engine",
+        ):
             assert part in outcome.out
 
     def test_answers_programs_in_json(self, kvtier: Any) -> None:
@@ -310,7 +351,9 @@ class TestExplain:
             ("spec.breaker.zzz", "failureThreshold, periodSeconds"),
         ],
     )
-    def test_an_unknown_field_is_refused_with_the_nearest(self, kvtier: Any, name: str, part: str) -> None:
+    def test_an_unknown_field_is_refused_with_the_nearest(
+        self, kvtier: Any, name: str, part: str
+    ) -> None:
         outcome = kvtier("explain", name)
         assert (outcome.status, outcome.out) == (2, "")
         assert part in outcome.err
@@ -322,7 +365,9 @@ class TestExplain:
 
 
 class TestPayload:
-    def test_writes_what_an_interpreter_finds_as_a_plugin(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_writes_what_an_interpreter_finds_as_a_plugin(
+        self, kvtier: Any, tmp_path: Path
+    ) -> None:
         assert kvtier("payload", tmp_path / "p").out == f"{tmp_path / 'p'}\n"
         program = (
             "import importlib.metadata as m, kvtier; "
@@ -341,7 +386,9 @@ class TestPayload:
             "['kvtier.engines.vllm.plugin:register']",
         ]
 
-    def test_replaces_an_older_one_and_leaves_other_files(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_replaces_an_older_one_and_leaves_other_files(
+        self, kvtier: Any, tmp_path: Path
+    ) -> None:
         (tmp_path / "kvtier-0.0.1.dist-info").mkdir()
         (tmp_path / "kvtier").mkdir()
         (tmp_path / "kvtier" / "gone.py").write_text("")
@@ -374,7 +421,7 @@ class TestWithoutPackages:
 
     def test_what_the_demo_uses_needs_pydantic_and_yaml_alone(self) -> None:
         program = (
-            "import sys, kvtier.cli.payload, kvtier.cli.topology, kvtier.topology.loading, kvtier.topology.writing;"
+            "import sys, kvtier.payload, kvtier.cli.render, kvtier.config.loader, kvtier.config.writer;"
             "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
             "foreign = {name.split('.')[0] for name in sys.modules} & "
             "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'msgspec', 'numpy'};"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.policies import complete_policy
 
-from kvtier.errors import ConfigurationError
-from kvtier.topology import writing
-from kvtier.topology.loading import (
+from kvtier.config import writer
+from kvtier.config.loader import (
     LIVE_FILE,
     MAX_DOCUMENT_BYTES,
     STRUCTURAL_FILE,
@@ -25,10 +25,10 @@ from kvtier.topology.loading import (
     merge_live,
     read_bounded,
 )
-from kvtier.topology.models import Live, Structural, Topology
+from kvtier.config.models import Live, Structural, Topology
+from kvtier.errors import ConfigurationError
 from kvtier_operator.api.documents import load_policy
-from kvtier_operator.render.topology import pod_placement, structural
-from kvtier_operator.testing.policies import complete_policy
+from kvtier_operator.render.documents import pod_placement, structural
 
 POLICY = load_policy(json.dumps(complete_policy()))
 STRUCTURAL: Structural = structural(POLICY, pod_placement(POLICY))
@@ -95,11 +95,18 @@ class TestMerging:
 
     def test_one_bad_value_leaves_the_others(self) -> None:
         after, refusals = _merged(
-            {"selection": "Cheapest", "minLoadTokens": 8, "tiers": {"nvme": {"loadWeight": 0, "loadTimeoutSeconds": 9}}}
+            {
+                "selection": "Cheapest",
+                "minLoadTokens": 8,
+                "tiers": {"nvme": {"loadWeight": 0, "loadTimeoutSeconds": 9}},
+            }
         )
         assert set(refusals) == {"selection", "tiers.nvme.loadWeight"}
         assert (after.selection, after.min_load_tokens) == (BEFORE.selection, 8)
-        assert (after.tiers["nvme"].load_weight, after.tiers["nvme"].load_timeout_seconds) == (100, 9)
+        assert (after.tiers["nvme"].load_weight, after.tiers["nvme"].load_timeout_seconds) == (
+            100,
+            9,
+        )
 
     @pytest.mark.parametrize("value", ["100", 100.0, True, None, [], {}, 10_001, -1, 10**30])
     def test_only_exactly_the_type_and_range_is_taken(self, value: Any) -> None:
@@ -128,7 +135,11 @@ class TestMerging:
 
     def test_a_value_of_a_newer_version_is_refused_alone(self) -> None:
         after, refusals = _merged(
-            {"prefetch": 1, "breaker": {"jitter": 1, "periodSeconds": 9}, "tiers": {"nvme": {"ttl": 1}}}
+            {
+                "prefetch": 1,
+                "breaker": {"jitter": 1, "periodSeconds": 9},
+                "tiers": {"nvme": {"ttl": 1}},
+            }
         )
         assert set(refusals) == {"prefetch", "breaker.jitter", "tiers.nvme.ttl"}
         assert after.breaker.period_seconds == 9
@@ -184,11 +195,17 @@ class TestMerging:
     @settings(max_examples=60, deadline=None)
     @given(
         st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False)
+            | st.text(max_size=8),
             lambda inner: (
                 st.lists(inner, max_size=3)
                 | st.dictionaries(
-                    st.sampled_from([*Live.model_fields, "tiers", "nvme", "ram", "loadWeight", "capacityBytes"]),
+                    st.sampled_from(
+                        [*Live.model_fields, "tiers", "nvme", "ram", "loadWeight", "capacityBytes"]
+                    ),
                     inner,
                     max_size=4,
                 )
@@ -204,19 +221,21 @@ class TestMerging:
 
 class TestReading:
     def test_without_live_values_the_embedded_ones_hold(self, tmp_path: Path) -> None:
-        writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
+        writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).unlink()
         assert load_with_refusals(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
 
     def test_live_values_are_laid_over_the_embedded_ones(self, tmp_path: Path) -> None:
-        writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
+        writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"minLoadTokens": 7, "selection": 1}')
         topology, refusals = load_with_refusals(tmp_path)
         assert topology.live == BEFORE.model_copy(update={"min_load_tokens": 7})
         assert [refusal.field for refusal in refusals] == ["selection"]
 
-    def test_refused_values_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        writing.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
+    def test_refused_values_are_logged(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"selection": 1}')
         load(tmp_path)
         assert "selection: 1 is not accepted" in caplog.text
@@ -251,7 +270,7 @@ class TestReading:
             release.wait(60)
             return b""
 
-        monkeypatch.setattr("kvtier.topology.loading._read", hang)
+        monkeypatch.setattr("kvtier.config.loader._read", hang)
         with pytest.raises(TimeoutError):
             read_bounded(tmp_path / "file", deadline_seconds=0.05)
         live, refusals = load_live(tmp_path / "file", BEFORE, STRUCTURAL, deadline_seconds=0.05)
@@ -283,7 +302,10 @@ class TestStructural:
     @pytest.mark.parametrize(
         ("change", "part"),
         [
-            (lambda document: document.update(schemaVersion=2), "schemaVersion: 2 is not accepted; 1 is what"),
+            (
+                lambda document: document.update(schemaVersion=2),
+                "schemaVersion: 2 is not accepted; 1 is what",
+            ),
             (lambda document: document.pop("schemaVersion"), "schemaVersion: None"),
             (lambda document: document.update(unknown=1), "unknown"),
             (lambda document: document.update(chunkTokens=0), "chunkTokens"),
@@ -293,14 +315,19 @@ class TestStructural:
             (lambda document: document["tiers"][1].update(path="/kv/../x"), "tiers.nvme.path"),
             (lambda document: document.update(runDirectory="run"), "runDirectory"),
             (lambda document: document["live"]["tiers"].pop("nvme"), "values for nvme"),
-            (lambda document: document["live"]["tiers"]["nvme"].pop("capacityBytes"), "capacity is mandatory"),
+            (
+                lambda document: document["live"]["tiers"]["nvme"].pop("capacityBytes"),
+                "capacity is mandatory",
+            ),
             (
                 lambda document: document["live"]["tiers"]["nvme"].update(lowWatermarkPercent=99),
                 "below highWatermarkPercent",
             ),
         ],
     )
-    def test_a_wrong_document_is_refused_with_field_and_file(self, tmp_path: Path, change: Any, part: str) -> None:
+    def test_a_wrong_document_is_refused_with_field_and_file(
+        self, tmp_path: Path, change: Any, part: str
+    ) -> None:
         path = self._changed(tmp_path, change)
         with pytest.raises(ConfigurationError) as caught:
             load_structural(path)

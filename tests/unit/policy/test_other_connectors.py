@@ -8,17 +8,25 @@ import pytest
 
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.refusals import validated
+from kvtier_operator.api.validation import validated
 from kvtier_operator.render import connectors
 
 RAM = {"name": "ram", "memory": {"capacity": "64Gi"}}
 NVME = {
     "name": "nvme",
-    "fileSystem": {"capacity": "500Gi", "sharing": "Node", "volume": {"hostPath": {"path": "/mnt/kv"}}},
+    "fileSystem": {
+        "capacity": "500Gi",
+        "sharing": "Node",
+        "volume": {"hostPath": {"path": "/mnt/kv"}},
+    },
 }
 SHARED = {
     "name": "shared",
-    "fileSystem": {"capacity": "10Ti", "sharing": "Cluster", "volume": {"nfs": {"server": "nas", "path": "/kv"}}},
+    "fileSystem": {
+        "capacity": "10Ti",
+        "sharing": "Cluster",
+        "volume": {"nfs": {"server": "nas", "path": "/kv"}},
+    },
 }
 REDIS = {"name": "remote", "lmcache": {"url": "redis://cache:6379"}}
 PATHS = {"nvme": "/var/lib/kvtier/tiers/nvme", "shared": "/var/lib/kvtier/tiers/shared"}
@@ -44,18 +52,26 @@ def messages(refusals: list[Any]) -> dict[str, str]:
 
 
 def test_offloading_gets_the_pods_total_in_bytes_and_file_tiers_in_order() -> None:
-    rendered = connectors.render(policy("Offloading", NVME, SHARED, chunkTokens=512), PATHS, local_ranks=8)
+    rendered = connectors.render(
+        policy("Offloading", NVME, SHARED, chunkTokens=512), PATHS, local_ranks=8
+    )
     extra = rendered.transfer_config["kv_connector_extra_config"]
     assert extra["cpu_bytes_to_use"] == 64 << 30
     assert extra["block_size"] == 512
-    assert [tier["root_dir"] for tier in extra["secondary_tiers"]] == [PATHS["nvme"], PATHS["shared"]]
+    assert [tier["root_dir"] for tier in extra["secondary_tiers"]] == [
+        PATHS["nvme"],
+        PATHS["shared"],
+    ]
     assert rendered.transfer_config["kv_load_failure_policy"] == "recompute"
     assert rendered.shared_memory_bytes == 64 << 30
 
 
 def test_lmcache_gets_a_ranks_share_in_gib_and_never_more_than_the_budget() -> None:
     rendered = connectors.render(policy("LMCache", NVME), PATHS, local_ranks=3)
-    for variable, total in (("LMCACHE_MAX_LOCAL_CPU_SIZE", 64), ("LMCACHE_MAX_LOCAL_DISK_SIZE", 500)):
+    for variable, total in (
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", 64),
+        ("LMCACHE_MAX_LOCAL_DISK_SIZE", 500),
+    ):
         share = float(rendered.environment[variable])
         assert total / 3 - 1e-5 < share
         assert share * 3 <= total
@@ -72,14 +88,19 @@ def test_a_directory_of_the_whole_cluster_is_lmcaches_remote_store() -> None:
 @pytest.mark.parametrize("connector", ["Offloading", "LMCache"])
 def test_salts_keep_directories_apart(connector: str) -> None:
     texts = {
-        str(connectors.render(policy(connector, NVME, isolation={"salt": salt}), PATHS, 1)) for salt in ("", "a", "b")
+        str(connectors.render(policy(connector, NVME, isolation={"salt": salt}), PATHS, 1))
+        for salt in ("", "a", "b")
     }
     assert len(texts) == 3
 
 
 def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
     nvme = {**NVME, "loadWeight": 50, "loadTimeoutSeconds": 7, "storePolicy": "Reused"}
-    found = messages(connectors.gaps(policy("Offloading", nvme, minLoadTokens=640, breaker={"failureThreshold": 3})))
+    found = messages(
+        connectors.gaps(
+            policy("Offloading", nvme, minLoadTokens=640, breaker={"failureThreshold": 3})
+        )
+    )
     assert set(found) == {
         "spec.minLoadTokens",
         "spec.breaker.failureThreshold",
@@ -97,11 +118,25 @@ def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
 @pytest.mark.parametrize("connector", ["Offloading", "LMCache"])
 def test_defaults_that_the_api_server_fills_in_are_not_held_against_anybody(connector: str) -> None:
     written = policy(connector, NVME)
-    filled = {"loadWeight": 100, "lookupTimeoutMilliseconds": 50, "loadTimeoutSeconds": 5, "storePolicy": "All"}
-    more = {"highWatermarkPercent": 90, "lowWatermarkPercent": 75, "retentionSeconds": 604800, "sync": "None"}
+    filled = {
+        "loadWeight": 100,
+        "lookupTimeoutMilliseconds": 50,
+        "loadTimeoutSeconds": 5,
+        "storePolicy": "All",
+    }
+    more = {
+        "highWatermarkPercent": 90,
+        "lowWatermarkPercent": 75,
+        "retentionSeconds": 604800,
+        "sync": "None",
+    }
     nvme = {**NVME, **filled, "fileSystem": {**NVME["fileSystem"], **more}}  # type: ignore[dict-item]
     stored = policy(
-        connector, nvme, minLoadTokens=512, selection="Cost", breaker={"failureThreshold": 5, "periodSeconds": 60}
+        connector,
+        nvme,
+        minLoadTokens=512,
+        selection="Cost",
+        breaker={"failureThreshold": 5, "periodSeconds": 60},
     )
     assert messages(connectors.gaps(stored)) == messages(connectors.gaps(written))
 
@@ -111,11 +146,15 @@ def test_what_lmcache_cannot_say_is_named_field_by_field() -> None:
     tested = policy("LMCache", {**NVME, "loadWeight": 50}, minLoadTokens=512)
     assert set(messages(connectors.gaps(tested))) == {"spec.tiers[1].loadWeight"}
     tested = policy("LMCache", selection="Weighted")
-    tested = tested.model_copy(update={"spec": tested.spec.model_copy(update={"tiers": [*tested.spec.tiers]})})
+    tested = tested.model_copy(
+        update={"spec": tested.spec.model_copy(update={"tiers": [*tested.spec.tiers]})}
+    )
     assert set(messages(connectors.gaps(tested))) == {"spec.selection"}
     document = policy("LMCache").model_dump(by_alias=True, exclude_unset=True, mode="json")
     document["spec"]["tiers"] = [ram]
-    assert set(messages(connectors.gaps(validated(KVTierPolicy, document)))) == {"spec.tiers[0].memory.evictionPolicy"}
+    assert set(messages(connectors.gaps(validated(KVTierPolicy, document)))) == {
+        "spec.tiers[0].memory.evictionPolicy"
+    }
 
 
 def test_kvtiers_own_connector_has_no_gaps_and_is_not_rendered_here() -> None:
@@ -126,9 +165,15 @@ def test_kvtiers_own_connector_has_no_gaps_and_is_not_rendered_here() -> None:
 
 
 def test_tiers_that_a_connector_has_no_room_for_are_refused_by_name() -> None:
-    assert list(messages(connectors.impossible(policy("Offloading", NVME, REDIS)))) == ["spec.tiers[2].lmcache"]
-    assert list(messages(connectors.impossible(policy("LMCache", SHARED, REDIS)))) == ["spec.tiers[2]"]
+    assert list(messages(connectors.impossible(policy("Offloading", NVME, REDIS)))) == [
+        "spec.tiers[2].lmcache"
+    ]
+    assert list(messages(connectors.impossible(policy("LMCache", SHARED, REDIS)))) == [
+        "spec.tiers[2]"
+    ]
     second = {**NVME, "name": "other"}
-    assert list(messages(connectors.impossible(policy("LMCache", NVME, second)))) == ["spec.tiers[2]"]
+    assert list(messages(connectors.impossible(policy("LMCache", NVME, second)))) == [
+        "spec.tiers[2]"
+    ]
     with pytest.raises(ConfigurationError, match=r"spec.tiers\[2\]"):
         connectors.render(policy("LMCache", NVME, second), {**PATHS, "other": "/x"}, 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api.documents import Checked, load_policy, parse
-from kvtier_operator.api.refusals import RefusedError
-from kvtier_operator.testing.policies import changed, complete_policy
+from kvtier_operator.api.validation import InvalidDocumentError
 
 SMALL = """
 apiVersion: kvtier.io/v1alpha1
@@ -44,23 +44,43 @@ def test_a_small_policy_is_accepted_with_all_defaults() -> None:
         "KVTier",
         "InitContainer",
     )
-    assert (spec.engine.daemon, spec.engine.hash_seed, spec.engine.local_ranks) == ("Sidecar", "0", None)
+    assert (spec.engine.daemon, spec.engine.hash_seed, spec.engine.local_ranks) == (
+        "Sidecar",
+        "0",
+        None,
+    )
     assert (spec.chunk_tokens, spec.min_load_tokens, spec.selection) == (256, 512, "Cost")
     tier = spec.tiers[0]
-    assert (tier.load_weight, tier.lookup_timeout_milliseconds, tier.load_timeout_seconds) == (100, 50, 5)
+    assert (tier.load_weight, tier.lookup_timeout_milliseconds, tier.load_timeout_seconds) == (
+        100,
+        50,
+        5,
+    )
     assert (tier.store_policy, tier.max_pending_store_bytes.size_bytes) == ("All", 1 << 30)
     assert tier.memory is not None
     assert (tier.memory.eviction_policy, tier.memory.persistence) == ("LRU", "Pod")
     assert (spec.breaker.failure_threshold, spec.breaker.period_seconds) == (5, 60)
-    assert (spec.isolation.salt, spec.isolation.model_revision, spec.isolation.key_secret_ref.name) == ("", "", "")
+    assert (
+        spec.isolation.salt,
+        spec.isolation.model_revision,
+        spec.isolation.key_secret_ref.name,
+    ) == ("", "", "")
     assert spec.security.storage_gid == 3000
     daemon = spec.resources.daemon
-    assert (daemon.requests["cpu"].text, daemon.limits["cpu"].text, spec.resources.memory_policy) == (
+    assert (
+        daemon.requests["cpu"].text,
+        daemon.limits["cpu"].text,
+        spec.resources.memory_policy,
+    ) == (
         "1",
         "8",
         "Validate",
     )
-    assert (spec.attach.mode, spec.attach.start_timeout_seconds, spec.attach.retry_seconds) == ("Webhook", 120, 600)
+    assert (spec.attach.mode, spec.attach.start_timeout_seconds, spec.attach.retry_seconds) == (
+        "Webhook",
+        120,
+        600,
+    )
     assert (spec.rollout.strategy, spec.monitoring.pod_monitor) == ("OnPodRestart", "Auto")
 
 
@@ -68,20 +88,35 @@ def test_a_file_tier_has_the_defaults_of_the_api() -> None:
     policy = complete_policy()
     policy["spec"]["tiers"][1] = {
         "name": "disk",
-        "fileSystem": {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": "/kv"}}},
+        "fileSystem": {
+            "capacity": "1Gi",
+            "sharing": "Node",
+            "volume": {"hostPath": {"path": "/kv"}},
+        },
     }
     tier = load_policy(json.dumps(policy)).spec.tier("disk")
     files = tier.file_system
     assert files is not None
-    assert (files.high_watermark_percent, files.low_watermark_percent, files.retention_seconds) == (90, 75, 604_800)
-    assert (files.direct_io, files.sync, files.read_threads, files.write_threads) == ("Auto", "None", 8, 4)
+    assert (files.high_watermark_percent, files.low_watermark_percent, files.retention_seconds) == (
+        90,
+        75,
+        604_800,
+    )
+    assert (files.direct_io, files.sync, files.read_threads, files.write_threads) == (
+        "Auto",
+        "None",
+        8,
+        4,
+    )
     assert files.volume.host_path is not None
     assert files.volume.host_path.type == "Directory"
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "---\n", "---\n---\n", b""])
 def test_an_empty_file_is_refused(text: str) -> None:
-    assert "an empty file is not accepted; accepted is apiVersion kvtier.io/v1alpha1" in _message(text)
+    assert "an empty file is not accepted; accepted is apiVersion kvtier.io/v1alpha1" in _message(
+        text
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +146,9 @@ def test_a_duplicate_key_is_refused_with_key_and_place() -> None:
 
 
 def test_a_duplicate_key_deep_inside_is_refused() -> None:
-    assert "'capacity' is there twice" in _message(SMALL.replace("capacity: 1Gi", "capacity: 1Gi, capacity: 2Gi"))
+    assert "'capacity' is there twice" in _message(
+        SMALL.replace("capacity: 1Gi", "capacity: 1Gi, capacity: 2Gi")
+    )
 
 
 def test_a_duplicate_key_in_json_is_refused() -> None:
@@ -128,7 +165,9 @@ def test_json_is_read_with_tabs_and_a_byte_order_mark() -> None:
 
 
 def test_a_date_stays_text() -> None:
-    policy = load_policy(SMALL.replace("podSelector: {}", "podSelector: {matchLabels: {released: 2024-01-01}}"))
+    policy = load_policy(
+        SMALL.replace("podSelector: {}", "podSelector: {matchLabels: {released: 2024-01-01}}")
+    )
     assert policy.spec.pod_selector.match_labels == {"released": "2024-01-01"}
 
 
@@ -159,17 +198,23 @@ def test_an_unknown_field_that_resembles_none_is_named_with_all_known_ones() -> 
 
 
 def test_an_unknown_field_is_refused_also_when_it_is_null() -> None:
-    assert "spec.zzz: unknown field" in _message(json.dumps(changed(complete_policy(), {"spec.zzz": None})))
+    assert "spec.zzz: unknown field" in _message(
+        json.dumps(changed(complete_policy(), {"spec.zzz": None}))
+    )
 
 
 def test_a_null_is_the_same_as_not_written() -> None:
-    with_null = load_policy(json.dumps(changed(complete_policy(), {"spec.engine": None, "spec.chunkTokens": None})))
+    with_null = load_policy(
+        json.dumps(changed(complete_policy(), {"spec.engine": None, "spec.chunkTokens": None}))
+    )
     assert with_null.spec.chunk_tokens == 256
     assert "engine" not in with_null.spec.model_fields_set
 
 
 def test_everything_that_is_wrong_is_reported_at_once() -> None:
-    wrong = changed(complete_policy(), {"spec.chunkTokens": 7, "spec.tiers.1.loadWeight": 0, "spec.zzz": 1})
+    wrong = changed(
+        complete_policy(), {"spec.chunkTokens": 7, "spec.tiers.1.loadWeight": 0, "spec.zzz": 1}
+    )
     assert {refusal.field for refusal in _only(json.dumps(wrong)).refusals} == {
         "spec.chunkTokens",
         "spec.tiers[1].loadWeight",
@@ -191,7 +236,9 @@ def test_another_kind_or_version_is_refused_alone(changes: dict[str, Any], field
 
 
 def test_a_missing_kind_is_named() -> None:
-    assert "kind: nothing is not accepted; accepted is KVTierPolicy" in _message("apiVersion: kvtier.io/v1alpha1")
+    assert "kind: nothing is not accepted; accepted is KVTierPolicy" in _message(
+        "apiVersion: kvtier.io/v1alpha1"
+    )
 
 
 def test_several_documents_are_each_reported_with_their_index() -> None:
@@ -204,8 +251,15 @@ def test_several_documents_are_each_reported_with_their_index() -> None:
 def test_lists_as_kubectl_prints_them_are_read_item_by_item() -> None:
     items = [complete_policy(), {"apiVersion": "v1", "kind": "Pod"}]
     checked = parse(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
-    assert [(entry.where, entry.policy is not None) for entry in checked] == [("item 0", True), ("item 1", False)]
-    own_kind = parse(json.dumps({"apiVersion": "kvtier.io/v1alpha1", "kind": "KVTierPolicyList", "items": items[:1]}))
+    assert [(entry.where, entry.policy is not None) for entry in checked] == [
+        ("item 0", True),
+        ("item 1", False),
+    ]
+    own_kind = parse(
+        json.dumps(
+            {"apiVersion": "kvtier.io/v1alpha1", "kind": "KVTierPolicyList", "items": items[:1]}
+        )
+    )
     assert own_kind[0].policy is not None
 
 
@@ -230,7 +284,7 @@ def test_what_the_api_server_adds_is_accepted() -> None:
 
 
 def test_one_policy_is_asked_for_where_one_is_needed() -> None:
-    with pytest.raises(RefusedError, match="2 policies"):
+    with pytest.raises(InvalidDocumentError, match="2 policies"):
         load_policy(f"{SMALL}---\n{SMALL}")
 
 
@@ -242,9 +296,15 @@ def test_one_policy_is_asked_for_where_one_is_needed() -> None:
         "- " * 20_000,
         '{"a":' * 5_000 + "1" + "}" * 5_000,
         "a: &a [x,x,x,x,x,x,x,x,x]\n"
-        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)),
+        + "".join(
+            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n"
+            for i in range(12)
+        ),
         "a: &a {x: 1}\n"
-        + "".join(f"b{i}: &b{i} {{<<: [{','.join(['*a' if i == 0 else f'*b{i - 1}'] * 9)}]}}\n" for i in range(12)),
+        + "".join(
+            f"b{i}: &b{i} {{<<: [{','.join(['*a' if i == 0 else f'*b{i - 1}'] * 9)}]}}\n"
+            for i in range(12)
+        ),
         "x" * ((1 << 20) + 1),
     ],
     ids=["flow lists", "flow mappings", "block lists", "json", "aliases", "merges", "long"],
@@ -256,5 +316,7 @@ def test_a_small_file_cannot_become_a_large_one(text: str) -> None:
 
 
 def test_a_long_value_is_cut_in_messages() -> None:
-    refusal = _only(json.dumps(changed(complete_policy(), {"spec.selection": "x" * 5000}))).refusals[0]
+    refusal = _only(
+        json.dumps(changed(complete_policy(), {"spec.selection": "x" * 5000}))
+    ).refusals[0]
     assert len(refusal.value) <= 80

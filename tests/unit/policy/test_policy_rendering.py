@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.policies import REMOVED, changed, complete_policy
 
-from kvtier.cli import topology as local
+from kvtier.cli import render as local
+from kvtier.config.loader import load
+from kvtier.config.models import Daemon, FileSystemTierDocument, HttpEndpoint, LiveTier
 from kvtier.errors import ConfigurationError
-from kvtier.topology.loading import load
-from kvtier.topology.models import Daemon, FileSystemTierDocument, HttpEndpoint, LiveTier
 from kvtier_operator.api.documents import load_policy
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.render import documents, engine, volumes
-from kvtier_operator.render.topology import content_hash, live, local_run_directory, pod_placement, structural
-from kvtier_operator.testing.policies import REMOVED, changed, complete_policy
+from kvtier_operator.render.documents import (
+    content_hash,
+    live,
+    local_run_directory,
+    pod_placement,
+    structural,
+)
 
 
 def _policy(changes: dict[str, Any] | None = None) -> KVTierPolicy:
@@ -97,7 +103,9 @@ class TestContentHash:
         assert content_hash(_policy({"spec.tiers": swapped}).spec) != content_hash(_policy().spec)
 
     def test_takes_sizes_by_value(self) -> None:
-        assert content_hash(_policy({"spec.tiers.0.memory.capacity": "65536Mi"}).spec) == content_hash(_policy().spec)
+        assert content_hash(
+            _policy({"spec.tiers.0.memory.capacity": "65536Mi"}).spec
+        ) == content_hash(_policy().spec)
 
     def test_does_not_hold_defaults(self) -> None:
         # A field left out and the same field with its default are different texts: defaults change, texts do not.
@@ -136,8 +144,14 @@ class TestTopology:
             "read_threads": 8,
             "write_threads": 4,
         }
-        assert document.tiers[3].model_dump()["credentials_directory"] == "/etc/kvtier/secrets/remote"
-        assert (document.storage_gid, document.local_ranks, document.http.host) == (3000, 8, "0.0.0.0")
+        assert (
+            document.tiers[3].model_dump()["credentials_directory"] == "/etc/kvtier/secrets/remote"
+        )
+        assert (document.storage_gid, document.local_ranks, document.http.host) == (
+            3000,
+            8,
+            "0.0.0.0",
+        )
         assert document.live.generation == 4
         assert document.live.tiers["nvme"] == LiveTier(
             store_policy="Reused",
@@ -164,7 +178,10 @@ class TestTopology:
         assert values.tiers["nvme"].sync_data
 
     def test_a_fraction_of_a_byte_is_rounded_up(self) -> None:
-        assert live(_policy({"spec.tiers.1.fileSystem.capacity": "1.5"})).tiers["nvme"].capacity_bytes == 2
+        assert (
+            live(_policy({"spec.tiers.1.fileSystem.capacity": "1.5"})).tiers["nvme"].capacity_bytes
+            == 2
+        )
 
     def test_a_written_directory_reads_back_as_the_same(self, tmp_path: Path) -> None:
         written = local.write(_local(), tmp_path, generation=3)
@@ -175,10 +192,17 @@ class TestTopology:
             local.write(_local(), tmp_path / name)
         for file in ("structural.json", "live.json"):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-        assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["live.json", "structural.json"]
+        assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+            "live.json",
+            "structural.json",
+        ]
 
-    def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(self, tmp_path: Path) -> None:
-        written = local.write(_local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path)
+    def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(
+        self, tmp_path: Path
+    ) -> None:
+        written = local.write(
+            _local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path
+        )
         disk = written.topology.structural.tiers[1]
         assert isinstance(disk, FileSystemTierDocument)
         assert Path(disk.path).parent == tmp_path / local.TIERS_DIRECTORY
@@ -187,39 +211,63 @@ class TestTopology:
     def test_a_tier_whose_place_was_named_gets_no_other(self, tmp_path: Path) -> None:
         policy = _local()
         names = [tier.name for tier in policy.spec.tiers if tier.file_system is not None]
-        local.write(policy, tmp_path, tier_paths={name: str(tmp_path / "x" / name) for name in names})
+        local.write(
+            policy, tmp_path, tier_paths={name: str(tmp_path / "x" / name) for name in names}
+        )
         assert not (tmp_path / local.TIERS_DIRECTORY).exists()
 
     def test_the_files_can_be_read_by_other_users(self, tmp_path: Path) -> None:
         local.write(_local(), tmp_path)
         assert (tmp_path / "live.json").stat().st_mode & 0o777 == 0o644
 
-    def test_on_this_machine_the_engine_starts_tierd_and_files_keep_their_group(self, tmp_path: Path) -> None:
+    def test_on_this_machine_the_engine_starts_tierd_and_files_keep_their_group(
+        self, tmp_path: Path
+    ) -> None:
         document = local.place(_local({"spec.security": REMOVED}), tmp_path).topology.structural
-        assert (document.daemon, document.storage_gid, document.http.host) == (Daemon.ENGINE, None, "127.0.0.1")
+        assert (document.daemon, document.storage_gid, document.http.host) == (
+            Daemon.ENGINE,
+            None,
+            "127.0.0.1",
+        )
         named = local.place(_local(), tmp_path, daemon=Daemon.SIDECAR).topology.structural
         assert (named.daemon, named.storage_gid) == (Daemon.SIDECAR, 3000)
 
     def test_a_directory_given_for_a_tier_wins(self, tmp_path: Path) -> None:
         placed = local.place(
-            _local(), tmp_path, tier_paths={"nvme": str(tmp_path / "x")}, run_directory=str(tmp_path / "run")
+            _local(),
+            tmp_path,
+            tier_paths={"nvme": str(tmp_path / "x")},
+            run_directory=str(tmp_path / "run"),
         )
         assert placed.topology.structural.tiers[1].model_dump()["path"] == str(tmp_path / "x")
         assert placed.topology.structural.run_directory == str(tmp_path / "run")
         assert placed.notes == ()
 
-    def test_a_host_path_is_itself_and_other_volumes_get_a_directory_with_a_note(self, tmp_path: Path) -> None:
-        assert local.place(_local(), tmp_path).topology.structural.tiers[1].model_dump()["path"] == "/mnt/nvme/kv"
-        for volume in ({"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "c"}}, {"claimTemplate": {}}):
+    def test_a_host_path_is_itself_and_other_volumes_get_a_directory_with_a_note(
+        self, tmp_path: Path
+    ) -> None:
+        assert (
+            local.place(_local(), tmp_path).topology.structural.tiers[1].model_dump()["path"]
+            == "/mnt/nvme/kv"
+        )
+        for volume in (
+            {"emptyDir": {}},
+            {"persistentVolumeClaim": {"claimName": "c"}},
+            {"claimTemplate": {}},
+        ):
             placed = local.place(_local({"spec.tiers.1.fileSystem.volume": volume}), tmp_path)
-            assert placed.topology.structural.tiers[1].model_dump()["path"] == str(tmp_path / "tiers" / "nvme")
+            assert placed.topology.structural.tiers[1].model_dump()["path"] == str(
+                tmp_path / "tiers" / "nvme"
+            )
             assert next(iter(volume)) in placed.notes[0]
 
     def test_an_export_needs_a_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"nas.example:/kv.*--tier-path shared=DIR"):
             local.place(_policy(), tmp_path)
         assert (
-            local.place(_policy(), tmp_path, tier_paths={"shared": "/mnt"}).topology.structural.tiers[2].name
+            local.place(_policy(), tmp_path, tier_paths={"shared": "/mnt"})
+            .topology.structural.tiers[2]
+            .name
             == "shared"
         )
 
@@ -265,7 +313,11 @@ class TestEngine:
             (None, {"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"}),
             (None, {"PYTHONHASHSEED": ""}, {"PYTHONHASHSEED": "0"}),
             (None, {"VLLM_PLUGINS": "a,b"}, {"PYTHONHASHSEED": "0", "VLLM_PLUGINS": "a,b,kvtier"}),
-            (None, {"VLLM_PLUGINS": "kvtier,a"}, {"PYTHONHASHSEED": "0", "VLLM_PLUGINS": "kvtier,a"}),
+            (
+                None,
+                {"VLLM_PLUGINS": "kvtier,a"},
+                {"PYTHONHASHSEED": "0", "VLLM_PLUGINS": "kvtier,a"},
+            ),
             (None, {"VLLM_PLUGINS": ""}, {"PYTHONHASHSEED": "0", "VLLM_PLUGINS": "kvtier"}),
         ],
         ids=str,
@@ -282,7 +334,9 @@ class TestEngine:
         assert engine.conflicts(document, {"PYTHONHASHSEED": "0"}) == []
         assert "7" in engine.conflicts(document, {"PYTHONHASHSEED": "7"})[0]
 
-    @pytest.mark.parametrize("changes", [{"spec.engine.connector": "LMCache"}, {"spec.engine.type": "ATOM"}])
+    @pytest.mark.parametrize(
+        "changes", [{"spec.engine.connector": "LMCache"}, {"spec.engine.type": "ATOM"}]
+    )
     def test_what_is_not_rendered_is_refused(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=r"spec\.engine"):
             engine.check(_policy(changes))
@@ -291,7 +345,10 @@ class TestEngine:
 class TestKubernetes:
     def test_objects_have_stable_names_and_say_whose_they_are(self) -> None:
         rendered = documents.kubernetes(_policy())
-        assert [(document["kind"], document["metadata"]["name"].split("-shared-")[0]) for document in rendered] == [
+        assert [
+            (document["kind"], document["metadata"]["name"].split("-shared-")[0])
+            for document in rendered
+        ] == [
             ("PersistentVolume", "kvtier-default-chat-70b"),
             ("PersistentVolumeClaim", "chat-70b"),
             ("ConfigMap", "chat-70b-live"),
@@ -304,7 +361,9 @@ class TestKubernetes:
     def test_the_config_maps_hold_the_documents(self) -> None:
         live_map, structural_map = documents.kubernetes(_policy(), generation=9)[-2:]
         assert json.loads(live_map["data"]["live.json"])["generation"] == 9
-        assert json.loads(structural_map["data"]["structural.json"])["contentHash"] == content_hash(_policy().spec)
+        assert json.loads(structural_map["data"]["structural.json"])["contentHash"] == content_hash(
+            _policy().spec
+        )
 
     def test_a_structural_document_too_long_for_an_annotation_is_refused(self) -> None:
         tiers = complete_policy()["spec"]["tiers"][:1] + [
@@ -313,13 +372,23 @@ class TestKubernetes:
         with pytest.raises(ConfigurationError, match="at most 16384"):
             documents.kubernetes(
                 _policy(
-                    {"spec.tiers": tiers, "spec.isolation.salt": "é" * 256, "spec.isolation.modelRevision": "é" * 256}
+                    {
+                        "spec.tiers": tiers,
+                        "spec.isolation.salt": "é" * 256,
+                        "spec.isolation.modelRevision": "é" * 256,
+                    }
                 )
             )
 
     def test_an_export_becomes_a_volume_that_ends_in_an_error_when_its_server_is_gone(self) -> None:
         volume, claim = volumes.objects(_policy())
-        assert volume["spec"]["mountOptions"] == ["nconnect=8", "noatime", "soft", "timeo=50", "retrans=2"]
+        assert volume["spec"]["mountOptions"] == [
+            "nconnect=8",
+            "noatime",
+            "soft",
+            "timeo=50",
+            "retrans=2",
+        ]
         assert volume["spec"]["nfs"] == {"server": "nas.example", "path": "/kv"}
         assert volume["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
         assert volume["spec"]["claimRef"]["name"] == claim["metadata"]["name"]
@@ -335,14 +404,20 @@ class TestKubernetes:
         ],
         ids=str,
     )
-    def test_mount_options_that_the_policy_sets_stay(self, given: list[str], expected: list[str]) -> None:
+    def test_mount_options_that_the_policy_sets_stay(
+        self, given: list[str], expected: list[str]
+    ) -> None:
         policy = _policy({"spec.tiers.2.fileSystem.volume.nfs.mountOptions": given})
         assert volumes.objects(policy)[0]["spec"]["mountOptions"] == expected
 
     def test_the_size_of_an_export_does_not_follow_the_live_capacity(self) -> None:
-        assert volumes.objects(_policy()) == volumes.objects(_policy({"spec.tiers.2.fileSystem.capacity": "1Gi"}))
+        assert volumes.objects(_policy()) == volumes.objects(
+            _policy({"spec.tiers.2.fileSystem.capacity": "1Gi"})
+        )
 
-    def test_a_recreated_policy_or_another_export_never_meets_the_objects_of_its_predecessor(self) -> None:
+    def test_a_recreated_policy_or_another_export_never_meets_the_objects_of_its_predecessor(
+        self,
+    ) -> None:
         names = {
             volumes.objects(_policy(changes))[0]["metadata"]["name"]
             for changes in (
@@ -356,7 +431,9 @@ class TestKubernetes:
         assert len(names) == 5
 
     def test_a_claim_template_becomes_one_claim_with_the_tiers_capacity(self) -> None:
-        policy = _local({"spec.tiers.1.fileSystem.volume": {"claimTemplate": {"storageClassName": "fast"}}})
+        policy = _local(
+            {"spec.tiers.1.fileSystem.volume": {"claimTemplate": {"storageClassName": "fast"}}}
+        )
         (claim,) = volumes.objects(policy)
         assert claim["spec"] == {
             "accessModes": ["ReadWriteMany"],
@@ -376,13 +453,19 @@ class TestKubernetes:
                 {"emptyDir": {"medium": "Memory", "sizeLimit": "600Gi"}},
                 {"emptyDir": {"medium": "Memory", "sizeLimit": "600Gi"}},
             ),
-            ({"persistentVolumeClaim": {"claimName": "c"}}, {"persistentVolumeClaim": {"claimName": "c"}}),
+            (
+                {"persistentVolumeClaim": {"claimName": "c"}},
+                {"persistentVolumeClaim": {"claimName": "c"}},
+            ),
             (
                 {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}},
                 {
                     "ephemeral": {
                         "volumeClaimTemplate": {
-                            "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "500Gi"}}}
+                            "spec": {
+                                "accessModes": ["ReadWriteOnce"],
+                                "resources": {"requests": {"storage": "500Gi"}},
+                            }
                         }
                     }
                 },
@@ -390,7 +473,9 @@ class TestKubernetes:
         ],
         ids=str,
     )
-    def test_a_pods_volume_is_what_the_tier_names(self, volume: dict[str, Any], expected: dict[str, Any]) -> None:
+    def test_a_pods_volume_is_what_the_tier_names(
+        self, volume: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
         policy = _local({"spec.tiers.1.fileSystem.volume": volume})
         assert volumes.pod_volume(policy, policy.spec.tier("nvme")) == expected
 

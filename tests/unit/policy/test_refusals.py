@@ -6,10 +6,10 @@ import json
 
 import pytest
 import yaml
+from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api.documents import parse
-from kvtier_operator.testing.policies import changed, complete_policy
-from kvtier_operator.testing.refused import REFUSED, RefusedCase
 
 
 def test_the_complete_policy_is_accepted() -> None:

@@ -12,7 +12,9 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 MAKE_TARGET = re.compile(r"`make ([a-z-]+)`")
-NAMED_FILE = re.compile(r"`((?:connector|operator|tests|tools|examples|docs|benchmarks|crds)/[\w./-]+)`")
+NAMED_FILE = re.compile(
+    r"`((?:connector|operator|tests|tools|examples|docs|benchmarks|crds)/[\w./-]+)`"
+)
 
 
 def anchors(page: Path) -> set[str]:
@@ -55,8 +57,13 @@ def test_the_first_page_names_the_two_commands_that_set_everything_up() -> None:
 
 def test_every_page_can_be_found_from_the_index() -> None:
     index = REPOSITORY / "docs" / "index.md"
-    linked = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(index.read_text())}
-    missing = [page for page in REPOSITORY.glob("docs/**/*.md") if page != index and page not in linked]
+    linked = {
+        (index.parent / target.partition("#")[0]).resolve()
+        for target in LINK.findall(index.read_text())
+    }
+    missing = [
+        page for page in REPOSITORY.glob("docs/**/*.md") if page != index and page not in linked
+    ]
     assert missing == []
 
 

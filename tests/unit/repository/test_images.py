@@ -66,18 +66,27 @@ def requirements(*wanted: str, without: frozenset[str] | set[str] = frozenset())
         requirement = waiting.pop()
         name, extras = canonicalize_name(requirement.name), tuple(sorted(requirement.extras))
         if name == "kvtier":
-            waiting += [Requirement(text) for extra in extras for text in project["optional-dependencies"][extra]]
+            waiting += [
+                Requirement(text)
+                for extra in extras
+                for text in project["optional-dependencies"][extra]
+            ]
         elif name not in without and (name, extras) not in seen:
             seen.add((name, extras))
             for text in importlib.metadata.requires(name) or ():
                 found = Requirement(text)
-                if found.marker is None or any(found.marker.evaluate({"extra": extra}) for extra in extras or ("",)):
+                if found.marker is None or any(
+                    found.marker.evaluate({"extra": extra}) for extra in extras or ("",)
+                ):
                     waiting.append(found)
     return {name for name, _ in seen}
 
 
 def listed(name: str) -> set[str]:
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "images" / f"{name}.txt").read_text().splitlines())
+    lines = (
+        line.partition("#")[0].strip()
+        for line in (ROOT / "images" / f"{name}.txt").read_text().splitlines()
+    )
     return {line for line in lines if line}
 
 
@@ -100,7 +109,9 @@ def test_two_builds_are_the_same_bytes(built: tuple[Path, str], tmp_path: Path) 
     again = build(tmp_path)
     assert again == said.replace(str(out), str(tmp_path))
     for name in NAMES:
-        assert (tmp_path / f"kvtier-{name}.tar").read_bytes() == (out / f"kvtier-{name}.tar").read_bytes()
+        assert (tmp_path / f"kvtier-{name}.tar").read_bytes() == (
+            out / f"kvtier-{name}.tar"
+        ).read_bytes()
 
 
 def test_images_hold_what_their_lists_say_and_nothing_of_an_engine(built: tuple[Path, str]) -> None:
@@ -114,18 +125,28 @@ def test_images_hold_what_their_lists_say_and_nothing_of_an_engine(built: tuple[
             canonicalize_name(match[1])
             for path in found
             if (
-                match := re.match(r"usr/local/lib/python[\d.]+/site-packages/([^/]+?)-[^/-]+\.dist-info/METADATA", path)
+                match := re.match(
+                    r"usr/local/lib/python[\d.]+/site-packages/([^/]+?)-[^/-]+\.dist-info/METADATA",
+                    path,
+                )
             )
         }
         assert packages == listed(name)
-        assert not [path for path in found if re.search(r"/(torch|vllm)/", path) and "/kvtier/" not in path]
+        assert not [
+            path for path in found if re.search(r"/(torch|vllm)/", path) and "/kvtier/" not in path
+        ]
         assert {entry.mtime for entry in found.values()} == {0}
         assert {entry.uid for entry in found.values()} == {0}
-    assert manifest(built[0] / "kvtier-operator.tar")[1][0] == manifest(built[0] / "kvtier-payload.tar")[1][0]
+    assert (
+        manifest(built[0] / "kvtier-operator.tar")[1][0]
+        == manifest(built[0] / "kvtier-payload.tar")[1][0]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changing the root directory needs root")
-def test_commands_run_as_any_user_without_anything_of_this_machine(built: tuple[Path, str], tmp_path: Path) -> None:
+def test_commands_run_as_any_user_without_anything_of_this_machine(
+    built: tuple[Path, str], tmp_path: Path
+) -> None:
     for name in NAMES:
         root, archive = tmp_path / name, built[0] / f"kvtier-{name}.tar"
         with tarfile.open(archive) as tar:
@@ -151,7 +172,10 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(built: tuple[
         "operator", "/usr/local/bin/kvtier-operator", "version"
     )
     (tmp_path / "payload/opt/kvtier/payload").chmod(0o777)  # as a fresh volume is
-    assert run("payload", "/usr/local/bin/kvtier-payload", "/opt/kvtier/payload") == "/opt/kvtier/payload"
+    assert (
+        run("payload", "/usr/local/bin/kvtier-payload", "/opt/kvtier/payload")
+        == "/opt/kvtier/payload"
+    )
     written = tmp_path / "payload/opt/kvtier/payload"
     assert sorted(path.name for path in written.iterdir())[0] == "kvtier"
     assert "vllm.general_plugins" in next(written.glob("*.dist-info/entry_points.txt")).read_text()

@@ -20,7 +20,16 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PINNED = re.compile(r"[a-z0-9._-]+==[0-9][A-Za-z0-9.+!]*")
 
-STOCK_IMAGE = {"blake3", "msgspec", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "pyzmq"}
+STOCK_IMAGE = {
+    "blake3",
+    "msgspec",
+    "numpy",
+    "prometheus-client",
+    "psutil",
+    "pydantic",
+    "pyyaml",
+    "pyzmq",
+}
 """What vLLM's own image holds; torch comes with it as well and is not declared."""
 
 
@@ -48,7 +57,9 @@ def test_every_requirement_is_pinned_at_a_version_that_it_allows(extra: str) -> 
     for requirement in map(Requirement, EXTRAS[extra] if extra else PROJECT["dependencies"]):
         if requirement.name == "kvtier":
             continue
-        assert Version(pins()[canonicalize_name(requirement.name)]) in requirement.specifier, str(requirement)
+        assert Version(pins()[canonicalize_name(requirement.name)]) in requirement.specifier, str(
+            requirement
+        )
 
 
 def test_an_override_is_pinned_at_the_version_it_asks_for() -> None:
@@ -64,7 +75,9 @@ def test_what_builds_the_package_is_pinned_too() -> None:
 
 
 def test_the_connector_needs_only_what_a_stock_engine_image_holds() -> None:
-    assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} == STOCK_IMAGE
+    assert {
+        canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]
+    } == STOCK_IMAGE
 
 
 def imported(folder: str) -> set[str]:
@@ -77,7 +90,9 @@ def imported(folder: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 modules.add(node.module.partition(".")[0])
     owners = metadata.packages_distributions()
-    return {canonicalize_name(owner) for module in modules for owner in owners.get(module, ())} - {"kvtier"}
+    return {canonicalize_name(owner) for module in modules for owner in owners.get(module, ())} - {
+        "kvtier"
+    }
 
 
 def declared(*extras: str) -> set[str]:
@@ -86,12 +101,17 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_what_is_asked_for_is_imported_by_something() -> None:
-    assert declared("cli", "tierd", "operator") - imported("connector") - imported("operator") == set()
+    assert (
+        declared("cli", "tierd", "operator") - imported("connector") - imported("operator") == set()
+    )
 
 
 def test_the_operator_imports_nothing_that_only_another_package_brings() -> None:
     # Both are part of pydantic's interface, in the versions that it chooses.
-    assert imported("operator") - declared("cli", "operator") - {"annotated-types", "pydantic-core"} == set()
+    assert (
+        imported("operator") - declared("cli", "operator") - {"annotated-types", "pydantic-core"}
+        == set()
+    )
 
 
 def test_the_installed_distribution_has_the_command_the_daemon_and_the_plugin() -> None:

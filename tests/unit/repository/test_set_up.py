@@ -28,8 +28,15 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(*arguments: str, **variables: str) -> str:
-    command = ["make", "--no-print-directory", *arguments, *(f"{name}={value}" for name, value in variables.items())]
-    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60).stdout
+    command = [
+        "make",
+        "--no-print-directory",
+        *arguments,
+        *(f"{name}={value}" for name, value in variables.items()),
+    ]
+    return subprocess.run(
+        command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
 
 
 @needs_make
@@ -78,7 +85,11 @@ def test_shell_tools_are_valid_and_executable(tool: str) -> None:
 
 
 def test_every_debian_package_names_its_command_and_its_reason() -> None:
-    rows = [line for line in (REPOSITORY / "tools" / "debian-packages.txt").read_text().splitlines() if line[0] != "#"]
+    rows = [
+        line
+        for line in (REPOSITORY / "tools" / "debian-packages.txt").read_text().splitlines()
+        if line[0] != "#"
+    ]
     assert rows
     for row in rows:
         assert re.fullmatch(r"[a-z0-9.+-]+ +\S+ +\S.+", row), row
@@ -91,7 +102,9 @@ def test_the_installation_is_not_repeated_when_nothing_changed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "overrides.txt"])
-def test_the_installation_is_repeated_when_what_it_depends_on_changed(tmp_path: Path, name: str) -> None:
+def test_the_installation_is_repeated_when_what_it_depends_on_changed(
+    tmp_path: Path, name: str
+) -> None:
     project = a_project(tmp_path / "project")
     installed(project)
     with (project / name).open("a") as file:
@@ -136,7 +149,9 @@ def installed(project: Path, fails: bool = False) -> list[str]:
     (project / "asked").write_text("")
     if fails:
         (project / "fails").touch()
-    answer = subprocess.run([project / "tools" / "install"], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(
+        [project / "tools" / "install"], capture_output=True, text=True, timeout=60
+    )
     (project / "fails").unlink(missing_ok=True)
     assert (answer.returncode != 0) is fails, answer.stderr
     return (project / "asked").read_text().splitlines()

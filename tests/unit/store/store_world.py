@@ -8,14 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
-from kvtier.store.contract import CreditsGranted, EngineInfo, KeysLeaving, LoadReady, PromotionEnded, StoreEvent
-from kvtier.store.core import TierStore
-from kvtier.store.records import SlotPlace, SlotTable, TableIdentity
-from kvtier.testing.dict_tier import DictTier
-from kvtier.testing.manual_io import ManualCall, ManualClock, ManualExecutor
-from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
-from kvtier.tiers.checksum import Blake3
-from kvtier.topology.models import (
+from tests.support.manual_executor import ManualCall, ManualClock, ManualExecutor
+
+from kvtier.config.models import (
     Breaker,
     FileSystemTierDocument,
     Live,
@@ -26,6 +21,19 @@ from kvtier.topology.models import (
     Structural,
     Topology,
 )
+from kvtier.store.slot_table import SlotPlace, SlotTable, TableIdentity
+from kvtier.store.store import TierStore
+from kvtier.store.types import (
+    CreditsGranted,
+    EngineInfo,
+    KeysEvicting,
+    LoadAnnounced,
+    PromotionEnded,
+    StoreEvent,
+)
+from kvtier.testing.dict_tier import DictTier
+from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
+from kvtier.tiers.checksum import Blake3
 
 PAGE = ALIGNMENT_BYTES
 NAMESPACE = "a" * 32
@@ -45,14 +53,18 @@ def shard_content(namespace: str, key: bytes, rank: int, size: int) -> bytes:
 
 def object_bytes(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> bytes:
     """A whole object as it lies in a slot."""
-    parts = [shard_content(namespace, key, r, size).ljust(aligned(size), b"\0") for r, size in enumerate(shard_bytes)]
+    parts = [
+        shard_content(namespace, key, r, size).ljust(aligned(size), b"\0")
+        for r, size in enumerate(shard_bytes)
+    ]
     return b"".join(parts)
 
 
 def object_meta(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> ObjectMeta:
     """The seal of a whole object."""
     digests = (
-        CHECKSUMS.digest(memoryview(shard_content(namespace, key, r, size))) for r, size in enumerate(shard_bytes)
+        CHECKSUMS.digest(memoryview(shard_content(namespace, key, r, size)))
+        for r, size in enumerate(shard_bytes)
     )
     return ObjectMeta(shard_bytes, CHECKSUMS.kind, tuple(digests))
 
@@ -75,7 +87,10 @@ class WatchedTier(DictTier):
     def put(self, namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> None:
         """As if another process had stored the right bytes."""
         ref = ObjectRef(namespace, key)
-        self.objects[ref] = (object_bytes(namespace, key, shard_bytes), object_meta(namespace, key, shard_bytes))
+        self.objects[ref] = (
+            object_bytes(namespace, key, shard_bytes),
+            object_meta(namespace, key, shard_bytes),
+        )
         self._on_change(namespace, key, True)
 
     def drop(self, namespace: str, key: bytes) -> None:
@@ -110,7 +125,9 @@ class WatchedTier(DictTier):
         self._act("check")
 
 
-def live(selection: Selection = Selection.COST, threshold: int = 5, period: int = 60, **tiers: LiveTier) -> Live:
+def live(
+    selection: Selection = Selection.COST, threshold: int = 5, period: int = 60, **tiers: LiveTier
+) -> Live:
     """Live values for the memory tier and these."""
     breaker = Breaker(failure_threshold=threshold, period_seconds=period)
     return Live(selection=selection, breaker=breaker, tiers={"ram": LiveTier(), **tiers})
@@ -124,12 +141,20 @@ def topology(
     eviction_policy: Literal["LRU", "ARC"] = "LRU",
 ) -> Topology:
     """A document with one memory tier and file tiers of these names."""
-    lower = [FileSystemTierDocument(name=n, path="/x", sharing="Pod", read_threads=read_threads) for n in names]
+    lower = [
+        FileSystemTierDocument(name=n, path="/x", sharing="Pod", read_threads=read_threads)
+        for n in names
+    ]
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="policy"),
         content_hash="0",
         run_directory="/run/kvtier",
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=pool_bytes, eviction_policy=eviction_policy), *lower],
+        tiers=[
+            MemoryTierDocument(
+                name="ram", capacity_bytes=pool_bytes, eviction_policy=eviction_policy
+            ),
+            *lower,
+        ],
         live=values,
     )
     return Topology(structural=structural, live=values)
@@ -189,7 +214,9 @@ class World:
             self.pump()
 
     def _make_store(self, fenced: bool) -> TierStore:
-        self.table = SlotTable(os.dup(self._table_file), TableIdentity(len(self.pool), 1, "topology"))
+        self.table = SlotTable(
+            os.dup(self._table_file), TableIdentity(len(self.pool), 1, "topology")
+        )
         weakref.finalize(self.table, os.close, self.table._descriptor)
         self.notes = ReadNotes()
         return TierStore(
@@ -320,14 +347,20 @@ class World:
 
     def ends(self, promotion: int) -> list[PromotionEnded]:
         """How a promotion ended, so far."""
-        return [e for e in self.events if isinstance(e, PromotionEnded) and e.promotion == promotion]
+        return [
+            e for e in self.events if isinstance(e, PromotionEnded) and e.promotion == promotion
+        ]
 
-    def load(self, *chunks: int, promotion: int = 0, engine: str = "e", ranks: tuple[int, ...] = (0,)) -> LoadReady:
+    def load(
+        self, *chunks: int, promotion: int = 0, engine: str = "e", ranks: tuple[int, ...] = (0,)
+    ) -> LoadAnnounced:
         """Loads chunks; returns the answer."""
         number = self.number()
-        self.store.load(engine, number, promotion, [(0, block_hash(chunk)) for chunk in chunks], ranks)
+        self.store.load(
+            engine, number, promotion, [(0, block_hash(chunk)) for chunk in chunks], ranks
+        )
         self.pump()
-        (ready,) = [e for e in self.events if isinstance(e, LoadReady) and e.load == number]
+        (ready,) = [e for e in self.events if isinstance(e, LoadAnnounced) and e.load == number]
         return ready
 
     def lower(self, *chunks: int, tier: int = 0) -> None:
@@ -348,12 +381,14 @@ class World:
         values = self.store.counters.values.items()
         return sum(v for k, v in values if k[:2] == (name, tier) and reason in (None, k[2]))
 
-    def leaving(self) -> list[KeysLeaving]:
-        return [e for e in self.events if isinstance(e, KeysLeaving)]
+    def leaving(self) -> list[KeysEvicting]:
+        return [e for e in self.events if isinstance(e, KeysEvicting)]
 
     def check_accounts(self) -> None:
         """The accounts add up, and are those of the slots themselves."""
         accounts = self.store.accounts()
-        parts = {name: getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes"}
+        parts = {
+            name: getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes"
+        }
         assert min(parts.values()) >= 0, parts
         assert sum(parts.values()) == accounts.pool_bytes == len(self.pool), parts

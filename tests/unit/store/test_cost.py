@@ -8,37 +8,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.store.clock import RequestClock
-from kvtier.store.cost import MAX_CANDIDATES, Question, Source, TierOutlook, choose_by_cost
-from kvtier.store.estimates import IMMEDIATE, Prefill, TierEstimate
+from kvtier.store.cost_model import IMMEDIATE, Prefill, TierEstimate
+from kvtier.store.selection import (
+    MAX_CANDIDATES,
+    CostQuery,
+    LoadDeadline,
+    Source,
+    TierLoad,
+    choose_by_cost,
+)
 
 CHUNK = 256
 MIB = 1 << 20
 SIZE = 32 * MIB
 PREFILL = Prefill(25e-6, 0.0)
 CHUNK_SECONDS = CHUNK * PREFILL.alpha
-RAM = TierOutlook()
+RAM = TierLoad()
 NAMES = ("ram", "disk", "nfs")
 
 
 def tier(
-    speed: float, latency: float = 0.0, weight: int = 100, threads: int = 8, queued: int = 0, spread: float = 0.0
-) -> TierOutlook:
+    speed: float,
+    latency: float = 0.0,
+    weight: int = 100,
+    threads: int = 8,
+    queued: int = 0,
+    spread: float = 0.0,
+) -> TierLoad:
     """A tier that delivers ``speed`` times as fast as recomputing."""
     estimate = TierEstimate(latency, speed * SIZE / CHUNK_SECONDS, spread)
-    return TierOutlook(weight, estimate, threads, queued, queued * SIZE)
+    return TierLoad(weight, estimate, threads, queued, queued * SIZE)
 
 
-def ask(tiers: list[int], *outlooks: TierOutlook, prefill: Prefill | None = PREFILL, **other: float) -> Question:
+def ask(
+    tiers: list[int], *outlooks: TierLoad, prefill: Prefill | None = PREFILL, **other: float
+) -> CostQuery:
     sources = [Source(t, SIZE if t else 0, (i + 1) * CHUNK) for i, t in enumerate(tiers)]
     values = {"start_tokens": 0, "prompt_tokens": len(tiers) * CHUNK, "limit_seconds": 5.0} | other
-    return Question(sources, (RAM, *outlooks), prefill=prefill, **values)  # type: ignore[arg-type]
+    return CostQuery(sources, (RAM, *outlooks), prefill=prefill, **values)  # type: ignore[arg-type]
 
 
 def test_a_tier_faster_than_recomputing_is_loaded_whole() -> None:
     decision = choose_by_cost(ask([1] * 32, tier(4)))
     assert decision.chosen is not None
-    assert (decision.chosen.keys, decision.chosen.parallel, decision.reason) == (32, 0, "least_time")
+    assert (decision.chosen.keys, decision.chosen.parallel, decision.reason) == (
+        32,
+        0,
+        "least_time",
+    )
     assert decision.chosen.ready_seconds == pytest.approx(32 * CHUNK_SECONDS / 4)
 
 
@@ -83,7 +100,9 @@ def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_keep_the_clo
     assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 2, False)
 
 
-def test_what_brings_nothing_within_the_clock_is_not_begun_even_if_it_would_win_in_the_end() -> None:
+def test_what_brings_nothing_within_the_clock_is_not_begun_even_if_it_would_win_in_the_end() -> (
+    None
+):
     # Whether a tier that has been silent for half of the time to recompute is slow or hangs, nobody can know.
     slow_to_start = tier(math.inf, latency=16 * CHUNK_SECONDS * 0.8)
     assert choose_by_cost(ask([1] * 8, slow_to_start)).chosen is None
@@ -116,7 +135,7 @@ def test_before_there_is_an_estimate_everything_is_loaded() -> None:
 
 
 def test_a_tier_without_an_estimate_is_tried() -> None:
-    decision = choose_by_cost(ask([1] * 8, TierOutlook(estimate=None)))
+    decision = choose_by_cost(ask([1] * 8, TierLoad(estimate=None)))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.reason) == (8, "tier_without_estimate")
 
@@ -183,7 +202,7 @@ def test_whenever_the_clock_ends_a_wait_no_more_than_half_of_recomputing_was_los
     prefill = Prefill(alpha, beta)
     end = start + sum(spans)
     arrived = start + sum(spans[:stop])
-    clock = RequestClock(limit, start, end, prefill)
+    clock = LoadDeadline(limit, start, end, prefill)
     wait = clock.seconds(arrived)
     assert wait <= limit
     assert wait + prefill.seconds(arrived, end) <= 1.5 * prefill.seconds(start, end) * (1 + 1e-9)
@@ -191,7 +210,7 @@ def test_whenever_the_clock_ends_a_wait_no_more_than_half_of_recomputing_was_los
 
 
 def test_without_an_estimate_the_clock_is_load_timeout_seconds_alone() -> None:
-    assert RequestClock(5.0).seconds(0) == RequestClock(5.0).seconds(10_000) == 5.0
+    assert LoadDeadline(5.0).seconds(0) == LoadDeadline(5.0).seconds(10_000) == 5.0
 
 
 def test_ram_costs_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash
 
 from kvtier.errors import ProtocolError
-from kvtier.store.contract import CreditsGranted, EngineInfo, KeysLeaving, PresenceChanged
+from kvtier.store.types import CreditsGranted, EngineInfo, KeysEvicting, PresenceChanged
 
 
 def key(chunk: int) -> bytes:
@@ -168,7 +168,7 @@ def test_nothing_that_is_being_loaded_is_evicted_however_many_slots_are_wanted()
     for chunk in range(20, 25):
         world.reserve(chunk)
         world.pump()
-    assert [e for e in world.advance(10.0) if isinstance(e, KeysLeaving)] == []
+    assert [e for e in world.advance(10.0) if isinstance(e, KeysEvicting)] == []
     assert world.credits() == []
 
 
@@ -215,7 +215,10 @@ def test_groups_of_one_engine_get_room_for_about_as_many_objects_each() -> None:
         world.settle()
         world.advance(0.1)
     world.check_accounts()
-    held = [[bits & 1 for key, bits in world.store.presence(NAMESPACE) if key[0] == group] for group in (0, 1)]
+    held = [
+        [bits & 1 for key, bits in world.store.presence(NAMESPACE) if key[0] == group]
+        for group in (0, 1)
+    ]
     assert 30 <= sum(held[0]) <= 51
     assert 30 <= sum(held[1]) <= 51
 

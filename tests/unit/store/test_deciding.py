@@ -9,22 +9,24 @@ import msgspec
 import pytest
 from tests.unit.store.store_world import PAGE, World, block_hash, live
 
-from kvtier.store.contract import Outcome
-from kvtier.store.deciding import usable_shape
-from kvtier.store.estimates import Prefill, PromptShape
+from kvtier.config.models import LiveTier
+from kvtier.store.cost_model import Prefill, PrefixCost
+from kvtier.store.selection import usable_shape
+from kvtier.store.types import Outcome
 from kvtier.tierd.wire import Promote, decode_from_engine, encode
-from kvtier.topology.models import LiveTier
 
 CHUNK = 256
 PREFILL = Prefill(1e-3, 0.0)
 """A chunk takes 0.256 s to compute."""
 
 
-def shape(chunks: int, prefill: Prefill | None = PREFILL, waited: float = 0.0) -> PromptShape:
-    return PromptShape(0, tuple((i + 1) * CHUNK for i in range(chunks)), prefill, waited)
+def shape(chunks: int, prefill: Prefill | None = PREFILL, waited: float = 0.0) -> PrefixCost:
+    return PrefixCost(0, tuple((i + 1) * CHUNK for i in range(chunks)), prefill, waited)
 
 
-def promote(world: World, *chunks: int, given: PromptShape | None = None, budget: float = 60.0) -> int:
+def promote(
+    world: World, *chunks: int, given: PrefixCost | None = None, budget: float = 60.0
+) -> int:
     number = world.number()
     keys = [(0, block_hash(chunk)) for chunk in chunks]
     world.store.promote("e", number, keys, budget, given or shape(len(chunks)))
@@ -33,14 +35,18 @@ def promote(world: World, *chunks: int, given: PromptShape | None = None, budget
 
 
 def world_with(*chunks: int, threads: int = 8, min_load_tokens: int = 0, slots: int = 64) -> World:
-    values = live(disk=LiveTier(capacity_bytes=1 << 30)).model_copy(update={"min_load_tokens": min_load_tokens})
+    values = live(disk=LiveTier(capacity_bytes=1 << 30)).model_copy(
+        update={"min_load_tokens": min_load_tokens}
+    )
     world = World(slots=slots, values=values, read_threads=threads)
     world.engine()
     world.lower(*chunks)
     return world
 
 
-def read_loads(world: World, seconds: float, first: int = 1_000, loads: int = 4, reads: int = 4) -> None:
+def read_loads(
+    world: World, seconds: float, first: int = 1_000, loads: int = 4, reads: int = 4
+) -> None:
     """Loads that take so long, so that there is an estimate."""
     for i in range(loads):
         chunks = [first + i * reads + j for j in range(reads)]
@@ -183,7 +189,9 @@ def test_nobody_joins_a_read_that_has_gone_past_its_estimate_by_the_time_of_its_
     number = promote(world, *range(8))
     assert 0 < len(world.calls("read:")) < 8
     world.advance(0.4)
-    while (calls := [call for call in world.calls("read:") if call is not hung]) and not world.ends(number):
+    while (calls := [call for call in world.calls("read:") if call is not hung]) and not world.ends(
+        number
+    ):
         world.io.run(calls[0])
         world.pump()
     # It ends with what is there, instead of waiting until its clock is out for one that may never come.
@@ -203,7 +211,7 @@ def test_too_few_tokens_are_not_promoted() -> None:
 
 def test_every_decision_can_be_read_in_the_debug_log(caplog: pytest.LogCaptureFixture) -> None:
     world = world_with(*range(4))
-    with caplog.at_level(logging.DEBUG, "kvtier.store.deciding"):
+    with caplog.at_level(logging.DEBUG, "kvtier.store.selection"):
         promote(world, *range(4))
     assert "1024 tokens from disk (ready in 0.0 ms): tier_without_estimate" in caplog.text
 
@@ -211,17 +219,17 @@ def test_every_decision_can_be_read_in_the_debug_log(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     "given",
     [
-        PromptShape(0, (256,)),
-        PromptShape(0, (256, 256)),
-        PromptShape(300, (256, 512)),
-        PromptShape(-1, (256, 512)),
-        PromptShape(0, (256, 512), Prefill(-1.0, 0.0)),
-        PromptShape(0, (256, 512), Prefill(math.nan, 0.0)),
-        PromptShape(0, (256, 512), None, -1.0),
-        PromptShape(0, (256, 512), None, math.inf),
+        PrefixCost(0, (256,)),
+        PrefixCost(0, (256, 256)),
+        PrefixCost(300, (256, 512)),
+        PrefixCost(-1, (256, 512)),
+        PrefixCost(0, (256, 512), Prefill(-1.0, 0.0)),
+        PrefixCost(0, (256, 512), Prefill(math.nan, 0.0)),
+        PrefixCost(0, (256, 512), None, -1.0),
+        PrefixCost(0, (256, 512), None, math.inf),
     ],
 )
-def test_a_shape_that_cannot_be_is_counted_and_not_believed(given: PromptShape) -> None:
+def test_a_shape_that_cannot_be_is_counted_and_not_believed(given: PrefixCost) -> None:
     assert not usable_shape(given, 2)
     world = world_with(0, 1)
     number = promote(world, 0, 1, given=given)
@@ -234,7 +242,13 @@ def test_a_promotion_without_a_shape_means_what_it_always_did() -> None:
     short = msgspec.msgpack.encode(["Promote", 1, [[0, b"k"]], 5.0])
     assert decode_from_engine(short) == Promote(promotion=1, keys=((0, b"k"),), budget_seconds=5.0)
     full = Promote(
-        promotion=1, keys=((0, b"k"),), budget_seconds=5.0, start_tokens=3, ends=(256,), alpha=1e-5, beta=1e-9
+        promotion=1,
+        keys=((0, b"k"),),
+        budget_seconds=5.0,
+        start_tokens=3,
+        ends=(256,),
+        alpha=1e-5,
+        beta=1e-9,
     )
     assert decode_from_engine(encode(full)) == full
 

@@ -8,13 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.store.estimates import MIN_LOADS, MIN_STEP_TOKENS, MIN_STEPS, Prefill, PrefillModel, TierModel
+from kvtier.store.cost_model import (
+    MIN_LOADS,
+    MIN_STEP_TOKENS,
+    MIN_STEPS,
+    Prefill,
+    PrefillModel,
+    TierModel,
+)
 
 H200 = Prefill(23e-6, 2.1e-10)
 MIB = 1 << 20
 
 
-def steps(model: PrefillModel, engine: Prefill, prompts: list[int], step: int = 2_048, noise: float = 1.0) -> None:
+def steps(
+    model: PrefillModel, engine: Prefill, prompts: list[int], step: int = 2_048, noise: float = 1.0
+) -> None:
     """Chunked prefill of these prompts, one after another."""
     for prompt in prompts:
         for start in range(0, prompt, step):
@@ -37,7 +46,9 @@ def read(model: TierModel, now: float, reads: int, size: int, seconds: float) ->
     share=st.floats(0, 1e-4),
     prompts=st.lists(st.integers(3_000, 40_000), min_size=2, max_size=5, unique=True),
 )
-def test_an_undisturbed_engine_is_measured_exactly(alpha: float, share: float, prompts: list[int]) -> None:
+def test_an_undisturbed_engine_is_measured_exactly(
+    alpha: float, share: float, prompts: list[int]
+) -> None:
     model = PrefillModel()
     engine = Prefill(alpha, alpha * share)
     steps(model, engine, prompts)
@@ -84,12 +95,16 @@ def test_an_engine_that_has_become_slower_is_noticed_within_a_dozen_steps() -> N
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 10_000), st.integers(1, 5_000), st.floats(1e-6, 1e3, allow_nan=False)),
+        st.tuples(
+            st.integers(0, 10_000), st.integers(1, 5_000), st.floats(1e-6, 1e3, allow_nan=False)
+        ),
         min_size=1,
         max_size=40,
     )
 )
-def test_coefficients_are_never_negative_whatever_was_measured(measured: list[tuple[int, int, float]]) -> None:
+def test_coefficients_are_never_negative_whatever_was_measured(
+    measured: list[tuple[int, int, float]],
+) -> None:
     model = PrefillModel()
     for start, tokens, seconds in measured:
         model.observe([(start, start + tokens)], seconds)
@@ -106,7 +121,9 @@ def test_a_time_that_is_none_is_ignored(seconds: float) -> None:
 
 
 @given(latency=st.floats(1e-4, 0.1), bandwidth=st.floats(1e6, 1e10))
-def test_latency_and_bandwidth_are_told_apart_by_loads_of_different_sizes(latency: float, bandwidth: float) -> None:
+def test_latency_and_bandwidth_are_told_apart_by_loads_of_different_sizes(
+    latency: float, bandwidth: float
+) -> None:
     model = TierModel(threads=8)
     now = 0.0
     for reads in (2, 16, 5, 40):

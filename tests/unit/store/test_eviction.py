@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.store.store_world import World
 
-from kvtier.store.arc import Arc
-from kvtier.store.eviction import EvictionPolicy, Lru
+from kvtier.store.memory_tier import ArcPolicy, EvictionPolicy, LruPolicy
 
 
 def lru() -> EvictionPolicy[int]:
-    return Lru()
+    return LruPolicy()
 
 
-def arc() -> Arc[int]:
-    return Arc(lambda item: item)
+def arc() -> ArcPolicy[int]:
+    return ArcPolicy(lambda item: item)
 
 
 def admit(policy: EvictionPolicy[int], *items: int) -> None:
@@ -64,11 +63,16 @@ class TestEveryPolicy:
 
     @given(
         steps=st.lists(
-            st.tuples(st.sampled_from(("admit", "park", "offer", "hit", "victim", "stay")), st.integers(0, 7)),
+            st.tuples(
+                st.sampled_from(("admit", "park", "offer", "hit", "victim", "stay")),
+                st.integers(0, 7),
+            ),
             max_size=80,
         )
     )
-    def test_knows_at_any_time_exactly_what_is_not_held(self, make, steps: list[tuple[str, int]]) -> None:  # type: ignore[no-untyped-def]
+    def test_knows_at_any_time_exactly_what_is_not_held(
+        self, make, steps: list[tuple[str, int]]
+    ) -> None:  # type: ignore[no-untyped-def]
         policy = make()
         offered: set[int] = set()
         held: set[int] = set()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.unit.store.store_world import PAGE, World, live
 
-from kvtier.store.records import SlotPlace
-from kvtier.topology.models import LiveTier
+from kvtier.config.models import LiveTier
+from kvtier.store.slot_table import SlotPlace
 
 
 def reading(*chunks: int) -> World:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash, live
 
-from kvtier.store.contract import Outcome, PresenceChanged
-from kvtier.store.estimates import Prefill, PromptShape
-from kvtier.store.presence import KEPT_BIT, MEMORY_BIT
+from kvtier.config.models import LiveTier, StorePolicy
+from kvtier.store.cost_model import Prefill, PrefixCost
+from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, Outcome, PresenceChanged
 from kvtier.tierd import wire
 from kvtier.tiers import checksum
-from kvtier.topology.models import LiveTier, StorePolicy
 
 
 def left_behind(*chunks: int, slots: int = 16, seal: bool = True, fenced: bool = False) -> World:
@@ -32,11 +31,13 @@ def offset_of(world: World, chunk: int) -> int:
     return entry.slot.offset
 
 
-def test_what_was_sealed_is_announced_under_a_bit_of_its_own_and_verified_at_its_first_hit() -> None:
+def test_what_was_sealed_is_announced_under_a_bit_of_its_own_and_verified_at_its_first_hit() -> (
+    None
+):
     world = left_behind(0, 1)
     world.engine()
     assert world.store.objects == 2
-    assert [world.bits(chunk) for chunk in (0, 1)] == [KEPT_BIT, KEPT_BIT]
+    assert [world.bits(chunk) for chunk in (0, 1)] == [UNVERIFIED_BIT, UNVERIFIED_BIT]
     promotion = world.promote(0, 1)
     assert world.ends(promotion) == []
     world.settle("verify")
@@ -98,7 +99,7 @@ def test_nothing_is_announced_hashed_or_evicted_before_the_fence_opens() -> None
     assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
     world.store.unfence()
     events = world.pump()
-    assert PresenceChanged(NAMESPACE, b"\0" + block_hash(0), KEPT_BIT, True) in events
+    assert PresenceChanged(NAMESPACE, b"\0" + block_hash(0), UNVERIFIED_BIT, True) in events
     promotion = world.promote(0)
     world.settle("verify")
     assert world.ends(promotion)[0].outcome is Outcome.WHOLE
@@ -109,7 +110,7 @@ def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_t
     monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     world = left_behind(*range(6))
-    monkeypatch.setattr("kvtier.store.core.RESTORED_PER_PUMP", 2)
+    monkeypatch.setattr("kvtier.store.store.RESTORED_PER_PUMP", 2)
     world.restart(True)
     if not fenced:
         world.restart(False)
@@ -129,7 +130,7 @@ def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_t
 
 def test_nothing_is_granted_while_a_part_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     world = left_behind(*range(6))
-    monkeypatch.setattr("kvtier.store.core.RESTORED_PER_PUMP", 1)
+    monkeypatch.setattr("kvtier.store.store.RESTORED_PER_PUMP", 1)
     world.restart(True)
     world.store.unfence()
     world.engine()
@@ -169,10 +170,12 @@ def test_another_number_of_ranks_in_the_same_bytes_is_another_geometry() -> None
     assert world.counted("kept_dropped", "", "geometry") == 1
 
 
-def test_what_cannot_be_verified_here_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_verified_here_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = left_behind(0)
     world.engine()
-    monkeypatch.setattr("kvtier.store.kept.by_kind", lambda _: None)
+    monkeypatch.setattr("kvtier.store.recovery.by_kind", lambda _: None)
     assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
     assert world.counted("kept_dropped", "", "unverifiable") == 1
     assert checksum.by_kind("blake3") is not None
@@ -187,7 +190,9 @@ def test_a_store_of_the_same_key_takes_its_place() -> None:
     world.check_accounts()
 
 
-def test_it_makes_room_like_any_other_object_and_what_took_its_slot_is_not_mistaken_for_it() -> None:
+def test_it_makes_room_like_any_other_object_and_what_took_its_slot_is_not_mistaken_for_it() -> (
+    None
+):
     world = left_behind(*range(6), slots=8)
     world.engine()
     for chunk in range(20, 28):
@@ -221,7 +226,7 @@ def test_what_came_from_a_lower_tier_is_taken_over_too() -> None:
     world.settle("read:")
     world.restart()
     world.engine()
-    assert world.bits(0) == KEPT_BIT | 2
+    assert world.bits(0) == UNVERIFIED_BIT | 2
     promotion = world.promote(0)
     world.settle("verify")
     assert world.ends(promotion)[0].tiers == (0,)
@@ -234,7 +239,7 @@ def test_a_promotion_that_is_cancelled_leaves_it_for_the_next_hit() -> None:
     world.io.hold(world.calls("verify")[0])
     world.store.cancel("e", promotion)
     world.settle("verify")
-    assert [world.bits(chunk) for chunk in (0, 1)] == [MEMORY_BIT, KEPT_BIT]
+    assert [world.bits(chunk) for chunk in (0, 1)] == [MEMORY_BIT, UNVERIFIED_BIT]
     assert world.store.pinned_bytes == 0
     again = world.promote(0, 1)
     world.settle("verify")
@@ -263,7 +268,7 @@ def test_a_verification_that_takes_too_long_costs_the_clock_and_no_more() -> Non
 def test_under_cost_the_clock_of_what_has_to_be_verified_is_half_of_recomputing_it() -> None:
     world = left_behind(0, 1)
     world.engine()
-    shape = PromptShape(0, (1000, 2000), Prefill(1e-3, 0.0))
+    shape = PrefixCost(0, (1000, 2000), Prefill(1e-3, 0.0))
     world.store.promote("e", 900, [(0, block_hash(chunk)) for chunk in (0, 1)], 60.0, shape)
     world.advance(0.99)
     assert world.ends(900) == []
@@ -304,4 +309,4 @@ def test_objects_of_several_sizes_come_back_to_the_slots_they_were_in() -> None:
 
 
 def test_the_replica_knows_the_bits_of_the_store() -> None:
-    assert (wire.MEMORY_BIT, wire.KEPT_BIT) == (MEMORY_BIT, KEPT_BIT)
+    assert (wire.MEMORY_BIT, wire.KEPT_BIT) == (MEMORY_BIT, UNVERIFIED_BIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash
 
-from kvtier.store.contract import LoadReady
+from kvtier.store.types import LoadAnnounced
 
 
 def stored(chunks: int, slots: int = 16) -> World:
@@ -74,13 +74,19 @@ def test_a_load_that_names_a_running_promotion_ends_it() -> None:
     assert world.store.pinned_bytes == 0
 
 
-def test_what_a_vanished_engine_may_be_reading_stays_for_60_seconds_and_readable_for_others() -> None:
+def test_what_a_vanished_engine_may_be_reading_stays_for_60_seconds_and_readable_for_others() -> (
+    None
+):
     world = stored(1)
     world.load(0)
     world.store.close_engine("e", False)
     world.engine("e1")
     assert len(world.load(0, engine="e1").slots) == 1
-    world.store.loaded("e1", 0, next(e.load for e in world.events if isinstance(e, LoadReady) and e.engine == "e1"))
+    world.store.loaded(
+        "e1",
+        0,
+        next(e.load for e in world.events if isinstance(e, LoadAnnounced) and e.engine == "e1"),
+    )
     world.advance(59.0)
     assert world.store.pinned_bytes == PAGE
     world.advance(1.0)

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash
 
 from kvtier.store import presence
-from kvtier.store.contract import PresenceChanged
+from kvtier.store.types import PresenceChanged
 
 
 def key(chunk: int) -> bytes:
@@ -61,7 +61,9 @@ def test_what_is_in_ram_survives_the_engine() -> None:
     assert dict(world.store.presence(NAMESPACE)) == {key(0): 3}
 
 
-def test_when_too_much_is_announced_at_once_the_tier_is_listed_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_too_much_is_announced_at_once_the_tier_is_listed_afresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
     world = World()
     world.engine()
@@ -75,7 +77,9 @@ def test_when_too_much_is_announced_at_once_the_tier_is_listed_afresh(monkeypatc
     assert world.counted("presence_relisted", "disk") == 1
 
 
-def test_a_tier_is_listed_afresh_a_part_at_a_time_while_it_goes_on_changing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_is_listed_afresh_a_part_at_a_time_while_it_goes_on_changing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
     monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
     world = World()
@@ -99,7 +103,9 @@ def test_a_tier_is_listed_afresh_a_part_at_a_time_while_it_goes_on_changing(monk
     assert world.counted("presence_relisted", "disk") == 1
 
 
-def test_what_is_lost_while_a_tier_is_listed_has_it_listed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_while_a_tier_is_listed_has_it_listed_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
     monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
     world = World()
@@ -116,7 +122,9 @@ def test_what_is_lost_while_a_tier_is_listed_has_it_listed_once_more(monkeypatch
     assert world.counted("presence_relisted", "disk") == 2
 
 
-def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
     monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
     world = World()

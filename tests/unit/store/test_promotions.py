@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash, live, shard_content
 
+from kvtier.config.models import LiveTier, Selection
 from kvtier.errors import TierCorruptError, TierMissError, TierUnavailableError
-from kvtier.store.contract import Outcome, PromotionEnded
-from kvtier.topology.models import LiveTier, Selection
+from kvtier.store.types import Outcome, PromotionEnded
 
 TWO = ("disk", "nfs")
 
@@ -40,7 +40,9 @@ def test_keys_in_a_lower_tier_are_read_into_pinned_slots_and_then_loaded_from_ra
     ready = world.load(0, 1, 2, promotion=promotion)
     assert ready.tiers == (0, 1, 1)
     for chunk, slot in enumerate(ready.slots):
-        assert world.pool[slot : slot + PAGE] == shard_content(NAMESPACE, b"\0" + block_hash(chunk), 0, PAGE)
+        assert world.pool[slot : slot + PAGE] == shard_content(
+            NAMESPACE, b"\0" + block_hash(chunk), 0, PAGE
+        )
 
 
 def test_nothing_anywhere_ends_at_once() -> None:
@@ -261,8 +263,12 @@ def test_weights_that_change_count_at_once() -> None:
     assert [call.lane for call in world.calls("read:")] == ["read:nfs"]
 
 
-@pytest.mark.parametrize(("error", "reason"), [(TierCorruptError, "corrupt"), (TierMissError, "vanished")])
-def test_a_bad_object_is_not_asked_for_again_for_30_seconds(error: type[Exception], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(TierCorruptError, "corrupt"), (TierMissError, "vanished")]
+)
+def test_a_bad_object_is_not_asked_for_again_for_30_seconds(
+    error: type[Exception], reason: str
+) -> None:
     world = World()
     world.engine()
     world.lower(0, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash
 
-from kvtier.store.contract import PresenceChanged
-from kvtier.store.stores import MAX_EARLY
+from kvtier.store.transfers import MAX_EARLY
+from kvtier.store.types import PresenceChanged
 
 
 def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
@@ -31,7 +31,9 @@ def test_with_replicated_kv_one_writer_rank_is_enough() -> None:
     assert world.bits(0) == 1
 
 
-def test_an_abort_of_any_rank_prevents_the_commit_and_the_slot_is_free_after_all_have_answered() -> None:
+def test_an_abort_of_any_rank_prevents_the_commit_and_the_slot_is_free_after_all_have_answered() -> (
+    None
+):
     world = World()
     world.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     number, _ = world.reserve(0)
@@ -129,7 +131,10 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
     [
         ("unknown_engine", lambda w: w.store.deliver("nobody", 0, 1)),
         ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
-        ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), w.credits("other")[0])),
+        (
+            "slot_not_granted",
+            lambda w: w.store.reserve("e", 1, 0, block_hash(0), w.credits("other")[0]),
+        ),
         ("unknown_group", lambda w: w.store.reserve("e", 1, 9, block_hash(0), w.credits()[0])),
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
@@ -158,7 +163,9 @@ def test_a_slot_is_reserved_once_and_delivered_once() -> None:
     assert world.counted("protocol_violations") == 3
 
 
-def test_after_a_reset_open_reservations_are_not_committed_and_new_ones_are_kept_in_ram_alone() -> None:
+def test_after_a_reset_open_reservations_are_not_committed_and_new_ones_are_kept_in_ram_alone() -> (
+    None
+):
     world = World()
     world.engine()
     number, _ = world.reserve(0)

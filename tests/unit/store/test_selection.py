@@ -5,15 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.config.models import Selection
 from kvtier.store.selection import candidates, choose
-from kvtier.topology.models import Selection
 
 NAMES = ("ram", "disk", "nfs")
 
 
 def test_candidates_end_where_the_tier_changes() -> None:
     found = candidates([0, 0, 1, 1, 2], [100, 100, 100], [256] * 5)
-    assert [(c.keys, c.tokens, c.tiers) for c in found] == [(2, 512, (0,)), (4, 1024, (0, 1)), (5, 1280, (0, 1, 2))]
+    assert [(c.keys, c.tokens, c.tiers) for c in found] == [
+        (2, 512, (0,)),
+        (4, 1024, (0, 1)),
+        (5, 1280, (0, 1, 2)),
+    ]
 
 
 def test_weighted_lets_the_slowest_tier_of_a_candidate_decide() -> None:
@@ -50,7 +54,10 @@ def test_nothing_usable_is_a_decision_too() -> None:
     assert decision.explain(NAMES) == "nothing: nothing_usable"
 
 
-@given(tiers=st.lists(st.integers(0, 2), min_size=1, max_size=20), weights=st.tuples(*[st.integers(1, 100)] * 3))
+@given(
+    tiers=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    weights=st.tuples(*[st.integers(1, 100)] * 3),
+)
 def test_weighted_never_chooses_less_than_another_prefix_would_score(
     tiers: list[int], weights: tuple[int, ...]
 ) -> None:

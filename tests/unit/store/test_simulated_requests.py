@@ -7,14 +7,17 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.simulated_request import Choice, Simulation
+from tests.support.simulated_tier import OUTCOMES, ReadPlan, SimulatedTier
 
-from kvtier.store.estimates import Prefill
-from kvtier.testing.simulated_request import Choice, Simulation
-from kvtier.testing.simulated_tier import OUTCOMES, ReadPlan, SimulatedTier
-from kvtier.topology.models import Selection
+from kvtier.config.models import Selection
+from kvtier.store.cost_model import Prefill
 
 MIB = 1 << 20
-ENGINES = {"8B on one H200": (Prefill(22.3e-6, 2.1e-10), 32 * MIB), "small and slow": (Prefill(400e-6, 4e-9), 4 * MIB)}
+ENGINES = {
+    "8B on one H200": (Prefill(22.3e-6, 2.1e-10), 32 * MIB),
+    "small and slow": (Prefill(400e-6, 4e-9), 4 * MIB),
+}
 """Prefill speed, and bytes of a chunk of 256 tokens."""
 PROMPTS = (512, 1_024, 2_048, 8_192, 32_768)
 STEPS_PER_DECADE = 4
@@ -37,7 +40,9 @@ def warm(simulation: Simulation) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("bandwidth", BANDWIDTHS, ids=lambda bandwidth: f"{bandwidth / 1e6:.0f} MB/s")
+@pytest.mark.parametrize(
+    "bandwidth", BANDWIDTHS, ids=lambda bandwidth: f"{bandwidth / 1e6:.0f} MB/s"
+)
 @pytest.mark.parametrize("in_order", [False, True], ids=["shared", "in order"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_recomputing(
@@ -57,7 +62,9 @@ def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_
             assert chosen.usable == 0
 
 
-def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> None:
+def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> (
+    None
+):
     prefill, chunk_bytes = ENGINES["small and slow"]
     tier = SimulatedTier("disk", 1e6)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
@@ -112,7 +119,13 @@ def test_under_weighted_the_time_limit_alone_ends_a_wait() -> None:
     prefill, chunk_bytes = ENGINES["8B on one H200"]
     tier = SimulatedTier("disk", 1e6)
     simulation = measured(
-        Simulation(prefill, [tier], chunk_bytes=chunk_bytes, selection=Selection.WEIGHTED, load_timeout_seconds=5)
+        Simulation(
+            prefill,
+            [tier],
+            chunk_bytes=chunk_bytes,
+            selection=Selection.WEIGHTED,
+            load_timeout_seconds=5,
+        )
     )
     request = simulation.run(simulation.prompt(8_192))
     assert request.waited_seconds == pytest.approx(5.0)
@@ -138,7 +151,11 @@ acts = st.one_of(
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(acts=st.lists(acts, min_size=3, max_size=25), slots=st.sampled_from((8, 40, 400)), seconds=st.integers(1, 600))
+@given(
+    acts=st.lists(acts, min_size=3, max_size=25),
+    slots=st.sampled_from((8, 40, 400)),
+    seconds=st.integers(1, 600),
+)
 def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     acts: list[tuple[object, ...]], slots: int, seconds: int
 ) -> None:
@@ -151,7 +168,9 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
 
     tiers = [SimulatedTier("disk", 3e9, plan), SimulatedTier("nfs", 1e9, lambda _n, _t: good)]
     simulation = measured(
-        Simulation(prefill, tiers, chunk_bytes=chunk_bytes, slots=slots, load_timeout_seconds=seconds)
+        Simulation(
+            prefill, tiers, chunk_bytes=chunk_bytes, slots=slots, load_timeout_seconds=seconds
+        )
     )
     prompts = [simulation.keys(1_000_000 + i, 6_400) for i in range(4)]
     for i, keys in enumerate(prompts):
@@ -184,4 +203,7 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     simulation.settle()
     accounts = simulation.store.accounts()
     assert (simulation.store.pinned_bytes, accounts.reading) == (0, 0)
-    assert sum(getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes") == accounts.pool_bytes
+    assert (
+        sum(getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes")
+        == accounts.pool_bytes
+    )

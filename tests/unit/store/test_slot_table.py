@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.store.records import (
+from kvtier.store.slot_table import (
     HEADER_BYTES,
     RECORD_BYTES,
     SlotRecord,
@@ -93,7 +93,9 @@ def test_erased_places_are_used_again(reopen: Open, file: int) -> None:
     ],
     ids=["another pool file", "another topology", "a smaller pool"],
 )
-def test_a_table_of_something_else_is_refused_as_a_whole(reopen: Open, identity: TableIdentity, reason: str) -> None:
+def test_a_table_of_something_else_is_refused_as_a_whole(
+    reopen: Open, identity: TableIdentity, reason: str
+) -> None:
     table = reopen()
     for number in range(3):
         table.add(record(number))
@@ -161,7 +163,9 @@ def test_a_flipped_bit_costs_its_record_and_no_other(position: int, bit: int) ->
         (byte,) = os.pread(file, 1, HEADER_BYTES + position)
         os.pwrite(file, bytes([byte ^ 1 << bit]), HEADER_BYTES + position)
         found = SlotTable(os.dup(file), IDENTITY)
-        assert {each.offset // 8192 for each in found.recovered} == {0, 1, 2} - {position // RECORD_BYTES}
+        assert {each.offset // 8192 for each in found.recovered} == {0, 1, 2} - {
+            position // RECORD_BYTES
+        }
         assert found.refused == {"damaged": 1}
         found.close()
     finally:

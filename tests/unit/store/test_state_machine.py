@@ -27,22 +27,23 @@ from tests.unit.store.store_world import (
     shard_content,
 )
 
+from kvtier.config.models import LiveTier, Selection, StorePolicy
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.store.contract import (
+from kvtier.store.executor import Job
+from kvtier.store.state import SlotState
+from kvtier.store.types import (
+    RAM_BITS,
+    UNVERIFIED_BIT,
     CreditsGranted,
     EngineInfo,
-    KeysLeaving,
-    LoadReady,
+    KeysEvicting,
+    LoadAnnounced,
     Outcome,
     PresenceChanged,
     PromotionEnded,
     StoreEvent,
 )
-from kvtier.store.jobs import Job
-from kvtier.store.presence import KEPT_BIT, RAM_BITS
-from kvtier.store.slots import SlotState
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
-from kvtier.topology.models import LiveTier, Selection, StorePolicy
 
 CHUNKS = 12
 SLOTS = 24
@@ -87,8 +88,13 @@ class CheckingTier(WatchedTier):
         offset = 0
         for rank, (size, checksum) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
             data = payload[offset : offset + size]
-            if bytes(data) != shard_content(ref.namespace, ref.key, rank, size) or CHECKSUMS.digest(data) != checksum:
-                raise AssertionError("a lower tier was given bytes that are not the key's, or not sealed")
+            if (
+                bytes(data) != shard_content(ref.namespace, ref.key, rank, size)
+                or CHECKSUMS.digest(data) != checksum
+            ):
+                raise AssertionError(
+                    "a lower tier was given bytes that are not the key's, or not sealed"
+                )
             offset += aligned(size)
         super().write(ref, payload, meta)
 
@@ -110,9 +116,17 @@ class ModelEngine:
 
     def writable(self) -> list[tuple[int, int]]:
         """(offset, size) of every slot the engine may write at this moment."""
-        found = [(slot, self.info.slot_bytes[g]) for g, slots in enumerate(self.credits) for slot in slots]
+        found = [
+            (slot, self.info.slot_bytes[g])
+            for g, slots in enumerate(self.credits)
+            for slot in slots
+        ]
         ranks = len(self.kind.writers)
-        return found + [(slot, self.info.slot_bytes[g]) for g, slot, _, done in self.open.values() if len(done) < ranks]
+        return found + [
+            (slot, self.info.slot_bytes[g])
+            for g, slot, _, done in self.open.values()
+            if len(done) < ranks
+        ]
 
 
 class Driver:
@@ -122,7 +136,13 @@ class Driver:
         tiers = ("disk", "nfs")
         values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
         self.world = World(
-            SLOTS, tiers, values, fenced, read_threads=3, tier_type=CheckingTier, eviction_policy=eviction_policy
+            SLOTS,
+            tiers,
+            values,
+            fenced,
+            read_threads=3,
+            tier_type=CheckingTier,
+            eviction_policy=eviction_policy,
         )
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
@@ -209,10 +229,15 @@ class Driver:
             ref = objects[number % len(objects)]
             self.world.tiers[tier].drop(ref.namespace, ref.key)
 
-    def configure(self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int) -> None:
+    def configure(
+        self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int
+    ) -> None:
         tiers = {
             name: LiveTier(
-                capacity_bytes=1 << 30, load_weight=weight, store_policy=policy, max_pending_store_bytes=pending
+                capacity_bytes=1 << 30,
+                load_weight=weight,
+                store_policy=policy,
+                max_pending_store_bytes=pending,
             )
             for name, weight in zip(("disk", "nfs"), weights, strict=True)
         }
@@ -226,7 +251,11 @@ class Driver:
         if hung and world.notes.places:
             # What has not begun never will.
             self.orphans[hung] = self.hung_reads()
-        sealed = [entry for entry in world.store._table.entries() if entry.meta is not None or entry.kept is not None]
+        sealed = [
+            entry
+            for entry in world.store._table.entries()
+            if entry.meta is not None or entry.kept is not None
+        ]
         if pool_flip and sealed:
             entry = sealed[pool_flip % len(sealed)]
             world.flip(entry.slot.offset + pool_flip % 64)
@@ -278,10 +307,15 @@ class StoreMachine(RuleBasedStateMachine):
     def in_use(self) -> list[tuple[int, int, str]]:
         """Ranges that somebody may write at this moment, whatever the store thinks."""
         found = [
-            (o, n, f"{e.info.engine} writes") for e in [*self.engines.values(), *self.ghosts] for o, n in e.writable()
+            (o, n, f"{e.info.engine} writes")
+            for e in [*self.engines.values(), *self.ghosts]
+            for o, n in e.writable()
         ]
         base = memoryview(self.driver.world.pool)
-        memories = [*self.driver.hung_reads(), *(m for orphan in self.driver.orphans.values() for m in orphan)]
+        memories = [
+            *self.driver.hung_reads(),
+            *(m for orphan in self.driver.orphans.values() for m in orphan),
+        ]
         return found + [(_offset(base, memory), len(memory), "hung read") for memory in memories]
 
     def see(self, at: float, event: StoreEvent) -> None:
@@ -297,7 +331,7 @@ class StoreMachine(RuleBasedStateMachine):
             replica = self.replicas[event.namespace]
             bits = replica.get(event.key, 0)
             replica[event.key] = bits | event.bits if event.present else bits & ~event.bits
-        elif isinstance(event, KeysLeaving):
+        elif isinstance(event, KeysEvicting):
             assert not self.fenced, "evicted while fenced"
             for key in event.keys:
                 self.replicas[event.namespace][key] &= ~RAM_BITS
@@ -313,7 +347,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert (event.outcome is Outcome.WHOLE) == (event.usable == len(keys) > 0)
                 assert (event.outcome in (Outcome.FAILED, Outcome.CANCELLED)) == (event.usable == 0)
                 assert len(event.tiers) == event.usable
-        elif isinstance(event, LoadReady):
+        elif isinstance(event, LoadAnnounced):
             engine = self.engines[event.engine]
             keys, _, ranks = engine.loads[event.load]
             engine.loads[event.load] = (keys[: len(event.slots)], event.slots, ranks)
@@ -329,7 +363,9 @@ class StoreMachine(RuleBasedStateMachine):
             offset = slot
             for rank, length in enumerate(shards):
                 content = bytes(self.driver.world.pool[offset : offset + length])
-                assert content == shard_content(engine.kind.namespace, key, rank, length), "a load has wrong bytes"
+                assert content == shard_content(engine.kind.namespace, key, rank, length), (
+                    "a load has wrong bytes"
+                )
                 offset += aligned(length)
 
     def assert_unused(self, offset: int, size: int, what: str) -> None:
@@ -353,7 +389,11 @@ class StoreMachine(RuleBasedStateMachine):
         eviction_policy=st.sampled_from(("LRU", "ARC")),
     )
     def begin(
-        self, fenced: bool, kinds: list[Kind], held: tuple[int, int], eviction_policy: Literal["LRU", "ARC"]
+        self,
+        fenced: bool,
+        kinds: list[Kind],
+        held: tuple[int, int],
+        eviction_policy: Literal["LRU", "ARC"],
     ) -> None:
         """Some engines are there, and the tiers hold a few prefixes of an earlier life."""
         self.fenced = self.began_fenced = fenced
@@ -382,7 +422,9 @@ class StoreMachine(RuleBasedStateMachine):
         resumed=st.booleans(),
         hangs=st.booleans(),
     )
-    def restart(self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool, hangs: bool) -> None:
+    def restart(
+        self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool, hangs: bool
+    ) -> None:
         """tierd is killed, and another one takes over; a bit of the pool and one of its table may have flipped meanwhile.
 
         Workers go on writing and reading until they have drained, and that is when the new one's fence opens. With ``hangs`` the old
@@ -406,7 +448,11 @@ class StoreMachine(RuleBasedStateMachine):
             for engine in engines:
                 self.open_engine(engine.info.engine, engine.kind)
             for engine in list(self.engines.values()):
-                kept = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & KEPT_BIT)
+                kept = sorted(
+                    key
+                    for key, bits in self.replicas[engine.kind.namespace].items()
+                    if bits & UNVERIFIED_BIT
+                )
                 self.promote_keys(engine, kept[:5], 3.0)
             self.do("run_lane", "verify")
 
@@ -422,12 +468,17 @@ class StoreMachine(RuleBasedStateMachine):
     def open_engine(self, name: str, kind: Kind) -> None:
         if name in self.engines:
             return
-        info = EngineInfo(name, kind.namespace, kind.slot_bytes, kind.shards, kind.writers, kind.persistent)
+        info = EngineInfo(
+            name, kind.namespace, kind.slot_bytes, kind.shards, kind.writers, kind.persistent
+        )
         self.engines[name] = ModelEngine(info, kind, [[] for _ in kind.shards])
         self.operations.append(("open_engine", info))
         events = self.driver.apply(self.operations[-1])
         # Older replicas of the namespace equal the snapshot: a check for free.
-        assert self.replicas.get(kind.namespace, self.driver.snapshot).items() >= self.driver.snapshot.items()
+        assert (
+            self.replicas.get(kind.namespace, self.driver.snapshot).items()
+            >= self.driver.snapshot.items()
+        )
         self.replicas[kind.namespace] = self.driver.snapshot
         for at, event in events:
             self.see(at, event)
@@ -494,7 +545,9 @@ class StoreMachine(RuleBasedStateMachine):
             if engine.credits[group]:
                 slot, number = engine.credits[group].pop(0), self.number()
                 engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
-                self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+                self.do(
+                    "call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot
+                )
                 for rank in engine.kind.writers:
                     self.answer_rank(engine, number, rank, True)
                 del engine.open[number]
@@ -504,7 +557,9 @@ class StoreMachine(RuleBasedStateMachine):
     def answer(self, data: st.DataObject, delivered: bool) -> None:
         engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.open]))
         number = data.draw(st.sampled_from(list(engine.open)))
-        rank = data.draw(st.sampled_from([r for r in engine.kind.writers if r not in engine.open[number][3]]))
+        rank = data.draw(
+            st.sampled_from([r for r in engine.kind.writers if r not in engine.open[number][3]])
+        )
         self.answer_rank(engine, number, rank, delivered)
         if len(engine.open[number][3]) == len(engine.kind.writers):
             del engine.open[number]
@@ -584,9 +639,15 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), budget=st.sampled_from((0.0, 0.5, 3.0)), verified=st.booleans())
     def promote_what_was_kept(self, data: st.DataObject, budget: float, verified: bool) -> None:
         engine = data.draw(st.sampled_from(list(self.engines.values())))
-        kept = sorted(key for key, bits in self.replicas[engine.kind.namespace].items() if bits & KEPT_BIT)
+        kept = sorted(
+            key
+            for key, bits in self.replicas[engine.kind.namespace].items()
+            if bits & UNVERIFIED_BIT
+        )
         if kept:
-            self.promote_keys(engine, data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=4)), budget)
+            self.promote_keys(
+                engine, data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=4)), budget
+            )
             if verified:
                 self.do("run_lane", "verify")
 
@@ -596,7 +657,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.deadlines[engine.info.engine, number] = self.now + budget
         self.do("call", "promote", engine.info.engine, number, engine.promotions[number], budget)
 
-    def begin_load(self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]) -> None:
+    def begin_load(
+        self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]
+    ) -> None:
         number = self.number()
         ranks = tuple(range(len(engine.kind.shards[0])))
         engine.loads[number] = ([bytes((g,)) + h for g, h in keys], (), set(ranks))
@@ -644,7 +707,13 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def stored_elsewhere(self, tier: int, kind: Kind, chunk: int, group: int) -> None:
         group %= len(kind.shards)
-        self.do("tier_put", tier, kind.namespace, bytes((group,)) + block_hash(chunk), kind.shards[group])
+        self.do(
+            "tier_put",
+            tier,
+            kind.namespace,
+            bytes((group,)) + block_hash(chunk),
+            kind.shards[group],
+        )
 
     @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
     def flip(self, tier: int, number: int) -> None:
@@ -660,7 +729,9 @@ class StoreMachine(RuleBasedStateMachine):
         selection=st.sampled_from(Selection),
         pending=st.sampled_from((0, 3 * PAGE, 1 << 30)),
     )
-    def configure(self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int) -> None:
+    def configure(
+        self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int
+    ) -> None:
         self.do("configure", weights, policy, selection, pending)
 
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
@@ -710,11 +781,19 @@ class StoreMachine(RuleBasedStateMachine):
             size = slot.segment.kind.slot_bytes
             sizes[slot.state] += size
             ranges.append((slot.offset, size))
-            assert (slot.entry is not None) == (slot.state in (SlotState.COMMITTED, SlotState.LEAVING))
+            assert (slot.entry is not None) == (
+                slot.state in (SlotState.COMMITTED, SlotState.LEAVING)
+            )
         for state in (s for s in SlotState if s is not SlotState.FREE):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
-        noted = {e.slot.offset for e in world.store._table.entries() if e.persistent and (e.meta or e.kept)}
-        assert self.fenced or set(world.table._numbers) == noted, "the slot table is not what is sealed"
+        noted = {
+            e.slot.offset
+            for e in world.store._table.entries()
+            if e.persistent and (e.meta or e.kept)
+        }
+        assert self.fenced or set(world.table._numbers) == noted, (
+            "the slot table is not what is sealed"
+        )
         ranges.sort()
         assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges)), "slots overlap"
 
@@ -735,7 +814,12 @@ class StoreMachine(RuleBasedStateMachine):
         for namespace, replica in self.replicas.items():
             held = dict(store.presence(namespace))
             for key in held.keys() | replica.keys():
-                assert replica.get(key, 0) == held.get(key, 0), (namespace[0], key[:3], replica.get(key), held.get(key))
+                assert replica.get(key, 0) == held.get(key, 0), (
+                    namespace[0],
+                    key[:3],
+                    replica.get(key),
+                    held.get(key),
+                )
                 entry = store._table.get(namespace, key)
                 ram = entry.bit if entry is not None and not entry.leaving else 0
                 assert held.get(key, 0) & RAM_BITS == ram
@@ -786,17 +870,27 @@ class StoreMachine(RuleBasedStateMachine):
         assert world.store.pending_stores() == 0
         assert world.store.pinned_bytes == 0
         accounts = world.store.accounts()
-        assert accounts.reading == accounts.reserved == accounts.quarantined == accounts.leaving == 0
+        assert (
+            accounts.reading == accounts.reserved == accounts.quarantined == accounts.leaving == 0
+        )
         for engine in self.engines.values():
             for group, credits in enumerate(engine.credits):
-                if not credits and not world.store._engines.open[engine.info.engine].kinds[group].segments:
+                if (
+                    not credits
+                    and not world.store._engines.open[engine.info.engine].kinds[group].segments
+                ):
                     room = self.longest_run_without_credits()
-                    assert room < engine.info.slot_bytes[group], f"{engine.info.engine} starves in an idle store"
+                    assert room < engine.info.slot_bytes[group], (
+                        f"{engine.info.engine} starves in an idle store"
+                    )
         for name in list(self.engines):
             self.close_engine(name, True)
         accounts = world.store.accounts()
         assert accounts.granted == 0
-        assert accounts.free + accounts.committed + accounts.leaving + accounts.unusable == accounts.pool_bytes
+        assert (
+            accounts.free + accounts.committed + accounts.leaving + accounts.unusable
+            == accounts.pool_bytes
+        )
 
 
 def _offset(base: memoryview, part: memoryview) -> int:

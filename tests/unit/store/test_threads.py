@@ -12,9 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.errors import TierUnavailableError
-from kvtier.store import threads
-from kvtier.store.jobs import Job
-from kvtier.store.threads import ThreadExecutor
+from kvtier.store import executor
+from kvtier.store.executor import Job, ThreadExecutor
 
 PATIENCE_SECONDS = 30.0
 
@@ -76,7 +75,9 @@ def test_calls_that_come_together_do_not_share_the_one_thread_that_is_idle() -> 
     # Each waits for the others: they end only if all of them run at the same time.
     together = threading.Barrier(4)
     for _ in range(4):
-        executor.submit("read:disk", lambda: together.wait(PATIENCE_SECONDS), lambda r, e: finished.append(e))
+        executor.submit(
+            "read:disk", lambda: together.wait(PATIENCE_SECONDS), lambda r, e: finished.append(e)
+        )
     collect_until(executor, lambda: len(finished) == 5)
     assert finished[1:] == [None] * 4
     executor.close()
@@ -144,8 +145,8 @@ def test_the_owner_is_woken_once_for_all_that_waits() -> None:
 
 
 def test_a_queue_has_a_bound_and_what_exceeds_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_QUEUED", 1)
-    executor = ThreadExecutor({"hash": 1})
+    monkeypatch.setattr(executor, "MAX_QUEUED", 1)
+    io = ThreadExecutor({"hash": 1})
     gate, begun = threading.Event(), threading.Event()
     errors: list[BaseException | None] = []
 
@@ -153,15 +154,15 @@ def test_a_queue_has_a_bound_and_what_exceeds_it_fails(monkeypatch: pytest.Monke
         begun.set()
         gate.wait(PATIENCE_SECONDS)
 
-    executor.submit("hash", hang, lambda r, e: errors.append(e))
+    io.submit("hash", hang, lambda r, e: errors.append(e))
     assert begun.wait(PATIENCE_SECONDS)
-    executor.submit("hash", lambda: None, lambda r, e: errors.append(e))
-    executor.submit("hash", lambda: None, lambda r, e: errors.append(e))
-    executor.collect()
+    io.submit("hash", lambda: None, lambda r, e: errors.append(e))
+    io.submit("hash", lambda: None, lambda r, e: errors.append(e))
+    io.collect()
     assert [type(error) for error in errors] == [TierUnavailableError]
     gate.set()
-    collect_until(executor, lambda: len(errors) == 3)
-    executor.close()
+    collect_until(io, lambda: len(errors) == 3)
+    io.close()
 
 
 def test_a_closed_executor_begins_nothing_and_its_idle_threads_end() -> None:
@@ -182,14 +183,19 @@ def test_a_closed_executor_begins_nothing_and_its_idle_threads_end() -> None:
 def test_a_process_with_hung_calls_exits() -> None:
     code = (
         "import threading\n"
-        "from kvtier.store.threads import ThreadExecutor\n"
+        "from kvtier.store.executor import ThreadExecutor\n"
         "executor = ThreadExecutor({'read:nfs': 1})\n"
         "begun = threading.Event()\n"
         "executor.submit('read:nfs', lambda: (begun.set(), threading.Event().wait()), lambda r, e: None)\n"
         "begun.wait(30)\n"
     )
     path = os.pathsep.join(sys.path)
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, env={"PYTHONPATH": path}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], timeout=60, env={"PYTHONPATH": path}
+        ).returncode
+        == 0
+    )
 
 
 def test_of_a_thread_that_begins_a_job_and_an_owner_that_revokes_it_exactly_one_wins() -> None:
@@ -198,7 +204,9 @@ def test_of_a_thread_that_begins_a_job_and_an_owner_that_revokes_it_exactly_one_
     ended: list[int] = []
     jobs = []
     for number in range(500):
-        job = Job(lambda: 0.0, lambda n=number: ran.append(n), lambda r, e, n=number: ended.append(n))  # type: ignore[misc]
+        job = Job(
+            lambda: 0.0, lambda n=number: ran.append(n), lambda r, e, n=number: ended.append(n)
+        )  # type: ignore[misc]
         jobs.append(job.submit(executor, "hash"))
     revoked = [number for number, job in enumerate(jobs) if job.revoke()]
     collect_until(executor, lambda: len(ended) + len(revoked) == 500)

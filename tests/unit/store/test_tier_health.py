@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.manual_executor import ManualClock
 from tests.unit.store.store_world import World, live
 
+from kvtier.config.models import LiveTier
 from kvtier.errors import TierNoSpaceError, TierUnavailableError, TierUnverifiableError
-from kvtier.store.contract import Outcome, PresenceChanged, TiersUsable
-from kvtier.store.presence import RAM_BITS
-from kvtier.store.unexpected import MAX_KINDS, UnexpectedErrors
-from kvtier.testing.manual_io import ManualClock
+from kvtier.store.context import MAX_KINDS, UnexpectedErrors
+from kvtier.store.types import RAM_BITS, Outcome, PresenceChanged, TiersUsable
 from kvtier.tiers.base import TierUsage
-from kvtier.topology.models import LiveTier
 
 
 def failing(world: World) -> None:
@@ -115,7 +114,9 @@ def test_a_period_that_is_changed_holds_for_the_breaker_that_is_open() -> None:
     assert world.calls("check:") == []
 
 
-def test_a_threshold_that_is_changed_leaves_an_open_breaker_open_and_holds_for_the_next_row() -> None:
+def test_a_threshold_that_is_changed_leaves_an_open_breaker_open_and_holds_for_the_next_row() -> (
+    None
+):
     world = broken()
     world.store.configure(live(threshold=1_000, period=10, disk=LiveTier()))
     world.pump()
@@ -191,9 +192,14 @@ def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers
 
 
 @pytest.mark.parametrize(("limit", "begins_at"), [(1, 0.0), (5, 4.5)])
-def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(limit: int, begins_at: float) -> None:
+def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
+    limit: int, begins_at: float
+) -> None:
     # Its limit is no longer than what a read may take, or it waited for a thread: then nobody's deadline finds it late.
-    world = World(values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)), read_threads=2)
+    world = World(
+        values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)),
+        read_threads=2,
+    )
     world.engine()
     world.lower(0)
     world.promote(0, budget=0.5)
@@ -272,7 +278,9 @@ def test_half_of_the_read_threads_hung_opens_the_breaker_whatever_the_threshold(
     assert state(world) == "Healthy"
 
 
-def test_a_tier_that_is_not_open_yet_is_not_used_and_one_that_cannot_be_opened_is_tried_again() -> None:
+def test_a_tier_that_is_not_open_yet_is_not_used_and_one_that_cannot_be_opened_is_tried_again() -> (
+    None
+):
     world = World(values=live(period=10, disk=LiveTier()), opened=False)
     world.engine()
     assert state(world) == "Unknown"
@@ -298,7 +306,9 @@ def test_upkeep_runs_every_few_seconds_one_at_a_time_and_not_while_the_breaker_i
     assert len(world.calls("maintain:")) == 1
 
 
-def test_objects_that_a_tier_has_no_room_to_index_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_a_tier_has_no_room_to_index_are_counted_once_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(opened=False)
     left_out = 7
     monkeypatch.setattr(world.tier, "usage", lambda: TierUsage(0, 1 << 30, 5, left_out))
@@ -313,10 +323,16 @@ def test_objects_that_a_tier_has_no_room_to_index_are_counted_once_each(monkeypa
 
 def test_live_limits_reach_the_tier_at_once() -> None:
     world = World()
-    world.store.configure(live(disk=LiveTier(capacity_bytes=77, high_watermark_percent=80, sync_data=True)))
+    world.store.configure(
+        live(disk=LiveTier(capacity_bytes=77, high_watermark_percent=80, sync_data=True))
+    )
     limits = world.tier.limits
     assert limits is not None
-    assert (limits.capacity_bytes, limits.high_watermark_percent, limits.sync_data) == (77, 80, True)
+    assert (limits.capacity_bytes, limits.high_watermark_percent, limits.sync_data) == (
+        77,
+        80,
+        True,
+    )
 
 
 def test_an_error_that_is_no_tier_error_is_a_failure_like_any_other() -> None:
@@ -422,7 +438,9 @@ def test_errors_of_storage_are_not_logged_as_bugs(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
-def test_the_kinds_of_unexpected_errors_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_kinds_of_unexpected_errors_that_are_remembered_are_bounded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     errors = UnexpectedErrors(ManualClock())
     for number in range(200):
         errors.note(f"place {number}", ValueError())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.manual_executor import ManualClock
 from tests.unit.store.store_world import PAGE, World, block_hash, live
 
+from kvtier.config.models import LiveTier
 from kvtier.errors import TierUnavailableError
-from kvtier.store.budget import WriteBudget
-from kvtier.testing.manual_io import ManualClock
-from kvtier.topology.models import LiveTier
+from kvtier.store.secondary_tier import WriteBudget
 
 
 def limited(rate: int | None, **more: int) -> World:
@@ -129,4 +129,7 @@ def test_what_a_breaker_takes_back_is_not_paid_for() -> None:
     world.advance(60.0)
     world.settle()
     # Both are considered again when the tier is back, and the budget is whole.
-    assert len([ref for ref in world.tier.objects if ref.key[1:] in (block_hash(0), block_hash(1))]) == 2
+    assert (
+        len([ref for ref in world.tier.objects if ref.key[1:] in (block_hash(0), block_hash(1))])
+        == 2
+    )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from tests.unit.store.store_world import CHECKSUMS, NAMESPACE, PAGE, World, block_hash, live, object_meta
+from tests.unit.store.store_world import (
+    CHECKSUMS,
+    NAMESPACE,
+    PAGE,
+    World,
+    block_hash,
+    live,
+    object_meta,
+)
 
+from kvtier.config.models import LiveTier, StorePolicy
 from kvtier.errors import TierNoSpaceError, TierUnavailableError
-from kvtier.store.contract import PresenceChanged
+from kvtier.store.types import PresenceChanged
 from kvtier.tiers.base import ObjectRef
-from kvtier.topology.models import LiveTier, StorePolicy
 
 
 def ref(chunk: int) -> ObjectRef:
@@ -31,7 +39,9 @@ def test_an_object_is_sealed_over_the_exact_bytes_of_each_shard_and_then_written
     )
 
 
-def test_an_object_is_visible_in_ram_before_it_is_sealed_and_in_a_tier_only_after_it_was_written() -> None:
+def test_an_object_is_visible_in_ram_before_it_is_sealed_and_in_a_tier_only_after_it_was_written() -> (
+    None
+):
     world = World()
     world.engine()
     world.put(0)
@@ -89,7 +99,9 @@ def test_policy_reused_writes_what_is_stored_a_second_time() -> None:
 
 
 def test_each_tier_follows_its_own_policy_and_a_change_counts_at_once() -> None:
-    values = live(disk=LiveTier(store_policy=StorePolicy.ALL), nfs=LiveTier(store_policy=StorePolicy.NONE))
+    values = live(
+        disk=LiveTier(store_policy=StorePolicy.ALL), nfs=LiveTier(store_policy=StorePolicy.NONE)
+    )
     world = World(tiers=("disk", "nfs"), values=values)
     world.engine()
     world.put(0)

@@ -9,13 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvtier.testing.engine_process import ManagedProcess, free_port, http_request, parse_metrics
+from kvtier.harness.engine_process import ManagedProcess, free_port, http_request, parse_metrics
 
 SLEEPER = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
 
 
 def test_samples_are_found_by_name_and_labels_and_summed_by_name() -> None:
-    text = '# HELP x y\nloaded_total{tier="ram"} 3.0\nloaded_total{tier="disk"} 4\nup 1\nbroken line\n'
+    text = (
+        '# HELP x y\nloaded_total{tier="ram"} 3.0\nloaded_total{tier="disk"} 4\nup 1\nbroken line\n'
+    )
     values = parse_metrics(text)
     assert values['loaded_total{tier="ram"}'] == 3
     assert values["loaded_total"] == 7
@@ -29,12 +31,20 @@ def test_a_killed_process_takes_its_children_along(tmp_path: Path) -> None:
     grandchild = int(child.log_tail())
     child.kill()
     assert not child.alive()
-    gone, _ = psutil.wait_procs([psutil.Process(grandchild)] if psutil.pid_exists(grandchild) else [], timeout=30)
-    assert not psutil.pid_exists(grandchild) or gone or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+    gone, _ = psutil.wait_procs(
+        [psutil.Process(grandchild)] if psutil.pid_exists(grandchild) else [], timeout=30
+    )
+    assert (
+        not psutil.pid_exists(grandchild)
+        or gone
+        or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 def test_a_process_that_ends_by_itself_is_known_to_have(tmp_path: Path) -> None:
-    child = ManagedProcess([sys.executable, "-c", "print('bye'); raise SystemExit(3)"], os.environ, tmp_path / "log")
+    child = ManagedProcess(
+        [sys.executable, "-c", "print('bye'); raise SystemExit(3)"], os.environ, tmp_path / "log"
+    )
     assert child.process.wait(60) == 3
     assert not child.alive()
     assert child.log_tail() == "bye"
@@ -55,7 +65,9 @@ def test_a_process_that_is_ended_leaves_no_semaphore(tmp_path: Path, end: str) -
     child = ManagedProcess([sys.executable, "-c", SEMAPHORE], os.environ, tmp_path / "log")
     while "made" not in child.log_tail():
         assert child.alive()
-    inode_names = {entry.name for entry in os.scandir("/dev/shm") if entry.name.startswith("sem.mp-")} - before
+    inode_names = {
+        entry.name for entry in os.scandir("/dev/shm") if entry.name.startswith("sem.mp-")
+    } - before
     assert inode_names
     getattr(child, end)()
     still = {entry.name for entry in os.scandir("/dev/shm")}

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.testing.tiny_model import CPU_LLAMA, GPU_LLAMA, _encoded, prompt, write_llama, write_lora
+from kvtier.harness.tiny_model import (
+    CPU_LLAMA,
+    GPU_LLAMA,
+    _encoded,
+    prompt,
+    write_llama,
+    write_lora,
+)
 
 
 def _header(path: Path) -> dict[str, dict[str, object]]:
@@ -23,12 +30,15 @@ def _header(path: Path) -> dict[str, dict[str, object]]:
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     contents = [
-        (write_llama(tmp_path / str(i), seed=s) / "model.safetensors").read_bytes() for i, s in enumerate((0, 0, 1))
+        (write_llama(tmp_path / str(i), seed=s) / "model.safetensors").read_bytes()
+        for i, s in enumerate((0, 0, 1))
     ]
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_a_checkpoint_has_every_tensor_of_a_llama_in_the_shape_its_configuration_says(tmp_path: Path) -> None:
+def test_a_checkpoint_has_every_tensor_of_a_llama_in_the_shape_its_configuration_says(
+    tmp_path: Path,
+) -> None:
     directory = write_llama(tmp_path, GPU_LLAMA)
     header = _header(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
@@ -43,7 +53,10 @@ def test_a_checkpoint_has_every_tensor_of_a_llama_in_the_shape_its_configuration
 def test_an_adapter_targets_the_attention_projections(tmp_path: Path) -> None:
     directory = write_lora(tmp_path, CPU_LLAMA, rank=4)
     header = _header(directory / "adapter_model.safetensors")
-    assert header["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]["shape"] == [4, CPU_LLAMA.hidden]
+    assert header["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]["shape"] == [
+        4,
+        CPU_LLAMA.hidden,
+    ]
     assert json.loads((directory / "adapter_config.json").read_text())["r"] == 4
 
 

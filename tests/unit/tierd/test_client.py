@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtier.testing.tierd_case import environment, wait_for
+from kvtier.harness.tierd_case import environment, wait_for
 from kvtier.tierd import client as module
 from kvtier.tierd.client import ClientState, TierdClient
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
-    Beat,
     Bye,
     Deliver,
     FromEngine,
+    Heartbeat,
     Hello,
     Message,
     Ready,
@@ -39,13 +39,25 @@ WAIT_SECONDS = 20.0
 
 def hello(drained: int = 0) -> Hello:
     return Hello(
-        protocol=PROTOCOL, role="worker", engine="e", pid=1, pid_namespace="n", process_start=1, drained_epoch=drained
+        protocol=PROTOCOL,
+        role="worker",
+        engine="e",
+        pid=1,
+        pid_namespace="n",
+        process_start=1,
+        drained_epoch=drained,
     )
 
 
 def welcome(epoch: int = 3, protocol: str = PROTOCOL) -> Welcome:
     return Welcome(
-        protocol=protocol, epoch=epoch, session=1, pool_path="/p", pool_bytes=1, tiers=("ram",), settings="{}"
+        protocol=protocol,
+        epoch=epoch,
+        session=1,
+        pool_path="/p",
+        pool_bytes=1,
+        tiers=("ram",),
+        settings="{}",
     )
 
 
@@ -116,7 +128,7 @@ def rig(directory: Path) -> Iterator[Rig]:
 
 def test_it_attaches_and_hands_over_everything_but_beats_in_order(daemon: Daemon, rig: Rig) -> None:
     daemon.attach()
-    daemon.send(Beat())
+    daemon.send(Heartbeat())
     ready = Ready(namespace="n", slot_bytes=(1,), persistent=True)
     daemon.send(ready)
     assert rig.next() == welcome()
@@ -130,13 +142,15 @@ def test_nothing_can_be_sent_before_there_is_a_session(daemon: Daemon, rig: Rig)
     assert not rig.client.attached
 
 
-def test_messages_arrive_in_order_from_any_thread_and_beats_go_on_without_them(daemon: Daemon, rig: Rig) -> None:
+def test_messages_arrive_in_order_from_any_thread_and_beats_go_on_without_them(
+    daemon: Daemon, rig: Rig
+) -> None:
     daemon.attach()
     rig.next()
     for number in range(100):
         assert rig.client.send(Deliver(reservations=(number,)))
     assert [daemon.receive(Deliver).reservations[0] for _ in range(100)] == list(range(100))
-    daemon.receive(Beat)
+    daemon.receive(Heartbeat)
 
 
 def test_a_daemon_that_says_bye_is_lost_and_not_attached_to_again_before_the_owner_has_drained(
@@ -148,7 +162,7 @@ def test_a_daemon_that_says_bye_is_lost_and_not_attached_to_again_before_the_own
     reason = rig.next()
     assert isinstance(reason, str)
     assert "because" in reason
-    assert not rig.client.send(Beat())
+    assert not rig.client.send(Heartbeat())
     with pytest.raises(TimeoutError):
         daemon.receive(Hello, 0.7)
     rig.client.reattach(3)
@@ -156,7 +170,9 @@ def test_a_daemon_that_says_bye_is_lost_and_not_attached_to_again_before_the_own
     assert rig.next() == welcome(4)
 
 
-def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(daemon: Daemon, rig: Rig) -> None:
+def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(
+    daemon: Daemon, rig: Rig
+) -> None:
     daemon.attach(3)
     rig.next()
     rig.client.reattach(2)
@@ -166,7 +182,9 @@ def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(daemon: Dae
         daemon.receive(Hello, 0.7)
 
 
-def test_a_client_that_copies_nothing_may_attach_again_by_itself(daemon: Daemon, directory: Path) -> None:
+def test_a_client_that_copies_nothing_may_attach_again_by_itself(
+    daemon: Daemon, directory: Path
+) -> None:
     rig = Rig(directory, reattach="auto")
     daemon.attach(3)
     rig.next()
@@ -198,7 +216,7 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
     rig.next()
     for _ in range(5):
         time.sleep(0.2)
-        daemon.send(Beat())
+        daemon.send(Heartbeat())
     assert rig.client.attached
     reason = rig.next()
     assert isinstance(reason, str)
@@ -207,12 +225,14 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
     rig.client.close(5)
 
 
-def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(daemon: Daemon, directory: Path) -> None:
+def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
+    daemon: Daemon, directory: Path
+) -> None:
     rig = Rig(directory, lost_seconds=0.6)
     daemon.receive(Hello)
     for _ in range(6):
         time.sleep(0.2)
-        daemon.send(Beat())
+        daemon.send(Heartbeat())
     daemon.send(welcome())
     assert rig.next() == welcome()
     rig.client.close(5)
@@ -281,7 +301,7 @@ def test_closing_says_bye_after_what_was_queued(daemon: Daemon, rig: Rig) -> Non
     assert [daemon.receive(Deliver).reservations[0] for _ in range(20)] == list(range(20))
     daemon.receive(Bye)
     assert rig.client.state is ClientState.CLOSED
-    assert not rig.client.send(Beat())
+    assert not rig.client.send(Heartbeat())
     rig.client.close(5)
 
 
@@ -299,7 +319,7 @@ def test_a_bug_in_the_owners_sink_does_not_stop_the_beats(daemon: Daemon, direct
     client = TierdClient(directory, hello, sink, lambda _: None)
     client.start()
     daemon.attach()
-    daemon.receive(Beat)
+    daemon.receive(Heartbeat)
     assert client.counters["callback_failed"] == 1
     client.close(5)
 
@@ -308,17 +328,19 @@ def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(daemon: Daemon
     daemon.attach()
     rig.next()
 
-    def broken() -> Beat:
+    def broken() -> Heartbeat:
         raise RuntimeError("no numbers")
 
     rig.client.beat = broken
-    daemon.receive(Beat)
-    daemon.receive(Beat)
+    daemon.receive(Heartbeat)
+    daemon.receive(Heartbeat)
     assert rig.client.attached
     assert rig.client.counters["callback_failed"] >= 2
 
 
-def test_nothing_is_said_in_a_directory_that_others_may_write_to(daemon: Daemon, directory: Path) -> None:
+def test_nothing_is_said_in_a_directory_that_others_may_write_to(
+    daemon: Daemon, directory: Path
+) -> None:
     directory.chmod(0o777)
     rig = Rig(directory, private=True)
     try:
@@ -336,7 +358,7 @@ def test_a_forked_child_cannot_speak_for_its_parent(daemon: Daemon, rig: Rig) ->
     rig.next()
     pid = os.fork()
     if pid == 0:
-        os._exit(1 if rig.client.send(Beat()) else 0)
+        os._exit(1 if rig.client.send(Heartbeat()) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert rig.client.attached
 
@@ -357,5 +379,9 @@ def test_a_process_that_forgets_to_close_still_exits(daemon: Daemon, directory: 
 
 
 def test_its_thread_is_a_daemon_thread(rig: Rig) -> None:
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvtier-client" and thread.is_alive()]
+    (thread,) = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "kvtier-client" and thread.is_alive()
+    ]
     assert thread.daemon

@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.fake_worker import OBJECT_TOKENS, FakeEngineOptions, block_hash
-from kvtier.testing.tierd_case import TierdCase, wait_for
-from kvtier.tierd import outbox as outbox_module
-from kvtier.tierd import pool_start
+from kvtier.config.models import (
+    Breaker,
+    Daemon,
+    HttpEndpoint,
+    LiveTier,
+    LMCacheTierDocument,
+    Topology,
+)
+from kvtier.config.writer import write
+from kvtier.harness.stub_engine import OBJECT_TOKENS, FakeEngineOptions, StubEngine, block_hash
+from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.tierd import channel as outbox_module
+from kvtier.tierd import host_pool
 from kvtier.tierd.daemon import Options, TierDaemon
-from kvtier.tierd.process import own_identity
+from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -27,6 +35,7 @@ from kvtier.tierd.wire import (
     Deliver,
     Delta,
     Hello,
+    LoadReady,
     Message,
     Promote,
     Promoted,
@@ -36,13 +45,10 @@ from kvtier.tierd.wire import (
     ResetCache,
     Resync,
     Settings,
-    Slots,
     Welcome,
     decode_from_daemon,
     encode,
 )
-from kvtier.topology.models import Breaker, Daemon, HttpEndpoint, LiveTier, LMCacheTierDocument, Topology
-from kvtier.topology.writing import write
 
 WAIT_SECONDS = 20.0
 
@@ -56,7 +62,12 @@ class Peer:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.connect(f"ipc://{case.run_directory / SOCKET_NAME}")
         me = own_identity()
-        fields: dict[str, Any] = {"protocol": PROTOCOL, "engine": "e", "pid": me.pid, "process_start": me.start}
+        fields: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "engine": "e",
+            "pid": me.pid,
+            "process_start": me.start,
+        }
         self.send(Hello(**(fields | {"pid_namespace": me.pid_namespace} | hello)))
 
     def send(self, message: Message) -> None:
@@ -133,7 +144,9 @@ def store(scheduler: Peer, worker: Peer, slots: list[int], number: int) -> bytes
     return b"\0" + block_hash(number)
 
 
-def test_a_stored_object_is_announced_and_a_reset_hides_it(start: Start, peers: Callable[..., Peer]) -> None:
+def test_a_stored_object_is_announced_and_a_reset_hides_it(
+    start: Start, peers: Callable[..., Peer]
+) -> None:
     start()
     scheduler, worker = pair(peers)
     ready = scheduler.receive(Ready)
@@ -151,7 +164,9 @@ def test_a_stored_object_is_announced_and_a_reset_hides_it(start: Start, peers: 
     assert (empty.snapshot, empty.added) == (True, ())
 
 
-def test_a_promotion_is_answered_also_where_the_engine_is_not_open(start: Start, peers: Callable[..., Peer]) -> None:
+def test_a_promotion_is_answered_also_where_the_engine_is_not_open(
+    start: Start, peers: Callable[..., Peer]
+) -> None:
     start()
     scheduler = peers(role="scheduler", identity="{}")
     scheduler.receive(Welcome)
@@ -159,7 +174,9 @@ def test_a_promotion_is_answered_also_where_the_engine_is_not_open(start: Start,
     assert scheduler.receive(Promoted) == Promoted(promotion=4, usable=0, outcome="failed")
 
 
-def test_who_speaks_without_a_session_is_told_that_there_is_none(start: Start, peers: Callable[..., Peer]) -> None:
+def test_who_speaks_without_a_session_is_told_that_there_is_none(
+    start: Start, peers: Callable[..., Peer]
+) -> None:
     start()
     peer = peers(role="scheduler", protocol="0/0")
     assert isinstance(peer.receive(Refused), Refused)
@@ -201,13 +218,18 @@ def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pool_start, "PoolFile", fails)
+    monkeypatch.setattr(host_pool, "PoolFile", fails)
     daemon = start(serves=False)
     assert str(error) in peers(role="scheduler", identity="{}").receive(Refused).reason
-    wait_for(lambda: [each.type for each in daemon.snapshot.conditions] == ["PoolMissing"], "a condition says so")
+    wait_for(
+        lambda: [each.type for each in daemon.snapshot.conditions] == ["PoolMissing"],
+        "a condition says so",
+    )
 
 
-def test_objects_larger_than_the_pool_are_refused_with_the_numbers(start: Start, peers: Callable[..., Peer]) -> None:
+def test_objects_larger_than_the_pool_are_refused_with_the_numbers(
+    start: Start, peers: Callable[..., Peer]
+) -> None:
     start()
     scheduler = peers(role="scheduler", identity="{}")
     peers(role="worker", codec="c", shard_bytes=(1 << 30,))
@@ -223,7 +245,10 @@ def test_words_that_cannot_be_read_end_that_session_alone(
     first.receive(Ready)
     second.receive(Ready)
     first.socket.send(b"\xc1")
-    wait_for(lambda: {s["engine"] for s in case.status()["sessions"]} == {"second"}, "only the other engine is there")
+    wait_for(
+        lambda: {s["engine"] for s in case.status()["sessions"]} == {"second"},
+        "only the other engine is there",
+    )
 
 
 def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
@@ -238,7 +263,9 @@ def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
     for number in range(200_000):
         # Each is answered, and the answers are not read.
         try:
-            deaf.socket.send(encode(Promote(promotion=number, keys=keys, budget_seconds=0.001)), zmq.NOBLOCK)
+            deaf.socket.send(
+                encode(Promote(promotion=number, keys=keys, budget_seconds=0.001)), zmq.NOBLOCK
+            )
         except zmq.Again:
             break
         if number % 100 == 0 and not case.status()["sessions"]:
@@ -247,7 +274,9 @@ def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
     pair(peers, "other")[0].receive(Ready)
 
 
-def test_live_values_are_pushed_to_who_is_attached(case: TierdCase, start: Start, peers: Callable[..., Peer]) -> None:
+def test_live_values_are_pushed_to_who_is_attached(
+    case: TierdCase, start: Start, peers: Callable[..., Peer]
+) -> None:
     start()
     scheduler, _ = pair(peers)
     scheduler.receive(Ready)
@@ -255,13 +284,17 @@ def test_live_values_are_pushed_to_who_is_attached(case: TierdCase, start: Start
     assert '"generation":5' in scheduler.receive(Settings).settings
 
 
-@pytest.mark.parametrize(("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")])
+@pytest.mark.parametrize(
+    ("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
+)
 def test_a_port_in_use_is_a_condition_and_no_death(
     case: TierdCase, peers: Callable[..., Peer], daemon: Daemon, said: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = HttpEndpoint(port=taken.getsockname()[1])
-        structural = case.topology.structural.model_copy(update={"http": endpoint, "daemon": daemon})
+        structural = case.topology.structural.model_copy(
+            update={"http": endpoint, "daemon": daemon}
+        )
         write(case.topology_directory, Topology(structural=structural, live=case.live))
         served = TierDaemon(Options(case.topology_directory))
         thread = threading.Thread(target=served.run, daemon=True)
@@ -277,14 +310,22 @@ def test_a_port_in_use_is_a_condition_and_no_death(
         assert not thread.is_alive()
 
 
-def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(case: TierdCase, start: Start) -> None:
-    tiers = [*case.topology.structural.tiers, LMCacheTierDocument(name="far", url="redis://nowhere")]
+def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
+    case: TierdCase, start: Start
+) -> None:
+    tiers = [
+        *case.topology.structural.tiers,
+        LMCacheTierDocument(name="far", url="redis://nowhere"),
+    ]
     live = case.live.model_copy(update={"tiers": {**case.live.tiers, "far": LiveTier()}})
     structural = case.topology.structural.model_copy(update={"tiers": tiers, "live": live})
     write(case.topology_directory, Topology(structural=structural, live=live))
     start()
     status = case.status()
-    assert [(tier["name"], tier["state"]) for tier in status["tiers"]] == [("ram", "Healthy"), ("far", "Unknown")]
+    assert [(tier["name"], tier["state"]) for tier in status["tiers"]] == [
+        ("ram", "Healthy"),
+        ("far", "Unknown"),
+    ]
     assert "far" in status["conditions"][0]["message"]
 
 
@@ -305,10 +346,15 @@ def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_fo
             Peer(case, role="worker", codec="c", shard_bytes=(65_536,)),
         )
         namespace = scheduler.receive(Ready).namespace
-        wait_for(lambda: case.counter("namespace_descriptions_failed"), "the description could not be written")
+        wait_for(
+            lambda: case.counter("namespace_descriptions_failed"),
+            "the description could not be written",
+        )
         case.files.unlink()
         case.files.mkdir()
-        wait_for(lambda: (case.files / namespace / "identity.json").exists(), "the description is there")
+        wait_for(
+            lambda: (case.files / namespace / "identity.json").exists(), "the description is there"
+        )
         scheduler.close()
         worker.close()
     finally:
@@ -327,7 +373,7 @@ def test_a_second_daemon_in_the_same_directory_ends_at_once(case: TierdCase, sta
 def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
     case: TierdCase, start: Start, peers: Callable[..., Peer]
 ) -> None:
-    from kvtier.tierd.wire import Load, Loaded
+    from kvtier.tierd.wire import Load, LoadReleased
 
     start()
     scheduler, worker = pair(peers)
@@ -337,15 +383,15 @@ def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
     store(scheduler, worker, slots, 1)
     scheduler.receive(Delta)
     scheduler.send(Load(load=7, promotion=0, keys=((0, block_hash(1)), (0, block_hash(2)))))
-    assert worker.receive(Slots) == Slots(load=7, slots=(slot,), tiers=(0,))
+    assert worker.receive(LoadReady) == LoadReady(load=7, slots=(slot,), tiers=(0,))
     wait_for(lambda: case.pool("pinned") == 65_536, "it is pinned")
-    worker.send(Loaded(load=7))
+    worker.send(LoadReleased(load=7))
     wait_for(lambda: case.pool("pinned") == 0, "it is not pinned any more")
 
 
 def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start) -> None:
     start()
-    engine = FakeEngine(FakeEngineOptions(run_directory=case.run_directory))
+    engine = StubEngine(FakeEngineOptions(run_directory=case.run_directory))
     engine.start()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait("usable", WAIT_SECONDS)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.tierd.feed import MAX_WAITING, PIECES_PER_TURN, SNAPSHOT_KEYS, Feeds
-from kvtier.tierd.replica import Replica
-from kvtier.tierd.wire import Delta, Leaving, LeftAck, Message, Usable
+from kvtier.tierd.replication import (
+    MAX_WAITING,
+    PIECES_PER_TURN,
+    SNAPSHOT_KEYS,
+    Replica,
+    ReplicaPublisher,
+)
+from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
 
 @dataclass
@@ -19,7 +24,7 @@ class World:
     usable: int = 3
 
     def __post_init__(self) -> None:
-        self.feeds = Feeds(
+        self.feeds = ReplicaPublisher(
             lambda route, message: self.sent.append((route, message)),
             lambda _: list(self.present.items()),
             self.left.append,
@@ -37,7 +42,7 @@ class World:
     def replica(self, route: bytes = b"r") -> Replica:
         found = Replica()
         for to, message in self.sent:
-            if to == route and isinstance(message, Delta | Leaving | Usable):
+            if to == route and isinstance(message, Delta | EvictionNotice | Usable):
                 found.apply(message)
         return found
 
@@ -69,7 +74,7 @@ def test_a_change_before_an_announcement_is_sent_before_it() -> None:
     world.set(b"a", 1)
     world.feeds.leaving("ns", 5, (b"a",), 0.0)
     kinds = [type(message) for _, message in world.sent]
-    assert kinds == [Usable, Delta, Delta, Leaving]
+    assert kinds == [Usable, Delta, Delta, EvictionNotice]
     assert world.replica().get(b"a") == 0
 
 
@@ -128,7 +133,7 @@ def test_too_many_changes_behind_a_snapshot_begin_another_one() -> None:
     replica = world.replica()
     assert not replica.stale
     assert len(replica) == count + MAX_WAITING + 1
-    assert LeftAck(token=1) not in world.sent
+    assert EvictionAck(token=1) not in world.sent
 
 
 def test_a_tier_that_is_given_up_costs_one_message_however_many_keys_it_has() -> None:

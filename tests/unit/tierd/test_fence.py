@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.tierd.fence import BLIND_SECONDS, AttachedWorker, Fence, SessionFiles
-from kvtier.tierd.process import Fate, ProcessIdentity
+from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
+from kvtier.tierd.liveness import Liveness, ProcessIdentity
 
 FAR = ProcessIdentity(7, 70, "elsewhere")
 NEAR = ProcessIdentity(8, 80, "here")
@@ -15,21 +15,23 @@ class Fates:
     def __init__(self) -> None:
         self.gone: set[ProcessIdentity] = set()
 
-    def __call__(self, process: ProcessIdentity) -> Fate:
+    def __call__(self, process: ProcessIdentity) -> Liveness:
         if process in self.gone:
-            return Fate.GONE
-        return Fate.ALIVE if process.pid_namespace == "here" else Fate.UNKNOWN
+            return Liveness.GONE
+        return Liveness.ALIVE if process.pid_namespace == "here" else Liveness.UNKNOWN
 
 
-def worker(process: ProcessIdentity, epoch: int = 3, engine: str = "e", rank: int = 0) -> AttachedWorker:
+def worker(
+    process: ProcessIdentity, epoch: int = 3, engine: str = "e", rank: int = 0
+) -> AttachedWorker:
     return AttachedWorker(engine, rank, epoch, process)
 
 
-def make(directory: Path, *workers: AttachedWorker) -> tuple[Fence, SessionFiles, Fates]:
+def make(directory: Path, *workers: AttachedWorker) -> tuple[StartupFence, SessionFiles, Fates]:
     files, fates = SessionFiles(directory, 0o600), Fates()
     for each in workers:
         files.add(each)
-    return Fence(files, 100.0, fates), files, fates
+    return StartupFence(files, 100.0, fates), files, fates
 
 
 def test_without_predecessors_there_is_no_fence(tmp_path: Path) -> None:
@@ -70,7 +72,9 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
     assert files.read() == []
 
 
-def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_ever(tmp_path: Path) -> None:
+def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_ever(
+    tmp_path: Path,
+) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR))
     fence.check(100.0 + BLIND_SECONDS - 0.1)
     assert len(fence.waiting) == 2

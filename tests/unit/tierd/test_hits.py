@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tierd.hits import MAX_ENGINES, PIECE_SECONDS, WINDOW_SECONDS, Hits, Tokens
+from kvtier.tierd.status import MAX_ENGINES, PIECE_SECONDS, WINDOW_SECONDS, Hits, Tokens
 
 
 def test_totals_of_several_engines_add_up_from_where_each_began() -> None:

@@ -9,19 +9,28 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.testing.engine_process import http_request
-from kvtier.testing.tierd_case import wait_for
+from kvtier.harness.engine_process import http_request
+from kvtier.harness.tierd_case import wait_for
 from kvtier.tierd import http as module
-from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text
-from kvtier.tierd.status import Condition, SessionStatus, Snapshot, TierStatus, metrics_text, status_json
+from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text_response
+from kvtier.tierd.status import (
+    Condition,
+    SessionStatus,
+    Snapshot,
+    TierStatus,
+    metrics_text,
+    status_json,
+)
 
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    def broken() -> module.Answer:
+    def broken() -> module.HttpResponse:
         raise ValueError("no")
 
-    found = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text(200, "ok"), "/broken": broken})
+    found = HttpServer(
+        "127.0.0.1", 0, {"/healthz": lambda: text_response(200, "ok"), "/broken": broken}
+    )
     yield found
     found.close()
 
@@ -57,7 +66,7 @@ def test_a_request_without_end_is_cut_off(server: HttpServer) -> None:
 
 def test_clients_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_SECONDS", 600.0)
-    server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text(200, "ok")})
+    server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text_response(200, "ok")})
     silent = [socket.create_connection(server.address, timeout=20) for _ in range(MAX_CLIENTS + 4)]
     wait_for(lambda: server.rejected == 4, "four are closed")
     for connection in silent:
@@ -73,9 +82,11 @@ def test_clients_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyP
     server.close()
 
 
-def test_a_client_that_says_nothing_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_says_nothing_is_closed_after_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "REQUEST_SECONDS", 0.1)
-    server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text(200, "ok")})
+    server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text_response(200, "ok")})
     with socket.create_connection(server.address, timeout=20) as connection:
         assert connection.recv(100) == b""
     server.close()
@@ -119,7 +130,11 @@ def test_status_shows_tiers_pool_conditions_and_generation() -> None:
     assert document["tiers"][0]["hitTokens"] == 100
     assert document["pool"] == {"poolBytes": 20, "free": 10}
     assert document["conditions"] == [{"type": "PoolSmaller", "message": "why"}]
-    assert (document["appliedGeneration"], document["epoch"], document["sessions"][0]["pid"]) == (9, 4, 1)
+    assert (document["appliedGeneration"], document["epoch"], document["sessions"][0]["pid"]) == (
+        9,
+        4,
+        1,
+    )
 
 
 def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
@@ -135,7 +150,10 @@ def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
     assert samples["kvtier_tier_state", (("state", "Unknown"), ("tier", "ram"))] == 0
     assert samples["kvtier_pool_bytes", (("use", "free"),)] == 10
     assert samples["kvtier_sessions", (("role", "worker"),)] == 1
-    assert samples["kvtier_events_total", (("name", "reads"), ("reason", "corrupt"), ("tier", "disk"))] == 5
+    assert (
+        samples["kvtier_events_total", (("name", "reads"), ("reason", "corrupt"), ("tier", "disk"))]
+        == 5
+    )
     assert samples["kvtier_live_generation", ()] == 9
     assert samples["kvtier_prompt_tokens_total", ()] == 900
     assert samples["kvtier_loaded_tokens_total", (("tier", "ram"),)] == 300

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.store.records import SlotPlace
-from kvtier.testing.tierd_case import environment
-from kvtier.tierd.hung import ReadsFile, find
+from kvtier.harness.tierd_case import environment
+from kvtier.store.slot_table import SlotPlace
+from kvtier.tierd.fencing import ReadsFile, find_orphaned_reads
 
 PLACES = [SlotPlace(number * 8192, 8192, 0, 10) for number in range(4)]
 _DYING = """
 import sys
 from pathlib import Path
-from kvtier.store.records import SlotPlace
-from kvtier.tierd.hung import ReadsFile
+from kvtier.store.slot_table import SlotPlace
+from kvtier.tierd.fencing import ReadsFile
 log = ReadsFile(Path(sys.argv[1]), 7, 0o600)
 for number in range(3):
     log.begin(SlotPlace(number * 8192, 8192, 0, 10))
@@ -50,26 +50,26 @@ def test_what_is_no_file_is_nobodys_and_no_reason_not_to_start(tmp_path: Path) -
     (tmp_path / "reads" / "sub").mkdir(parents=True)
     (tmp_path / "reads" / "link").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "reads" / "pipe")
-    assert find(tmp_path) == []
+    assert find_orphaned_reads(tmp_path) == []
 
 
 def test_slots_of_reads_that_have_not_returned_are_kept_until_every_thread_is_gone(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
-    (hung,) = find(tmp_path)
+    (hung,) = find_orphaned_reads(tmp_path)
     assert hung.places == (PLACES[0], PLACES[2])
     assert not hung.over()
     other.kill()
     other.wait()
     assert hung.over()
-    assert find(tmp_path) == []
+    assert find_orphaned_reads(tmp_path) == []
     assert list((tmp_path / "reads").iterdir()) == []
 
 
 def test_the_own_file_is_nobody_elses(tmp_path: Path) -> None:
     log = ReadsFile(tmp_path, 1, 0o600)
     log.begin(PLACES[0])
-    assert find(tmp_path, log.path) == []
+    assert find_orphaned_reads(tmp_path, log.path) == []
     assert log.path.exists()
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.tierd.live import LiveFollower
-from kvtier.topology.models import (
+from kvtier.config.models import (
     FileSystemTierDocument,
     Live,
     LiveTier,
@@ -19,6 +18,7 @@ from kvtier.topology.models import (
     PolicyIdentity,
     Structural,
 )
+from kvtier.tierd.live_config import LiveFollower
 
 TIERS = {"ram": LiveTier(), "disk": LiveTier(capacity_bytes=1000)}
 
@@ -71,7 +71,11 @@ def test_a_malformed_value_is_refused_alone_and_counted_once(tmp_path: Path) -> 
     swap(
         tmp_path,
         "1",
-        {"generation": 2, "minLoadTokens": "many", "tiers": {"disk": {"loadWeight": 0, "syncData": True}}},
+        {
+            "generation": 2,
+            "minLoadTokens": "many",
+            "tiers": {"disk": {"loadWeight": 0, "syncData": True}},
+        },
     )
     follower.poll()
     follower.poll()
@@ -110,7 +114,13 @@ def test_a_file_that_goes_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "around", ['{"generation": %s}', '{"unknown": %s}', '{"tiers": %s}', '{"tiers": {"disk": {"loadWeight": %s}}}']
+    "around",
+    [
+        '{"generation": %s}',
+        '{"unknown": %s}',
+        '{"tiers": %s}',
+        '{"tiers": {"disk": {"loadWeight": %s}}}',
+    ],
 )
 def test_no_depth_of_nesting_ends_the_following(tmp_path: Path, around: str) -> None:
     follower = make(tmp_path)

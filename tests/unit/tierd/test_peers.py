@@ -11,18 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tierd_case import environment, wait_for
-from kvtier.tierd.peers import PEERS_NAME, PeerFates, is_held, own_lock
-from kvtier.tierd.process import Fate, ProcessIdentity, own_identity
+from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.tierd.liveness import (
+    PEERS_NAME,
+    Liveness,
+    PeerLiveness,
+    ProcessIdentity,
+    is_held,
+    own_identity,
+    own_lock,
+)
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from kvtier.tierd import peers
+from kvtier.tierd import liveness
 if "reserve" in sys.argv:
-    peers.reserve()
+    liveness.reserve()
 fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
-name = peers.own_lock(Path(sys.argv[1]))
+name = liveness.own_lock(Path(sys.argv[1]))
 if "fork" in sys.argv:
     child = os.fork()
     if not child:
@@ -42,7 +49,9 @@ class Holder:
 
     def __init__(self, directory: Path, *how: str) -> None:
         command = [sys.executable, "-c", HOLDER, str(directory), *how]
-        self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.child = 0
         while not (line := self.process.stdout.readline()).startswith("lock"):
@@ -99,7 +108,9 @@ def test_children_that_outlive_their_parent_do_not_keep_its_lock(
     assert is_held(tmp_path / PEERS_NAME, holder.name) is False
 
 
-def test_a_child_that_ends_does_not_take_its_parents_lock_along(tmp_path: Path, holders: list[Holder]) -> None:
+def test_a_child_that_ends_does_not_take_its_parents_lock_along(
+    tmp_path: Path, holders: list[Holder]
+) -> None:
     holder = Holder(tmp_path, "fork")
     holders.append(holder)
     os.kill(holder.child, signal.SIGKILL)
@@ -107,44 +118,57 @@ def test_a_child_that_ends_does_not_take_its_parents_lock_along(tmp_path: Path, 
     assert is_held(tmp_path / PEERS_NAME, holder.name) is True
 
 
-def test_the_lock_lies_below_what_is_opened_after_the_reservation(tmp_path: Path, holders: list[Holder]) -> None:
+def test_the_lock_lies_below_what_is_opened_after_the_reservation(
+    tmp_path: Path, holders: list[Holder]
+) -> None:
     with_one, without = Holder(tmp_path, "reserve"), Holder(tmp_path)
     holders += [with_one, without]
     assert with_one.descriptor < with_one.filler
     assert without.descriptor > without.filler
 
 
-def test_a_free_lock_is_proof_only_after_it_has_settled(tmp_path: Path, holders: list[Holder]) -> None:
+def test_a_free_lock_is_proof_only_after_it_has_settled(
+    tmp_path: Path, holders: list[Holder]
+) -> None:
     holder = Holder(tmp_path)
     holders.append(holder)
     now = 100.0
-    fates = PeerFates(tmp_path, lambda: now, settle_seconds=0.5)
-    assert fates(far(holder.name)) is Fate.ALIVE
+    fates = PeerLiveness(tmp_path, lambda: now, settle_seconds=0.5)
+    assert fates(far(holder.name)) is Liveness.ALIVE
     holder.kill()
-    assert fates(far(holder.name)) is Fate.ALIVE
+    assert fates(far(holder.name)) is Liveness.ALIVE
     now += 0.4
-    assert fates(far(holder.name)) is Fate.ALIVE
+    assert fates(far(holder.name)) is Liveness.ALIVE
     now += 0.1
-    assert fates(far(holder.name)) is Fate.GONE
+    assert fates(far(holder.name)) is Liveness.GONE
 
 
-def test_what_has_no_lock_or_a_lost_one_stays_unknown(tmp_path: Path, holders: list[Holder]) -> None:
+def test_what_has_no_lock_or_a_lost_one_stays_unknown(
+    tmp_path: Path, holders: list[Holder]
+) -> None:
     holder = Holder(tmp_path)
     holders.append(holder)
     (tmp_path / PEERS_NAME / holder.name).unlink()
     holder.kill()
-    fates = PeerFates(tmp_path)
-    assert [fates(far(name)) for name in (holder.name, "", "../pool", "0123")] == [Fate.UNKNOWN] * 4
+    fates = PeerLiveness(tmp_path)
+    assert [fates(far(name)) for name in (holder.name, "", "../pool", "0123")] == [
+        Liveness.UNKNOWN
+    ] * 4
 
 
 def test_a_process_that_can_be_seen_is_judged_by_its_id(tmp_path: Path) -> None:
     me = own_identity()
-    fates = PeerFates(tmp_path)
-    assert fates(ProcessIdentity(me.pid, me.start, me.pid_namespace, "0123")) is Fate.ALIVE
-    assert fates(ProcessIdentity(me.pid, me.start + 1, me.pid_namespace, own_lock(tmp_path))) is Fate.GONE
+    fates = PeerLiveness(tmp_path)
+    assert fates(ProcessIdentity(me.pid, me.start, me.pid_namespace, "0123")) is Liveness.ALIVE
+    assert (
+        fates(ProcessIdentity(me.pid, me.start + 1, me.pid_namespace, own_lock(tmp_path)))
+        is Liveness.GONE
+    )
 
 
-def test_a_process_has_one_lock_in_a_directory_and_takes_another_if_the_file_is_gone(tmp_path: Path) -> None:
+def test_a_process_has_one_lock_in_a_directory_and_takes_another_if_the_file_is_gone(
+    tmp_path: Path,
+) -> None:
     name = own_lock(tmp_path)
     assert own_lock(tmp_path) == name
     (tmp_path / PEERS_NAME / name).unlink()
@@ -153,15 +177,20 @@ def test_a_process_has_one_lock_in_a_directory_and_takes_another_if_the_file_is_
     assert is_held(tmp_path / PEERS_NAME, other) is True
 
 
-def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(tmp_path: Path, holders: list[Holder]) -> None:
+def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(
+    tmp_path: Path, holders: list[Holder]
+) -> None:
     dead, waited_for, alive = Holder(tmp_path), Holder(tmp_path), Holder(tmp_path)
     holders += [dead, waited_for, alive]
     dead.kill()
     waited_for.kill()
     for holder in holders:
         os.utime(tmp_path / PEERS_NAME / holder.name, (1, 1))
-    assert PeerFates(tmp_path).sweep({waited_for.name}) == 1
-    assert {path.name for path in (tmp_path / PEERS_NAME).iterdir()} == {waited_for.name, alive.name}
+    assert PeerLiveness(tmp_path).sweep({waited_for.name}) == 1
+    assert {path.name for path in (tmp_path / PEERS_NAME).iterdir()} == {
+        waited_for.name,
+        alive.name,
+    }
 
 
 def test_a_lock_can_be_tried_by_every_user_whatever_the_umask(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tier_suite import make_object
-from kvtier.testing.tierd_case import TierdCase
-from kvtier.tierd import building, limits
-from kvtier.tierd.building import build_tiers, storage_group
-from kvtier.tierd.sidecar.documents import first_document
+from kvtier.config.loader import load_for_engine
+from kvtier.config.models import Daemon, FileSystemTierDocument
+from kvtier.config.writer import document_text
+from kvtier.harness.tierd_case import TierdCase
+from kvtier.testing.conformance import make_object
+from kvtier.tierd import tier_factory
+from kvtier.tierd.sidecar import first_document
+from kvtier.tierd.tier_factory import build_tiers, storage_group
 from kvtier.tiers.filesystem import index
-from kvtier.topology.loading import load_for_engine
-from kvtier.topology.models import Daemon, FileSystemTierDocument
-from kvtier.topology.writing import document_text
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def case(tmp_path: Path) -> TierdCase:
 
 def test_files_are_given_a_group_that_this_process_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getgroups", lambda: [3_000])
-    monkeypatch.setattr(building, "_may_change_owners", lambda: False)
+    monkeypatch.setattr(tier_factory, "_may_change_owners", lambda: False)
     assert storage_group(None) == (None, ())
     assert storage_group(3_000) == (3_000, ())
     gid, (condition,) = storage_group(4_000)
@@ -50,32 +50,48 @@ def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdCase) -
 def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(case: TierdCase) -> None:
     first_document(case.topology_directory, case.run_directory)
     (case.run_directory / "structural.json").write_text("{")
-    assert first_document(case.topology_directory, case.run_directory).structural == case.topology.structural
+    assert (
+        first_document(case.topology_directory, case.run_directory).structural
+        == case.topology.structural
+    )
 
 
 @pytest.mark.parametrize(("daemon", "chunk_tokens"), [(Daemon.SIDECAR, 256), (Daemon.ENGINE, 512)])
-def test_an_engine_reads_what_its_sidecar_was_told(case: TierdCase, daemon: Daemon, chunk_tokens: int) -> None:
+def test_an_engine_reads_what_its_sidecar_was_told(
+    case: TierdCase, daemon: Daemon, chunk_tokens: int
+) -> None:
     first_document(case.topology_directory, case.run_directory)
     changed = case.topology.structural.model_copy(update={"chunk_tokens": 512, "daemon": daemon})
     (case.topology_directory / "structural.json").write_text(document_text(changed))
     assert load_for_engine(case.topology_directory).structural.chunk_tokens == chunk_tokens
 
 
-def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(case: TierdCase) -> None:
+def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(
+    case: TierdCase,
+) -> None:
     assert load_for_engine(case.topology_directory).structural == case.topology.structural
 
 
 def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: TierdCase) -> None:
-    without = TierdCase(case.directory / "other", run_directory=case.run_directory).topology.structural
+    without = TierdCase(
+        case.directory / "other", run_directory=case.run_directory
+    ).topology.structural
     with_files = case.topology.structural
-    assert limits.data_limit(with_files, 1 << 20) - limits.data_limit(without, 1 << 20) == 4 * limits.STACK_BYTES
+    assert (
+        tier_factory.data_limit(with_files, 1 << 20) - tier_factory.data_limit(without, 1 << 20)
+        == 4 * tier_factory.STACK_BYTES
+    )
 
 
-def test_file_tiers_share_what_a_daemon_may_index(case: TierdCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_tiers_share_what_a_daemon_may_index(
+    case: TierdCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index, "MAX_INDEXED_OBJECTS", 6)
     ram, *_ = case.topology.structural.tiers
     files = [
-        FileSystemTierDocument(name=name, path=str(case.directory / name), sharing="Pod", direct_io="Never")
+        FileSystemTierDocument(
+            name=name, path=str(case.directory / name), sharing="Pod", direct_io="Never"
+        )
         for name in ("near", "far")
     ]
     structural = case.topology.structural.model_copy(update={"tiers": [ram, *files]})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tierd_case import wait_for
-from kvtier.tierd import pool as module
-from kvtier.tierd.pool import PAGE_BYTES, PoolFile
+from kvtier.harness.tierd_case import wait_for
+from kvtier.tierd import host_pool as module
+from kvtier.tierd.host_pool import PAGE_BYTES, PoolFile
 
 MIB = 1 << 20
 
@@ -34,7 +34,9 @@ def test_every_byte_is_allocated_before_it_is_published(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_what_workers_wrote_is_still_there_for_the_next_tierd_also_after_touching(tmp_path: Path) -> None:
+def test_what_workers_wrote_is_still_there_for_the_next_tierd_also_after_touching(
+    tmp_path: Path,
+) -> None:
     first = PoolFile(tmp_path / "pool", 4 * MIB)
     first.memory[PAGE_BYTES : PAGE_BYTES + 4] = b"here"
     inode = os.stat(first.path).st_ino

@@ -7,8 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from kvtier.testing.tierd_case import wait_for
-from kvtier.tierd.process import Fate, ProcessIdentity, fate, own_identity, pid_namespace, process_start
+from kvtier.harness.tierd_case import wait_for
+from kvtier.tierd.liveness import (
+    Liveness,
+    ProcessIdentity,
+    liveness_of,
+    own_identity,
+    pid_namespace,
+    process_start,
+)
 
 
 def identity(pid: int) -> ProcessIdentity:
@@ -16,26 +23,26 @@ def identity(pid: int) -> ProcessIdentity:
 
 
 def test_this_process_lives() -> None:
-    assert fate(own_identity()) is Fate.ALIVE
+    assert liveness_of(own_identity()) is Liveness.ALIVE
 
 
 def test_another_start_time_is_another_process() -> None:
-    assert fate(replace(own_identity(), start=own_identity().start + 1)) is Fate.GONE
+    assert liveness_of(replace(own_identity(), start=own_identity().start + 1)) is Liveness.GONE
 
 
 def test_what_is_in_another_pid_namespace_cannot_be_known() -> None:
-    assert fate(replace(own_identity(), pid_namespace="1")) is Fate.UNKNOWN
-    assert fate(replace(own_identity(), pid_namespace="")) is Fate.UNKNOWN
+    assert liveness_of(replace(own_identity(), pid_namespace="1")) is Liveness.UNKNOWN
+    assert liveness_of(replace(own_identity(), pid_namespace="")) is Liveness.UNKNOWN
 
 
 def test_a_killed_child_is_gone_before_and_after_it_is_reaped() -> None:
     child = subprocess.Popen(["sleep", "60"])
     who = identity(child.pid)
-    assert fate(who) is Fate.ALIVE
+    assert liveness_of(who) is Liveness.ALIVE
     child.kill()
-    wait_for(lambda: fate(who) is Fate.GONE, "the zombie counts as gone")
+    wait_for(lambda: liveness_of(who) is Liveness.GONE, "the zombie counts as gone")
     child.wait()
-    assert fate(who) is Fate.GONE
+    assert liveness_of(who) is Liveness.GONE
 
 
 def test_a_process_whose_first_thread_alone_has_ended_is_not_gone() -> None:
@@ -51,13 +58,13 @@ def test_a_process_whose_first_thread_alone_has_ended_is_not_gone() -> None:
         child.stdout.readline()
         who = identity(child.pid)
         wait_for(lambda: _state(child.pid) == "Z", "the first thread has ended")
-        assert fate(who) is Fate.ALIVE
+        assert liveness_of(who) is Liveness.ALIVE
     finally:
         child.kill()
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
-    assert fate(who) is Fate.GONE
+    assert liveness_of(who) is Liveness.GONE
 
 
 def test_after_a_fork_the_child_is_itself() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from kvtier.tierd.replica import Replica
-from kvtier.tierd.wire import Delta, Leaving, LeftAck, Usable
+from kvtier.tierd.replication import Replica
+from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Usable
 
 
 def keys(count: int) -> list[bytes]:
@@ -35,7 +35,9 @@ def test_removals_rise_only_when_a_bit_went() -> None:
 def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgement() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 3), (b"b", 1))))
-    assert replica.apply(Leaving(token=9, keys=(b"a", b"b", b"never"))) == LeftAck(token=9)
+    assert replica.apply(EvictionNotice(token=9, keys=(b"a", b"b", b"never"))) == EvictionAck(
+        token=9
+    )
     assert (replica.get(b"a"), replica.get(b"b")) == (2, 0)
     assert replica.removals == 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.rundir import ALIVE_NAME, MAX_EPOCH, RunDirectory, sweep
+from kvtier.tierd.run_directory import ALIVE_NAME, MAX_EPOCH, RunDirectory, remove_abandoned
 
 
 def make(parent: Path, name: str = "kvtier-a", shared: bool = False) -> RunDirectory:
@@ -62,7 +62,9 @@ def test_the_epoch_is_kept_and_a_broken_one_jumps_ahead(tmp_path: Path) -> None:
 
 
 def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) -> None:
-    own, living, dead, foreign = (make(tmp_path, f"kvtier-{name}") for name in ("own", "living", "dead", "foreign"))
+    own, living, dead, foreign = (
+        make(tmp_path, f"kvtier-{name}") for name in ("own", "living", "dead", "foreign")
+    )
     for directory in (own, living, dead):
         directory.join()
     (dead.path / "pool").write_bytes(b"x")
@@ -72,8 +74,14 @@ def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) 
     (foreign.path / ALIVE_NAME).write_text("somebody else's")
     (tmp_path / "kvtier-file").write_text("")
     (tmp_path / "other").mkdir()
-    assert sweep(own.path) == 1
-    assert sorted(os.listdir(tmp_path)) == ["kvtier-file", "kvtier-foreign", "kvtier-living", "kvtier-own", "other"]
+    assert remove_abandoned(own.path) == 1
+    assert sorted(os.listdir(tmp_path)) == [
+        "kvtier-file",
+        "kvtier-foreign",
+        "kvtier-living",
+        "kvtier-own",
+        "other",
+    ]
 
 
 def test_a_directory_with_a_name_of_its_own_sweeps_nothing(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_a_directory_with_a_name_of_its_own_sweeps_nothing(tmp_path: Path) -> No
     dead.join()
     assert dead._alive is not None
     dead._alive.close()
-    assert sweep(tmp_path / "mine") == 0
+    assert remove_abandoned(tmp_path / "mine") == 0
 
 
 def test_joining_again_after_somebody_removed_it_makes_it_anew(tmp_path: Path) -> None:
@@ -107,7 +115,7 @@ def test_a_pods_directory_is_not_swept_while_its_tierd_is_being_restarted(tmp_pa
     pod = RunDirectory(tmp_path / "kvtier-pod", shared=True)
     pod.join()
     pod.leave()
-    assert sweep(own.path) == 0
+    assert remove_abandoned(own.path) == 0
     assert pod.path.exists()
 
 
@@ -136,7 +144,9 @@ def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
     first, second = make(tmp_path), make(tmp_path)
     first.join()
     kept = first.try_daemon_lock()
-    monkeypatch.setattr("kvtier.tierd.rundir.leader_is_dead", lambda holder: holder.pid == os.getpid())
+    monkeypatch.setattr(
+        "kvtier.tierd.run_directory.leader_is_dead", lambda holder: holder.pid == os.getpid()
+    )
     assert not second.daemon_lives()
     lock = second.try_daemon_lock()
     assert kept is not None
@@ -149,7 +159,9 @@ def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
     lock.close()
 
 
-def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(tmp_path: Path) -> None:
+def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(
+    tmp_path: Path,
+) -> None:
     directory = make(tmp_path)
     directory.path.mkdir()
     directory.path.chmod(0o777)
@@ -162,7 +174,9 @@ def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_a_directory_of_another_user_is_not_joined_and_a_link_to_one_neither(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_not_joined_and_a_link_to_one_neither(
+    tmp_path: Path,
+) -> None:
     directory = make(tmp_path)
     directory.path.mkdir(mode=0o700)
     os.chown(directory.path, 65534, 65534)

@@ -9,15 +9,16 @@ import msgspec
 import pytest
 
 from kvtier.errors import KVTierError
-from kvtier.store.contract import StoreCounters
-from kvtier.tierd.fence import BLIND_SECONDS, Fence, SessionFiles
-from kvtier.tierd.members import Engine, Session
-from kvtier.tierd.process import Fate, ProcessIdentity
-from kvtier.tierd.sessions import Sessions
+from kvtier.store.types import StoreCounters
+from kvtier.tierd.fencing import BLIND_SECONDS, SessionFiles, StartupFence
+from kvtier.tierd.liveness import Liveness, ProcessIdentity
+from kvtier.tierd.sessions import EngineSessions, Session, Sessions
 from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
 
 
-def hello(role: str, engine: str = "e", rank: int = 0, pid: int = 10, drained: int = 0, **fields: object) -> Hello:
+def hello(
+    role: str, engine: str = "e", rank: int = 0, pid: int = 10, drained: int = 0, **fields: object
+) -> Hello:
     common: dict[str, object] = {
         "protocol": PROTOCOL,
         "role": role,
@@ -50,7 +51,7 @@ class World:
     def __post_init__(self) -> None:
         self.now = 100.0
         self.files = SessionFiles(self.directory, 0o600)
-        self.fence = Fence(self.files, self.now, self.fate)
+        self.fence = StartupFence(self.files, self.now, self.fate)
         self.counters = StoreCounters()
         self.sessions = Sessions(
             self,
@@ -62,10 +63,10 @@ class World:
             self.counters,
         )
 
-    def fate(self, process: ProcessIdentity) -> Fate:
+    def fate(self, process: ProcessIdentity) -> Liveness:
         if process.pid in self.gone:
-            return Fate.GONE
-        return Fate.UNKNOWN if process.pid in self.unseen else Fate.ALIVE
+            return Liveness.GONE
+        return Liveness.UNKNOWN if process.pid in self.unseen else Liveness.ALIVE
 
     def next_epoch(self) -> int:
         self.epoch += 1
@@ -79,12 +80,12 @@ class World:
     def welcome(self, session: Session) -> None:
         self.calls.append(("welcome", session.route, session.worker.epoch))
 
-    def opened(self, engine: Engine) -> None:
+    def opened(self, engine: EngineSessions) -> None:
         if self.rejects:
             raise KVTierError(self.rejects)
         self.calls.append(("opened", engine.name))
 
-    def closed(self, engine: Engine, proven: bool) -> None:
+    def closed(self, engine: EngineSessions, proven: bool) -> None:
         self.calls.append(("closed", engine.name, proven))
 
     def proven_gone(self, name: str) -> None:
@@ -124,7 +125,12 @@ def test_an_engine_opens_when_scheduler_and_all_workers_are_there(world: World) 
     world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
     assert ("opened", "e#11") not in world.calls
     world.hello(b"w1", hello("worker", rank=1, pid=12))
-    assert world.calls == [("welcome", b"w0", 11), ("welcome", b"s", 11), ("welcome", b"w1", 11), ("opened", "e#11")]
+    assert world.calls == [
+        ("welcome", b"w0", 11),
+        ("welcome", b"s", 11),
+        ("welcome", b"w1", 11),
+        ("opened", "e#11"),
+    ]
     engine = next(world.sessions.engines())
     assert engine.info is not None
     assert engine.info.shard_bytes == ((5000, 5000), (100, 100))
@@ -165,7 +171,9 @@ def test_an_identity_that_does_not_hold_gets_a_namespace_of_its_own_each_time(wo
         (hello("scheduler", ranks=1, writer_ranks=(0, 1)), "writer ranks"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(world: World, message: Hello, word: str) -> None:
+def test_what_makes_no_sense_is_refused_with_the_reason(
+    world: World, message: Hello, word: str
+) -> None:
     world.hello(b"x", message)
     (answer,) = world.to(b"x")
     assert isinstance(answer, Refused)
@@ -272,7 +280,9 @@ def test_a_worker_that_has_drained_attaches_again_and_ends_its_own_quarantine(wo
     assert world.calls[-1] == ("opened", "e#12")
 
 
-def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_proven(world: World) -> None:
+def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_proven(
+    world: World,
+) -> None:
     world.pair()
     world.hello(b"w2", hello("worker", drained=11))
     assert ("closed", "e#11", True) in world.calls
@@ -281,7 +291,9 @@ def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_e
     assert world.calls[-1] == ("opened", "e#12")
 
 
-def test_a_worker_that_attaches_again_without_having_drained_stays_quarantined(world: World) -> None:
+def test_a_worker_that_attaches_again_without_having_drained_stays_quarantined(
+    world: World,
+) -> None:
     world.pair()
     world.hello(b"w2", hello("worker", drained=10))
     assert ("closed", "e#11", False) in world.calls
@@ -290,7 +302,9 @@ def test_a_worker_that_attaches_again_without_having_drained_stays_quarantined(w
     assert len(world.files.read()) == 2
 
 
-def test_a_scheduler_that_attaches_again_opens_a_later_epoch_so_old_plans_name_nobody(world: World) -> None:
+def test_a_scheduler_that_attaches_again_opens_a_later_epoch_so_old_plans_name_nobody(
+    world: World,
+) -> None:
     world.pair()
     world.hello(b"s2", hello("scheduler"))
     assert ("closed", "e#11", False) in world.calls
@@ -317,7 +331,9 @@ def test_a_forming_engine_that_loses_a_member_leaves_nothing_behind(world: World
     assert world.files.read() == []
 
 
-def test_a_member_that_says_hello_again_before_the_engine_is_open_takes_its_own_place(world: World) -> None:
+def test_a_member_that_says_hello_again_before_the_engine_is_open_takes_its_own_place(
+    world: World,
+) -> None:
     world.hello(b"w", hello("worker"))
     world.hello(b"w2", hello("worker"))
     world.hello(b"s", hello("scheduler"))

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
-from kvtier.testing.tierd_case import TierdCase, wait_for
+from kvtier.harness.tierd_case import TierdCase, wait_for
 from kvtier.tierd import supervisor as module
 from kvtier.tierd.supervisor import Supervisor
-from kvtier.topology.models import Daemon
 
 LIVES = """
 import fcntl, os, sys, time
@@ -48,9 +48,13 @@ def case(tmp_path: Path) -> Iterator[TierdCase]:
     found.close()
 
 
-def make(case: TierdCase, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0) -> Supervisor:
+def make(
+    case: TierdCase, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0
+) -> Supervisor:
     command = [sys.executable, "-S", "-c", LIVES, str(case.run_directory), str(beats), then]
-    return Supervisor(case.topology_directory, case.topology, command=command, unresponsive_seconds=unresponsive)
+    return Supervisor(
+        case.topology_directory, case.topology, command=command, unresponsive_seconds=unresponsive
+    )
 
 
 def kill_and_stop(supervisor: Supervisor) -> None:
@@ -65,7 +69,10 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCas
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
-    wait_for(lambda: first._run_directory.daemon_lives() and first._spawn_lock is None, "the daemon lives")
+    wait_for(
+        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        "the daemon lives",
+    )
     assert first.child
     assert not second.child
     second.stop(5)
@@ -84,11 +91,15 @@ def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: Tier
     assert not list(case.run_directory.iterdir())
 
 
-def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(case: TierdCase) -> None:
+def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(
+    case: TierdCase,
+) -> None:
     supervisor = make(case)
     supervisor.ensure()
     wait_for(supervisor._run_directory.daemon_lives, "the daemon lives")
-    assert supervisor.child not in {child.pid for child in psutil.Process().children(recursive=True)}
+    assert supervisor.child not in {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }
     kill_and_stop(supervisor)
 
 
@@ -104,7 +115,10 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase)
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
-    wait_for(lambda: first._run_directory.daemon_lives() and first._spawn_lock is None, "the daemon lives")
+    wait_for(
+        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        "the daemon lives",
+    )
     first._stop.set()
     child = first._child
     assert child is not None
@@ -135,7 +149,9 @@ def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: Tierd
 def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(case: TierdCase) -> None:
     case.run_directory.write_text("in the way")
     now = 0.0
-    supervisor = Supervisor(case.topology_directory, case.topology, command=["/bin/true"], clock=lambda: now)
+    supervisor = Supervisor(
+        case.topology_directory, case.topology, command=["/bin/true"], clock=lambda: now
+    )
     for _ in range(5):
         supervisor._look()
     assert supervisor.counters["spawn_failed"] == 1

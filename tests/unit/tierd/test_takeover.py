@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.chunks.namespace import derive
-from kvtier.store.records import SlotRecord, SlotTable
-from kvtier.tierd.pool import PoolFile
-from kvtier.tierd.takeover import describe_namespace, open_table
+from kvtier.namespace import derive
+from kvtier.store.slot_table import SlotRecord, SlotTable
+from kvtier.tierd.host_pool import PoolFile, describe_namespace, open_table
 
 NAMESPACE, TEXT = derive('{"model": "m"}', ("codec",))
 MIB = 1 << 20
@@ -42,7 +41,9 @@ def test_objects_whose_namespace_is_described_are_taken_over(pool: PoolFile) -> 
     assert [record.offset for record in opened(pool).recovered] == [4096]
 
 
-@pytest.mark.parametrize("text", [None, TEXT.replace('"m"', '"n"'), "\xff"], ids=["gone", "another", "no text"])
+@pytest.mark.parametrize(
+    "text", [None, TEXT.replace('"m"', '"n"'), "\xff"], ids=["gone", "another", "no text"]
+)
 def test_a_namespace_without_its_own_text_gives_nothing(pool: PoolFile, text: str | None) -> None:
     with_one_object(pool)
     path = pool.path.parent / "namespaces" / f"{NAMESPACE}.json"

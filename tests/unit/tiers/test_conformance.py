@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.testing.conformance import TierSuite, flip
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.faulty_tier import FaultyTier
-from kvtier.testing.tier_suite import TierSuite, flip
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import object_path
 
 
 class TestFileSystemTier(TierSuite):

@@ -16,13 +16,13 @@ import pytest
 from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
 from kvtier.errors import TierMissError
-from kvtier.testing.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
-from kvtier.testing.tier_suite import flip
+from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
+from kvtier.testing.conformance import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.collect import collect
-from kvtier.tiers.filesystem.lease import here
-from kvtier.tiers.filesystem.scan import object_path, process_tag
+from kvtier.tiers.filesystem.election import here
+from kvtier.tiers.filesystem.inspect import collect
+from kvtier.tiers.filesystem.walker import object_path, process_tag
 
 IDENTITY = {
     "engine": {
@@ -81,7 +81,9 @@ def path_of(root: Path, seed: int) -> Path:
     return Path(object_path(str(root), ref.namespace, ref.key))
 
 
-def test_inspect_says_what_is_there_and_who_writes(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_inspect_says_what_is_there_and_who_writes(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     Path(tier.keeper.writer.working_path()).write_bytes(bytes(5_000))
     found = kvtier("inspect", root, "--json").json
     assert found["totalBytes"] == directory_bytes(root)
@@ -120,10 +122,16 @@ def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--capacity", "1Gi")])
-def test_what_is_no_tier_is_refused_with_a_reason(kvtier: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_what_is_no_tier_is_refused_with_a_reason(
+    kvtier: Any, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
-    for name, reason in (("gone", "does not exist"), ("file", "is not a directory"), ("other", "no tier has ever")):
+    for name, reason in (
+        ("gone", "does not exist"),
+        ("file", "is not a directory"),
+        ("other", "no tier has ever"),
+    ):
         outcome = kvtier(command[0], tmp_path / name, *command[1:])
         assert outcome.status == 2
         assert reason in outcome.err
@@ -131,7 +139,9 @@ def test_what_is_no_tier_is_refused_with_a_reason(kvtier: Any, tmp_path: Path, c
     assert os.listdir(tmp_path / "other") == []
 
 
-def test_verify_finds_everything_that_is_not_what_it_says(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_verify_finds_everything_that_is_not_what_it_says(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     good = kvtier("verify", root)
     assert good.status == 0
     assert "40 objects verified" in good.out
@@ -159,7 +169,9 @@ def test_verify_takes_no_memory_for_what_only_looks_like_an_object(
     assert outcome.json["corrupt"] == 2
 
 
-def test_verify_deletes_what_is_corrupt_when_told_to(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_verify_deletes_what_is_corrupt_when_told_to(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     flip(path_of(root, 3), 5_000, 1)
     outcome = kvtier("verify", root, "--delete", "--json")
     assert outcome.status == 1
@@ -181,8 +193,19 @@ def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
     assert dry["objects"] > 0
     assert dry["afterBytes"] <= 400 * 1024
     assert len(list(root.rglob("*.kv"))) == 40
-    command = [sys.executable, "-m", "kvtier.cli.main", "gc", str(root), "--capacity", "400Ki", "--json"]
-    done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier.cli.main",
+        "gc",
+        str(root),
+        "--capacity",
+        "400Ki",
+        "--json",
+    ]
+    done = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    )
     assert not done["janitor"]
     assert directory_bytes(root) <= 400 * 1024
     assert done["afterBytes"] <= 400 * 1024 < done["beforeBytes"]
@@ -208,7 +231,9 @@ def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
     assert not tier.contains(ref)
 
 
-def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     tier.close()
     boot, space, _ = process_tag().split("-")
     dead = root / ".kvtier" / "writers" / f"{boot}-{space}-4194305-1-00000000"
@@ -229,7 +254,7 @@ def test_what_gc_makes_as_root_belongs_to_those_who_keep_the_books(
 ) -> None:
     # As where the tier is in another process, which is asked and not replaced.
     monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
-    monkeypatch.setattr("kvtier.tiers.filesystem.seat.in_this_process", lambda _: False)
+    monkeypatch.setattr("kvtier.tiers.filesystem.election.in_this_process", lambda _: False)
     if not alive:
         tier.close()
     for path in (root, *root.rglob("*")):
@@ -252,7 +277,9 @@ def test_what_gc_makes_as_root_belongs_to_those_who_keep_the_books(
     assert owners == {(4_321, 4_322)}
 
 
-def test_gc_removes_namespaces_that_were_not_used(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_gc_removes_namespaces_that_were_not_used(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     ref, payload, meta = make(1)
     other = ObjectRef("c" * 32, ref.key)
     tier.write(other, payload, meta)
@@ -266,7 +293,9 @@ def test_gc_removes_namespaces_that_were_not_used(kvtier: Any, root: Path, tier:
     assert (root / NAMESPACE / "identity.json").exists()
 
 
-def test_gc_empties_a_directory_that_nobody_uses_any_more(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_gc_empties_a_directory_that_nobody_uses_any_more(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
     tier.close()
     # Used at some time before: the file system's clock may be a tick behind this process's, or level with it.
     for path in (root / NAMESPACE).rglob("*"):
@@ -277,7 +306,9 @@ def test_gc_empties_a_directory_that_nobody_uses_any_more(kvtier: Any, root: Pat
 
 
 @pytest.mark.parametrize("size", ["lots", "0", "-5Gi", ""])
-def test_gc_refuses_what_is_no_size(kvtier: Any, root: Path, tier: FileSystemTier, size: str) -> None:
+def test_gc_refuses_what_is_no_size(
+    kvtier: Any, root: Path, tier: FileSystemTier, size: str
+) -> None:
     outcome = kvtier("gc", root, f"--capacity={size}")
     assert outcome.status == 2
     assert "--capacity" in outcome.err
@@ -286,5 +317,16 @@ def test_gc_refuses_what_is_no_size(kvtier: Any, root: Path, tier: FileSystemTie
 
 
 def test_sizes_and_ages_are_short() -> None:
-    assert [size_text(each) for each in (0, 1_023, 1_536, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
-    assert [age_text(each) for each in (None, 5, 90, 5_400, 200_000)] == ["-", "5 s", "1.5 min", "1.5 h", "2.3 d"]
+    assert [size_text(each) for each in (0, 1_023, 1_536, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+    ]
+    assert [age_text(each) for each in (None, 5, 90, 5_400, 200_000)] == [
+        "-",
+        "5 s",
+        "1.5 min",
+        "1.5 h",
+        "2.3 d",
+    ]

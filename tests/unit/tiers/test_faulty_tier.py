@@ -12,9 +12,9 @@ from kvtier.errors import (
     TierNoSpaceError,
     TierUnavailableError,
 )
+from kvtier.testing.conformance import buffer, make_object
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.faulty_tier import OPERATIONS, Fault, FaultyTier
-from kvtier.testing.tier_suite import buffer, make_object
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ def test_a_fault_strikes_the_calls_it_names_and_no_other(tier: FaultyTier) -> No
         ("no_space", TierNoSpaceError),
     ],
 )
-def test_each_kind_is_the_error_that_a_tier_raises(tier: FaultyTier, kind: str, error: type[TierError]) -> None:
+def test_each_kind_is_the_error_that_a_tier_raises(
+    tier: FaultyTier, kind: str, error: type[TierError]
+) -> None:
     ref, payload, meta = make_object(1)
     tier.set_fault(Fault(kind))
     with pytest.raises(error):
@@ -53,7 +55,11 @@ def test_each_kind_is_the_error_that_a_tier_raises(tier: FaultyTier, kind: str, 
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [(errno.EIO, TierUnavailableError), (errno.ENOSPC, TierNoSpaceError), (errno.ESTALE, TierUnavailableError)],
+    [
+        (errno.EIO, TierUnavailableError),
+        (errno.ENOSPC, TierNoSpaceError),
+        (errno.ESTALE, TierUnavailableError),
+    ],
 )
 def test_an_error_number_becomes_what_the_file_tier_makes_of_it(
     tier: FaultyTier, number: int, error: type[TierError]

@@ -11,21 +11,33 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.testing.tier_suite import NAMESPACE, buffer, make_object
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierMissError,
+    TierNoSpaceError,
+    TierUnavailableError,
+)
+from kvtier.testing.conformance import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.direct import tier_error
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.io import tier_error
+from kvtier.tiers.filesystem.walker import object_path
 
 HOUR = 3_600.0
 
 
 def make(
-    root: Path, limits: TierLimits | None = None, gid: int | None = None, direct_io: str = "Auto", sharing: str = "Pod"
+    root: Path,
+    limits: TierLimits | None = None,
+    gid: int | None = None,
+    direct_io: str = "Auto",
+    sharing: str = "Pod",
 ) -> FileSystemTier:
-    document = FileSystemTierDocument(name="disk", path=str(root), sharing=sharing, direct_io=direct_io)
+    document = FileSystemTierDocument(
+        name="disk", path=str(root), sharing=sharing, direct_io=direct_io
+    )
     return FileSystemTier(document, limits or TierLimits(1 << 30), gid=gid)
 
 
@@ -261,7 +273,9 @@ def test_a_namespace_is_described_once_and_charged(tmp_path: Path) -> None:
     assert (tmp_path / NAMESPACE / "identity.json").read_text() == '{"model": "a"}'
 
 
-@pytest.mark.parametrize(("gid", "file_mode", "directory_mode"), [(None, 0o640, 0o750), (12_345, 0o660, 0o2770)])
+@pytest.mark.parametrize(
+    ("gid", "file_mode", "directory_mode"), [(None, 0o640, 0o750), (12_345, 0o660, 0o2770)]
+)
 def test_files_are_for_their_owner_and_a_group_that_was_named(
     tmp_path: Path, gid: int | None, file_mode: int, directory_mode: int
 ) -> None:
@@ -359,11 +373,15 @@ def test_memory_that_direct_io_cannot_use_goes_through_the_page_cache(tmp_path: 
         assert into == payload
 
 
-def test_short_reads_and_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_short_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing, reading = os.pwritev, os.preadv
 
     def short(call: Callable[..., int]) -> Callable[..., int]:
-        return lambda descriptor, buffers, offset: call(descriptor, [memoryview(buffers[0])[:4_096]], offset)
+        return lambda descriptor, buffers, offset: call(
+            descriptor, [memoryview(buffers[0])[:4_096]], offset
+        )
 
     ref, payload, meta = make_object(1, (70_000, 9_000))
     into = buffer(payload.nbytes)
@@ -381,7 +399,9 @@ def test_data_is_synchronised_before_the_rename_where_asked(
 ) -> None:
     calls: list[str] = []
     syncing, renaming = os.fdatasync, os.rename
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (calls.append("sync"), syncing(descriptor))[1])
+    monkeypatch.setattr(
+        os, "fdatasync", lambda descriptor: (calls.append("sync"), syncing(descriptor))[1]
+    )
     ref, payload, meta = make_object(1)
 
     def rename(source: str, target: str) -> None:
@@ -449,7 +469,9 @@ def test_a_write_that_fails_half_way_leaves_nothing(
     assert not tier.contains(ref)
     assert tier.usage().used_bytes <= before
     assert object_bytes(tmp_path) <= files
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 60_000]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 60_000
+    ]
     tier.write(ref, payload, meta)
     assert tier.read(ref, buffer(payload.nbytes)) == meta
     tier.close()

@@ -12,15 +12,14 @@ import pytest
 from tests.unit.tiers.test_keeper import MIB, Host, write_with
 from tests.unit.tiers.test_keeper import hosts as hosts
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierCorruptError
-from kvtier.testing.tier_suite import buffer, make_object
+from kvtier.testing.conformance import buffer, make_object
 from kvtier.tiers.base import TierLimits
-from kvtier.tiers.filesystem import FileSystemTier, keeper, record
+from kvtier.tiers.filesystem import FileSystemTier, maintenance, record
+from kvtier.tiers.filesystem.election import LEASE_SECONDS, read_ledger, read_writer
 from kvtier.tiers.filesystem.layout import LEDGER, RECORD, Modes, seat_path, writers_path
-from kvtier.tiers.filesystem.lease import LEASE_SECONDS
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.tiers.filesystem.seat import read_ledger, read_writer
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import object_path
 
 PATIENCE_SECONDS = 30.0
 WRITER: dict[str, Any] = {
@@ -61,7 +60,9 @@ def test_a_record_of_another_shape_stops_no_janitor_and_its_writer_is_ended(
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "nested", "endless"])
-def test_what_is_no_record_stops_no_janitor(hosts: Callable[..., Host], tmp_path: Path, kind: str) -> None:
+def test_what_is_no_record_stops_no_janitor(
+    hosts: Callable[..., Host], tmp_path: Path, kind: str
+) -> None:
     janitor = hosts()
     place = writers_path(tmp_path / "tier") / "somebody"
     if kind == "file":
@@ -121,7 +122,9 @@ def test_a_janitor_whose_record_is_not_understood_is_replaced(
 
 
 def test_a_pipe_in_an_objects_place_is_corrupt_and_holds_nobody_up(tmp_path: Path) -> None:
-    document = FileSystemTierDocument(name="disk", path=str(tmp_path), sharing="Node", direct_io="Never")
+    document = FileSystemTierDocument(
+        name="disk", path=str(tmp_path), sharing="Node", direct_io="Never"
+    )
     tier = FileSystemTier(document, TierLimits(64 * MIB))
     tier.keeper.run = lambda: None  # type: ignore[method-assign]
     tier.open(lambda *_: None)
@@ -136,8 +139,12 @@ def test_a_pipe_in_an_objects_place_is_corrupt_and_holds_nobody_up(tmp_path: Pat
     assert not tier.contains(ref)
 
 
-def test_the_thread_that_keeps_the_leases_outlives_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    document = FileSystemTierDocument(name="disk", path=str(tmp_path), sharing="Node", direct_io="Never")
+def test_the_thread_that_keeps_the_leases_outlives_a_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = FileSystemTierDocument(
+        name="disk", path=str(tmp_path), sharing="Node", direct_io="Never"
+    )
     tier = FileSystemTier(document, TierLimits(64 * MIB))
     twice = threading.Semaphore(0)
 
@@ -152,6 +159,8 @@ def test_the_thread_that_keeps_the_leases_outlives_a_bug(tmp_path: Path, caplog:
     for _ in range(3):
         assert twice.acquire(timeout=PATIENCE_SECONDS)
     tier.close()
-    assert [each.message for each in caplog.records if each.name == keeper.__name__.rsplit(".", 1)[0]].count(
-        "the file tier's upkeep failed and goes on"
-    ) == 1
+    assert [
+        each.message
+        for each in caplog.records
+        if each.name == maintenance.__name__.rsplit(".", 1)[0]
+    ].count("the file tier's upkeep failed and goes on") == 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import TierCorruptError, TierError, TierUnverifiableError
-from kvtier.testing.tier_suite import buffer, make_object
+from kvtier.testing.conformance import buffer, make_object
 from kvtier.tiers import checksum
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
 from kvtier.tiers.checksum import Blake3, Xxh3
@@ -21,7 +21,7 @@ from kvtier.tiers.filesystem.format import (
     verify_payload,
     write_header,
 )
-from kvtier.tiers.filesystem.scan import object_path
+from kvtier.tiers.filesystem.walker import object_path
 
 namespaces = st.binary(min_size=16, max_size=16).map(bytes.hex)
 keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
@@ -29,7 +29,9 @@ shard_lists = st.lists(st.integers(1, 9_000), min_size=1, max_size=4).map(tuple)
 KINDS = {each.kind: each for each in (Xxh3(), Blake3())}
 
 
-def pack(ref: ObjectRef, shards: tuple[int, ...], kind: str, fill: int) -> tuple[memoryview, memoryview, ObjectMeta]:
+def pack(
+    ref: ObjectRef, shards: tuple[int, ...], kind: str, fill: int
+) -> tuple[memoryview, memoryview, ObjectMeta]:
     payload = buffer(sum(aligned(size) for size in shards))
     payload[:] = bytes([fill]) * payload.nbytes
     digests, start = [], 0
@@ -45,9 +47,15 @@ def pack(ref: ObjectRef, shards: tuple[int, ...], kind: str, fill: int) -> tuple
 
 @settings(deadline=None)
 @given(
-    namespace=namespaces, key=keys, shards=shard_lists, kind=st.sampled_from(sorted(KINDS)), fill=st.integers(0, 255)
+    namespace=namespaces,
+    key=keys,
+    shards=shard_lists,
+    kind=st.sampled_from(sorted(KINDS)),
+    fill=st.integers(0, 255),
 )
-def test_what_is_written_is_read(namespace: str, key: bytes, shards: tuple[int, ...], kind: str, fill: int) -> None:
+def test_what_is_written_is_read(
+    namespace: str, key: bytes, shards: tuple[int, ...], kind: str, fill: int
+) -> None:
     ref = ObjectRef(namespace, key)
     header, payload, meta = pack(ref, shards, kind, fill)
     assert read_header(header, ref, payload.nbytes) == meta
@@ -76,7 +84,9 @@ def test_any_other_byte_anywhere_is_noticed(
 
 @settings(deadline=None)
 @given(namespace=namespaces, key=keys, other=st.tuples(namespaces, keys))
-def test_an_object_is_believed_under_its_own_name_only(namespace: str, key: bytes, other: tuple[str, bytes]) -> None:
+def test_an_object_is_believed_under_its_own_name_only(
+    namespace: str, key: bytes, other: tuple[str, bytes]
+) -> None:
     header, payload, _ = pack(ObjectRef(namespace, key), (100,), Blake3.kind, 1)
     if other != (namespace, key):
         with pytest.raises(TierCorruptError, match="another object"):
@@ -89,7 +99,9 @@ def test_keys_that_differ_by_zeros_at_the_end_are_different_objects() -> None:
         read_header(header, ObjectRef("1" * 32, b"\x01\x02\x00"), payload.nbytes)
 
 
-@given(seed=st.integers(0, 1 << 32), start=st.sampled_from([b"", b"KVTIEROB", b"KVTIEROB\x01\x00\x02"]))
+@given(
+    seed=st.integers(0, 1 << 32), start=st.sampled_from([b"", b"KVTIEROB", b"KVTIEROB\x01\x00\x02"])
+)
 def test_random_bytes_are_no_header(seed: int, start: bytes) -> None:
     data = start + random.Random(seed).randbytes(HEADER_BYTES - len(start))
     with pytest.raises(TierCorruptError):
@@ -97,7 +109,9 @@ def test_random_bytes_are_no_header(seed: int, start: bytes) -> None:
 
 
 @pytest.mark.parametrize("offset", [8, 9])
-def test_another_format_version_is_not_understood_even_if_its_checksum_is_right(offset: int) -> None:
+def test_another_format_version_is_not_understood_even_if_its_checksum_is_right(
+    offset: int,
+) -> None:
     ref = ObjectRef("2" * 32, b"\x00k")
     header, payload, meta = pack(ref, (100,), Blake3.kind, 1)
     header[offset] += 1
@@ -125,9 +139,15 @@ def test_padding_that_is_not_zero_is_noticed(place: int) -> None:
         (ObjectRef("0" * 32, b"\x00"), (1,), "crc32", "checksum kind 'crc32'"),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(ref: ObjectRef, shards: tuple[int, ...], kind: str, text: str) -> None:
+def test_what_the_format_cannot_hold_is_refused(
+    ref: ObjectRef, shards: tuple[int, ...], kind: str, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
-        write_header(memoryview(bytearray(HEADER_BYTES)), ref, ObjectMeta(shards, kind, (bytes(16),) * len(shards)))
+        write_header(
+            memoryview(bytearray(HEADER_BYTES)),
+            ref,
+            ObjectMeta(shards, kind, (bytes(16),) * len(shards)),
+        )
 
 
 def test_a_header_holds_the_most_shards_and_the_longest_key() -> None:
@@ -136,7 +156,9 @@ def test_a_header_holds_the_most_shards_and_the_longest_key() -> None:
     assert read_header(header, ref, payload.nbytes) == meta
 
 
-def test_without_xxhash_its_objects_are_misses_and_new_ones_carry_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_xxhash_its_objects_are_misses_and_new_ones_carry_blake3(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ref = ObjectRef("3" * 32, b"\x00k")
     foreign, payload, _ = pack(ref, (100,), Xxh3.kind, 1)
     own, _, meta = pack(ref, (100,), Blake3.kind, 1)
@@ -150,7 +172,9 @@ def test_without_xxhash_its_objects_are_misses_and_new_ones_carry_blake3(monkeyp
 
 
 @given(namespace=namespaces, key=keys)
-def test_a_path_has_two_levels_of_two_hex_digits_and_ends_with_the_key(namespace: str, key: bytes) -> None:
+def test_a_path_has_two_levels_of_two_hex_digits_and_ends_with_the_key(
+    namespace: str, key: bytes
+) -> None:
     path = Path(object_path("/root", namespace, key))
     first, second = path.parts[-3:-1]
     assert path.parts[:-3] == ("/", "root", namespace)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierNoSpaceError
-from kvtier.testing.tier_suite import NAMESPACE, buffer, make_object
+from kvtier.testing.conformance import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
-from kvtier.tiers.filesystem.ledger import limit_bytes
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.quota import limit_bytes
+from kvtier.tiers.filesystem.walker import object_path
 
 DAY = 86_400.0
 ROOMY = TierLimits(1 << 30)
@@ -25,13 +25,21 @@ class Daemon:
     """A tier whose clock the test turns, and what it announced."""
 
     def __init__(
-        self, root: Path, max_objects: int = MAX_INDEXED_OBJECTS, limits: TierLimits = ROOMY, sharing: str = "Pod"
+        self,
+        root: Path,
+        max_objects: int = MAX_INDEXED_OBJECTS,
+        limits: TierLimits = ROOMY,
+        sharing: str = "Pod",
     ) -> None:
         self.now = 1_000.0
         self.present: set[tuple[str, bytes]] = set()
         self.root = root
-        document = FileSystemTierDocument(name="disk", path=str(root), sharing=sharing, direct_io="Never")
-        self.tier = FileSystemTier(document, limits, clock=lambda: self.now, max_objects=max_objects)
+        document = FileSystemTierDocument(
+            name="disk", path=str(root), sharing=sharing, direct_io="Never"
+        )
+        self.tier = FileSystemTier(
+            document, limits, clock=lambda: self.now, max_objects=max_objects
+        )
         self.tier.keeper.run = lambda: None  # type: ignore[method-assign]
         self.tier.open(self._changed)
 
@@ -102,7 +110,9 @@ def test_a_directory_with_more_objects_than_the_bound_opens_and_serves_as_many_a
     assert sum("more objects than the 5" in message for message in caplog.messages) == 1
 
 
-def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(tmp_path: Path) -> None:
+def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path, 5)
     daemon = Daemon(tmp_path, 5)
     assert daemon.holds(*range(5)) == [True] * 5
@@ -111,7 +121,9 @@ def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(tmp
     assert daemon.tier.usage().left_out_total == 0
 
 
-def test_what_is_stored_takes_the_place_of_what_was_used_longest_ago_whose_file_stays(tmp_path: Path) -> None:
+def test_what_is_stored_takes_the_place_of_what_was_used_longest_ago_whose_file_stays(
+    tmp_path: Path,
+) -> None:
     daemon = Daemon(tmp_path, 3)
     daemon.write(0, 1, 2)
     daemon.tier.touch(make_object(0)[0])
@@ -130,7 +142,9 @@ def test_what_is_there_and_not_indexed_is_not_written_again_but_indexed(tmp_path
     assert path_of(tmp_path, 0).stat().st_ino == before
 
 
-def test_passes_do_not_exchange_what_is_indexed_for_what_this_daemon_left_out(tmp_path: Path) -> None:
+def test_passes_do_not_exchange_what_is_indexed_for_what_this_daemon_left_out(
+    tmp_path: Path,
+) -> None:
     daemon = Daemon(tmp_path, 3)
     daemon.write(*range(9))
     daemon.a_pass()
@@ -138,7 +152,9 @@ def test_passes_do_not_exchange_what_is_indexed_for_what_this_daemon_left_out(tm
     assert daemon.tier.usage().left_out_total == 6
 
 
-def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(tmp_path: Path) -> None:
+def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path, 6)
     old = time.time() - DAY
     for seed in range(6):
@@ -161,7 +177,9 @@ def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(tmp
 # What is left out comes back.
 
 
-def test_when_objects_go_others_are_indexed_by_the_next_pass_which_comes_for_it(tmp_path: Path) -> None:
+def test_when_objects_go_others_are_indexed_by_the_next_pass_which_comes_for_it(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path, 9)
     daemon = Daemon(tmp_path, 4)
     for seed in range(9):
@@ -263,7 +281,9 @@ def test_a_directory_that_is_over_its_capacity_when_opened_is_brought_below(tmp_
     assert size_of(tmp_path) <= capacity
 
 
-def test_a_namespace_past_its_retention_goes_though_it_is_not_indexed_as_a_whole(tmp_path: Path) -> None:
+def test_a_namespace_past_its_retention_goes_though_it_is_not_indexed_as_a_whole(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path, 9)
     (tmp_path / NAMESPACE / "identity.json").write_text("{}")
     old = time.time() - 30 * DAY

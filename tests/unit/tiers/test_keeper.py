@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.testing.tier_suite import NAMESPACE, buffer, make_object
+from kvtier.testing.conformance import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import TierLimits
-from kvtier.tiers.filesystem import FileSystemTier, direct, keeper, tier
+from kvtier.tiers.filesystem import FileSystemTier, io, maintenance, tier
+from kvtier.tiers.filesystem.election import LEASE_SECONDS
 from kvtier.tiers.filesystem.layout import writers_path
-from kvtier.tiers.filesystem.lease import LEASE_SECONDS
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.walker import object_path
 
 MIB = 1 << 20
 DAY = 86_400.0
@@ -28,7 +28,9 @@ class Host:
     def __init__(self, root: Path, limits: TierLimits, start: float = 0.0) -> None:
         self.now = start
         self.changes: list[tuple[str, bytes, bool]] = []
-        document = FileSystemTierDocument(name="disk", path=str(root), sharing="Node", direct_io="Never")
+        document = FileSystemTierDocument(
+            name="disk", path=str(root), sharing="Node", direct_io="Never"
+        )
         self.tier = FileSystemTier(document, limits, clock=lambda: self.now)
         self.tier.keeper.run = lambda: None  # type: ignore[method-assign]
         self.tier.open(lambda *change: self.changes.append(change))
@@ -48,9 +50,9 @@ class Host:
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
     """Makes tiers that take each other for processes of another host: they can only be watched."""
-    monkeypatch.setattr(keeper, "GRANT_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "GRANT_SECONDS", 0.2)
     monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
-    monkeypatch.setattr("kvtier.tiers.filesystem.seat.in_this_process", lambda _: False)
+    monkeypatch.setattr("kvtier.tiers.filesystem.election.in_this_process", lambda _: False)
 
     def make(limits: TierLimits | None = None, start: float = 0.0) -> Host:
         return Host(tmp_path / "tier", limits or TierLimits(64 * MIB), start)
@@ -71,7 +73,9 @@ def write_with(writer: Host, janitor: Host, seed: int) -> None:
         writer.write(seed)
 
 
-def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(hosts: Callable[..., Host]) -> None:
+def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(
+    hosts: Callable[..., Host],
+) -> None:
     first, second = hosts(), hosts(start=5_000.0)
     assert first.is_janitor
     assert not second.is_janitor
@@ -85,7 +89,9 @@ def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(hosts: 
     assert into == payload
 
 
-def test_a_janitor_that_is_silent_is_replaced_and_what_it_says_later_is_void(hosts: Callable[..., Host]) -> None:
+def test_a_janitor_that_is_silent_is_replaced_and_what_it_says_later_is_void(
+    hosts: Callable[..., Host],
+) -> None:
     first, second = hosts(), hosts()
     first.write(1)
     for _ in range(int(LEASE_SECONDS) - 1):
@@ -144,7 +150,9 @@ def test_a_clock_that_jumps_ends_nobody(hosts: Callable[..., Host]) -> None:
     assert first.tier.keeper.writer.revocations == 0 == second.tier.keeper.writer.revocations
 
 
-def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed(hosts: Callable[..., Host]) -> None:
+def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed(
+    hosts: Callable[..., Host],
+) -> None:
     first, second = hosts(), hosts()
     for seed in range(10):
         first.write(seed)
@@ -152,7 +160,9 @@ def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed
     for _ in range(3):
         second.turn(11.0)
     assert second.tier.usage().objects == 10
-    assert {key for _, key, present in second.changes if present} == {make_object(seed)[0].key for seed in range(10)}
+    assert {key for _, key, present in second.changes if present} == {
+        make_object(seed)[0].key for seed in range(10)
+    }
     first.tier.delete(make_object(3)[0])
     first.tier.delete(make_object(4)[0])
     ref, payload, _ = make_object(3)
@@ -175,7 +185,9 @@ def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
         write_with(second, first, seed)
         path = object_path(str(tmp_path / "tier"), NAMESPACE, make_object(seed)[0].key)
         os.utime(path, (seed, seed))
-    os.utime(object_path(str(tmp_path / "tier"), NAMESPACE, make_object(0)[0].key))  # a hit, by anybody
+    os.utime(
+        object_path(str(tmp_path / "tier"), NAMESPACE, make_object(0)[0].key)
+    )  # a hit, by anybody
     for _ in range(3):
         first.turn(11.0)
     assert first.tier.usage().objects == 30
@@ -292,7 +304,9 @@ def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of
     assert (janitor.ledger.charge_bytes or 0) <= 400_000
 
 
-def test_a_new_janitor_goes_on_with_the_books_of_the_old_one_without_a_count(hosts: Callable[..., Host]) -> None:
+def test_a_new_janitor_goes_on_with_the_books_of_the_old_one_without_a_count(
+    hosts: Callable[..., Host],
+) -> None:
     first, second = hosts(), hosts()
     for seed in range(10):
         first.write(seed)
@@ -320,17 +334,23 @@ def test_a_janitor_that_leaves_in_order_is_followed_at_once(hosts: Callable[...,
     assert len(os.listdir(writers_path(second.tier._root))) == 1
 
 
-def test_namespaces_that_nobody_uses_go_after_their_retention(hosts: Callable[..., Host], tmp_path: Path) -> None:
+def test_namespaces_that_nobody_uses_go_after_their_retention(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
     first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
     root, old, idle = tmp_path / "tier", "a" * 32, "b" * 32
     for namespace in (old, idle, NAMESPACE):
         ref, payload, meta = make_object(1)
         first.tier.write(type(ref)(namespace, ref.key), payload, meta)
-        (root / namespace / "identity.json").write_text('{"model": "m"}')  # by a process that is not there any more
+        (root / namespace / "identity.json").write_text(
+            '{"model": "m"}'
+        )  # by a process that is not there any more
         for path in [*(root / namespace).rglob("*.kv"), root / namespace / "identity.json"]:
             os.utime(path, (1.0, 1.0)) if namespace != NAMESPACE else None
     again = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
-    again.tier.describe_namespace(idle, '{"model": "m"}')  # an engine attached, and has done nothing yet
+    again.tier.describe_namespace(
+        idle, '{"model": "m"}'
+    )  # an engine attached, and has done nothing yet
     for _ in range(4):
         first.turn(4_000.0)
     assert not (root / old).exists()
@@ -380,7 +400,7 @@ def test_a_full_file_system_has_the_janitor_of_another_process_evict(
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct, "write_file", no_space)
+        patch.setattr(io, "write_file", no_space)
         with pytest.raises(TierNoSpaceError, match="EDQUOT"):
             second.write(101)
     first.turn()
@@ -388,7 +408,9 @@ def test_a_full_file_system_has_the_janitor_of_another_process_evict(
     second.write(101)
 
 
-def test_a_directory_that_was_replaced_is_not_filled(hosts: Callable[..., Host], tmp_path: Path) -> None:
+def test_a_directory_that_was_replaced_is_not_filled(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
     first = hosts()
     first.write(1)
     root = tmp_path / "tier"
@@ -406,7 +428,8 @@ def test_a_directory_that_was_replaced_is_not_filled(hosts: Callable[..., Host],
 
 
 @pytest.mark.parametrize(
-    "place", ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"]
+    "place",
+    ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"],
 )
 def test_what_others_put_among_the_books_goes_and_the_tier_works(
     hosts: Callable[..., Host], tmp_path: Path, place: str
@@ -449,7 +472,9 @@ def test_a_directory_whose_books_were_deleted_by_hand_is_counted_anew(
     assert (janitor.ledger.base_bytes or 0) >= 2 * 12_288
 
 
-def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(hosts: Callable[..., Host], tmp_path: Path) -> None:
+def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
     first = hosts()
     first.write(1)
     ref, payload, _ = make_object(1)
@@ -489,15 +514,31 @@ def test_a_count_in_which_something_cannot_be_read_is_thrown_away(
     assert first.tier.usage().objects == 10
 
 
-def test_storing_and_loading_touch_one_file_each(hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storing_and_loading_touch_one_file_each(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = hosts()
     first.write(1)
     calls: list[str] = []
-    names = ("open", "mkdir", "rename", "unlink", "stat", "lstat", "utime", "listdir", "scandir", "rmdir", "close")
+    names = (
+        "open",
+        "mkdir",
+        "rename",
+        "unlink",
+        "stat",
+        "lstat",
+        "utime",
+        "listdir",
+        "scandir",
+        "rmdir",
+        "close",
+    )
     for name in names:
         original = getattr(os, name)
         monkeypatch.setattr(
-            os, name, lambda *a, _name=name, _call=original, **k: (calls.append(_name), _call(*a, **k))[1]
+            os,
+            name,
+            lambda *a, _name=name, _call=original, **k: (calls.append(_name), _call(*a, **k))[1],
         )
     first.write(2)
     assert calls == ["open", "close", "rename"]

@@ -7,23 +7,36 @@ from pathlib import Path
 import pytest
 
 from kvtier.tiers.filesystem import record
-from kvtier.tiers.filesystem.layout import LEDGER, Modes, grant_name, make_directory, seat_path, writers_path
-from kvtier.tiers.filesystem.lease import (
+from kvtier.tiers.filesystem.election import (
     LEASE_SECONDS,
     Watch,
-    fresh_names,
+    acquire,
     in_this_process,
+    listdir_uncached,
+    make_control,
     new_holder,
+    read_ledger,
     remove_fenced,
     surely_gone,
+    top_fence,
+    vacant,
 )
-from kvtier.tiers.filesystem.scan import process_tag
-from kvtier.tiers.filesystem.seat import claim, make_control, read_ledger, top_fence, vacant
+from kvtier.tiers.filesystem.layout import (
+    LEDGER,
+    Modes,
+    grant_name,
+    make_directory,
+    seat_path,
+    writers_path,
+)
+from kvtier.tiers.filesystem.walker import process_tag
 
 MODES = Modes(0o640, 0o750, None)
 
 
-def watched(watch: Watch, value: object, start: float, seconds: float, step: float = 1.0) -> float | None:
+def watched(
+    watch: Watch, value: object, start: float, seconds: float, step: float = 1.0
+) -> float | None:
     """Shows the same value again and again; after how long it is given up, None if it is not."""
     now = start
     while now <= start + seconds:
@@ -60,7 +73,9 @@ def test_a_process_is_known_to_be_gone_only_where_it_can_be_asked() -> None:
     boot, space, _ = process_tag().split("-")
     name = f"{boot}-{space}-{child.pid}-{started}-00000000"
     assert not surely_gone(name)
-    assert surely_gone(f"{boot}-{space}-{child.pid}-{started + 1}-00000000")  # the number was given to another process
+    assert surely_gone(
+        f"{boot}-{space}-{child.pid}-{started + 1}-00000000"
+    )  # the number was given to another process
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert surely_gone(name)  # not even reaped yet
@@ -88,11 +103,13 @@ def test_looking_anew_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     # Of one that was killed while it looked.
     (tmp_path / ".eye-0123456789ab").touch()
-    assert fresh_names(tmp_path) == ["x"]
+    assert listdir_uncached(tmp_path) == ["x"]
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_record_that_is_half_written_is_none_and_a_shorter_one_replaces_a_longer(tmp_path: Path) -> None:
+def test_a_record_that_is_half_written_is_none_and_a_shorter_one_replaces_a_longer(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "record"
     record.create(path, {"text": "x" * 5_000}, Modes(0o600, 0o700, None))
     record.rewrite(path, {"text": "y"})
@@ -110,12 +127,12 @@ def test_a_record_that_is_half_written_is_none_and_a_shorter_one_replaces_a_long
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
 def test_what_stands_in_the_place_of_a_record_is_none(tmp_path: Path, kind: str) -> None:
     make_control(tmp_path, MODES)
-    claim(tmp_path, 0, "a", MODES)
+    acquire(tmp_path, 0, "a", MODES)
     path = seat_path(tmp_path, 1) / LEDGER
     path.unlink()
     in_place(path, kind, tmp_path / "elsewhere")
     assert read_ledger(tmp_path, 1) is None
-    second = claim(tmp_path, 1, "b", MODES)
+    second = acquire(tmp_path, 1, "b", MODES)
     assert second is not None
     assert second.base_bytes is None
     assert not seat_path(tmp_path, 1).exists()
@@ -156,23 +173,23 @@ def test_the_fence_removes_what_is_no_directory_of_ours_and_nothing_that_it_poin
 
 def test_one_of_those_who_claim_gets_the_office_and_numbers_never_come_back(tmp_path: Path) -> None:
     make_control(tmp_path, MODES)
-    first = claim(tmp_path, 0, "a", MODES)
+    first = acquire(tmp_path, 0, "a", MODES)
     assert first is not None
     assert first.fence == 1
     assert first.base_bytes is None
-    assert claim(tmp_path, 0, "b", MODES) is None
-    second = claim(tmp_path, 1, "b", MODES)
+    assert acquire(tmp_path, 0, "b", MODES) is None
+    second = acquire(tmp_path, 1, "b", MODES)
     assert second is not None
     assert not seat_path(tmp_path, 1).exists()
     # One who had decided to take number 1 before all this, and was stopped.
-    assert claim(tmp_path, 0, "c", MODES) is None
+    assert acquire(tmp_path, 0, "c", MODES) is None
     assert top_fence(tmp_path, fresh=True) == 2
 
 
 def test_a_deposed_janitor_can_neither_announce_nor_offer(tmp_path: Path) -> None:
     make_control(tmp_path, MODES)
-    claim(tmp_path, 0, "a", MODES)
-    claim(tmp_path, 1, "b", MODES)
+    acquire(tmp_path, 0, "a", MODES)
+    acquire(tmp_path, 1, "b", MODES)
     with pytest.raises(FileNotFoundError):
         record.rewrite(seat_path(tmp_path, 1) / LEDGER, {"base": 0})
     with pytest.raises(FileNotFoundError):
@@ -181,28 +198,32 @@ def test_a_deposed_janitor_can_neither_announce_nor_offer(tmp_path: Path) -> Non
 
 def test_a_successor_inherits_the_books_and_every_grant(tmp_path: Path) -> None:
     make_control(tmp_path, MODES)
-    claim(tmp_path, 0, "a", MODES)
+    acquire(tmp_path, 0, "a", MODES)
     record.rewrite(seat_path(tmp_path, 1) / LEDGER, {"base": 12_345})
     (seat_path(tmp_path, 1) / "offer-w.3").touch()
     make_directory(writers_path(tmp_path) / "w", MODES)
     (writers_path(tmp_path) / "w" / grant_name(2, 777)).touch()
-    inherited = claim(tmp_path, 1, "b", MODES)
+    inherited = acquire(tmp_path, 1, "b", MODES)
     assert inherited is not None
     assert inherited.base_bytes == 12_345
     assert inherited.grants == {"w": {2: 777}}
 
 
-def test_an_office_is_vacant_when_released_or_its_holder_is_gone_and_not_before(tmp_path: Path) -> None:
+def test_an_office_is_vacant_when_released_or_its_holder_is_gone_and_not_before(
+    tmp_path: Path,
+) -> None:
     make_control(tmp_path, MODES)
     assert vacant(None, 0, Watch(), 0.0, supersede=False)
-    claim(tmp_path, 0, new_holder(), MODES)
+    acquire(tmp_path, 0, new_holder(), MODES)
     ledger = read_ledger(tmp_path, 1)
     assert ledger is not None
     assert not vacant(ledger, 1, Watch(), 0.0, supersede=False)
     assert vacant(ledger, 1, Watch(), 0.0, supersede=True)
     assert vacant(ledger | {"released": True}, 1, Watch(), 0.0, supersede=False)
     boot, space, _ = process_tag().split("-")
-    assert vacant(ledger | {"holder": f"{boot}-{space}-4194305-1-00000000"}, 1, Watch(), 0.0, supersede=False)
+    assert vacant(
+        ledger | {"holder": f"{boot}-{space}-4194305-1-00000000"}, 1, Watch(), 0.0, supersede=False
+    )
     watch = Watch()
     elsewhere = ledger | {"holder": f"{boot}-12345-1-1-00000000"}
     answers = [vacant(elsewhere, 1, watch, float(now), supersede=False) for now in range(12)]

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.filesystem.ledger import MAX_GRANT_BYTES, Ledger, grant_bytes, limit_bytes
+from kvtier.tiers.filesystem.quota import MAX_GRANT_BYTES, Ledger, grant_bytes, limit_bytes
 
 GIB = 1 << 30
 
@@ -57,7 +57,9 @@ def test_what_is_removed_before_the_count_gets_there_is_not_taken_off_twice() ->
     assert ledger.charge_bytes == 850
 
 
-def test_grants_are_a_sixteenth_of_the_capacity_less_with_more_writers_and_never_more_than_a_gibibyte() -> None:
+def test_grants_are_a_sixteenth_of_the_capacity_less_with_more_writers_and_never_more_than_a_gibibyte() -> (
+    None
+):
     assert grant_bytes(16 * GIB, 1) == grant_bytes(16 * GIB, 2) == GIB
     assert grant_bytes(GIB, 1) == GIB // 16
     assert grant_bytes(GIB, 8) == GIB // 64

@@ -10,23 +10,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.transfer import copy_cpu
+from kvtier.transfer import cpu
 from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural
-from kvtier.transfer.copies import make_engine
-from kvtier.transfer.layouts import Geometry, Group, Layout, Spec, every_layout
-from kvtier.transfer.proof import prove
+from kvtier.transfer.factory import make_engine
+from kvtier.transfer.selftest import Geometry, Group, Layout, Spec, every_layout
+from kvtier.transfer.startup_check import prove
 
 LAYOUTS = {layout.name: layout for layout in every_layout()}
 
 
 def _one_layer(tensor: torch.Tensor, num_blocks: int, page_bytes: int, block: int = 16) -> Layout:
-    return Layout("test", {"layer.0": tensor}, num_blocks, (Group(("layer.0",), Spec(block, page_bytes)),))
+    return Layout(
+        "test", {"layer.0": tensor}, num_blocks, (Group(("layer.0",), Spec(block, page_bytes)),)
+    )
 
 
-@pytest.mark.parametrize("slices", [copy_cpu.SLICE_BYTES, 0], ids=["few bytes", "many bytes"])
+@pytest.mark.parametrize("slices", [cpu.SLICE_BYTES, 0], ids=["few bytes", "many bytes"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_known_layout_is_understood_and_proven(name: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_cpu, "SLICE_BYTES", slices)
+def test_every_known_layout_is_understood_and_proven(
+    name: str, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "SLICE_BYTES", slices)
     layout = LAYOUTS[name]
     codec = build_codec(layout.caches, layout, 64)
     assert codec.groups[0].blocks_per_chunk == 4
@@ -60,8 +64,8 @@ def test_objects_are_block_major_with_layers_in_natural_order() -> None:
     layout = Layout("test", caches, 8, (Group(tuple(caches), Spec(1, 4)),))
     codec = build_codec(caches, layout, 2)
     assert [layer.name for layer in codec.groups[0].layers] == ["layers.1", "layers.2", "layers.10"]
-    from kvtier.transfer.base import Copy, Direction
-    from kvtier.transfer.proof import plain_scratch
+    from kvtier.transfer.engine import Copy, Direction
+    from kvtier.transfer.startup_check import plain_scratch
 
     engine = make_engine(caches, codec)
     pool = plain_scratch(codec.shard_bytes[0])
@@ -72,7 +76,11 @@ def test_objects_are_block_major_with_layers_in_natural_order() -> None:
 
 
 def test_names_sort_by_their_numbers() -> None:
-    assert sorted(["layers.10.a", "layers.9.a", "embed"], key=natural) == ["embed", "layers.9.a", "layers.10.a"]
+    assert sorted(["layers.10.a", "layers.9.a", "embed"], key=natural) == [
+        "embed",
+        "layers.9.a",
+        "layers.10.a",
+    ]
 
 
 def test_a_different_order_of_bytes_in_a_page_gives_a_different_text() -> None:
@@ -124,13 +132,19 @@ def test_a_layer_that_shares_the_kv_of_another_is_stored_once() -> None:
     caches = dict(layout.caches, shared=layout.caches["model.layers.0.attn"])
     spec = layout.kv_cache_groups[0].kv_cache_spec
     sharing = Layout("test", caches, layout.num_blocks, (Group(tuple(caches), spec),))
-    assert build_codec(caches, sharing, 64).shard_bytes == build_codec(layout.caches, layout, 64).shard_bytes
+    assert (
+        build_codec(caches, sharing, 64).shard_bytes
+        == build_codec(layout.caches, layout, 64).shard_bytes
+    )
 
 
 def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
     layout = next(iter(every_layout()))
     names = tuple(layout.caches)
-    caches = {**layout.caches, **{f"other.{i}": layout.caches[name] for i, name in enumerate(names)}}
+    caches = {
+        **layout.caches,
+        **{f"other.{i}": layout.caches[name] for i, name in enumerate(names)},
+    }
     spec = layout.kv_cache_groups[0].kv_cache_spec
     groups = (Group(names, spec), Group(("other.0", "other.1", "other.2"), spec))
     codec = build_codec(caches, Layout("test", caches, layout.num_blocks, groups), 64)
@@ -150,7 +164,9 @@ def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
         (None, 10, 64, "no tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason(tensor: object, blocks: int, page: int, message: str) -> None:
+def test_what_does_not_fit_is_refused_with_a_reason(
+    tensor: object, blocks: int, page: int, message: str
+) -> None:
     layout = _one_layer(torch.zeros(1), blocks, page)
     with pytest.raises(CodecError, match=message):
         build_codec({"layer.0": tensor}, layout, 16)
@@ -192,7 +208,9 @@ def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObjec
         strides[dim] = extent + data.draw(st.sampled_from([0, 0, 1, 5]))
         extent += strides[dim] * (shape[dim] - 1)
     offset = data.draw(st.integers(0, 3))
-    storage = torch.randint(0, 256, ((extent + offset) * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    storage = torch.randint(0, 256, ((extent + offset) * dtype.itemsize,), dtype=torch.uint8).view(
+        dtype
+    )
     tensor = storage.as_strided(shape, strides, offset)
     page = dtype.itemsize * kernel
     for dim, size in enumerate(shape):
@@ -202,4 +220,6 @@ def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObjec
     codec = build_codec(layout.caches, layout, 3)
     assert codec.groups[0].block_bytes == page
     prove(layout.caches, codec, make_engine(layout.caches, codec))
-    assert torch.equal(before.view(torch.uint8), storage.view(torch.uint8)), "nothing beside the pages may change"
+    assert torch.equal(before.view(torch.uint8), storage.view(torch.uint8)), (
+        "nothing beside the pages may change"
+    )

@@ -13,17 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.transfer import copy_cpu, selftest
-from kvtier.transfer.base import Copy, CopyError, CopyHandle, Direction
-from kvtier.transfer.codec import Codec, build_codec
-from kvtier.transfer.copies import make_engine
-from kvtier.transfer.copy_cpu import CpuCopyEngine
-from kvtier.transfer.copy_cuda import pieces, spans
-from kvtier.transfer.cuda_runtime import cut, relax_capture
-from kvtier.transfer.layouts import Group, Layout, Spec, every_layout
-from kvtier.transfer.pool import HostPool, file_identity, open_pool
-from kvtier.transfer.proof import ProofError, plain_scratch, prove
-from kvtier.transfer.views import band_views, gather, scatter, word_dtype
+from kvtier.transfer import cpu, selftest
+from kvtier.transfer.codec import Codec, build_codec, gather, scatter, segment_views, word_dtype
+from kvtier.transfer.cpu import CpuCopyEngine
+from kvtier.transfer.cuda import cut, pieces, relax_capture, spans
+from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
+from kvtier.transfer.factory import make_engine
+from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
+from kvtier.transfer.selftest import Group, Layout, Spec, every_layout
+from kvtier.transfer.startup_check import ProofError, plain_scratch, prove
 
 
 @pytest.fixture
@@ -43,7 +41,9 @@ def engine(layout: Layout, codec: Codec) -> CpuCopyEngine:
     return engine
 
 
-def test_the_self_test_passes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_self_test_passes_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert selftest.main(["--pool-dir", str(tmp_path)]) == 0
     assert '"ok": true' in capsys.readouterr().out
 
@@ -63,7 +63,9 @@ def test_the_self_test_passes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureF
         (Copy(0, 4, 0, (1,)), "aligned"),
     ],
 )
-def test_an_address_outside_cache_or_pool_is_refused(engine: CpuCopyEngine, copy: Copy, problem: str) -> None:
+def test_an_address_outside_cache_or_pool_is_refused(
+    engine: CpuCopyEngine, copy: Copy, problem: str
+) -> None:
     with pytest.raises(CopyError, match=problem):
         engine.submit([Copy(0, 0, 0, (1,)), copy], Direction.TO_DEVICE)
     assert engine.in_flight_bytes(Direction.TO_DEVICE) == 0
@@ -93,12 +95,14 @@ def test_synchronising_ends_every_handle(engine: CpuCopyEngine) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(every_layout())))
-def test_copies_of_few_and_of_many_bytes_are_the_same(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_few_and_of_many_bytes_are_the_same(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = every_layout()[index]
     codec = build_codec(layout.caches, layout, 64)
     found = []
-    for limit in (copy_cpu.SLICE_BYTES, 0):
-        monkeypatch.setattr(copy_cpu, "SLICE_BYTES", limit)
+    for limit in (cpu.SLICE_BYTES, 0):
+        monkeypatch.setattr(cpu, "SLICE_BYTES", limit)
         engine = CpuCopyEngine(layout.caches, codec)
         engine.attach(pool := plain_scratch(codec.groups[0].shard_bytes))
         engine.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
@@ -120,7 +124,7 @@ def test_gather_and_scatter_use_the_same_bytes_as_the_plain_copies(index: int) -
     plain.attach(pool)
     plain.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
     staging = torch.zeros(group.shard_bytes // word, dtype=word_dtype(word))
-    views = band_views(layout.caches, codec)[0]
+    views = segment_views(layout.caches, codec)[0]
     gather(views, torch.tensor([9, 2, 7, 4]), staging, group.block_bytes // word)
     assert np.array_equal(staging.view(torch.uint8).numpy(), pool.memory)
     scatter(views, torch.tensor([1, 3, 5, 6]), staging, group.block_bytes // word)
@@ -140,8 +144,14 @@ def test_pieces_are_whole_blocks_that_follow_each_other(codec: Codec) -> None:
     assert [piece.blocks for piece in pieces([Copy(0, 0, 0, (1, 2))], codec, 1)] == [(1,), (2,)]
 
 
-@given(begin=st.integers(0, 300), nbytes=st.integers(1, 300), seams=st.sets(st.integers(1, 600), max_size=6))
-def test_no_transfer_crosses_a_seam_and_none_is_lost(begin: int, nbytes: int, seams: set[int]) -> None:
+@given(
+    begin=st.integers(0, 300),
+    nbytes=st.integers(1, 300),
+    seams=st.sets(st.integers(1, 600), max_size=6),
+)
+def test_no_transfer_crosses_a_seam_and_none_is_lost(
+    begin: int, nbytes: int, seams: set[int]
+) -> None:
     parts = list(spans(begin, nbytes, sorted(seams)))
     assert parts[0][0] == begin
     assert parts[-1][1] == begin + nbytes
@@ -189,7 +199,9 @@ class _Broken(CpuCopyEngine):
 
 
 @pytest.mark.parametrize("kind", [_Careless, _Stuck])
-def test_the_proof_finds_an_engine_that_copies_wrongly(layout: Layout, codec: Codec, kind: type[CpuCopyEngine]) -> None:
+def test_the_proof_finds_an_engine_that_copies_wrongly(
+    layout: Layout, codec: Codec, kind: type[CpuCopyEngine]
+) -> None:
     before = {name: tensor.clone() for name, tensor in layout.caches.items()}
     with pytest.raises(ProofError, match="not what was copied out"):
         prove(layout.caches, codec, kind(layout.caches, codec))
@@ -206,7 +218,9 @@ def test_the_proof_finds_layers_that_share_bytes() -> None:
         prove(caches, codec, make_engine(caches, codec))
 
 
-def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(layout: Layout, codec: Codec) -> None:
+def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(
+    layout: Layout, codec: Codec
+) -> None:
     engine = _Broken(layout.caches, codec)
     engine.attach(plain_scratch(codec.shard_bytes[0]))
     handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.webhook.world import SERVING, World, disk, pod
 
-from kvtier_operator.cluster.contract import LIMIT_RANGES, NAMESPACES, NODES, PODS, POLICIES, QUOTAS
-from kvtier_operator.render import governing as rule
-from kvtier_operator.render.configured import GROUP_LABEL
-from kvtier_operator.webhook import caches
+from kvtier_operator.injection import governing as rule
+from kvtier_operator.injection.existing_config import GROUP_LABEL
+from kvtier_operator.kube.resources import LIMIT_RANGES, NAMESPACES, NODES, PODS, POLICIES, QUOTAS
+from kvtier_operator.webhook import lister
 
 LABELS = {"app": "engine"}
 
@@ -88,7 +88,7 @@ def test_a_change_of_status_alone_parses_nothing_anew(monkeypatch: pytest.Monkey
     world = World()
     document = world.policy()
     before = world.knowledge.governing(SERVING, LABELS)
-    monkeypatch.setattr(caches, "validated", lambda *_: pytest.fail("parsed"))
+    monkeypatch.setattr(lister, "validated", lambda *_: pytest.fail("parsed"))
     condition = {"type": "StorageReady", "status": "False"}
     world.cache.put(POLICIES, {**document, "status": {"conditions": [condition]}})
     assert world.knowledge.governing(SERVING, LABELS) is before
@@ -98,7 +98,10 @@ def test_a_change_of_status_alone_parses_nothing_anew(monkeypatch: pytest.Monkey
 def test_a_changed_spec_is_what_counts() -> None:
     world = World()
     document = world.policy()
-    world.cache.put(POLICIES, {**document, "spec": {**document["spec"], "podSelector": {"matchLabels": {"a": "b"}}}})
+    world.cache.put(
+        POLICIES,
+        {**document, "spec": {**document["spec"], "podSelector": {"matchLabels": {"a": "b"}}}},
+    )
     assert governing(world) is None
     assert governing(world, {"a": "b"}) == "chat"
 
@@ -120,11 +123,16 @@ def test_what_is_around_a_pod_is_that_of_its_namespace() -> None:
     world.policy()
     for kind in (LIMIT_RANGES, QUOTAS):
         for namespace in (SERVING, "elsewhere"):
-            world.cache.put(kind, {"metadata": {"namespace": namespace, "name": "x"}, "spec": {"of": namespace}})
+            world.cache.put(
+                kind, {"metadata": {"namespace": namespace, "name": "x"}, "spec": {"of": namespace}}
+            )
     world.cache.put(NAMESPACES, {"metadata": {"name": SERVING, "labels": {"level": "baseline"}}})
     found = around(world)
     assert found.namespace_labels == {"level": "baseline"}
-    assert [entry["spec"]["of"] for entry in (*found.limit_ranges, *found.quotas)] == [SERVING, SERVING]
+    assert [entry["spec"]["of"] for entry in (*found.limit_ranges, *found.quotas)] == [
+        SERVING,
+        SERVING,
+    ]
     assert found.storage_ready
     assert found.suspended is None
     assert found.refusals == ()
@@ -152,14 +160,23 @@ def test_siblings_are_the_living_pods_of_the_group() -> None:
     world.policy()
 
     def member(name: str, group: str, namespace: str = SERVING, **more: Any) -> dict[str, Any]:
-        return {"metadata": {"namespace": namespace, "name": name, "labels": {GROUP_LABEL: group}, **more}}
+        return {
+            "metadata": {
+                "namespace": namespace,
+                "name": name,
+                "labels": {GROUP_LABEL: group},
+                **more,
+            }
+        }
 
     world.cache.put(PODS, member("leader", "g1"))
     world.cache.put(PODS, member("going", "g1", deletionTimestamp="2026-01-01T00:00:00Z"))
     world.cache.put(PODS, member("foreign", "g2"))
     world.cache.put(PODS, member("far", "g1", "elsewhere"))
     labels = {**LABELS, GROUP_LABEL: "g1"}
-    assert [each["metadata"]["name"] for each in around(world, labels=labels).siblings] == ["leader"]
+    assert [each["metadata"]["name"] for each in around(world, labels=labels).siblings] == [
+        "leader"
+    ]
     assert around(world).siblings == ()
     world.cache.drop(PODS, SERVING, "leader")
     assert around(world, labels=labels).siblings == ()
@@ -178,7 +195,13 @@ def test_siblings_are_the_living_pods_of_the_group() -> None:
 def test_an_owner_is_suspended_until_its_time_is_over(until: str | None, suspended: bool) -> None:
     world = World()
     document = world.policy()
-    entry = {"kind": "ReplicaSet", "name": "engine-1", "uid": "rs", "reason": "WouldBeRefused", "until": until}
+    entry = {
+        "kind": "ReplicaSet",
+        "name": "engine-1",
+        "uid": "rs",
+        "reason": "WouldBeRefused",
+        "until": until,
+    }
     world.cache.put(POLICIES, {**document, "status": {"suspendedOwners": [entry]}})
     world.clock.now = 1_800_000_000.0  # 2027-01-15T08:00:00Z
     owner = {"kind": "ReplicaSet", "name": "engine-1", "uid": "rs", "controller": True}

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.cluster.contract import (
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.rotate import CertificateKeeper, keep_certificates
+from kvtier_operator.kube.resources import (
     MUTATING_WEBHOOKS,
     SECRETS,
     VALIDATING_WEBHOOKS,
@@ -21,11 +22,12 @@ from kvtier_operator.cluster.contract import (
     Kind,
     Object,
 )
-from kvtier_operator.reconcile.certificates import CertificateKeeper, keep_certificates
 from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
-SETTINGS = Settings.model_validate({"webhook": {"certificates": {"lifetimeSeconds": 2000, "renewBeforeSeconds": 400}}})
+SETTINGS = Settings.model_validate(
+    {"webhook": {"certificates": {"lifetimeSeconds": 2000, "renewBeforeSeconds": 400}}}
+)
 SECRET = SETTINGS.webhook.certificates.secret_name
 SPREAD = certificates.settle_seconds(400)
 
@@ -54,7 +56,10 @@ class Server(Client):
             (MUTATING_WEBHOOKS, admission.mutating(SETTINGS)),
             (VALIDATING_WEBHOOKS, admission.validating(SETTINGS)),
         ):
-            self.objects[kind, "kvtier"] = {**rendered, "metadata": {"name": "kvtier", "resourceVersion": "0"}}
+            self.objects[kind, "kvtier"] = {
+                **rendered,
+                "metadata": {"name": "kvtier", "resourceVersion": "0"},
+            }
 
     def _called(self, verb: str, kind: Kind) -> bool:
         """Whether the call's answer gets lost; raises where the call itself does."""
@@ -94,7 +99,9 @@ class Server(Client):
         self._store(kind, name, copy.deepcopy(dict(body)))
         return self._answered(lost, self.objects[kind, name])
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True) -> Object:
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True
+    ) -> Object:
         lost = self._called("apply", kind)
         found = self.objects[kind, body["metadata"]["name"]]
         for hook in body["webhooks"]:
@@ -105,7 +112,13 @@ class Server(Client):
         return self._answered(lost, found)
 
     async def patch(
-        self, kind: Kind, namespace: str | None, name: str, body: Object, *, subresource: str | None = None
+        self,
+        kind: Kind,
+        namespace: str | None,
+        name: str,
+        body: Object,
+        *,
+        subresource: str | None = None,
     ) -> Object:
         lost = self._called("patch", kind)
         found = self.objects.get((kind, name))
@@ -124,7 +137,7 @@ class Server(Client):
         raise NotImplementedError
 
     @property
-    def material(self) -> certificates.Material:
+    def material(self) -> certificates.KeyPair:
         found = certificates.from_secret(self.objects[SECRETS, SECRET])
         assert found is not None
         return found
@@ -200,12 +213,17 @@ def test_a_bundle_that_somebody_took_away_is_repaired() -> None:
 )
 def test_a_secret_with_wrong_content_is_filled(data: Mapping[str, str]) -> None:
     server, clock = Server(), Clock()
-    server.objects[SECRETS, SECRET] = {"metadata": {"name": SECRET, "resourceVersion": "5"}, "data": dict(data)}
+    server.objects[SECRETS, SECRET] = {
+        "metadata": {"name": SECRET, "resourceVersion": "5"},
+        "data": dict(data),
+    }
     rounds(keeper(server, clock))
     assert server.right(clock)
 
 
-def test_a_secret_that_was_deleted_is_made_again_and_replicas_with_the_old_certificate_stay_trusted() -> None:
+def test_a_secret_that_was_deleted_is_made_again_and_replicas_with_the_old_certificate_stay_trusted() -> (
+    None
+):
     server, clock = Server(), Clock()
     keeping = keeper(server, clock)
     rounds(keeping)
@@ -213,7 +231,7 @@ def test_a_secret_that_was_deleted_is_made_again_and_replicas_with_the_old_certi
     del server.objects[SECRETS, SECRET]
     rounds(keeping)
     assert server.right(clock)
-    old = certificates.Material(first.certificate, first.key, server.material.bundle)
+    old = certificates.KeyPair(first.certificate, first.key, server.material.bundle)
     assert server.material.certificate != first.certificate
     assert not certificates.problem(old, certificates.server_names(SETTINGS), clock())
 
@@ -245,7 +263,7 @@ def test_a_rotation_changes_what_serves_only_after_its_ca_was_known_for_a_while(
     assert server.material.certificate != first.certificate
     assert server.right(clock)
     # The old one is trusted for as long as a replica may show it.
-    old = certificates.Material(first.certificate, first.key, server.material.bundle)
+    old = certificates.KeyPair(first.certificate, first.key, server.material.bundle)
     assert not certificates.problem(old, certificates.server_names(SETTINGS), clock())
 
 
@@ -274,7 +292,9 @@ def test_killed_at_any_call_of_a_life_the_next_one_goes_on(number: int, lost: bo
             # Never a moment in which a configuration does not trust what serves.
             trusted |= server.bundles()
             for field in server.bundles():
-                shown = certificates.Material(server.material.certificate, server.material.key, base64.b64decode(field))
+                shown = certificates.KeyPair(
+                    server.material.certificate, server.material.key, base64.b64decode(field)
+                )
                 assert not certificates.problem(shown, certificates.server_names(SETTINGS), clock())
         clock.now += 100
     assert server.right(clock)
@@ -297,7 +317,9 @@ def test_it_runs_until_it_is_stopped_and_counts_what_fails() -> None:
     async def go() -> None:
         stop, changed = asyncio.Event(), asyncio.Event()
         running = asyncio.ensure_future(
-            keep_certificates(server, SETTINGS, stop, changed=changed, wall_clock=clock, metrics=Counted())
+            keep_certificates(
+                server, SETTINGS, stop, changed=changed, wall_clock=clock, metrics=Counted()
+            )
         )
         async with asyncio.timeout(20):
             while not seen:

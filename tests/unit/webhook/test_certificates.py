@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.cluster.certificates import Material, issue, problem, step
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.certificates import KeyPair, issue, problem, step
+from kvtier_operator.certs.serve import ServingCertificate
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.tls import ServingCertificate
 
 NAMES = ("kvtier-webhook.kvtier-system.svc", "127.0.0.1")
 NOW = 1_800_000_000.0
@@ -19,7 +19,7 @@ DAY = 24 * 3600.0
 LIFETIME, BEFORE = 90 * DAY, 30 * DAY
 
 
-def shaken(material: Material, name: str) -> str:
+def shaken(material: KeyPair, name: str) -> str:
     """What a client that trusts the bundle says to the pair: empty if it takes it."""
     serving = ServingCertificate()
     serving.take(material.certificate, material.key)
@@ -39,11 +39,11 @@ def shaken(material: Material, name: str) -> str:
     return ""
 
 
-def made(now: float, lifetime: float = LIFETIME) -> Material:
+def made(now: float, lifetime: float = LIFETIME) -> KeyPair:
     return step(None, NAMES, now, lifetime, BEFORE, spread=False).material
 
 
-def real() -> Material:
+def real() -> KeyPair:
     import time
 
     return made(time.time())
@@ -57,9 +57,16 @@ def test_what_is_made_verifies_by_every_name() -> None:
 
 def test_names_are_the_services_and_what_the_administrator_adds() -> None:
     settings = Settings.model_validate(
-        {"namespace": "ops", "webhook": {"certificates": {"serviceName": "w", "extraNames": ["10.0.0.1"]}}}
+        {
+            "namespace": "ops",
+            "webhook": {"certificates": {"serviceName": "w", "extraNames": ["10.0.0.1"]}},
+        }
     )
-    assert certificates.server_names(settings) == ("w.ops.svc", "w.ops.svc.cluster.local", "10.0.0.1")
+    assert certificates.server_names(settings) == (
+        "w.ops.svc",
+        "w.ops.svc.cluster.local",
+        "10.0.0.1",
+    )
 
 
 def test_nothing_is_done_before_it_is_due() -> None:
@@ -83,7 +90,7 @@ def test_a_rotation_first_tells_clients_then_serves_and_the_old_ca_goes_when_it_
     assert (held.change, held.material) == ("", waiting.material)
 
     serving = step(waiting.material, NAMES, due + 60, LIFETIME, BEFORE, spread=True)
-    assert serving.material == Material(
+    assert serving.material == KeyPair(
         waiting.material.next_certificate, waiting.material.next_key, waiting.material.bundle
     )
     assert problem(serving.material, NAMES, due + 60) == ""
@@ -106,7 +113,7 @@ def test_both_certificates_of_a_rotation_verify_for_a_client_with_either_bundle(
     again = issue(NAMES, now, LIFETIME)
     both = replace(waiting, bundle=again.authority + first.bundle)
     assert shaken(both, NAMES[0]) == ""
-    assert shaken(Material(again.certificate, again.key, both.bundle), NAMES[0]) == ""
+    assert shaken(KeyPair(again.certificate, again.key, both.bundle), NAMES[0]) == ""
 
 
 def test_an_expired_certificate_with_one_that_waits_is_replaced_by_that() -> None:
@@ -131,11 +138,23 @@ OTHER = made(NOW)
         (made(NOW + DAY), "not valid yet"),
         (replace(GOOD, bundle=OTHER.bundle), "not in the bundle"),
         (replace(GOOD, bundle=b""), "not in the bundle"),
-        (step(None, ("other.svc",), NOW, LIFETIME, BEFORE, False).material, "lacks the name kvtier-webhook"),
+        (
+            step(None, ("other.svc",), NOW, LIFETIME, BEFORE, False).material,
+            "lacks the name kvtier-webhook",
+        ),
     ],
-    ids=["garbage", "no key", "another key", "expired", "future", "another CA", "no CA", "another name"],
+    ids=[
+        "garbage",
+        "no key",
+        "another key",
+        "expired",
+        "future",
+        "another CA",
+        "no CA",
+        "another name",
+    ],
 )
-def test_what_cannot_serve_is_replaced_at_once(material: Material, words: str) -> None:
+def test_what_cannot_serve_is_replaced_at_once(material: KeyPair, words: str) -> None:
     assert words in problem(material, NAMES, NOW)
     replaced = step(material, NAMES, NOW, LIFETIME, BEFORE, spread=True)
     assert words in replaced.change
@@ -147,14 +166,22 @@ def test_a_waiting_pair_that_is_broken_is_made_anew_and_the_serving_one_serves_o
     again = step(broken, NAMES, NOW, LIFETIME, BEFORE, spread=True)
     assert again.material.certificate == GOOD.certificate
     assert (
-        problem(Material(again.material.next_certificate, again.material.next_key, again.material.bundle), NAMES, NOW)
+        problem(
+            KeyPair(
+                again.material.next_certificate, again.material.next_key, again.material.bundle
+            ),
+            NAMES,
+            NOW,
+        )
         == ""
     )
 
 
 def test_a_bundle_that_grew_without_end_is_cut() -> None:
     many = b"".join(made(NOW).bundle for _ in range(20))
-    material = step(replace(GOOD, certificate=b"x", bundle=many), NAMES, NOW, LIFETIME, BEFORE, spread=True).material
+    material = step(
+        replace(GOOD, certificate=b"x", bundle=many), NAMES, NOW, LIFETIME, BEFORE, spread=True
+    ).material
     assert material.bundle.count(b"BEGIN CERTIFICATE") <= certificates.MAX_AUTHORITIES
     assert problem(material, NAMES, NOW) == ""
 
@@ -165,12 +192,16 @@ def test_the_secret_holds_what_was_put_in() -> None:
     assert certificates.secret_data(GOOD)["next.key"] is None
 
 
-@pytest.mark.parametrize("secret", [None, {}, {"data": None}, {"data": {"tls.crt": "", "other": "eA=="}}])
+@pytest.mark.parametrize(
+    "secret", [None, {}, {"data": None}, {"data": {"tls.crt": "", "other": "eA=="}}]
+)
 def test_an_empty_secret_holds_nothing(secret: object) -> None:
     assert certificates.from_secret(secret) is None  # type: ignore[arg-type]
 
 
 def test_a_secret_of_garbage_is_read_as_such() -> None:
-    material = certificates.from_secret({"data": {"tls.crt": "%%%", "tls.key": base64.b64encode(b"x").decode()}})
+    material = certificates.from_secret(
+        {"data": {"tls.crt": "%%%", "tls.key": base64.b64encode(b"x").decode()}}
+    )
     assert material is not None
     assert "cannot be read" in problem(material, NAMES, NOW)

@@ -19,12 +19,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.unit.webhook.world import World, body, pod, policy_document, question
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.render.attachment import Attached
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.serve import ServingCertificate
+from kvtier_operator.injection.decision import Attached
 from kvtier_operator.webhook import review
 from kvtier_operator.webhook.listener import AdmissionServer, patience
 from kvtier_operator.webhook.metrics import WebhookMetrics
-from kvtier_operator.webhook.tls import ServingCertificate
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 LOOPBACK = {"host": "127.0.0.1", "port": 0, "drainSeconds": 0}
@@ -33,7 +33,13 @@ LOOPBACK = {"host": "127.0.0.1", "port": 0, "drainSeconds": 0}
 class Asked:
     """A running server and a client of it."""
 
-    def __init__(self, server: AdmissionServer, metrics: WebhookMetrics, port: int, session: aiohttp.ClientSession):
+    def __init__(
+        self,
+        server: AdmissionServer,
+        metrics: WebhookMetrics,
+        port: int,
+        session: aiohttp.ClientSession,
+    ):
         self.server, self.metrics, self.session = server, metrics, session
         self.address = f"https://127.0.0.1:{port}"
 
@@ -51,13 +57,17 @@ class Asked:
 
     def counted(self, result: str, path: str = "/mutate") -> float:
         return (
-            self.metrics.registry.get_sample_value("kvtier_webhook_answers_total", {"path": path, "result": result})
+            self.metrics.registry.get_sample_value(
+                "kvtier_webhook_answers_total", {"path": path, "result": result}
+            )
             or 0.0
         )
 
 
 @asynccontextmanager
-async def running(world: World, decide: Callable[..., Any] | None = None, **options: Any) -> AsyncIterator[Asked]:
+async def running(
+    world: World, decide: Callable[..., Any] | None = None, **options: Any
+) -> AsyncIterator[Asked]:
     metrics = WebhookMetrics(CollectorRegistry())
     serving = ServingCertificate(metrics.expires.set)
     serving.take(ISSUED.certificate, ISSUED.key)
@@ -78,9 +88,13 @@ def world() -> World:
 
 def test_a_pod_is_patched() -> None:
     async def go() -> None:
-        async with running(world(), lambda policy, found, *_: Attached({**found, "spec": {}})) as asked:
+        async with running(
+            world(), lambda policy, found, *_: Attached({**found, "spec": {}})
+        ) as asked:
             response = await asked.mutate()
-            assert json.loads(base64.b64decode(response["patch"])) == [{"op": "remove", "path": "/spec/containers"}]
+            assert json.loads(base64.b64decode(response["patch"])) == [
+                {"op": "remove", "path": "/spec/containers"}
+            ]
             assert asked.counted("Attached") == 1
             assert "patch" not in await asked.mutate(labels={})
             assert asked.counted("Unchanged") == 1
@@ -88,7 +102,9 @@ def test_a_pod_is_patched() -> None:
     asyncio.run(go())
 
 
-def test_a_failure_admits_the_pod_unchanged_and_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_admits_the_pod_unchanged_and_is_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault")
 
@@ -101,7 +117,9 @@ def test_a_failure_admits_the_pod_unchanged_and_is_counted_and_logged(caplog: py
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_failure_while_asking_the_caches_admits_the_pod_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_asking_the_caches_admits_the_pod_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any) -> Any:
         raise KeyError("a fault")
 
@@ -137,7 +155,14 @@ def test_a_decision_that_takes_too_long_is_abandoned() -> None:
 
 @pytest.mark.parametrize(
     ("said", "seconds"),
-    [("2s", 2.0), ("500ms", 0.5), ("1.5s", 1.5), ("", math.inf), ("1m0s", math.inf), ("x", math.inf)],
+    [
+        ("2s", 2.0),
+        ("500ms", 0.5),
+        ("1.5s", 1.5),
+        ("", math.inf),
+        ("1m0s", math.inf),
+        ("x", math.inf),
+    ],
 )
 def test_how_long_the_api_server_waits_is_read_from_what_it_says(said: str, seconds: float) -> None:
     assert patience(said) == seconds
@@ -183,7 +208,9 @@ def test_when_every_decision_hangs_for_long_the_process_is_no_longer_alive() -> 
     asyncio.run(go())
 
 
-def test_more_questions_than_can_be_held_are_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_questions_than_can_be_held_are_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvtier_operator.webhook.listener.MAX_OPEN", 0)
 
     async def go() -> None:
@@ -195,7 +222,9 @@ def test_more_questions_than_can_be_held_are_answered_at_once(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("path", ["/mutate", "/validate"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"null", b"x" * (review.MAX_BODY_BYTES + 1)])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b"null", b"x" * (review.MAX_BODY_BYTES + 1)]
+)
 def test_what_is_malformed_is_a_400(path: str, content: bytes) -> None:
     async def go() -> None:
         async with running(world()) as asked:
@@ -214,7 +243,9 @@ def test_a_body_that_is_not_encoded_as_it_says_harms_nobody(encoding: str) -> No
         async with running(world()) as asked:
             headers = {"Content-Encoding": encoding}
             content = b"\x00garbage" * 100
-            async with asked.session.post(asked.address + "/mutate", data=content, headers=headers) as answer:
+            async with asked.session.post(
+                asked.address + "/mutate", data=content, headers=headers
+            ) as answer:
                 assert answer.status == 400
             await asked.mutate()
 
@@ -226,7 +257,9 @@ def test_a_body_that_grows_when_it_is_decoded_is_bounded() -> None:
         async with running(world()) as asked:
             headers = {"Content-Encoding": "gzip"}
             content = gzip.compress(b" " * (review.MAX_BODY_BYTES * 4))
-            async with asked.session.post(asked.address + "/mutate", data=content, headers=headers) as answer:
+            async with asked.session.post(
+                asked.address + "/mutate", data=content, headers=headers
+            ) as answer:
                 assert answer.status == 400
             await asked.mutate()
 
@@ -268,13 +301,18 @@ def test_nothing_is_decided_before_the_cluster_is_known() -> None:
 def test_a_policy_is_refused_and_accepted() -> None:
     async def go() -> None:
         async with running(world()) as asked:
-            _, answer = await asked.post("/validate", body(question(policy_document(chunkTokens=7))))
+            _, answer = await asked.post(
+                "/validate", body(question(policy_document(chunkTokens=7)))
+            )
             assert not answer["response"]["allowed"]
             assert "spec.chunkTokens: 7 is not accepted" in answer["response"]["status"]["message"]
             _, answer = await asked.post("/validate", body(question(policy_document("other"))))
             assert answer["response"]["allowed"]
             assert "policy chat selects the same pods" in answer["response"]["warnings"][0]
-            assert (asked.counted("Refused", "/validate"), asked.counted("Accepted", "/validate")) == (1, 1)
+            assert (
+                asked.counted("Refused", "/validate"),
+                asked.counted("Accepted", "/validate"),
+            ) == (1, 1)
 
     asyncio.run(go())
 

@@ -9,16 +9,21 @@ import pytest
 from tests.unit.webhook.test_patch import applied
 from tests.unit.webhook.world import SERVING, World, body, pod, policy_document, question
 
-from kvtier_operator.render.attach import attach
-from kvtier_operator.render.attachment import Attached, Decision, Skipped, SkipReason
-from kvtier_operator.render.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.conditions import SkipReason
+from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.injection.decision import Attached, Decision, Skipped
+from kvtier_operator.injection.inject import attach
 from kvtier_operator.webhook import mutate, review
-from kvtier_operator.webhook.mutate import Verdict
+from kvtier_operator.webhook.mutate import MutationResult
 
 
-def decided(world: World, document: dict[str, Any], decision: Decision | None = None, **request: Any) -> Verdict | None:
+def decided(
+    world: World, document: dict[str, Any], decision: Decision | None = None, **request: Any
+) -> MutationResult | None:
     """The verdict; None where nothing is to be decided."""
-    asked = mutate.question(review.parse(body(question(document, **request))), world.knowledge, world.settings)
+    asked = mutate.question(
+        review.parse(body(question(document, **request))), world.knowledge, world.settings
+    )
     if asked is None:
         return None
     return mutate.answer(asked, world.settings, lambda *_: decision or Attached(dict(document)))
@@ -35,7 +40,10 @@ def test_a_selected_pod_becomes_what_was_decided(world: World) -> None:
     original = pod(annotations={"own": "1"})
     desired = {
         **original,
-        "metadata": {**original["metadata"], "annotations": {"own": "1", "kvtier.io/policy": "chat"}},
+        "metadata": {
+            **original["metadata"],
+            "annotations": {"own": "1", "kvtier.io/policy": "chat"},
+        },
     }
     verdict = decided(world, original, Attached(desired, ("a note",)))
     assert verdict is not None
@@ -45,7 +53,9 @@ def test_a_selected_pod_becomes_what_was_decided(world: World) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"annotations": None}, {"annotations": {"own": "1"}}])
-def test_a_pod_that_is_left_alone_gets_the_reason_and_nothing_else(world: World, metadata: dict[str, Any]) -> None:
+def test_a_pod_that_is_left_alone_gets_the_reason_and_nothing_else(
+    world: World, metadata: dict[str, Any]
+) -> None:
     original = pod(**metadata)
     skipped = Skipped(SkipReason.ALREADY_CONFIGURED, "it has its own — leave it")
     verdict = decided(world, original, skipped)
@@ -102,7 +112,9 @@ def test_what_is_not_ours_is_not_decided(world: World, document: dict[str, Any])
     assert decided(world, document) is None
 
 
-@pytest.mark.parametrize("request_", [{"operation": "UPDATE"}, {"subResource": "ephemeralcontainers"}])
+@pytest.mark.parametrize(
+    "request_", [{"operation": "UPDATE"}, {"subResource": "ephemeralcontainers"}]
+)
 def test_only_creation_is_decided(world: World, request_: dict[str, Any]) -> None:
     assert decided(world, pod(), **request_) is None
 
@@ -131,8 +143,13 @@ def test_a_real_decision_touches_only_what_is_injected(world: World) -> None:
     assert verdict.result == "Attached"
     result = applied(original, list(verdict.patch))
     assert STRUCTURAL_ANNOTATION in result["metadata"]["annotations"]
-    assert result["spec"]["containers"][0]["command"] == original["spec"]["containers"][0]["command"]
-    touched = {operation["path"].split("/")[1] + "/" + operation["path"].split("/")[2] for operation in verdict.patch}
+    assert (
+        result["spec"]["containers"][0]["command"] == original["spec"]["containers"][0]["command"]
+    )
+    touched = {
+        operation["path"].split("/")[1] + "/" + operation["path"].split("/")[2]
+        for operation in verdict.patch
+    }
     assert touched == {
         "metadata/annotations",
         "metadata/labels",

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_operator.webhook import patch
-from kvtier_operator.webhook.patch import MATCHED_ITEMS, between
+from kvtier_operator.webhook import jsonpatch
+from kvtier_operator.webhook.jsonpatch import MATCHED_ITEMS, between
 
 
 def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
     """RFC 6902 as an API server applies it, for add, remove and replace."""
     document = copy.deepcopy(document)
     for operation in operations:
-        parts = [part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]]
+        parts = [
+            part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]
+        ]
         if not parts:
             document = copy.deepcopy(operation["value"])
             continue
@@ -43,35 +45,46 @@ def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
     return document
 
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from(["", "a", "b/c", "~0", "ü"]))
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from(["", "a", "b/c", "~0", "ü"])
+)
 KEYS = st.sampled_from(["a", "b", "a/b", "~", "~1", "name", ""])
 DOCUMENTS = st.recursive(
     SCALARS,
     lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(KEYS, inner, max_size=5)),
     max_leaves=20,
 )
-NAMED = st.lists(st.fixed_dictionaries({"name": st.sampled_from("abcdef"), "value": st.integers(0, 2)}), max_size=6)
+NAMED = st.lists(
+    st.fixed_dictionaries({"name": st.sampled_from("abcdef"), "value": st.integers(0, 2)}),
+    max_size=6,
+)
 
 
 @settings(deadline=None, max_examples=300)
 @given(DOCUMENTS, DOCUMENTS)
 def test_any_document_becomes_any_other(original: Any, desired: Any) -> None:
     operations = list(between(original, desired))
-    assert json.dumps(applied(original, operations), sort_keys=True) == json.dumps(desired, sort_keys=True)
+    assert json.dumps(applied(original, operations), sort_keys=True) == json.dumps(
+        desired, sort_keys=True
+    )
 
 
 @settings(deadline=None, max_examples=300)
 @given(NAMED, NAMED)
 def test_lists_of_named_things_keep_the_desired_order(original: Any, desired: Any) -> None:
-    assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {"l": desired}
+    assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {
+        "l": desired
+    }
 
 
 @settings(deadline=None, max_examples=300)
 @given(NAMED, NAMED)
 def test_lists_that_are_not_matched_become_any_other_as_well(original: Any, desired: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(patch, "MATCHED_ITEMS", 0)
-        assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {"l": desired}
+        patched.setattr(jsonpatch, "MATCHED_ITEMS", 0)
+        assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {
+            "l": desired
+        }
 
 
 SAME = {"name": "A", "value": ""}
@@ -94,12 +107,12 @@ def test_items_that_are_all_alike_are_not_matched_with_one_another(
     """A hundred thousand of them fit into a pod, and their square would keep a thread for hours."""
     sizes: list[int] = []
 
-    class Counted(patch.SequenceMatcher):  # type: ignore[type-arg,name-defined]
+    class Counted(jsonpatch.SequenceMatcher):  # type: ignore[type-arg,name-defined]
         def __init__(self, junk: Any, before: list[str], after: list[str], autojunk: bool) -> None:
             sizes.append(max(len(before), len(after)))
             super().__init__(junk, before, after, autojunk=autojunk)
 
-    monkeypatch.setattr(patch, "SequenceMatcher", Counted)
+    monkeypatch.setattr(jsonpatch, "SequenceMatcher", Counted)
     operations = list(between({"l": original}, {"l": desired}))
     assert len(operations) <= abs(len(desired) - len(original)) + 2
     assert max(sizes, default=0) <= MATCHED_ITEMS
@@ -115,7 +128,9 @@ def test_equal_documents_need_nothing() -> None:
 def test_only_what_differs_is_touched() -> None:
     original = {
         "metadata": {"annotations": {"a": "1"}},
-        "spec": {"containers": [{"name": "mesh"}, {"name": "vllm", "env": [{"name": "X", "value": "1"}]}]},
+        "spec": {
+            "containers": [{"name": "mesh"}, {"name": "vllm", "env": [{"name": "X", "value": "1"}]}]
+        },
     }
     desired = copy.deepcopy(original)
     desired["metadata"]["annotations"]["kvtier.io/policy"] = "p"  # type: ignore[index]

@@ -48,10 +48,22 @@ def test_a_question_is_read() -> None:
         (b"[]", "not an object"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"apiVersion":"admission.k8s.io/v1beta1","kind":"AdmissionReview"}', "accepted is admission.k8s.io/v1"),
-        (b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}', "request is not an object"),
-        (b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}}', "uid is missing"),
-        (b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u"}}', "kind is not"),
+        (
+            b'{"apiVersion":"admission.k8s.io/v1beta1","kind":"AdmissionReview"}',
+            "accepted is admission.k8s.io/v1",
+        ),
+        (
+            b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}',
+            "request is not an object",
+        ),
+        (
+            b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}}',
+            "uid is missing",
+        ),
+        (
+            b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u"}}',
+            "kind is not",
+        ),
     ],
 )
 def test_what_is_no_question_is_malformed_with_the_reason(body: bytes, words: str) -> None:
@@ -61,7 +73,9 @@ def test_what_is_no_question_is_malformed_with_the_reason(body: bytes, words: st
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -83,11 +97,16 @@ def test_a_patch_is_sent_as_the_api_server_takes_it() -> None:
 
 
 def test_a_refusal_names_every_cause() -> None:
-    response = review.refused("u", [("spec.a", "spec.a: 1 is not accepted"), ("spec.b", "b")])["response"]
+    response = review.refused("u", [("spec.a", "spec.a: 1 is not accepted"), ("spec.b", "b")])[
+        "response"
+    ]
     assert not response["allowed"]
     assert response["status"]["code"] == 422
     assert response["status"]["message"] == "spec.a: 1 is not accepted\nb"
-    assert [cause["field"] for cause in response["status"]["details"]["causes"]] == ["spec.a", "spec.b"]
+    assert [cause["field"] for cause in response["status"]["details"]["causes"]] == [
+        "spec.a",
+        "spec.b",
+    ]
 
 
 def test_warnings_are_bounded() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.memory_cluster import MemoryCluster
 from tests.unit.webhook.world import SERVING, body, pod, policy_document, question
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.cluster.client import WatchEvent
-from kvtier_operator.cluster.contract import NODES, PODS, POLICIES, SECRETS, ApiError, Kind
+from kvtier_operator.certs import certificates
+from kvtier_operator.kube.client import WatchEvent
+from kvtier_operator.kube.resources import NODES, PODS, POLICIES, SECRETS, ApiError, Kind
 from kvtier_operator.settings import Settings
-from kvtier_operator.testing.memory_cluster import MemoryCluster
 from kvtier_operator.webhook.server import serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
@@ -43,7 +43,9 @@ class Flaky(MemoryCluster):
             raise ApiError(503, "ServiceUnavailable", "down")
         return await super().page(kind, namespace, **more)
 
-    async def watch(self, kind: Kind, namespace: str | None, resource_version: str, **more: Any) -> Any:
+    async def watch(
+        self, kind: Kind, namespace: str | None, resource_version: str, **more: Any
+    ) -> Any:
         if self.down:
             yield WatchEvent("ERROR", {"code": 410, "reason": "Expired"})
             return
@@ -69,7 +71,9 @@ def free_port() -> int:
 class Running:
     """The process, seen from outside."""
 
-    def __init__(self, settings: Settings, session: aiohttp.ClientSession, plain: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, settings: Settings, session: aiohttp.ClientSession, plain: aiohttp.ClientSession
+    ) -> None:
         self._settings, self._session, self._plain = settings, session, plain
 
     async def ready(self) -> tuple[int, str]:
@@ -125,9 +129,12 @@ def cluster() -> Flaky:
 
 
 def secret() -> dict[str, Any]:
-    material = certificates.Material(ISSUED.certificate, ISSUED.key, ISSUED.authority)
+    material = certificates.KeyPair(ISSUED.certificate, ISSUED.key, ISSUED.authority)
     name = Settings().webhook.certificates.secret_name
-    return {"metadata": {"namespace": "kvtier-system", "name": name}, "data": certificates.secret_data(material)}
+    return {
+        "metadata": {"namespace": "kvtier-system", "name": name},
+        "data": certificates.secret_data(material),
+    }
 
 
 def test_it_is_ready_once_it_has_certificate_and_caches() -> None:
@@ -212,7 +219,9 @@ def test_a_port_that_is_taken_ends_the_process_with_the_reason() -> None:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             options = {"host": "127.0.0.1", "port": taken.getsockname()[1]}
-            settings = Settings.model_validate({"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}})
+            settings = Settings.model_validate(
+                {"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}}
+            )
             with pytest.raises(OSError, match="address already in use"):
                 await serve(settings, cluster(), asyncio.Event())  # type: ignore[arg-type]
 
@@ -226,7 +235,9 @@ def test_pods_are_watched_only_where_they_have_siblings_and_the_secret_only_by_i
         ("kvtier-system",),
         "metadata.name=kvtier-webhook-certificates",
     )
-    mounted = Settings.model_validate({"webhook": {"certificates": {"mode": "Mounted"}}, "watchNamespaces": ["a"]})
+    mounted = Settings.model_validate(
+        {"webhook": {"certificates": {"mode": "Mounted"}}, "watchNamespaces": ["a"]}
+    )
     kinds = {watch.kind: watch for watch in watches(mounted)}
     assert SECRETS not in kinds
     assert kinds[POLICIES].namespaces == kinds[PODS].namespaces == ("a",)
@@ -244,4 +255,7 @@ def test_little_of_pods_and_nodes_is_kept() -> None:
         "spec": {"containers": []},
         "status": {"phase": "Failed", "podIP": "10.0.0.1"},
     }
-    assert followed[PODS].trim(member) == {"metadata": member["metadata"], "status": {"phase": "Failed"}}
+    assert followed[PODS].trim(member) == {
+        "metadata": member["metadata"],
+        "status": {"phase": "Failed"},
+    }

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_operator.cluster import certificates
-from kvtier_operator.cluster.cache import Change
-from kvtier_operator.cluster.certificates import Issued
+from kvtier_operator.certs import certificates
+from kvtier_operator.certs.certificates import Issued
+from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
+from kvtier_operator.kube.cache import Change
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import SecretFollower
-from kvtier_operator.webhook.tls import CertificateDirectory, ServingCertificate, UnusableError
 
 NAMES = ("w.svc",)
 
@@ -51,7 +51,9 @@ def test_a_directory_is_followed_through_the_kubelets_swap(tmp_path: Path) -> No
     assert ends[1] > ends[0]
 
 
-def test_what_is_wrong_is_said_once_and_the_old_pair_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_is_said_once_and_the_old_pair_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ends: list[float] = []
     serving = ServingCertificate(ends.append)
     directory = CertificateDirectory(tmp_path, serving)
@@ -78,13 +80,15 @@ def test_garbage_is_refused(broken: tuple[bytes, bytes]) -> None:
     assert not serving.take(good.certificate, good.key)
 
 
-def test_the_secret_is_followed_and_its_deletion_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_secret_is_followed_and_its_deletion_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ends: list[float] = []
     serving = ServingCertificate(ends.append)
     follower = SecretFollower(Settings(), serving)
 
     def secret(issued: Issued) -> dict[str, object]:
-        material = certificates.Material(issued.certificate, issued.key, issued.authority)
+        material = certificates.KeyPair(issued.certificate, issued.key, issued.authority)
         return {"metadata": {"name": "s"}, "data": certificates.secret_data(material)}
 
     follower.changed({"metadata": {"name": "s"}}, Change.ADDED)

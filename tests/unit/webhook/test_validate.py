@@ -6,19 +6,21 @@ import copy
 from typing import Any
 
 import pytest
+from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.policies import changed, complete_policy
 from tests.unit.webhook.world import SERVING, body, disk, policy_document, question
 
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.settings import Settings
-from kvtier_operator.testing.policies import changed, complete_policy
-from kvtier_operator.testing.refused import REFUSED, RefusedCase
 from kvtier_operator.webhook import review
 from kvtier_operator.webhook.validate import Findings, examine
 
 ALLOWED = [
     AllowedVolume.model_validate({"namespaces": ["*"], "hostPath": "/mnt"}),
-    AllowedVolume.model_validate({"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/"}}),
+    AllowedVolume.model_validate(
+        {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/"}}
+    ),
 ]
 
 
@@ -32,12 +34,16 @@ def examined(
 ) -> Findings:
     parsed = review.parse(body(question(document, **asked)))
     known = [KVTierPolicy.model_validate(other) for other in others or []]
-    settings = Settings(allowed_volumes=tuple(ALLOWED if allowed is None else allowed), watch_namespaces=watched)
+    settings = Settings(
+        allowed_volumes=tuple(ALLOWED if allowed is None else allowed), watch_namespaces=watched
+    )
     return examine(parsed, known, settings, labels)
 
 
 def ram_and(tier: dict[str, Any], name: str = "chat", **spec: Any) -> dict[str, Any]:
-    return policy_document(name, tiers=[{"name": "ram", "memory": {"capacity": "1Gi"}}, tier], **spec)
+    return policy_document(
+        name, tiers=[{"name": "ram", "memory": {"capacity": "1Gi"}}, tier], **spec
+    )
 
 
 def test_the_complete_policy_is_accepted() -> None:
@@ -45,7 +51,9 @@ def test_the_complete_policy_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_what_the_models_refuse_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase) -> None:
+def test_what_the_models_refuse_is_refused_with_field_value_and_what_is_accepted(
+    case: RefusedCase,
+) -> None:
     found = examined(changed(complete_policy(), case.changes))
     assert found.refusals
     for refusal in found.refusals:
@@ -57,7 +65,9 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     document = ram_and({**disk("/etc"), "loadWeight": 0})
     fields = [refusal.field for refusal in examined(document).refusals]
     assert fields == ["spec.tiers[1].loadWeight"]
-    fields = [refusal.field for refusal in examined(changed(document, {"spec.chunkTokens": 7})).refusals]
+    fields = [
+        refusal.field for refusal in examined(changed(document, {"spec.chunkTokens": 7})).refusals
+    ]
     assert sorted(fields) == ["spec.chunkTokens", "spec.tiers[1].loadWeight"]
 
 
@@ -97,13 +107,17 @@ def test_a_list_that_became_stricter_keeps_nobody_from_changing_something_else()
 
 def test_what_was_broken_before_may_be_labelled_and_may_go() -> None:
     broken = changed(policy_document(), {"spec.fromTheFuture": 1})
-    assert not examined(changed(broken, {"metadata.labels": {}}), operation="UPDATE", old=broken).refusals
-    going = changed(broken, {"metadata.deletionTimestamp": "2026-01-01T00:00:00Z", "spec.chunkTokens": 7})
+    assert not examined(
+        changed(broken, {"metadata.labels": {}}), operation="UPDATE", old=broken
+    ).refusals
+    going = changed(
+        broken, {"metadata.deletionTimestamp": "2026-01-01T00:00:00Z", "spec.chunkTokens": 7}
+    )
     assert not examined(going, operation="UPDATE", old=broken).refusals
     worse = changed(broken, {"spec.chunkTokens": 7})
-    assert [refusal.field for refusal in examined(worse, operation="UPDATE", old=broken).refusals] == [
-        "spec.chunkTokens"
-    ]
+    assert [
+        refusal.field for refusal in examined(worse, operation="UPDATE", old=broken).refusals
+    ] == ["spec.chunkTokens"]
 
 
 def test_a_status_of_another_version_refuses_nothing() -> None:
@@ -116,16 +130,23 @@ def test_a_status_of_another_version_refuses_nothing() -> None:
         ({"matchLabels": {"app": "engine"}}, True),
         ({}, True),
         ({"matchLabels": {"app": "engine", "size": "70b"}}, True),
-        ({"matchExpressions": [{"key": "app", "operator": "In", "values": ["engine", "other"]}]}, True),
+        (
+            {"matchExpressions": [{"key": "app", "operator": "In", "values": ["engine", "other"]}]},
+            True,
+        ),
         ({"matchLabels": {"app": "other"}}, False),
         ({"matchLabels": {"team": "a"}}, False),
         ({"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["engine"]}]}, False),
     ],
 )
 def test_an_overlap_is_warned_of_and_never_refused(selector: dict[str, Any], warned: bool) -> None:
-    found = examined(policy_document(), [policy_document("other", podSelector=selector), policy_document()])
+    found = examined(
+        policy_document(), [policy_document("other", podSelector=selector), policy_document()]
+    )
     assert not found.refusals
-    assert [warning for warning in found.warnings if "policy other selects" in warning] != [] or not warned
+    assert [
+        warning for warning in found.warnings if "policy other selects" in warning
+    ] != [] or not warned
     assert bool(found.warnings) == warned
 
 
@@ -141,9 +162,15 @@ def test_a_shared_claim_with_another_hash_seed_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_directory_of_the_node_is_the_same_only_where_the_administrator_shares_it(shared: bool) -> None:
-    entry = AllowedVolume.model_validate({"namespaces": ["*"], "hostPath": "/mnt", "shared": shared})
-    other = ram_and(disk(), "other", engine={"hashSeed": "7"}, podSelector={"matchLabels": {"app": "other"}})
+def test_a_directory_of_the_node_is_the_same_only_where_the_administrator_shares_it(
+    shared: bool,
+) -> None:
+    entry = AllowedVolume.model_validate(
+        {"namespaces": ["*"], "hostPath": "/mnt", "shared": shared}
+    )
+    other = ram_and(
+        disk(), "other", engine={"hashSeed": "7"}, podSelector={"matchLabels": {"app": "other"}}
+    )
     warnings = examined(ram_and(disk()), [other], allowed=[entry]).warnings
     assert any("hostPath /mnt/kv" in warning and "own capacity" in warning for warning in warnings)
     assert any("hashSeed" in warning for warning in warnings) == shared

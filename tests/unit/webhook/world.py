@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier_operator.cluster.contract import POLICIES, Cache, Kind, Object
+from kvtier_operator.kube.resources import POLICIES, Cache, Kind, Object
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.caches import Knowledge
+from kvtier_operator.webhook.lister import WebhookLister
 
 SERVING = "serving"
 
@@ -20,7 +20,7 @@ class Held(Cache):
     def __init__(self) -> None:
         self.objects: dict[tuple[Kind, str, str], Object] = {}
         self.complete = True
-        self.listener: Knowledge | None = None
+        self.listener: WebhookLister | None = None
 
     def put(self, kind: Kind, found: Mapping[str, Any]) -> None:
         key = (kind, found["metadata"].get("namespace") or "", found["metadata"]["name"])
@@ -64,10 +64,12 @@ class World:
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings.model_validate(settings)
         self.cache, self.clock = Held(), Clock()
-        self.knowledge = Knowledge(self.cache, self.settings, self.clock)
+        self.knowledge = WebhookLister(self.cache, self.settings, self.clock)
         self.cache.listener = self.knowledge
 
-    def policy(self, name: str = "chat", *, created: int = 1, uid: str = "", **spec: Any) -> dict[str, Any]:
+    def policy(
+        self, name: str = "chat", *, created: int = 1, uid: str = "", **spec: Any
+    ) -> dict[str, Any]:
         """Puts a policy in."""
         document = policy_document(name, **spec)
         document["metadata"] |= {
@@ -120,7 +122,10 @@ def pod(**metadata: Any) -> dict[str, Any]:
 
 
 def question(
-    found: Mapping[str, Any], operation: str = "CREATE", old: Mapping[str, Any] | None = None, **request: Any
+    found: Mapping[str, Any],
+    operation: str = "CREATE",
+    old: Mapping[str, Any] | None = None,
+    **request: Any,
 ) -> dict[str, Any]:
     """An AdmissionReview about an object."""
     group, _, version = str(found.get("apiVersion", "v1")).rpartition("/")

@@ -21,25 +21,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.engines.vllm import logs
-from kvtier.engines.vllm.geometry import planner_for
+from kvtier.config.loader import load_for_engine
+from kvtier.config.models import Topology
+from kvtier.engines.vllm import config
+from kvtier.engines.vllm.config import engine_name, planner_for
 from kvtier.engines.vllm.identity import IdentityBuilder
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.engines.vllm.naming import engine_name
 from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
 from kvtier.engines.vllm.scheduler import SchedulerSide
 from kvtier.engines.vllm.worker import WorkerSide
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tierd.supervisor import Supervisor
-from kvtier.topology.loading import load_for_engine
-from kvtier.topology.models import Topology
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,7 +59,9 @@ T = TypeVar("T")
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """One per EngineCore (scheduler role) and one per rank (worker role)."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -68,7 +72,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._chunk_tokens = 0
         self._reports_stores = False
         try:
-            logs.adopt()
+            config.use_vllm_log_handlers()
             self._begin(vllm_config, role, kv_cache_config)
         except KVTierError as error:
             self._off = str(error)
@@ -79,16 +83,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.add("off", 1, type(error).__name__)
             logger.exception("KVTier: this engine serves without tiers")
 
-    def _begin(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def _begin(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         directory = str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
         if not directory:
-            raise ConfigurationError("kv_connector_extra_config.topology", directory, "the topology directory")
+            raise ConfigurationError(
+                "kv_connector_extra_config.topology", directory, "the topology directory"
+            )
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             raise ConfigurationError(
-                "kv_load_failure_policy", policy, "'recompute'; with anything else a lost object would end its request"
+                "kv_load_failure_policy",
+                policy,
+                "'recompute'; with anything else a lost object would end its request",
             )
         topology = load_for_engine(Path(directory))
         planner = planner_for(vllm_config, kv_cache_config, topology.structural.chunk_tokens)
@@ -96,7 +106,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._chunk_tokens = planner.chunk_tokens
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(
-                vllm_config, kv_cache_config, topology, engine=engine, chunk_tokens=planner.chunk_tokens
+                vllm_config,
+                kv_cache_config,
+                topology,
+                engine=engine,
+                chunk_tokens=planner.chunk_tokens,
             )
             self._reports_stores = int(getattr(vllm_config.parallel_config, "rank", 0)) == 0
             return
@@ -124,7 +138,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.add("errors", 1, hook)
             if not self._off:
                 self._off = f"{hook}: {type(error).__name__}: {error}"
-                logger.exception("KVTier: unexpected error in %s; this engine goes on without tiers", hook)
+                logger.exception(
+                    "KVTier: unexpected error in %s; this engine goes on without tiers", hook
+                )
             return otherwise
 
     @property
@@ -142,7 +158,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         worker = self._worker
         if worker is not None:
-            self._guarded("handle_preemptions", lambda: worker.handle_preemptions(kv_connector_metadata), None)
+            self._guarded(
+                "handle_preemptions", lambda: worker.handle_preemptions(kv_connector_metadata), None
+            )
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         worker, metadata = self._worker, self._connector_metadata
@@ -152,7 +170,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any
+    ) -> None:
         """Stores read whole chunks after the step."""
 
     def wait_for_save(self) -> None:
@@ -174,19 +194,25 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         worker, nothing = self._worker, KVConnectorTransferResults()
         if worker is None:
             return nothing
-        return self._guarded("get_transfer_results", lambda: worker.get_transfer_results(finished_req_ids), nothing)
+        return self._guarded(
+            "get_transfer_results", lambda: worker.get_transfer_results(finished_req_ids), nothing
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         worker = self._worker
         if worker is None:
             return set()
-        return self._guarded("get_block_ids_with_load_errors", worker.get_block_ids_with_load_errors, set())
+        return self._guarded(
+            "get_block_ids_with_load_errors", worker.get_block_ids_with_load_errors, set()
+        )
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         worker = self._worker
         if worker is None:
             return None
-        return self._guarded("build_connector_worker_meta", worker.build_connector_worker_meta, None)
+        return self._guarded(
+            "build_connector_worker_meta", worker.build_connector_worker_meta, None
+        )
 
     # Scheduler side.
 
@@ -194,16 +220,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         side = self._scheduler
         nothing: tuple[int | None, bool] = (0, False)
         if side is None or self._off:
             return nothing
         return self._guarded(
-            "get_num_new_matched_tokens", lambda: side.matched_tokens(request, num_computed_tokens), nothing
+            "get_num_new_matched_tokens",
+            lambda: side.matched_tokens(request, num_computed_tokens),
+            nothing,
         )
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         side = self._scheduler
         if side is None or (self._off and num_external_tokens <= 0):
             return
@@ -213,9 +245,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             False,
         )
         if not begun and num_external_tokens > 0:
-            self._guarded("update_state_after_alloc", lambda: side.fail_load(request, blocks.get_block_ids()), None)
+            self._guarded(
+                "update_state_after_alloc",
+                lambda: side.fail_load(request, blocks.get_block_ids()),
+                None,
+            )
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
         """0.32: where the tokens of the load that was just begun come from."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -225,7 +263,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         none: dict[int, int] = {}
         sources: dict[Any, int] = {}
         if side is not None:
-            found = self._guarded("get_external_cache_hit_sources", lambda: side.load_sources(request), none)
+            found = self._guarded(
+                "get_external_cache_hit_sources", lambda: side.load_sources(request), none
+            )
             for tier, tokens in found.items():
                 source = CacheHitSource.HOST if tier == 0 else CacheHitSource.DISK
                 sources[source] = sources.get(source, 0) + tokens
@@ -239,7 +279,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         step: StepMetadata | None = None
         if side is not None:
             if not self._off:
-                step = self._guarded("build_connector_meta", lambda: side.build_step(scheduler_output), None)
+                step = self._guarded(
+                    "build_connector_meta", lambda: side.build_step(scheduler_output), None
+                )
             if step is None:
                 step = self._guarded("build_connector_meta", side.rest_step, None)
         return step if step is not None else StepMetadata(step=self._steps)
@@ -250,7 +292,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             report = connector_output.kv_connector_worker_meta
             self._guarded("update_connector_output", lambda: side.output(report), None)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -260,7 +304,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None:
             store = not self._off
-            self._guarded("request_finished", lambda: side.finished(request, block_ids, store), None)
+            self._guarded(
+                "request_finished", lambda: side.finished(request, block_ids, store), None
+            )
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -302,7 +348,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._stats.add("worker_events", amount, name)
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return KVTierStats(data)
 
     @classmethod

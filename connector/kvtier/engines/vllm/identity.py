@@ -1,4 +1,6 @@
-"""What shapes the bytes of this engine's KV, as a mapping that a person can read (DATAPATH 8).
+"""A digest that stands for a model in a local directory, without reading all of it (DATAPATH 8).
+
+What shapes the bytes of this engine's KV, as a mapping that a person can read (DATAPATH 8).
 
 The codec's layout is not in it: the workers know that. What cannot be established is no guess but a reason: then objects stay in RAM and
 live as long as the engine.
@@ -8,29 +10,98 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import struct
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.chunks.namespace import canonical
-from kvtier.engines.vllm.scheduler import EngineIdentity
-from kvtier.engines.vllm.weights import model_digest
-from kvtier.topology.models import Structural
+from blake3 import blake3
+
+from kvtier.config.models import Structural
+from kvtier.namespace import canonical
+from kvtier.planner import Planner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvtier.chunks.planner import Planner
+    from kvtier.planner import Planner
+SAMPLE_BYTES = 64 << 10
+SAMPLES = 16
+"""1 MiB of each weight file."""
+MAX_HEADER_BYTES = 100 << 20
+"""The safetensors format's own limit."""
+MAX_CONFIGURATION_BYTES = 64 << 20
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+CONFIGURATION = (".json", ".py")
+_NOT_SHAPING = re.compile(
+    r"^(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template|preprocessor|processor|training|trainer|optimizer)"
+)
+"""Files that decide which tokens are computed, not what their KV is: the tokens are in the block hash."""
+
+
+def model_digest(directory: Path) -> tuple[str, int]:
+    """(hex digest, number of weight files) of a local model. Blocks. Raises ``OSError``.
+
+    Covered are configuration and code files wholly, and of each weight file name, size, safetensors header and samples.
+    """
+    digest = blake3()
+    weights = 0
+    for path in sorted(directory.rglob("*")):
+        relative = path.relative_to(directory)
+        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+            continue
+        suffix = path.suffix.lower()
+        if suffix in WEIGHTS and not _NOT_SHAPING.match(path.name):
+            weights += 1
+            _add_weights(digest, str(relative), path)
+        elif suffix in CONFIGURATION and not _NOT_SHAPING.match(path.name):
+            content = (
+                path.read_bytes()
+                if path.stat().st_size <= MAX_CONFIGURATION_BYTES
+                else b"too large"
+            )
+            _add(digest, f"configuration {relative}", content)
+    return digest.hexdigest(), weights
+
+
+def _add(digest: blake3, name: str, content: bytes) -> None:
+    digest.update(f"{name}\0{len(content)}\0".encode())
+    digest.update(content)
+
+
+def _add_weights(digest: blake3, name: str, path: Path) -> None:
+    size = path.stat().st_size
+    _add(digest, f"weights {name} {size}", b"")
+    with path.open("rb") as file:
+        if path.suffix.lower() == ".safetensors" and size >= 8:
+            length = min(struct.unpack("<Q", file.read(8))[0], size - 8, MAX_HEADER_BYTES)
+            _add(digest, "header", file.read(length))
+        span = max(0, size - SAMPLE_BYTES)
+        for number in range(SAMPLES):
+            offset = span * number // (SAMPLES - 1)
+            file.seek(offset)
+            _add(digest, f"sample {offset}", file.read(SAMPLE_BYTES))
+            if not span:
+                break
+
 
 logger = logging.getLogger(__name__)
-
 SEED_SECONDS = 60.0
 """vLLM draws the seed of its block hashes a moment after it has made the scheduler."""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "mrope", "proportional")
 """Kinds of rotary embedding that do not look at the longest sequence the engine allows."""
 NOT_SHAPING = frozenset(
-    {"_name_or_path", "transformers_version", "architectures_original", "_commit_hash", "torch_dtype", "dtype"}
+    {
+        "_name_or_path",
+        "transformers_version",
+        "architectures_original",
+        "_commit_hash",
+        "torch_dtype",
+        "dtype",
+    }
 )
 
 
@@ -65,7 +136,9 @@ class IdentityBuilder:
         return self._known
 
     def _establish(self) -> EngineIdentity:
-        mapping, reasons = describe(self._config, self._planner, self._structural, self._wait_for_seed())
+        mapping, reasons = describe(
+            self._config, self._planner, self._structural, self._wait_for_seed()
+        )
         reason = "; ".join(reasons)
         if reason:
             logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
@@ -100,14 +173,20 @@ def describe(
         reasons.append(seed_reason)
     identity: dict[str, object] = {
         "engine": {"name": "vllm", "version": str(vllm.__version__)},
-        "model": model_source(model, config.load_config, structural.isolation.model_revision, reasons),
+        "model": model_source(
+            model, config.load_config, structural.isolation.model_revision, reasons
+        ),
         "configuration": plain(_mapping(model.hf_config), "configuration", reasons),
         "text_configuration": plain(_mapping(model.hf_text_config), "text_configuration", reasons),
-        "max_model_len": model.max_model_len if rope_depends_on_length(model.hf_text_config) else None,
+        "max_model_len": model.max_model_len
+        if rope_depends_on_length(model.hf_text_config)
+        else None,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "kv_cache_dtype_skip_layers": [str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", ())],
+        "kv_cache_dtype_skip_layers": [
+            str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", ())
+        ],
         "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
         "groups": [str(group) for group in planner.groups],
         "effective_chunk_tokens": planner.chunk_tokens,
@@ -116,7 +195,11 @@ def describe(
             "pipeline": int(parallel.pipeline_parallel_size),
             "ranks": "pipeline-major: rank = pipeline rank x tensor size + tensor rank",
         },
-        "block_hash": {"algorithm": algorithm, "tokens": planner.hash_tokens, "seed": none_hash or ""},
+        "block_hash": {
+            "algorithm": algorithm,
+            "tokens": planner.hash_tokens,
+            "seed": none_hash or "",
+        },
         "salt": structural.isolation.salt,
     }
     speculative = config.speculative_config
@@ -133,22 +216,33 @@ def unstable_seed(algorithm: str, none_hash: str | None) -> str:
         return ""
     from vllm.v1.core import kv_cache_utils
 
-    if getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None) is not None and "xxhash" not in algorithm:
+    if (
+        getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None) is not None
+        and "xxhash" not in algorithm
+    ):
         return ""
     return f"block hashes ({algorithm}) begin with a random seed; set PYTHONHASHSEED to the same value everywhere, 0 for example"
 
 
-def model_source(model: Any, load_config: Any, stated_revision: str, reasons: list[str]) -> dict[str, object]:
+def model_source(
+    model: Any, load_config: Any, stated_revision: str, reasons: list[str]
+) -> dict[str, object]:
     """Where the weights come from, as something that changes when they do."""
     name = str(model.model)
     load_format = str(
-        getattr(getattr(load_config, "load_format", ""), "value", getattr(load_config, "load_format", ""))
+        getattr(
+            getattr(load_config, "load_format", ""),
+            "value",
+            getattr(load_config, "load_format", ""),
+        )
     )
     source: dict[str, object] = {"load_format": load_format}
     if stated_revision:
         return {**source, "name": _short(name), "revision": stated_revision}
     if getattr(model, "model_weights", ""):
-        reasons.append(f"the weights of {model.model_weights} come from outside; set isolation.modelRevision")
+        reasons.append(
+            f"the weights of {model.model_weights} come from outside; set isolation.modelRevision"
+        )
         return {**source, "name": str(model.model_weights)}
     directory = Path(name)
     if directory.is_dir():
@@ -224,3 +318,11 @@ def plain(value: object, where: str, reasons: list[str]) -> Any:
         reasons.append(f"{where} is a {type(value).__name__}, which has no stable text")
         return type(value).__name__
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Canonical JSON of what shapes the KV (DATAPATH 8), and why that does not hold beyond this engine (empty: it does)."""
+
+    text: str
+    volatile_reason: str = ""

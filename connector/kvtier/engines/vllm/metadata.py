@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +98,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             ranks=self.ranks + other.ranks,
             loads=self.loads + other.loads,
             stores_done=done,
-            attached_epoch=self.attached_epoch if self.attached_epoch == other.attached_epoch else 0,
+            attached_epoch=self.attached_epoch
+            if self.attached_epoch == other.attached_epoch
+            else 0,
         )

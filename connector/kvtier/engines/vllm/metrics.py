@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Histogram as PromHistogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +53,9 @@ COUNTERS = (
     Metric("loaded_bytes", "Bytes copied from the memory tier into GPU memory."),
     Metric("stored_bytes", "Bytes copied from GPU memory into the memory tier."),
     Metric("worker_events", "What else happened on the workers.", "event"),
-    Metric("errors", "Unexpected errors at the border to the engine; KVTier is off after one.", "hook"),
+    Metric(
+        "errors", "Unexpected errors at the border to the engine; KVTier is off after one.", "hook"
+    ),
     Metric("off", "Starts of an engine that serves without tiers.", "reason"),
 )
 _BY_NAME = {metric.name: metric for metric in COUNTERS}

@@ -15,8 +15,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engines.vllm import logs
-from kvtier.tierd import peers
+from kvtier.engines.vllm import config
+from kvtier.tierd import liveness
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
 TRANSFER_CONFIG_VARIABLE = "KVTIER_TRANSFER_CONFIG"
@@ -33,8 +33,8 @@ def register() -> None:
     if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
     try:
-        peers.reserve()
-        logs.adopt()
+        liveness.reserve()
+        config.use_vllm_log_handlers()
         _wrap(directory)
     except Exception as error:  # a plugin that raises ends the engine's start
         logger.exception("KVTier: not attached, this vLLM cannot be: %s", error)
@@ -89,7 +89,9 @@ def _why_not(engine_args: Any) -> str:
     existing = getattr(engine_args, "kv_transfer_config", None)
     if existing is not None:
         name = (
-            existing.get("kv_connector") if isinstance(existing, dict) else getattr(existing, "kv_connector", existing)
+            existing.get("kv_connector")
+            if isinstance(existing, dict)
+            else getattr(existing, "kv_connector", existing)
         )
         return f"a KV transfer configuration ({name}) is there already and is left alone"
     if getattr(engine_args, "kv_offloading_size", None):
@@ -107,7 +109,7 @@ def _prepare(engine_args: Any, directory: str) -> str:
             _import_connector(transfer)
             engine_args.kv_transfer_config = transfer
             return ""
-        from kvtier.topology.loading import STRUCTURAL_FILE, load_structural
+        from kvtier.config.loader import STRUCTURAL_FILE, load_structural
 
         engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
         if engine_type != "VLLM":
@@ -125,7 +127,9 @@ def _import_connector(transfer: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     KVConnectorFactory.get_connector_class(transfer)
-    if str(transfer.kv_connector).startswith("LMCache"):  # vLLM imports it only when it makes the connector
+    if str(transfer.kv_connector).startswith(
+        "LMCache"
+    ):  # vLLM imports it only when it makes the connector
         importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
 
 

@@ -20,40 +20,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.chunks.planner import Planner
-from kvtier.engines.vllm.adapters import Adapters
+from kvtier.config.models import Daemon, Topology
+from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.engines.vllm.lora import Adapters
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.engines.vllm.scheduler_link import ClientFactory, Clock, Link, tierd_client
-from kvtier.engines.vllm.scheduler_loads import LoadCounts, Loads
+from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
 from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
-from kvtier.engines.vllm.scheduler_stores import BlockPool, Stores
-from kvtier.tierd.peers import own_lock
-from kvtier.tierd.process import own_identity
-from kvtier.tierd.wire import PROTOCOL, Beat, Hello
-from kvtier.topology.models import Daemon, Topology
+from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
+from kvtier.engines.vllm.tierd_session import ClientFactory, Clock, TierdSession, tierd_client
+from kvtier.planner import Planner
+from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.tierd.wire import PROTOCOL, Heartbeat, Hello
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvtier.engines.vllm.metrics import KVTierStats
-
 logger = logging.getLogger(__name__)
-
 MAX_UNREPORTED_STEPS = 1_024
 """Steps whose execution has not been reported. vLLM has a handful in flight; beyond this the workers do not report at all."""
 CLOSE_SECONDS = 2.0
 ALL_EXECUTED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Ends that the output of an executed step brought about."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """Canonical JSON of what shapes the KV (DATAPATH 8), and why that does not hold beyond this engine (empty: it does)."""
-
-    text: str
-    volatile_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -82,10 +72,10 @@ class SchedulerSide:
         adapters: Adapters | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.link = Link(topology, len(planner.groups))
+        self.link = TierdSession(topology, len(planner.groups))
         self.prefill = PrefillSpeed(clock)
-        self.loads = Loads(planner, self.link, clock, self.prefill.estimate)
-        self.stores = Stores(planner, self.link, clock)
+        self.loads = SchedulerLoads(planner, self.link, clock, self.prefill.estimate)
+        self.stores = SchedulerStores(planner, self.link, clock)
         self._planner = planner
         self._engine = engine
         self._identity = identity
@@ -96,12 +86,18 @@ class SchedulerSide:
         self._prompt_tokens = 0
         self._said_no_pool = False
         self.link.lost = self._session_lost
-        self._make_client = client or partial(tierd_client, private=topology.structural.daemon is Daemon.ENGINE)
+        self._make_client = client or partial(
+            tierd_client, private=topology.structural.daemon is Daemon.ENGINE
+        )
         self._run_directory = Path(topology.structural.run_directory)
 
     def start(self) -> None:
         """Begins to attach to tierd, in the background."""
-        self.link.start(self._make_client(self._run_directory, self._hello, self.link.received, self.link.session_lost))
+        self.link.start(
+            self._make_client(
+                self._run_directory, self._hello, self.link.received, self.link.session_lost
+            )
+        )
 
     def _hello(self) -> Hello:
         identity, process, ranks = self._identity(), own_identity(), self._planner.ranks
@@ -267,9 +263,11 @@ class SchedulerSide:
         loaded, before = self.loads.loaded_tokens, self.link.beat
         totals = tuple(loaded[tier] for tier in range(max(loaded) + 1)) if loaded else ()
         if (before.prompt_tokens, before.loaded_tokens) != (self._prompt_tokens, totals):
-            self.link.beat = Beat(prompt_tokens=self._prompt_tokens, loaded_tokens=totals)
+            self.link.beat = Heartbeat(prompt_tokens=self._prompt_tokens, loaded_tokens=totals)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True) -> None:
+    def finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True
+    ) -> None:
         """``request_finished_all_groups``: its blocks are still there, for the last time. ``store``: whether to keep the rest."""
         self.link.drain()
         state = self._states.pop(str(request.request_id), None)
@@ -285,7 +283,9 @@ class SchedulerSide:
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
-        self.stores.plan(state, block_ids[GROUP] if block_ids else (), self._storable(state), last=True)
+        self.stores.plan(
+            state, block_ids[GROUP] if block_ids else (), self._storable(state), last=True
+        )
 
     def reset(self) -> bool:
         """``reset_cache``: the weights may have been replaced. What runs now was computed with the old ones, wholly or partly."""

@@ -19,16 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvtier.chunks.planner import Planner
+from kvtier.config.models import Selection
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
-from kvtier.engines.vllm.scheduler_link import Clock, Link
-from kvtier.engines.vllm.scheduler_requests import Answer, RequestState, Wait
+from kvtier.engines.vllm.scheduler_requests import CachedMatch, PendingPromotion, RequestState
 from kvtier.engines.vllm.scheduler_speed import CopySpeed
-from kvtier.store.clock import LOSS_SHARE
-from kvtier.store.estimates import Prefill
-from kvtier.store.selection import choose
+from kvtier.engines.vllm.tierd_session import Clock, TierdSession
+from kvtier.planner import Planner
+from kvtier.store.cost_model import Prefill
+from kvtier.store.selection import LOSS_SHARE, choose
 from kvtier.tierd.wire import MEMORY_BIT, RAM_BITS, Cancel, Load, Promote, Promoted
-from kvtier.topology.models import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +76,15 @@ class LoadCounts:
     load_seconds: list[float] = field(default_factory=list)
 
 
-class Loads:
+class SchedulerLoads:
     """All loads of one engine. The scheduler's thread only. Numbers of loads and promotions are unique in the engine's life."""
 
     def __init__(
-        self, planner: Planner, link: Link, clock: Clock, prefill: Callable[[], Prefill | None] = lambda: None
+        self,
+        planner: Planner,
+        link: TierdSession,
+        clock: Clock,
+        prefill: Callable[[], Prefill | None] = lambda: None,
     ) -> None:
         self._prefill = prefill
         self._copies = CopySpeed()
@@ -128,7 +131,9 @@ class Loads:
             return self._answer(state, computed, 0, now)
         return self._look_up(state, computed, now)
 
-    def _waited(self, state: RequestState, wait: Wait, computed: int, now: float) -> int | None:
+    def _waited(
+        self, state: RequestState, wait: PendingPromotion, computed: int, now: float
+    ) -> int | None:
         """What became of a promotion: tokens, None to wait on, 0 if there is nothing of it and it is over."""
         if wait.usable is None:
             if now < wait.deadline:
@@ -138,7 +143,11 @@ class Loads:
             return 0
         tokens = self._planner.tokens(wait.first_chunk + wait.usable) - computed
         too_few = tokens < max(1, self._link.live.min_load_tokens)
-        if too_few or wait.first_chunk != self._planner.chunks(computed) or now - wait.ended_at > PINNED_SECONDS:
+        if (
+            too_few
+            or wait.first_chunk != self._planner.chunks(computed)
+            or now - wait.ended_at > PINNED_SECONDS
+        ):
             self.give_up_waiting(state)
             return 0
         return tokens
@@ -179,7 +188,9 @@ class Loads:
 
     def _ram_is_worth_it(self, computed: int, tokens: int, now: float) -> bool:
         prefill = self._prefill() if self._link.live.selection is Selection.COST else None
-        if prefill is None or self._copies.beats(tokens, prefill.seconds(computed, computed + tokens), now):
+        if prefill is None or self._copies.beats(
+            tokens, prefill.seconds(computed, computed + tokens), now
+        ):
             return True
         self.counts.promotions["ram_slower_than_recomputing"] += 1
         return False
@@ -190,13 +201,23 @@ class Loads:
         return now - state.stores_waited_since > STORE_WAIT_SECONDS
 
     def _answer(
-        self, state: RequestState, computed: int, tokens: int, now: float, first: int = 0, chunks: int = 0
+        self,
+        state: RequestState,
+        computed: int,
+        tokens: int,
+        now: float,
+        first: int = 0,
+        chunks: int = 0,
     ) -> int:
         link = self._link
-        state.answer = Answer(computed, tokens, first, chunks, link.replica.removals, link.changes, link.epoch, now)
+        state.answer = CachedMatch(
+            computed, tokens, first, chunks, link.replica.removals, link.changes, link.epoch, now
+        )
         return tokens
 
-    def _promote(self, state: RequestState, computed: int, first: int, bits: Sequence[int], now: float) -> bool:
+    def _promote(
+        self, state: RequestState, computed: int, first: int, bits: Sequence[int], now: float
+    ) -> bool:
         """Chooses a prefix; True if tierd was asked to bring it into RAM, or to verify what is there."""
         planner, link = self._planner, self._link
         asked_at = state.asked_at if state.asked_at is not None else now
@@ -214,23 +235,31 @@ class Loads:
             return False
         if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
             return False
-        limit = max((link.tier(t).load_timeout_seconds for t in chosen.tiers if t), default=VERIFY_SECONDS)
+        limit = max(
+            (link.tier(t).load_timeout_seconds for t in chosen.tiers if t), default=VERIFY_SECONDS
+        )
         budget = limit - (now - asked_at)
         prefill = self._prefill() if link.live.selection is Selection.COST else None
         if prefill is not None:
             # What tierd's own clock comes to at most; it holds here too, should tierd not answer.
             end = planner.tokens(first + chosen.keys)
-            budget = min(budget, (1 + LOSS_SHARE) * prefill.seconds(computed, end) - (now - asked_at))
+            budget = min(
+                budget, (1 + LOSS_SHARE) * prefill.seconds(computed, end) - (now - asked_at)
+            )
         if budget <= 0:
             return False
         if state.stores and not self._stores_took_too_long(state, now):
             return True
         number = next(self._numbers)
-        if not link.send(self._promotion(number, state, computed, first, chosen.keys, budget, now - asked_at)):
+        if not link.send(
+            self._promotion(number, state, computed, first, chosen.keys, budget, now - asked_at)
+        ):
             return False
         state.answer = None
         state.promoted = True
-        state.wait = Wait(number, first, chosen.keys, now + budget + CLOCK_SLACK_SECONDS, link.epoch)
+        state.wait = PendingPromotion(
+            number, first, chosen.keys, now + budget + CLOCK_SLACK_SECONDS, link.epoch
+        )
         self._waiting[number] = state
         return True
 
@@ -291,7 +320,8 @@ class Loads:
         wait, state.wait = state.wait, None
         number = next(self._numbers)
         runs = tuple(
-            BlockRun(part.group, part.first, tuple(blocks[part.block : part.block + part.blocks])) for part in parts
+            BlockRun(part.group, part.first, tuple(blocks[part.block : part.block + part.blocks]))
+            for part in parts
         )
         limit = MIN_LIMIT_SECONDS
         if wait is not None:
@@ -304,7 +334,9 @@ class Loads:
         block_tokens = planner.groups[0].block_tokens
         chunk_tokens = tuple(part.blocks * block_tokens for part in parts)
         found = wait.tiers if wait is not None else ()
-        self._active[number] = ActiveLoad(number, state, first, chunk_tokens, planner.ranks, len(parts), found)
+        self._active[number] = ActiveLoad(
+            number, state, first, chunk_tokens, planner.ranks, len(parts), found
+        )
         self.counts.offered_tokens += tokens
         message = Load(
             load=number,
@@ -389,6 +421,11 @@ class Loads:
             return
         begin = state.computed // self._planner.groups[0].block_tokens
         self._jobs.append(
-            LoadJob(next(self._numbers), state.request_id, (BlockRun(0, 0, tuple(blocks[begin:])),), MIN_LIMIT_SECONDS)
+            LoadJob(
+                next(self._numbers),
+                state.request_id,
+                (BlockRun(0, 0, tuple(blocks[begin:])),),
+                MIN_LIMIT_SECONDS,
+            )
         )
         state.failed = True

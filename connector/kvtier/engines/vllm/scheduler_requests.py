@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from kvtier.chunks import keys as keys_
-from kvtier.chunks.frontier import Frontier
-from kvtier.engines.vllm.adapters import Adapters
+from kvtier import keys as keys_
+from kvtier.engines.vllm.lora import Adapters
+from kvtier.planner import Frontier
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvtier.chunks.planner import Planner
+    from kvtier.planner import Planner
 
 GROUP = 0
 """The one full-attention group that the planner serves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CachedMatch:
     """The last answer to "how many tokens can be loaded", and what it was derived from.
 
     ``computed``: the local hit it starts at. ``chunks``: of which it consists. Valid while ``removals`` (and ``changes``, looked at
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Wait:
+class PendingPromotion:
     """A promotion that a request waits for. ``deadline`` is this side's own clock; ``usable``: keys in pinned slots, None while
     tierd has not answered."""
 
@@ -82,7 +82,7 @@ class RequestState:
         self.counted = False
         """Whether its prompt is among those that were scheduled."""
         self.frontier = Frontier()
-        self.answer: Answer | None = None
+        self.answer: CachedMatch | None = None
         self.asked_at: float | None = None
         """When its clock began: the first question of this life of its blocks."""
         self.computed = 0
@@ -91,12 +91,12 @@ class RequestState:
         """Whether it was in a step since the last question: then its clock and its blocks begin anew at the next one."""
         self.promoted = False
         """Whether tierd was asked to promote for it in this life of its blocks."""
-        self.wait: Wait | None = None
+        self.wait: PendingPromotion | None = None
         self.load = 0
         """The load in flight, 0 if none."""
         self.failed = False
         """A load failed: nothing is offered to it again."""
-        self.excluded = exclusion(request)
+        self.excluded = skip_reason(request)
         """Why it takes no part, empty if it does."""
         self.stores = 0
         """Its stores in flight."""
@@ -164,7 +164,7 @@ class RequestState:
         self.stores_waited_since = None
 
 
-def exclusion(request: Request) -> str:
+def skip_reason(request: Request) -> str:
     """Why a request takes no part: its hashes do not say what its KV was computed from."""
     if getattr(request, "prompt_embeds", None) is not None:
         return "prompt_embeds"

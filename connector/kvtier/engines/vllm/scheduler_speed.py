@@ -6,9 +6,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvtier.engines.vllm.scheduler_link import Clock
-from kvtier.store.estimates import Prefill, PrefillModel
-from kvtier.store.fitting import Sample, fit
+from kvtier.engines.vllm.tierd_session import Clock
+from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit
 
 MAX_STEPS = 64
 """Steps that are built and not reported; vLLM has a handful."""

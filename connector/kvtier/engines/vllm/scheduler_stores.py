@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from kvtier.chunks.planner import Planner
 from kvtier.engines.vllm.metadata import BlockRun, StoreJob
-from kvtier.engines.vllm.scheduler_link import Clock, Link
 from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
+from kvtier.engines.vllm.tierd_session import Clock, TierdSession
+from kvtier.planner import Planner
 from kvtier.tierd.wire import Reserve
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,15 @@ class OpenStore:
     ranks_left: int
 
 
-class Stores:
+class SchedulerStores:
     """All stores of one engine. The scheduler's thread only. Reservation numbers are unique in the engine's life."""
 
     def __init__(
-        self, planner: Planner, link: Link, clock: Clock, max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
+        self,
+        planner: Planner,
+        link: TierdSession,
+        clock: Clock,
+        max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     ) -> None:
         self.pool: BlockPool | None = None
         self.worker_epoch: int | None = None
@@ -92,7 +96,9 @@ class Stores:
         while self._settling and self._settling[0][0] <= now:
             self._keys.discard(self._settling.popleft()[1])
 
-    def plan(self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, last: bool) -> None:
+    def plan(
+        self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, last: bool
+    ) -> None:
         """Plans what is storable of a request beyond its frontier. ``block_ids``: its table, alive at this moment.
 
         ``last``: the request ends, so what cannot be stored at once is dropped.
@@ -104,7 +110,11 @@ class Stores:
         if obstacle and not last:
             return
         keys = state.keys(self._planner)
-        get, usable, open_keys = self._link.replica.get_bits, self._link.replica.usable_bits, self._keys
+        get, usable, open_keys = (
+            self._link.replica.get_bits,
+            self._link.replica.usable_bits,
+            self._keys,
+        )
         for chunk in range(frontier.next_chunk, min(storable_chunks, len(keys))):
             if not last and self._visited >= MAX_VISITED_PER_STEP:
                 return
@@ -165,13 +175,17 @@ class Stores:
             return []
         epoch = self._link.epoch
         good = [store for store in planned if store.job.epoch == epoch]
-        items = tuple((store.job.reservation, GROUP, store.block_hash, store.job.slot) for store in good)
+        items = tuple(
+            (store.job.reservation, GROUP, store.block_hash, store.job.slot) for store in good
+        )
         if not items or not self._link.open or not self._link.send(Reserve(items=items)):
             good = []
         for store in good:
             self._open[store.job.reservation] = store
         if len(good) < len(planned):
-            self._drop([store for store in planned if store.job.reservation not in self._open], "lost")
+            self._drop(
+                [store for store in planned if store.job.reservation not in self._open], "lost"
+            )
         if good and len(self._open) == len(good):
             self._progress_at = self._clock()
         return [store.job for store in good]

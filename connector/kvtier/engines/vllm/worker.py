@@ -1,4 +1,7 @@
-"""The worker side of the vLLM connector: one object per rank, whose methods vLLM's hooks call on the engine's thread.
+"""What a worker finds out once, when the engine registers its KV caches: effective chunk, attention backends, who this
+process is.
+
+The worker side of the vLLM connector: one object per rank, whose methods vLLM's hooks call on the engine's thread.
 
 Nothing here blocks and nothing raises into vLLM. A hook either hands something to the transfer thread or takes what
 that thread has finished. The order of a step, in both supported versions:
@@ -14,47 +17,98 @@ behind the step's kernels.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from kvtier.config.models import Daemon
+from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, WorkerReport
-from kvtier.engines.vllm.naming import engine_name
-from kvtier.engines.vllm.worker_pool import PoolKeeper
-from kvtier.engines.vllm.worker_setup import (
-    backend_texts,
-    cpu_text,
-    effective_chunk_tokens,
-    reports_failed_requests,
+from kvtier.engines.vllm.worker_pool import HostPoolMapper
+from kvtier.engines.vllm.worker_state import (
+    Clock,
+    CompletionQueue,
+    Counters,
+    WorkerClient,
+    WorkerSnapshot,
 )
-from kvtier.engines.vllm.worker_state import Clock, Counters, Reports, Snapshot, WorkerClient
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
-from kvtier.tierd.peers import own_lock
-from kvtier.tierd.process import own_identity
+from kvtier.tierd.liveness import own_identity, own_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
-from kvtier.topology.models import Daemon
-from kvtier.transfer.base import CopyEngine
-from kvtier.transfer.codec import Codec, build_codec
-from kvtier.transfer.copies import cache_device, make_engine, pin, unpin
-from kvtier.transfer.proof import pinned_scratch, plain_scratch, prove
+from kvtier.transfer.codec import Codec, CodecError, build_codec
+from kvtier.transfer.engine import CopyEngine
+from kvtier.transfer.factory import cache_device, make_engine, pin, unpin
+from kvtier.transfer.startup_check import pinned_scratch, plain_scratch, prove
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvtier.topology.models import Topology
+    from kvtier.config.models import Topology
+
+
+def effective_chunk_tokens(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> int:
+    """Smallest common multiple of the groups' block sizes that is at least ``chunk_tokens`` (DATAPATH 6).
+
+    Raises ``CodecError`` for a group without a block size.
+    """
+    sizes = [
+        int(getattr(group.kv_cache_spec, "block_size", 0))
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    if not sizes or min(sizes) <= 0:
+        raise CodecError(f"the KV cache groups have block sizes {sizes}; each must be positive")
+    common = math.lcm(*sizes)
+    return -(-chunk_tokens // common) * common
+
+
+def backend_texts(vllm_config: VllmConfig, layer_names: Sequence[str]) -> dict[str, str]:
+    """By layer: everything beside shape and dtype that decides how its pages are filled.
+
+    The CPU backend packs keys for the instruction set it finds (AMX or vectors) into tensors of one shape; two machines
+    that differ in it must not share. Unknown parts are left out rather than guessed.
+    """
+    context: Mapping[str, object] = (
+        getattr(vllm_config.compilation_config, "static_forward_context", {}) or {}
+    )
+    texts: dict[str, str] = {}
+    for name in layer_names:
+        layer = context.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        parts = [str(getattr(backend, "__name__", "")), str(getattr(layer, "isa", ""))]
+        texts[name] = " ".join(part for part in parts if part)
+    return texts
+
+
+def cpu_text() -> str:
+    """The instruction set that torch uses on this machine, and whether it has tile multiplication."""
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return f"{torch.backends.cpu.get_cpu_capability()}{' AMX' if tiles is not None and tiles() else ''}"
+
+
+def reports_failed_requests() -> bool:
+    """Whether this vLLM takes a failed load by request (0.32 does, 0.24 does not); needed for models with several
+    groups.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
 
 logger = logging.getLogger(__name__)
-
 SHUTDOWN_SECONDS = 2.0
-
-ClientFactory = Callable[[Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient]
+ClientFactory = Callable[
+    [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
+]
 """run directory, hello, sink, on_lost -> client."""
 EngineFactory = Callable[[Mapping[str, object], Codec], CopyEngine]
 
@@ -81,7 +135,9 @@ def tierd_client(
     """The real client."""
     from kvtier.tierd.client import TierdClient
 
-    return TierdClient(run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, private=private)
+    return TierdClient(
+        run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, private=private
+    )
 
 
 class WorkerSide:
@@ -108,20 +164,22 @@ class WorkerSide:
         self._topology = topology
         self._engine_name = engine or engine_name(vllm_config)
         self._chunk_tokens = chunk_tokens
-        self._make_client = client or partial(tierd_client, private=topology.structural.daemon is Daemon.ENGINE)
+        self._make_client = client or partial(
+            tierd_client, private=topology.structural.daemon is Daemon.ENGINE
+        )
         self._make_engine = copy_engine
         self._clock = clock
         self._rank = int(getattr(vllm_config.parallel_config, "rank", 0))
         self._single_group = len(kv_cache_config.kv_cache_groups) == 1
         self._counters = Counters()
-        self._reports = Reports(self._single_group)
+        self._reports = CompletionQueue(self._single_group)
         self._thread: TransferThread | None = None
         self._client: WorkerClient | None = None
         self._codec: Codec | None = None
         self._off = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
         self._stores_of: StepMetadata | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = WorkerSnapshot()
         self._loads_for_stats: list[LoadResult] = []
         self._counted: dict[str, int] = {}
 
@@ -153,11 +211,17 @@ class WorkerSide:
 
     def _begin(self, kv_caches: Mapping[str, object]) -> None:
         if not self._single_group and not reports_failed_requests():
-            raise KVTierError("this vLLM cannot take a failed load of a model with several KV cache groups")
+            raise KVTierError(
+                "this vLLM cannot take a failed load of a model with several KV cache groups"
+            )
         chunk = self._chunk_tokens
         if chunk is None:
-            chunk = effective_chunk_tokens(self._kv_cache_config, self._topology.structural.chunk_tokens)
-        names = [name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names]
+            chunk = effective_chunk_tokens(
+                self._kv_cache_config, self._topology.structural.chunk_tokens
+            )
+        names = [
+            name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names
+        ]
         backends = backend_texts(self._vllm_config, names)
         codec = build_codec(kv_caches, self._kv_cache_config, chunk, backends)
         device = cache_device(kv_caches, codec)
@@ -169,11 +233,13 @@ class WorkerSide:
         client = self._make_client(
             Path(self._topology.structural.run_directory), self._hello, self._received, self._lost
         )
-        keeper = PoolKeeper(lambda pool, cancelled: pin(pool, device, cancelled), unpin)
+        keeper = HostPoolMapper(lambda pool, cancelled: pin(pool, device, cancelled), unpin)
         offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
         self._codec = codec
         self._client = client
-        self._thread = TransferThread(engine, offsets, client, self._reports, self._counters, keeper, self._clock)
+        self._thread = TransferThread(
+            engine, offsets, client, self._reports, self._counters, keeper, self._clock
+        )
         self._off = ""
         self._thread.start()
         client.start()
@@ -271,7 +337,9 @@ class WorkerSide:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         _, recving = self.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(finished_recving=recving or set(), failed_recving=set(self._snapshot.failed))
+        return KVConnectorTransferResults(
+            finished_recving=recving or set(), failed_recving=set(self._snapshot.failed)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the loads of this step's report did not fill; empty for models with several groups."""
@@ -280,7 +348,7 @@ class WorkerSide:
     def build_connector_worker_meta(self) -> WorkerReport:
         """The report for the scheduler side; belongs to the same moment as ``get_finished`` of this step."""
         metadata, snapshot = self._metadata, self._snapshot
-        self._snapshot = Snapshot()
+        self._snapshot = WorkerSnapshot()
         return WorkerReport(
             step=metadata.step if metadata is not None else 0,
             ranks=1,
@@ -295,7 +363,9 @@ class WorkerSide:
         changed = {name: count - self._counted.get(name, 0) for name, count in counters.items()}
         self._counted = counters
         loads, self._loads_for_stats = self._loads_for_stats, []
-        return WorkerStats({name: count for name, count in changed.items() if count}, loads, self._off)
+        return WorkerStats(
+            {name: count for name, count in changed.items() if count}, loads, self._off
+        )
 
     def shutdown(self) -> None:
         """Drains the copies and leaves tierd in order, within ``SHUTDOWN_SECONDS``. Without a proven end of the copies

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.transfer.pool import HostPool, file_identity, open_pool
+from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 
 
 class Pin(Protocol):
     """Makes a pool fit for the device; returns it with its seams, and what ``unpin`` needs. Raises ``KVTierError``."""
 
-    def __call__(self, pool: HostPool, cancelled: Callable[[], bool]) -> tuple[HostPool, tuple[int, ...]]: ...
+    def __call__(
+        self, pool: HostPool, cancelled: Callable[[], bool]
+    ) -> tuple[HostPool, tuple[int, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class PoolReady:
     problem: str = ""
 
 
-class PoolKeeper:
+class HostPoolMapper:
     """At most one mapping at a time. All methods are called by the transfer thread; ``done`` is called by the keeper's
     own.
     """
@@ -63,7 +65,9 @@ class PoolKeeper:
                 return
             self._busy = True
             old, self._held = self._held, None
-        threading.Thread(target=self._work, args=(old, path, nbytes, done), name="kvtier-pool", daemon=True).start()
+        threading.Thread(
+            target=self._work, args=(old, path, nbytes, done), name="kvtier-pool", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Gives the registration back. No copy may run."""

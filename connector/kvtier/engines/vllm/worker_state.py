@@ -38,7 +38,7 @@ noticed.
 """
 
 
-class Outbox:
+class WorkerOutbox:
     """Messages to tierd in order, kept while the client has no room for them, dropped while there is no tierd.
     Transfer thread.
     """
@@ -101,7 +101,7 @@ class LoadEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class WorkerSnapshot:
     """Everything that one engine step reports, taken at once: the same load is in all of these or in none.
 
     ``recving``: request ids whose load has ended. ``failed``: those of them that must be recomputed from the start
@@ -116,7 +116,7 @@ class Snapshot:
     stores_done: dict[int, int] = field(default_factory=dict)
 
 
-class Reports:
+class CompletionQueue:
     """Filled by the transfer thread, emptied by the engine's thread once per step."""
 
     def __init__(self, single_group: bool) -> None:
@@ -151,12 +151,12 @@ class Reports:
         with self._lock:
             self._stores.extend(reservations)
 
-    def take(self) -> Snapshot:
+    def take(self) -> WorkerSnapshot:
         """What ended since the last call."""
         with self._lock:
             ends, self._ends = self._ends, []
             stores, self._stores = self._stores, []
-        taken = Snapshot(stores_done=dict.fromkeys(stores, 1))
+        taken = WorkerSnapshot(stores_done=dict.fromkeys(stores, 1))
         for end in ends:
             taken.loads.append(end.result)
             if end.owed:

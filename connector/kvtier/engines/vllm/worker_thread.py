@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.engines.vllm.metadata import LoadJob, StoreJob
-from kvtier.engines.vllm.worker_loads import Loads
-from kvtier.engines.vllm.worker_pool import PoolKeeper, PoolReady
-from kvtier.engines.vllm.worker_state import Clock, Counters, Outbox, Reports, WorkerClient
-from kvtier.engines.vllm.worker_stores import Stores
-from kvtier.tierd.wire import Drain, Drained, Message, Refused, Slots, Welcome
-from kvtier.transfer.base import CopyEngine
+from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
+from kvtier.engines.vllm.worker_state import (
+    Clock,
+    CompletionQueue,
+    Counters,
+    WorkerClient,
+    WorkerOutbox,
+)
+from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.tierd.wire import Drain, Drained, LoadReady, Message, Refused, Welcome
+from kvtier.transfer.engine import CopyEngine
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +73,9 @@ class TransferThread:
         engine: CopyEngine,
         shard_offsets: tuple[int, ...],
         client: WorkerClient,
-        reports: Reports,
+        reports: CompletionQueue,
         counters: Counters,
-        keeper: PoolKeeper,
+        keeper: HostPoolMapper,
         clock: Clock = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -79,9 +84,11 @@ class TransferThread:
         self._counters = counters
         self._keeper = keeper
         self._clock = clock
-        self._outbox = Outbox(client, counters)
-        self._loads = Loads(engine, shard_offsets, self._outbox.send, reports, counters, clock)
-        self._stores = Stores(engine, shard_offsets, self._outbox.send, reports, counters)
+        self._outbox = WorkerOutbox(client, counters)
+        self._loads = WorkerLoads(
+            engine, shard_offsets, self._outbox.send, reports, counters, clock
+        )
+        self._stores = WorkerStores(engine, shard_offsets, self._outbox.send, reports, counters)
         self._wake = threading.Condition()
         self._items: deque[_Item] = deque()
         self._closing = False
@@ -105,7 +112,9 @@ class TransferThread:
         """Marks this point in the engine's kernels. Engine's thread; ``None`` where there is nothing to wait for."""
         return self._engine.fence()
 
-    def put_loads(self, jobs: tuple[LoadJob, ...], cancelled: tuple[int, ...], fence: object | None) -> None:
+    def put_loads(
+        self, jobs: tuple[LoadJob, ...], cancelled: tuple[int, ...], fence: object | None
+    ) -> None:
         """New loads and cancellations of one step. Loads for which there is no room end at once."""
         if not self._put(_LoadItem(jobs, cancelled, fence, self._clock())):
             for job in jobs:
@@ -119,8 +128,8 @@ class TransferThread:
 
     def message(self, message: Message) -> None:
         """The client's sink."""
-        if isinstance(message, Slots | Welcome | Drain | Refused):
-            self._put(message, always=not isinstance(message, Slots))
+        if isinstance(message, LoadReady | Welcome | Drain | Refused):
+            self._put(message, always=not isinstance(message, LoadReady))
 
     def lost(self, reason: str) -> None:
         """The client's word that tierd is gone; it does not attach again before this thread has drained."""
@@ -157,7 +166,9 @@ class TransferThread:
             self._drained = True
         except Exception as error:  # the last resort: the engine serves on, whatever broke here
             self._counters.add("thread_failures")
-            logger.exception("KVTier: the transfer thread failed; this engine serves without tiers (%s)", error)
+            logger.exception(
+                "KVTier: the transfer thread failed; this engine serves without tiers (%s)", error
+            )
         finally:
             self._end()
 
@@ -196,7 +207,7 @@ class TransferThread:
                 self._loads.cancel(item.cancelled)
             case _StoreItem():
                 self._stores.add(item.jobs, item.fence, self._reports.epoch)
-            case Slots():
+            case LoadReady():
                 self._loads.announced(item)
             case Welcome():
                 self._welcomed(item)
@@ -211,7 +222,9 @@ class TransferThread:
             case Refused():
                 self._counters.add("refused")
                 self._reports.epoch = 0
-                logger.warning("KVTier: this engine serves without tiers, tierd refused it: %s", item.reason)
+                logger.warning(
+                    "KVTier: this engine serves without tiers, tierd refused it: %s", item.reason
+                )
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._welcome = welcome
@@ -234,18 +247,26 @@ class TransferThread:
     def _pool(self, ready: PoolReady) -> None:
         if ready.problem:
             self._counters.add("pool_failures")
-            logger.warning("KVTier: this engine serves without tiers, the host pool cannot be used: %s", ready.problem)
+            logger.warning(
+                "KVTier: this engine serves without tiers, the host pool cannot be used: %s",
+                ready.problem,
+            )
         welcome = self._welcome
         if welcome is None or self._attach_pool(welcome):
             return
         path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        if not ready.problem or (ready.path, ready.nbytes) != (path, nbytes):  # asked for before tierd changed
+        if not ready.problem or (ready.path, ready.nbytes) != (
+            path,
+            nbytes,
+        ):  # asked for before tierd changed
             self._keeper.fetch(path, nbytes, self.pool_ready)
 
     def _lost(self, reason: str) -> None:
         self._counters.add("lost")
         self._reports.epoch = 0
-        logger.warning("KVTier: tierd is gone (%s); serving without tiers until another one answers", reason)
+        logger.warning(
+            "KVTier: tierd is gone (%s); serving without tiers until another one answers", reason
+        )
         self._let_go("lost")
         self._outbox.clear()
         if self._welcome is not None:

@@ -49,9 +49,13 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
     """Fills ``header`` (``HEADER_BYTES``, writable). Raises ``ValueError`` for what the format cannot hold."""
     checksum = by_kind(meta.checksum_kind)
     if checksum is None or meta.checksum_kind not in _KINDS:
-        raise ValueError(f"checksum kind {meta.checksum_kind!r} cannot be stored; one of {sorted(_KINDS)}")
+        raise ValueError(
+            f"checksum kind {meta.checksum_kind!r} cannot be stored; one of {sorted(_KINDS)}"
+        )
     if not 1 <= len(meta.shard_bytes) <= MAX_SHARDS or len(meta.checksums) != len(meta.shard_bytes):
-        raise ValueError(f"{len(meta.shard_bytes)} shards, {len(meta.checksums)} checksums; 1 to {MAX_SHARDS} of each")
+        raise ValueError(
+            f"{len(meta.shard_bytes)} shards, {len(meta.checksums)} checksums; 1 to {MAX_SHARDS} of each"
+        )
     if not 1 <= len(ref.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(ref.key)} bytes; 1 to {MAX_KEY_BYTES}")
     header[:] = bytes(HEADER_BYTES)
@@ -76,7 +80,9 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
 def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> ObjectMeta:
     """Parses and verifies a header. Raises ``TierCorruptError`` unless it is that of exactly this object and size, and
     ``TierUnverifiableError`` for one that this process cannot verify."""
-    magic, version, kind, group, shards, length, namespace, key_bytes, key = _FIXED.unpack_from(header, 0)
+    magic, version, kind, group, shards, length, namespace, key_bytes, key = _FIXED.unpack_from(
+        header, 0
+    )
     if magic != MAGIC:
         raise TierCorruptError(f"not an object file: it begins with {magic!r}")
     if version != VERSION:
@@ -86,7 +92,9 @@ def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> Objec
     checksum = by_kind(_NAMES[kind])
     if checksum is None:
         # Others that share the directory may be able to, so it is not to be removed as corrupt.
-        raise TierUnverifiableError(f"its checksum is {_NAMES[kind]}, which cannot be computed here")
+        raise TierUnverifiableError(
+            f"its checksum is {_NAMES[kind]}, which cannot be computed here"
+        )
     if checksum.digest(header[:_DIGEST_AT]) != header[_DIGEST_AT:]:
         raise TierCorruptError("the header's checksum does not match")
     if namespace.hex() != ref.namespace or key[:key_bytes] != ref.key or group != ref.key[0]:
@@ -100,7 +108,9 @@ def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> Objec
         digests.append(digest)
     meta = ObjectMeta(tuple(sizes), checksum.kind, tuple(digests))
     if length != meta.payload_bytes or length != payload_bytes:
-        raise TierCorruptError(f"payload of {length} bytes, shards of {meta.payload_bytes}, asked for {payload_bytes}")
+        raise TierCorruptError(
+            f"payload of {length} bytes, shards of {meta.payload_bytes}, asked for {payload_bytes}"
+        )
     return meta
 
 

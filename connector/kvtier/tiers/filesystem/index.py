@@ -100,7 +100,9 @@ class Index:
     def wants_pass(self) -> bool:
         """Whether there is room for a good part of what is left out, or for all of it."""
         free = self._max_objects - self._count
-        return self._left_out > 0 and free >= max(min(self._left_out, self._max_objects // _REFILL_FRACTION), 1)
+        return self._left_out > 0 and free >= max(
+            min(self._left_out, self._max_objects // _REFILL_FRACTION), 1
+        )
 
     def reserve(self, size_bytes: int) -> None:
         """A file is about to be written."""
@@ -160,7 +162,9 @@ class Index:
         with self._displacing:
             if self._count < self._max_objects:
                 return
-            for namespace, key, value in self.oldest(1 << 62, max(self._max_objects // _DISPLACED_FRACTION, 1)):
+            for namespace, key, value in self.oldest(
+                1 << 62, max(self._max_objects // _DISPLACED_FRACTION, 1)
+            ):
                 if self.unchanged(namespace, key, value) and self.remove(namespace, key):
                     gone.append((namespace, key))
             with self._lock:
@@ -204,7 +208,9 @@ class Index:
                 self._objects.pop(namespace, None)
             return True
 
-    def oldest(self, surplus_bytes: int, at_most: int = _OLDEST_AT_ONCE) -> list[tuple[str, bytes, int]]:
+    def oldest(
+        self, surplus_bytes: int, at_most: int = _OLDEST_AT_ONCE
+    ) -> list[tuple[str, bytes, int]]:
         """The least recently used objects that together have ``surplus_bytes``, or a first part of them, each with a value for
         ``unchanged``; they stay until removed."""
         if surplus_bytes <= 0:
@@ -220,7 +226,9 @@ class Index:
             if surplus_bytes <= 0:
                 break
         with self._lock:
-            chosen = [(value, namespace, key) for namespace, key, value in self._all() if value <= last]
+            chosen = [
+                (value, namespace, key) for namespace, key, value in self._all() if value <= last
+            ]
         chosen.sort()
         return [(namespace, key, value >> _USE_SHIFT) for value, namespace, key in chosen]
 

@@ -17,8 +17,20 @@ from typing import Any
 
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import record
-from kvtier.tiers.filesystem.direct import GONE
+from kvtier.tiers.filesystem.election import (
+    BEAT_SECONDS,
+    BROKEN,
+    Inherited,
+    Watch,
+    first_record,
+    in_this_process,
+    listdir_uncached,
+    read_writer,
+    remove_fenced,
+    surely_gone,
+)
 from kvtier.tiers.filesystem.index import Index
+from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import (
     DIRECTORY_BYTES,
     LEDGER,
@@ -28,18 +40,8 @@ from kvtier.tiers.filesystem.layout import (
     seat_path,
     writers_path,
 )
-from kvtier.tiers.filesystem.lease import (
-    BEAT_SECONDS,
-    BROKEN,
-    Watch,
-    fresh_names,
-    in_this_process,
-    remove_fenced,
-    surely_gone,
-)
-from kvtier.tiers.filesystem.ledger import Ledger, grant_bytes, limit_bytes
-from kvtier.tiers.filesystem.scan import object_path
-from kvtier.tiers.filesystem.seat import Inherited, first_record, read_writer
+from kvtier.tiers.filesystem.quota import Ledger, grant_bytes, limit_bytes
+from kvtier.tiers.filesystem.walker import object_path
 
 EVICTION_SLICE = 256
 """Objects removed at a time, between two looks at what writers wish for."""
@@ -47,7 +49,9 @@ _FULL_PERCENT = 5
 """What is given up when the file system is full before the capacity is reached."""
 _RECALL_FRACTION = 8
 _STUCK = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO)
-_MAX_STUCK = 8  # files that cannot be removed, in one go; more of them are the file system's failure
+_MAX_STUCK = (
+    8  # files that cannot be removed, in one go; more of them are the file system's failure
+)
 _FRESH_SECONDS = 1.0
 """A count that ended so recently has found what there is to find."""
 
@@ -59,7 +63,7 @@ def _has_directories(path: Path) -> bool:
     return any(entry.is_dir(follow_symlinks=False) for entry in os.scandir(path))
 
 
-class DeposedError(Exception):
+class LeadershipLostError(Exception):
     """Somebody else is the janitor now."""
 
 
@@ -74,7 +78,7 @@ class _Writer:
 
 
 class Janitor:
-    """See the module's text. ``removed`` is told of every object evicted. ``clock``: monotonic seconds. Raises ``DeposedError`` and ``OSError``."""
+    """See the module's text. ``removed`` is told of every object evicted. ``clock``: monotonic seconds. Raises ``LeadershipLostError`` and ``OSError``."""
 
     def __init__(
         self,
@@ -150,7 +154,7 @@ class Janitor:
             record.rewrite(self._seat / LEDGER, document)
         except OSError as error:
             if error.errno in BROKEN:
-                raise DeposedError from error
+                raise LeadershipLostError from error
             raise
         self._written_at, self._dirty = now, False
         for path in self._struck:
@@ -167,13 +171,17 @@ class Janitor:
         """
         if now - self._listed_at >= BEAT_SECONDS or supersede:
             self._listed_at = now
-            for name in fresh_names(writers_path(self._root)):
+            for name in listdir_uncached(writers_path(self._root)):
                 self._writers.setdefault(name, _Writer())
         busy = False
         for name, writer in list(self._writers.items()):
             found = read_writer(self._root, name)
             replaced = bool(supersede) and name != supersede and in_this_process(name)
-            if writer.watch.expired(None if found is None else found.get("beat"), now) or surely_gone(name) or replaced:
+            if (
+                writer.watch.expired(None if found is None else found.get("beat"), now)
+                or surely_gone(name)
+                or replaced
+            ):
                 self._end(name, writer, found, now)
                 busy = True
             elif found is not None:
@@ -184,7 +192,9 @@ class Janitor:
     def _hear(self, name: str, writer: _Writer, found: dict[str, Any], now: float) -> bool:
         writer.record = found
         self._settle(name, writer, found)
-        for number in [each for each in writer.offered if each < found["ask"] or not found["bytes"]]:
+        for number in [
+            each for each in writer.offered if each < found["ask"] or not found["bytes"]
+        ]:
             writer.offered.discard(number)
             if self._withdrawn(name, number):
                 self.ledger.cancel(name, number)
@@ -209,7 +219,9 @@ class Janitor:
             size_bytes = self.ledger.size(name, number)
             if size_bytes is not None and self.ledger.settle(name, number, used):
                 writer.offered.discard(number)
-                self._struck.append(writers_path(self._root) / name / grant_name(number, size_bytes))
+                self._struck.append(
+                    writers_path(self._root) / name / grant_name(number, size_bytes)
+                )
                 self._dirty = True
 
     def _withdrawn(self, name: str, number: int) -> bool:
@@ -237,7 +249,7 @@ class Janitor:
                 self.ledger.cancel(name, found["ask"])
                 writer.offered.discard(found["ask"])
                 if error.errno in GONE:
-                    raise DeposedError from error
+                    raise LeadershipLostError from error
                 raise
         writer.answer = (found["ask"], size_bytes)
         self._dirty = True
@@ -398,7 +410,9 @@ class Janitor:
             self.announce(self._clock())
         top = self._root / namespace
         with contextlib.suppress(OSError):
-            for middle in [entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]:
+            for middle in [
+                entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)
+            ]:
                 with contextlib.suppress(OSError):
                     os.rmdir(middle)
             # What the index had no room for goes after a later pass, by the age of the same description.

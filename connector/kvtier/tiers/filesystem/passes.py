@@ -13,11 +13,10 @@ from collections.abc import Callable, Container
 from pathlib import Path
 
 from kvtier.tiers.base import OnChange, TierLimits
+from kvtier.tiers.filesystem.election import BEAT_SECONDS
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.janitor import DeposedError, Janitor
-from kvtier.tiers.filesystem.lease import BEAT_SECONDS
-from kvtier.tiers.filesystem.refresh import Pass
-from kvtier.tiers.filesystem.scan import ABANDONED_SECONDS
+from kvtier.tiers.filesystem.janitor import Janitor, LeadershipLostError
+from kvtier.tiers.filesystem.walker import ABANDONED_SECONDS, Pass
 
 _log = logging.getLogger("kvtier.tiers.filesystem")
 
@@ -103,7 +102,9 @@ class Passes:
             janitor.begin_count()
         now = self._server_time() or time.time()
         counted = None if janitor is None else self._counted
-        self._current = Pass(self._root, self._index, self._on_change, now, counted, self._previous_at, self._shared)
+        self._current = Pass(
+            self._root, self._index, self._on_change, now, counted, self._previous_at, self._shared
+        )
         self._previous_at = now
         self._started_at = self._paced_at = self._clock()
         return self._current
@@ -135,7 +136,9 @@ class Passes:
         if not unreadable:
             self._index.end_pass()
         if janitor is not None and unreadable:
-            _log.warning("%s: %d names could not be read; the count does not hold", self._root, unreadable)
+            _log.warning(
+                "%s: %d names could not be read; the count does not hold", self._root, unreadable
+            )
             self._abort()
             janitor.counted_at = now
         elif janitor is not None:
@@ -151,10 +154,12 @@ class Passes:
         for namespace, newest in current.result.newest.items():
             # Whatever the clocks say: one that jumps ahead by days must not take with it what an engine here is using.
             if newest < horizon and namespace not in self._in_use():
-                _log.info("%s: namespace %s was not used since its retention", self._root, namespace)
+                _log.info(
+                    "%s: namespace %s was not used since its retention", self._root, namespace
+                )
                 try:
                     janitor.remove_namespace(namespace)
-                except DeposedError:
+                except LeadershipLostError:
                     # The keeper finds out when it serves next; what is left is the successor's.
                     return
         with contextlib.suppress(OSError), os.scandir(self._root) as entries:

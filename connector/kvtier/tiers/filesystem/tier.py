@@ -1,4 +1,9 @@
-"""The file system tier: a directory within a budget, which other processes may use as well (layout.py).
+"""Putting a whole file in its place: written in the writer's own directory, within a grant, then renamed.
+
+A writer that was given up has no directory any more, so what it was writing cannot appear afterwards. The rename finds out whether the place's
+directory is there; only where it is not, directories are made, and charged.
+
+The file system tier: a directory within a budget, which other processes may use as well (layout.py).
 
 A file appears under its name whole, by a rename, or not at all, and only within bytes that the directory's ledger granted before it was
 begun (keeper.py, ledger.py), so the directory never exceeds its capacity. What is read is verified before it is believed; what is not what it
@@ -18,7 +23,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError, TierUnavailableError
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierMissError,
+    TierNoSpaceError,
+    TierUnavailableError,
+)
 from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
@@ -30,15 +42,100 @@ from kvtier.tiers.base import (
     aligned,
 )
 from kvtier.tiers.checksum import preferred
-from kvtier.tiers.filesystem import direct
-from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, read_header, verify_payload, write_header
+from kvtier.tiers.filesystem import io
+from kvtier.tiers.filesystem.format import (
+    HEADER_BYTES,
+    clear_padding,
+    read_header,
+    verify_payload,
+    write_header,
+)
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
-from kvtier.tiers.filesystem.keeper import Keeper
-from kvtier.tiers.filesystem.layout import IDENTITY, Modes
+from kvtier.tiers.filesystem.io import GONE
+from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
+from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.passes import TOUCH_SECONDS
-from kvtier.tiers.filesystem.placing import place
-from kvtier.tiers.filesystem.scan import ScanReport, object_path
-from kvtier.topology.models import FileSystemTierDocument
+from kvtier.tiers.filesystem.quota import Taken
+from kvtier.tiers.filesystem.walker import ScanReport, object_path
+
+_ATTEMPTS = 4
+"""Directories are removed when they are empty, by the janitor, at any moment: making and using one may have to be done again."""
+
+
+def place(
+    keeper: DirectoryMaintenance,
+    root: Path,
+    path: str,
+    size_bytes: int,
+    modes: Modes,
+    write: Callable[[str], None],
+) -> None:
+    """Has ``write`` make a file of ``size_bytes`` under a temporary name, and renames it to ``path`` below ``root``.
+
+    Raises ``TierError`` and ``OSError``; then nothing is at ``path`` that was not there before.
+    """
+    taken = keeper.obtain(size_bytes)
+    temporary = keeper.writer.working_path()
+    used = size_bytes
+    try:
+        write(temporary)
+        _rename(keeper, taken, root, temporary, path, modes)
+    except BaseException as error:
+        try:
+            os.unlink(temporary)
+            used = 0
+        except FileNotFoundError:
+            used = 0
+        except OSError:
+            # It is still there, and stays charged until a count or the end of this writer.
+            pass
+        if (
+            isinstance(error, OSError)
+            and error.errno in GONE
+            and not os.path.isdir(os.path.dirname(temporary))
+        ):
+            _lost(keeper, root)
+        raise
+    finally:
+        keeper.allowance.spend(taken, used)
+
+
+def _lost(keeper: DirectoryMaintenance, root: Path) -> None:
+    if not os.path.isdir(root):
+        raise OSError(errno.ESTALE, "the tier's directory has vanished", str(root))
+    keeper.wake()
+    raise TierNoSpaceError(f"{root}: this process was taken for dead, and its grant has ended")
+
+
+def _rename(
+    keeper: DirectoryMaintenance, taken: Taken, root: Path, temporary: str, path: str, modes: Modes
+) -> None:
+    for attempt in range(_ATTEMPTS):
+        if not keeper.may_rename(taken):
+            raise TierNoSpaceError(f"{root}: the grant ended before the file was whole")
+        try:
+            os.rename(temporary, path)
+            return
+        except OSError as error:
+            if error.errno not in GONE or attempt == _ATTEMPTS - 1 or not os.path.exists(temporary):
+                raise
+        _make_directories(keeper, root, Path(path).parent, modes)
+
+
+def _make_directories(
+    keeper: DirectoryMaintenance, root: Path, directory: Path, modes: Modes
+) -> None:
+    """Makes what is missing between ``root``, which must be there, and ``directory``."""
+    below = directory.relative_to(root).parts
+    taken = keeper.obtain(len(below) * DIRECTORY_BYTES)
+    made = 0
+    try:
+        for count in range(1, len(below) + 1):
+            with contextlib.suppress(FileNotFoundError):
+                made += make_directory(root.joinpath(*below[:count]), modes)
+    finally:
+        keeper.allowance.spend(taken, made * DIRECTORY_BYTES)
+
 
 _log = logging.getLogger("kvtier.tiers.filesystem")
 
@@ -71,7 +168,9 @@ class FileSystemTier(Tier):
         max_objects: int = MAX_INDEXED_OBJECTS,
     ) -> None:
         self.name = document.name
-        self.capabilities = TierCapabilities(persistent=True, shared=document.sharing != "Pod", indexed=True)
+        self.capabilities = TierCapabilities(
+            persistent=True, shared=document.sharing != "Pod", indexed=True
+        )
         self.report = ScanReport()
         self.direct = False
         self._probe_again = False
@@ -88,7 +187,7 @@ class FileSystemTier(Tier):
         self._described: set[str] = set()
         self._clock = clock
         self._noted_at = clock()
-        self.keeper = Keeper(
+        self.keeper = DirectoryMaintenance(
             self._root,
             self._index,
             lambda: self._limits,
@@ -117,13 +216,15 @@ class FileSystemTier(Tier):
     def _probe_direct(self) -> None:
         self._probe_again = False
         try:
-            works = self._direct_io != "Never" and direct.direct_works(self._root)
+            works = self._direct_io != "Never" and io.direct_io_supported(self._root)
         except OSError as error:
-            if error.errno not in direct.NO_SPACE:
-                raise direct.tier_error(error, str(self._root)) from error
+            if error.errno not in io.NO_SPACE:
+                raise io.tier_error(error, str(self._root)) from error
             works, self._probe_again = False, True
         if self._direct_io == "Always" and not works:
-            raise TierUnavailableError(f"{self._root}: direct I/O does not work here, and directIO is Always")
+            raise TierUnavailableError(
+                f"{self._root}: direct I/O does not work here, and directIO is Always"
+            )
         self.direct = works
 
     def close(self) -> None:
@@ -186,7 +287,7 @@ class FileSystemTier(Tier):
         except OSError as error:
             if self._is_gone(error):
                 return False
-            raise direct.tier_error(error, self._path(ref)) from error
+            raise io.tier_error(error, self._path(ref)) from error
         if status.st_size <= HEADER_BYTES:
             return False
         if self._index.add(ref.namespace, ref.key, status.st_size):
@@ -198,7 +299,7 @@ class FileSystemTier(Tier):
         path = self._path(ref)
         header = self._header()
         try:
-            modified = direct.read_file(path, header, into, self.direct)
+            modified = io.read_file(path, header, into, self.direct)
             meta = read_header(header, ref, into.nbytes)
             verify_payload(into, meta)
         except TierCorruptError:
@@ -220,10 +321,10 @@ class FileSystemTier(Tier):
             return TierCorruptError(f"{path} is not a file")
         if self._is_gone(error):
             self._forget(ref)
-            return TierMissError(str(direct.tier_error(error, path)))
+            return TierMissError(str(io.tier_error(error, path)))
         if error.errno == errno.ENOENT:
             return TierUnavailableError(f"{self._root} has vanished")
-        return direct.tier_error(error, path)
+        return io.tier_error(error, path)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
@@ -241,7 +342,14 @@ class FileSystemTier(Tier):
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
         self._index.reserve(size)
         try:
-            place(self.keeper, self._root, self._path(ref), size, self._modes, self._writing(header, payload, meta))
+            place(
+                self.keeper,
+                self._root,
+                self._path(ref),
+                size,
+                self._modes,
+                self._writing(header, payload, meta),
+            )
         except TierError:
             self._index.release(size)
             raise
@@ -251,13 +359,15 @@ class FileSystemTier(Tier):
         if self._index.publish(ref.namespace, ref.key, size):
             self._on_change(ref.namespace, ref.key, True)
 
-    def _writing(self, header: memoryview, payload: memoryview, meta: ObjectMeta) -> Callable[[str], None]:
+    def _writing(
+        self, header: memoryview, payload: memoryview, meta: ObjectMeta
+    ) -> Callable[[str], None]:
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         clear_padding(payload, meta)
 
         def write(temporary: str) -> None:
-            direct.write_file(
+            io.write_file(
                 temporary,
                 header,
                 payload,
@@ -270,7 +380,7 @@ class FileSystemTier(Tier):
         return write
 
     def _write_error(self, error: OSError) -> TierError:
-        mapped = direct.tier_error(error, str(self._root))
+        mapped = io.tier_error(error, str(self._root))
         if isinstance(mapped, TierNoSpaceError) and error.errno != errno.EROFS:
             # The file system is fuller than the budget says: a part of what is there goes, for the next ones.
             with contextlib.suppress(TierError):
@@ -289,7 +399,7 @@ class FileSystemTier(Tier):
             pass
         except OSError as error:
             if not self._is_gone(error):
-                raise direct.tier_error(error, path) from error
+                raise io.tier_error(error, path) from error
         else:
             if generation >= 0:
                 self.keeper.removed.append((ref.namespace, path, size, generation))
@@ -321,13 +431,19 @@ class FileSystemTier(Tier):
         path = self.keeper.writer.working_path()
         try:
             write_header(header, ref, meta)
-            direct.write_file(
-                path, header, page, direct=self.direct, mode=self._modes.file, gid=self._modes.gid, sync=False
+            io.write_file(
+                path,
+                header,
+                page,
+                direct=self.direct,
+                mode=self._modes.file,
+                gid=self._modes.gid,
+                sync=False,
             )
-            direct.read_file(path, header, page, self.direct)
+            io.read_file(path, header, page, self.direct)
             verify_payload(page, read_header(header, ref, 4096))
         except OSError as error:
-            raise direct.tier_error(error, path) from error
+            raise io.tier_error(error, path) from error
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -339,7 +455,9 @@ class FileSystemTier(Tier):
         path, data = self._root / namespace / IDENTITY, text.encode()
 
         def write(temporary: str) -> None:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._modes.file)
+            descriptor = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._modes.file
+            )
             with os.fdopen(descriptor, "wb") as file:
                 if self._modes.gid is not None:
                     os.fchown(descriptor, -1, self._modes.gid)
@@ -355,14 +473,14 @@ class FileSystemTier(Tier):
                 place(self.keeper, self._root, str(path), aligned(len(data)), self._modes, write)
                 self._index.charge(len(data))
         except OSError as error:
-            raise direct.tier_error(error, str(path)) from error
+            raise io.tier_error(error, str(path)) from error
         self._described.add(namespace)
 
     # Helpers.
 
     def _is_gone(self, error: OSError) -> bool:
         """Whether it is the object's file that is there no longer, and not the tier."""
-        return error.errno in direct.GONE and os.path.isdir(self._root)
+        return error.errno in io.GONE and os.path.isdir(self._root)
 
     def _path(self, ref: ObjectRef) -> str:
         return object_path(str(self._root), ref.namespace, ref.key)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.engine import Connector, EngineType
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
-from kvtier_operator.api.refusals import Refusal
+from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render.connectors import lmcache, offloading
-from kvtier_operator.render.connectors.contract import TRANSFER_CONFIG_VARIABLE, Rendered
-from kvtier_operator.render.connectors.written import Expressed, unexpressed
+from kvtier_operator.render.connectors.base import (
+    TRANSFER_CONFIG_VARIABLE,
+    Expressed,
+    Rendered,
+    unexpressed,
+)
 
 __all__ = ["TRANSFER_CONFIG_VARIABLE", "Rendered", "gaps", "impossible", "render"]
 
@@ -20,26 +24,32 @@ __all__ = ["TRANSFER_CONFIG_VARIABLE", "Rendered", "gaps", "impossible", "render
 class _Other:
     name: str
     expressed: Expressed
-    impossible: Callable[[PolicySpec], list[Refusal]]
+    impossible: Callable[[PolicySpec], list[FieldError]]
     render: Callable[[PolicySpec, dict[str, str], int], Rendered]
 
 
 _OTHERS = {
-    Connector.OFFLOADING: _Other(offloading.NAME, offloading.EXPRESSED, offloading.impossible, offloading.render),
+    Connector.OFFLOADING: _Other(
+        offloading.NAME, offloading.EXPRESSED, offloading.impossible, offloading.render
+    ),
     Connector.LMCACHE: _Other(lmcache.NAME, lmcache.EXPRESSED, lmcache.impossible, lmcache.render),
 }
 
 
-def impossible(policy: KVTierPolicy) -> list[Refusal]:
+def impossible(policy: KVTierPolicy) -> list[FieldError]:
     """Why the policy cannot be rendered for its connector at all; the policy is then not accepted."""
     engine = policy.spec.engine
     if engine.type is not EngineType.VLLM:
-        return [Refusal("spec.engine.type", engine.type.value, "VLLM, which is what this version renders")]
+        return [
+            FieldError(
+                "spec.engine.type", engine.type.value, "VLLM, which is what this version renders"
+            )
+        ]
     other = _OTHERS.get(engine.connector)
     return other.impossible(policy.spec) if other is not None else []
 
 
-def gaps(policy: KVTierPolicy) -> list[Refusal]:
+def gaps(policy: KVTierPolicy) -> list[FieldError]:
     """What the policy sets and the connector's own configuration cannot say, field by field. Such a policy is used all
     the same, and its ``Accepted`` condition lists them.
     """
@@ -57,6 +67,8 @@ def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -
     other = _OTHERS.get(policy.spec.engine.connector)
     if other is None:
         raise ConfigurationError(
-            "spec.engine.connector", policy.spec.engine.connector.value, "Offloading or LMCache here"
+            "spec.engine.connector",
+            policy.spec.engine.connector.value,
+            "Offloading or LMCache here",
         )
     return other.render(policy.spec, tier_paths, local_ranks)

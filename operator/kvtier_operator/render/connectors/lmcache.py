@@ -10,10 +10,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvtier_operator.api.policy import PolicySpec
-from kvtier_operator.api.refusals import Refusal, shown
 from kvtier_operator.api.tiers import Sharing, Tier
-from kvtier_operator.render.connectors.contract import Rendered, isolated
-from kvtier_operator.render.connectors.written import ANY, Expressed
+from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
 
 NAME = "LMCache"
 GIB = 1 << 30
@@ -34,14 +33,16 @@ EXPRESSED: Expressed = {
 }
 
 
-def impossible(spec: PolicySpec) -> list[Refusal]:
+def impossible(spec: PolicySpec) -> list[FieldError]:
     """A second local disk, a second remote store."""
     found = []
     for what, tiers in (("local disk", _local(spec)), ("remote store", _remote(spec))):
         for index, tier in tiers[1:]:
             found.append(
-                Refusal(
-                    f"spec.tiers[{index}]", shown(tier.name), f"one {what} ({tiers[0][1].name}): {NAME} has no more"
+                FieldError(
+                    f"spec.tiers[{index}]",
+                    shown(tier.name),
+                    f"one {what} ({tiers[0][1].name}): {NAME} has no more",
                 )
             )
     return found
@@ -60,19 +61,29 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     }
     for _, tier in _local(spec):
         if tier.file_system is not None:
-            variables["LMCACHE_LOCAL_DISK"] = f"file://{isolated(tier_paths[tier.name], spec.isolation)}/"
-            variables["LMCACHE_MAX_LOCAL_DISK_SIZE"] = _gib(tier.file_system.capacity.size_bytes, local_ranks)
+            variables["LMCACHE_LOCAL_DISK"] = (
+                f"file://{isolated(tier_paths[tier.name], spec.isolation)}/"
+            )
+            variables["LMCACHE_MAX_LOCAL_DISK_SIZE"] = _gib(
+                tier.file_system.capacity.size_bytes, local_ranks
+            )
     for _, tier in _remote(spec):
         if tier.lmcache is not None:
             variables["LMCACHE_REMOTE_URL"] = tier.lmcache.url
         else:
             # The host part is not used, and has to be there.
-            variables["LMCACHE_REMOTE_URL"] = f"fs://localhost:0{isolated(tier_paths[tier.name], spec.isolation)}"
+            variables["LMCACHE_REMOTE_URL"] = (
+                f"fs://localhost:0{isolated(tier_paths[tier.name], spec.isolation)}"
+            )
     lower = [tier for tier in spec.tiers if tier.memory is None]
     if lower:
         # One limit for all: the largest, as a plan over several tiers has it.
-        variables["LMCACHE_BLOCKING_TIMEOUT_SECS"] = str(max(tier.load_timeout_seconds for tier in lower))
-        variables["LMCACHE_LOOKUP_TIMEOUT_MS"] = str(max(tier.lookup_timeout_milliseconds for tier in lower))
+        variables["LMCACHE_BLOCKING_TIMEOUT_SECS"] = str(
+            max(tier.load_timeout_seconds for tier in lower)
+        )
+        variables["LMCACHE_LOOKUP_TIMEOUT_MS"] = str(
+            max(tier.lookup_timeout_milliseconds for tier in lower)
+        )
     return Rendered(
         transfer_config={
             "kv_connector": "LMCacheConnectorV1",
@@ -96,7 +107,8 @@ def _remote(spec: PolicySpec) -> list[tuple[int, Tier]]:
     return [
         (index, tier)
         for index, tier in enumerate(spec.tiers)
-        if tier.lmcache is not None or (tier.file_system is not None and tier.file_system.sharing is Sharing.CLUSTER)
+        if tier.lmcache is not None
+        or (tier.file_system is not None and tier.file_system.sharing is Sharing.CLUSTER)
     ]
 
 

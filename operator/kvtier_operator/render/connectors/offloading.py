@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier_operator.api.policy import PolicySpec
-from kvtier_operator.api.refusals import Refusal, shown
-from kvtier_operator.render.connectors.contract import Rendered, isolated
-from kvtier_operator.render.connectors.written import ANY, Expressed
+from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
 
 NAME = "vLLM's offloading"
 EXPRESSED: Expressed = {
@@ -30,10 +29,14 @@ EXPRESSED: Expressed = {
 }
 
 
-def impossible(spec: PolicySpec) -> list[Refusal]:
+def impossible(spec: PolicySpec) -> list[FieldError]:
     """Tiers that it has no kind for."""
     return [
-        Refusal(f"spec.tiers[{index}].lmcache", shown(tier.name), f"memory and fileSystem tiers: {NAME} has no other")
+        FieldError(
+            f"spec.tiers[{index}].lmcache",
+            shown(tier.name),
+            f"memory and fileSystem tiers: {NAME} has no other",
+        )
         for index, tier in enumerate(spec.tiers)
         if tier.lmcache is not None
     ]

@@ -1,0 +1,105 @@
+"""What scheduler side and worker side must call alike without talking to each other.
+
+vLLM's KV cache groups in the planner's words. An allow-list by exact type: a subclass may keep its KV in a way nobody here knows.
+
+Makes KVTier's words appear among the engine's: vLLM gives handlers to its own logger only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvtier.planner import Group, GroupKind, Planner, UnsupportedGeometryError, check_served
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def engine_name(vllm_config: VllmConfig) -> str:
+    """Names one EngineCore and its workers towards tierd.
+
+    vLLM draws ``engine_id`` at random where the user set none and hands the same configuration to all processes of an engine;
+    the data-parallel rank tells engines apart that share one configuration.
+    """
+    transfer = vllm_config.kv_transfer_config
+    engine = transfer.engine_id if transfer is not None else None
+    parallel = vllm_config.parallel_config
+    rank = getattr(parallel, "data_parallel_index", None)
+    if rank is None:
+        rank = getattr(parallel, "data_parallel_rank", 0)
+    return f"{engine or 'engine'}/dp{rank or 0}"
+
+
+def planner_for(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+) -> Planner:
+    """The planner of an engine. Both sides of the connector call this and get the same.
+
+    Raises ``UnsupportedGeometryError`` for what KVTier does not serve.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = int(getattr(parallel, name, 1) or 1)
+        if size != 1:
+            raise UnsupportedGeometryError(f"{name} is {size}; 1 is served")
+    groups = [group_of(group) for group in kv_cache_config.kv_cache_groups]
+    check_served(
+        groups
+    )  # before vLLM is asked for its block sizes, which it has its own conditions for
+    return Planner.build(
+        groups, chunk_tokens, hash_tokens(vllm_config, kv_cache_config), int(parallel.world_size)
+    )
+
+
+def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many tokens one entry of ``Request.block_hashes`` covers. vLLM resolves it the same way in EngineCore."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved:
+        return int(resolved)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def group_of(group: Any) -> Group:
+    """One KV cache group."""
+    from vllm.v1 import kv_cache_interface as specs
+
+    spec = group.kv_cache_spec
+    if type(spec) is specs.UniformTypeKVCacheSpecs:
+        inner = list(spec.kv_cache_specs.values())
+        kinds = {type(each) for each in inner}
+        sizes = {each.block_size for each in inner}
+        if len(kinds) != 1 or len(sizes) != 1:
+            return Group(
+                GroupKind.OTHER,
+                int(spec.block_size),
+                f"mixed: {sorted(kind.__name__ for kind in kinds)}",
+            )
+        spec = inner[0]
+    name = type(spec).__name__
+    block_tokens = int(getattr(spec, "block_size", 0) or 0)
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return Group(GroupKind.OTHER, block_tokens, f"{name}, not for transfer")
+    if getattr(spec, "prefix_replay_tokens", 0):
+        return Group(GroupKind.OTHER, block_tokens, f"{name} with replay")
+    if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
+        return Group(GroupKind.FULL, block_tokens, name)
+    if type(spec) is specs.SlidingWindowSpec:
+        return Group(GroupKind.SLIDING, block_tokens, name, int(spec.sliding_window))
+    if type(spec) is specs.MambaSpec:
+        return Group(GroupKind.STATE, block_tokens, name)
+    return Group(GroupKind.OTHER, block_tokens, name)
+
+
+def use_vllm_log_handlers() -> None:
+    """Lends vLLM's handlers and level to the ``kvtier`` logger, unless somebody configured that, or the root logger. Idempotent."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False

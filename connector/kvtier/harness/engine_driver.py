@@ -1,0 +1,271 @@
+"""The child of ``DrivenEngine``: an in-process vLLM engine that obeys JSON commands, one a line, on standard input.
+
+Each command is answered by one line on standard output, ``{"result": ...}`` or ``{"error": "..."}``; everything that vLLM
+prints goes to standard error. In process the engine makes a step only when told to, so a test can hold it between any two.
+
+Commands (``do``), with their arguments:
+
+``add {name, prompt, max_tokens, salt?, lora?, priority?}``
+    queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}.
+``step {count=1}``
+    makes steps; answers with the requests that finished: {id: {tokens, cached, reason}}.
+``finish {ids, seconds=90}``
+    steps until all of ``ids`` have finished; answers like ``step``, with the number of steps under "steps".
+``abort {ids}``
+    aborts requests.
+``settle {seconds=30}``
+    steps until the scheduler has nothing left to do.
+``reset_prefix_cache {seconds=30}``
+    settles and empties the GPU prefix cache; answers whether the engine agreed.
+``metrics {prefix="vllm:"}``
+    Prometheus text of the samples that start with the prefix.
+``state {}``
+    {waiting, running, requests, free_blocks}: how many requests the scheduler holds in which state.
+``connector {}``
+    what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
+``set {variables}``
+    sets environment variables of the engine's process.
+``copies {}``
+    copies under way by direction, where ``kvtier.harness.slow_copies`` is installed.
+``asks {}``
+    how many times the connector was asked for a hit, by request id.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.harness.engine_process import quiet_environment
+
+HOOKS = "kvtier_hooks"
+"""An option that is not for vLLM: functions ("module:name") to call before the engine is made."""
+PAUSE_SECONDS = 0.002
+"""Between steps in which no token came: a request waits for someone else, who shall get the processor."""
+
+
+class Driver:
+    """Holds the engine and does the commands."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+        self.engine = self.llm.llm_engine
+        self.core: Any = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.names: dict[str, str] = {}
+        self.asked: dict[str, int] = {}
+        self.done: dict[str, dict[str, Any]] = {}
+        self._count_asks()
+
+    def _count_asks(self) -> None:
+        connector = self.scheduler.connector
+        if connector is None:
+            return
+        original = connector.get_num_new_matched_tokens
+
+        def counted(request: Any, *arguments: Any, **named: Any) -> Any:
+            name = self._outside(request.request_id)
+            self.asked[name] = self.asked.get(name, 0) + 1
+            return original(request, *arguments, **named)
+
+        connector.get_num_new_matched_tokens = counted
+
+    def _outside(self, internal: str) -> str:
+        return self.names.get(internal, internal)
+
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int, salt: str = "", lora: Any = None
+    ) -> None:
+        """Queues one request."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        content: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt:
+            content["cache_salt"] = salt
+        adapter = None
+        if lora is not None:
+            adapter = LoRARequest(
+                lora["name"], lora["number"], lora["path"], load_inplace=lora.get("inplace", False)
+            )
+        parameters = SamplingParams(
+            temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens
+        )
+        internal = self.engine.add_request(name, content, parameters, lora_request=adapter)
+        self.names[internal or name] = name
+
+    def step(self, count: int = 1) -> dict[str, Any]:
+        """Makes ``count`` steps."""
+        finished: dict[str, Any] = {}
+        for _ in range(count):
+            for output in self.engine.step():
+                if output.finished:
+                    completion = output.outputs[0]
+                    name = self._outside(output.request_id)
+                    finished[name] = {
+                        "tokens": list(completion.token_ids),
+                        "cached": output.num_cached_tokens,
+                        "reason": completion.finish_reason,
+                    }
+        self.done.update(finished)
+        return finished
+
+    def finish(self, ids: list[str], seconds: float = 90) -> dict[str, Any]:
+        """Steps until all of ``ids`` have finished."""
+        deadline = time.monotonic() + seconds
+        steps = 0
+        while not all(each in self.done for each in ids):
+            if time.monotonic() > deadline:
+                missing = [each for each in ids if each not in self.done]
+                raise TimeoutError(
+                    f"after {steps} steps and {seconds} s not finished: {missing}; {self.state()}"
+                )
+            before = self._progress()
+            self.step()
+            steps += 1
+            if self._progress() == before:
+                time.sleep(PAUSE_SECONDS)
+        return {**{each: self.done.pop(each) for each in ids}, "steps": steps}
+
+    def _progress(self) -> int:
+        return sum(
+            request.num_computed_tokens + request.num_output_tokens
+            for request in self.scheduler.running
+        )
+
+    def abort(self, ids: list[str]) -> None:
+        """Aborts requests."""
+        self.engine.abort_request(
+            [internal for internal, name in self.names.items() if name in ids], internal=True
+        )
+
+    def settle(self, seconds: float = 30) -> bool:
+        """Steps until the scheduler has nothing to do; a request too short to be cached flushes what the last step brought."""
+        deadline = time.monotonic() + seconds
+        for round_number in range(2):
+            while self.scheduler.has_requests():
+                if time.monotonic() > deadline:
+                    return False
+                self.step()
+                time.sleep(PAUSE_SECONDS)
+            if round_number == 0:
+                name = f"settle-{time.monotonic_ns()}"
+                self.add(name, [5, 6, 7], 2)
+        return True
+
+    def reset_prefix_cache(self, seconds: float = 30) -> bool:
+        """Settles and empties the GPU prefix cache."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.settle(max(0.1, deadline - time.monotonic()))
+            if self.engine.reset_prefix_cache():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def metrics(self, prefix: str = "vllm:") -> str:
+        """Prometheus text of the samples that start with ``prefix``."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        lines = generate_latest(REGISTRY).decode().splitlines()
+        return "\n".join(line for line in lines if line.startswith(prefix))
+
+    def state(self) -> dict[str, Any]:
+        """What the scheduler holds."""
+        return {
+            "waiting": len(self.scheduler.waiting)
+            + len(getattr(self.scheduler, "skipped_waiting", ())),
+            "running": len(self.scheduler.running),
+            "requests": {
+                self._outside(name): str(each.status)
+                for name, each in self.scheduler.requests.items()
+            },
+            "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+    def connector(self) -> dict[str, Any]:
+        """What KVTier's scheduler side says of itself."""
+        side = getattr(self.scheduler.connector, "_scheduler", None)
+        if side is None:
+            return {}
+        ready = side.link.ready
+        return {
+            **side.snapshot(),
+            "namespace": ready.namespace if ready is not None else "",
+            "worker_epoch": side.stores.worker_epoch or 0,
+            "credits": sum(len(slots) for slots in side.link.credits),
+        }
+
+    def set(self, variables: dict[str, str]) -> None:
+        """Sets environment variables."""
+        os.environ.update(variables)
+
+    def copies(self) -> dict[str, int]:
+        """Copies under way."""
+        from kvtier.harness import slow_copies
+
+        slow_copies.move_due()
+        return slow_copies.running()
+
+    def asks(self) -> dict[str, int]:
+        """How often the connector was asked for a hit, by request."""
+        return dict(self.asked)
+
+
+def main() -> None:
+    """Reads commands until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(quiet_environment())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    options = json.loads(sys.argv[1])
+    for hook in options.pop(HOOKS, ()):
+        module, _, function = hook.partition(":")
+        getattr(importlib.import_module(module), function)()
+    driver = Driver(options)
+    answer({"result": "ready"})
+    commands = (
+        "add",
+        "step",
+        "finish",
+        "abort",
+        "settle",
+        "reset_prefix_cache",
+        "metrics",
+        "state",
+        "connector",
+        "asks",
+        "set",
+        "copies",
+    )
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "exit":
+            break
+        try:
+            if name not in commands:
+                raise ValueError(f"no such command: {name}")
+            call: Callable[..., Any] = getattr(driver, name)
+            answer({"result": call(**command)})
+        except Exception as error:  # noqa: BLE001  (whatever it is, the test has to learn of it)
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}"})
+    answer({"result": "bye"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Processes that write and read one directory as file tiers, and a look at the directory from outside.
+
+``python -m kvtier.harness.file_writers ROOT CAPACITY FIRST COUNT SHARED`` stores objects FIRST to FIRST + COUNT - 1, reads back some of its own and of
+the others', prints one line of counts. Every read is compared with what was stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.config.models import FileSystemTierDocument
+from kvtier.errors import TierError, TierMissError, TierNoSpaceError
+from kvtier.testing.conformance import buffer, make_object
+from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
+from kvtier.tiers.checksum import preferred
+from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.layout import WORKING_PREFIX
+from kvtier.tiers.filesystem.walker import TEMPORARY_PREFIX
+
+PAYLOAD_BYTES = 4096
+OBJECT_BYTES = PAYLOAD_BYTES + 4096
+NAMESPACE = "ab" * 16
+
+
+def make(seed: int) -> tuple[ObjectRef, memoryview, ObjectMeta]:
+    """Object ``seed``. Its key begins like a hash, so that objects spread over 64 directories."""
+    _, payload, _ = make_object(seed, (PAYLOAD_BYTES,))
+    spread = bytes([0, seed * 37 % 8, seed * 11 % 8])
+    meta = ObjectMeta((PAYLOAD_BYTES,), preferred().kind, (preferred().digest(payload),))
+    return ObjectRef(NAMESPACE, spread + seed.to_bytes(8, "big")), payload, meta
+
+
+def open_tier(root: Path, capacity_bytes: int, sharing: str = "Node") -> FileSystemTier:
+    """A tier over ``root``."""
+    document = FileSystemTierDocument.model_validate(
+        {"name": "shared", "path": str(root), "sharing": sharing, "direct_io": "Never"}
+    )
+    tier = FileSystemTier(document, TierLimits(capacity_bytes))
+    tier.open(lambda *_: None)
+    return tier
+
+
+def temporaries(root: Path) -> list[str]:
+    """Files below ``root`` that are being written, or were left half-written, and what looking left behind."""
+    prefixes = (WORKING_PREFIX, TEMPORARY_PREFIX, ".eye-", ".probe-")
+    return sorted(
+        str(path.relative_to(root)) for path in root.rglob("*") if path.name.startswith(prefixes)
+    )
+
+
+def directory_bytes(root: Path) -> int:
+    """Every file and directory below ``root``, by size; what goes away meanwhile does not count."""
+    total = 0
+    pending = [str(root)]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    try:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(entry.path)
+                            total += 4096
+                        else:
+                            total += entry.stat(follow_symlinks=False).st_size
+                    except OSError:
+                        continue
+        except OSError:
+            continue
+    return total
+
+
+def start(
+    root: Path, capacity_bytes: int, first: int, count: int, total: int
+) -> subprocess.Popen[str]:
+    """Starts a writer process."""
+    command = [sys.executable, "-m", "kvtier.harness.file_writers", str(root), str(capacity_bytes)]
+    return subprocess.Popen(
+        [*command, str(first), str(count), str(total)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One writer's life."""
+    root, capacity_bytes, first, count, total = (
+        Path(arguments[0]),
+        *(int(each) for each in arguments[1:5]),
+    )
+    counts = {"stored": 0, "dropped": 0, "read": 0, "missed": 0, "wrong": 0, "errors": 0}
+    tier = open_tier(root, capacity_bytes)
+    into, chance = buffer(PAYLOAD_BYTES), random.Random(first)
+    began = time.monotonic()
+    for seed in range(first, first + count):
+        try:
+            tier.write(*make(seed))
+            counts["stored"] += 1
+        except TierNoSpaceError:
+            counts["dropped"] += 1
+        except TierError as error:
+            counts["errors"] += 1
+            print(error, file=sys.stderr)
+        ref, payload, _ = make(chance.choice((seed, chance.randrange(total))))
+        try:
+            if tier.contains(ref) or tier.probe(ref):
+                tier.read(ref, into)
+                counts["read" if into == payload else "wrong"] += 1
+        except TierMissError:
+            counts["missed"] += 1
+        except TierError as error:
+            counts["wrong"] += 1
+            print(error, file=sys.stderr)
+    tier.close()
+    print(json.dumps(counts | {"seconds": round(time.monotonic() - began, 2)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

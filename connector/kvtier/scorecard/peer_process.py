@@ -1,0 +1,144 @@
+"""The process of a peer, seen from outside: everything has a deadline, and nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.harness.tierd_case import environment
+
+END_SECONDS = 10.0
+QUIET = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back. ``outcome``: see ``peer_line``; "silent": nothing in time; "ended": the process."""
+
+    call: int
+    outcome: str
+    seconds: float = 0.0
+    hits: int = 0
+    wrong: int = 0
+    error: str = ""
+
+    def text(self) -> str:
+        """For a person."""
+        return f"{self.outcome} ({self.error})" if self.error else self.outcome
+
+
+class Child:
+    """Asked by one thread."""
+
+    def __init__(self, module: str, log: Path) -> None:
+        self._module, self._log = module, log
+        self._calls = itertools.count(1)
+        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**environment(), **QUIET},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="peer-reader", daemon=True)
+        self._reader.start()
+        self.version = self.setting = ""
+        self.late: list[Reply] = []
+        """Replies that came while another one was waited for."""
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(json.loads(line))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def start(self, seconds: float) -> str:
+        """Waits until it can be asked. Why it cannot; empty: it can."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                said = self._lines.get(timeout=0.2)
+            except queue.Empty:
+                if not self.alive and self._lines.empty():
+                    return f"its process ended at once: {self.last_words()}"
+                continue
+            if said.get("ready"):
+                self.version, self.setting = str(said["version"]), str(said["setting"])
+                return ""
+            return str(said.get("failed") or said)
+        return f"did not start within {seconds:g} s"
+
+    def send(self, what: str, **parts: Any) -> int:
+        """Asks; the number under which the reply comes."""
+        call = next(self._calls)
+        # Where it has ended, whoever waits for the reply sees that.
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(json.dumps({"id": call, "do": what, **parts}) + "\n")
+                self._process.stdin.flush()
+        return call
+
+    def replies(self, seconds: float) -> list[Reply]:
+        """Waits for one, and takes what else is there."""
+        found: list[Reply] = []
+        try:
+            said = self._lines.get(timeout=seconds)
+            while True:
+                found.append(Reply(said.pop("id"), **said))
+                said = self._lines.get_nowait()
+        except queue.Empty:
+            return found
+
+    def ask(self, what: str, seconds: float, **parts: Any) -> Reply:
+        """One question and its reply."""
+        call = self.send(what, **parts)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = self.replies(0.05)
+            self.late.extend(reply for reply in found if reply.call != call)
+            for reply in found:
+                if reply.call == call:
+                    return reply
+            if not self.alive and self._lines.empty():
+                return Reply(call, "ended", error=self.last_words())
+        return Reply(call, "silent")
+
+    def last_words(self) -> str:
+        """How it ended: its status and the last line of its log."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").strip().splitlines() or [""]
+        return f"status {self._process.poll()}, {lines[-1][:200]}"
+
+    def end(self) -> None:
+        """Kills it. The mount must have let go: a thread in a hung call cannot be killed."""
+        self._process.kill()
+        self._process.wait(END_SECONDS)
+        self._reader.join(END_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,389 @@
+"""The storage-level faults, put to other projects' file tiers with the harness of the scorecard: what would have happened there.
+
+A peer runs in a process of its own, over a mount of its own, and is asked as its own engine asks. For each fault objects are stored, the fault comes,
+requests with one and with two hits are loaded and new objects are stored as long as it lasts, the fault goes, and new objects are stored and loaded until
+that works. What a load gives back is compared with what was stored under its key. Objects that came back wrong, crashes and a failure to recover are
+held against a peer, as they are against KVTier; how long its loads waited is reported only, for no peer promises a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.harness.file_writers import directory_bytes
+from kvtier.scorecard.mount import FaultyMount
+from kvtier.scorecard.peer_process import Child, Reply
+from kvtier.scorecard.peer_protocol import OBJECT_BYTES
+from kvtier.scorecard.scorecard import FAIL, PASS, SKIPPED, Options
+from kvtier.scorecard.stage import BUDGET_SECONDS
+
+OBJECTS = 36
+PAUSE_SECONDS = 0.02
+STORE_PAUSE_SECONDS = 0.1
+START_SECONDS = 180.0
+FILL_SECONDS = 60.0
+SLOW_SECONDS = 20.0
+"""A load that is slow, and does not hang, is waited for this long before the fault goes."""
+RECOVERY_SECONDS = 30.0
+TRY_SECONDS = 2.0
+STORES_END_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One fault at one peer. ``wrong_bytes``: loaded objects that were said to be in order and were not. ``bytes_over_budget``: None: the peer knows no
+    capacity. ``recovery_seconds``: None: it did not."""
+
+    peer: str
+    version: str
+    fault: str
+    verdict: str
+    reason: str = ""
+    wrong_bytes: int | None = None
+    crashes: int | None = None
+    longest_wait_seconds: float | None = None
+    bytes_over_budget: int | None = None
+    recovery_seconds: float | None = None
+    loads: int = 0
+    loaded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """``module``: its process. ``capacity_bytes``: what it was told to keep below."""
+
+    name: str
+    module: str
+    capacity_bytes: int | None = None
+
+
+PEERS = (
+    Peer("vLLM fs tier", "kvtier.scorecard.peer_vllm"),
+    Peer("LMCache local disk", "kvtier.scorecard.peer_lmcache", 24 << 20),
+)
+
+
+def _objects(directory: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and path.stat().st_size == OBJECT_BYTES
+    )
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4096 + 1234)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def _each(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        for path in _objects(directory):
+            change(path)
+
+    return damage
+
+
+def _neighbours(directory: Path) -> None:
+    """Each file under the name of its neighbour."""
+    files = _objects(directory)
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+
+
+def _remove(directory: Path) -> None:
+    """Everything that is in the directory."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _errno(name: str, *calls: str) -> dict[str, dict[str, Any]]:
+    return {call: {"errno": name} for call in calls}
+
+
+WRITES = ("create", "write", "mkdir", "rename", "unlink", "truncate", "utimens")
+HANGS = ("hang-60s", "hang-for-ever")
+BY_MOUNT: dict[str, dict[str, dict[str, Any]]] = {
+    "latency-50ms": {"every": {"delay_seconds": 0.05}},
+    "latency-1s": {"every": {"delay_seconds": 1.0}},
+    "hang-60s": {"read": {"hang": True}, "write": {"hang": True}},
+    "hang-for-ever": {"every": {"hang": True}},
+    "EIO": _errno("EIO", "read", "write"),
+    "EACCES": _errno("EACCES", "open", "create", "mkdir"),
+    "EROFS": _errno("EROFS", *WRITES),
+    "ESTALE": _errno("ESTALE", "every"),
+    "ENOSPC": _errno("ENOSPC", "create", "write", "mkdir"),
+    "EDQUOT": _errno("EDQUOT", "create", "write", "mkdir"),
+    "short-reads": {"read": {"half": True}},
+    "flips-in-flight": {"read": {"flip": "payload"}},
+}
+BY_FILES: dict[str, Callable[[Path], None]] = {
+    "truncation": _each(lambda path: os.truncate(path, OBJECT_BYTES // 2)),
+    "bit-flip-payload": _each(_flip),
+    "wrong-key": _neighbours,
+    "zero-length": _each(lambda path: os.truncate(path, 0)),
+    "directory-removed": _remove,
+}
+NAMES = (*BY_MOUNT, *BY_FILES)
+"""As in the scorecard. Hangs last as long as every other fault here: a peer that knows no limit waits until they end."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    loads: int = 0
+    loaded: int = 0
+    wrong: int = 0
+    raised: list[str] = field(default_factory=list)
+    longest: float = 0.0
+    unanswered: bool = False
+    over_bytes: int = 0
+    open_stores: list[int] = field(default_factory=list)
+    """Stores that had not ended when the fault did; in the end those that never did."""
+
+
+def compare(
+    options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[Peer, ...] = PEERS
+) -> Iterator[PeerRow]:
+    """The rows, peer by peer, as they are played. ``told`` hears what begins. Everything that is made is removed."""
+    wanted = [name for name in NAMES if not options.faults or name in options.faults]
+    for peer in peers if wanted else ():
+        home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
+        try:
+            yield from _with_mount(peer, wanted, home, options, told)
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _with_mount(
+    peer: Peer, wanted: list[str], home: Path, options: Options, told: Callable[[str], None]
+) -> Iterator[PeerRow]:
+    below, point = home / "below", home / "mount"
+    below.mkdir()
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            mount = FaultyMount(below, point, home / "faults.json", home / "mount.log")
+        except OSError as error:
+            why = f"no FUSE mount can be made here: {error.strerror or error}"
+            yield from (PeerRow(peer.name, "", fault, SKIPPED, why) for fault in wanted)
+            return
+        stage = _Stage(peer, mount, home, options.seconds)
+        # The other way round: a process that hangs ends once the mount lets go.
+        stack.callback(mount.close)
+        stack.callback(stage.end)
+        for fault in wanted:
+            told(f"{peer.name}: {fault}")
+            yield stage.play(fault)
+
+
+class _Stage:
+    """One peer and its mount; a new process wherever the last one did not come through a fault unhurt."""
+
+    def __init__(self, peer: Peer, mount: FaultyMount, home: Path, seconds: float) -> None:
+        self._peer, self._mount, self._home, self._seconds = peer, mount, home, seconds
+        self._child: Child | None = None
+        self._played = 0
+        self._why_not = ""
+
+    def end(self) -> None:
+        """Lets the mount go and ends the process."""
+        self._mount.set()
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def play(self, fault: str) -> PeerRow:
+        """One fault."""
+        self._played += 1
+        first = self._played * 10_000
+        directory = self._mount.path / f"{self._played}"
+        if not self._why_not:
+            self._start()
+        if self._why_not or self._child is None:
+            return PeerRow(self._peer.name, "", fault, SKIPPED, self._why_not)
+        child, below = self._child, self._mount.source / directory.name
+        below.mkdir()
+        if (problem := _fill(child, directory, first)) is not None:
+            self.end()
+            return PeerRow(
+                self._peer.name, child.version, fault, SKIPPED, f"without any fault: {problem}"
+            )
+        seen = _Seen()
+        try:
+            if fault in BY_MOUNT:
+                self._mount.set(**BY_MOUNT[fault])
+            else:
+                BY_FILES[fault](below)
+            _Stream(child, first, below, self._peer.capacity_bytes, seen).run(
+                self._seconds, fault in HANGS
+            )
+        finally:
+            self._mount.set()
+        child.late.clear()
+        recovery = _recover(child, first + 5_000)
+        seen.open_stores = _still_open(child, seen.open_stores)
+        row = self._judge(fault, seen, recovery)
+        if row.crashes or row.recovery_seconds is None or seen.open_stores:
+            self.end()
+        shutil.rmtree(below, ignore_errors=True)
+        return row
+
+    def _start(self) -> None:
+        if self._child is not None and self._child.alive:
+            return
+        self._child = Child(self._peer.module, self._home / "peer.log")
+        self._why_not = self._child.start(START_SECONDS)
+        if self._why_not:
+            self.end()
+
+    def _judge(self, fault: str, seen: _Seen, recovery: float | None) -> PeerRow:
+        child = self._child
+        ended = child is not None and not child.alive
+        waits = f"{'at least ' if seen.unanswered else ''}{seen.longest:.2f} s"
+        problems = [
+            (seen.wrong > 0, f"{seen.wrong} objects came back wrong"),
+            (ended, f"its process ended: {child.last_words() if child is not None else ''}"),
+            (
+                bool(seen.raised),
+                f"raised into its engine {len(seen.raised)} times in {seen.loads} loads: {next(iter(seen.raised), '')}",
+            ),
+            (recovery is None and not ended, "stores and loads did not work again by themselves"),
+        ]
+        remarks = [
+            (seen.longest > BUDGET_SECONDS, f"a load waited {waits}"),
+            (bool(seen.open_stores) and not ended, f"{len(seen.open_stores)} stores never ended"),
+        ]
+        found = [text for is_so, text in problems if is_so]
+        return PeerRow(
+            self._peer.name,
+            child.version if child is not None else "",
+            fault,
+            FAIL if found else PASS,
+            "; ".join(found + [text for is_so, text in remarks if is_so]),
+            wrong_bytes=seen.wrong,
+            crashes=len(seen.raised) + ended,
+            longest_wait_seconds=round(seen.longest, 3),
+            bytes_over_budget=None if self._peer.capacity_bytes is None else seen.over_bytes,
+            recovery_seconds=None if recovery is None else round(recovery, 2),
+            loads=seen.loads,
+            loaded=seen.loaded,
+        )
+
+
+def _fill(child: Child, directory: Path, first: int) -> str | None:
+    """Opens the directory and stores what will be loaded. What went wrong; None: nothing."""
+    if (reply := child.ask("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
+        return f"cannot open its directory: {reply.text()}"
+    deadline = time.monotonic() + FILL_SECONDS
+    for number in range(first, first + OBJECTS):
+        reply = child.ask("store", deadline - time.monotonic(), number=number)
+        if reply.outcome != "stored":
+            return f"a store was {reply.text()}"
+    reply = child.ask("load", deadline - time.monotonic(), numbers=[first, first + 1])
+    if reply.outcome != "loaded" or reply.hits != 2 or reply.wrong:
+        return f"a load was {reply.text()}, {reply.hits} of 2 hits"
+    return None
+
+
+class _Stream:
+    """What is asked of a peer while a fault is there: one load at a time, and stores beside it."""
+
+    def __init__(
+        self, child: Child, first: int, below: Path, capacity: int | None, seen: _Seen
+    ) -> None:
+        self._child, self._first, self._below, self._capacity, self._seen = (
+            child,
+            first,
+            below,
+            capacity,
+            seen,
+        )
+        self._turn = 2
+        self._stores: list[int] = []
+
+    def run(self, seconds: float, hangs: bool) -> None:
+        """For so long; a load that is slow is waited for."""
+        begun = time.monotonic()
+        next_store, load, asked = begun, None, begun
+        while self._child.alive:
+            now = time.monotonic()
+            over = now - begun > seconds
+            if over and (load is None or hangs or now - begun > seconds + SLOW_SECONDS):
+                break
+            if load is None:
+                load, asked = self._load(), now
+            if not over and now > next_store and len(self._stores) < 8:
+                number = self._first + OBJECTS + len(self._stores) + int((now - begun) * 1000)
+                self._stores.append(self._child.send("store", number=number))
+                next_store = now + STORE_PAUSE_SECONDS
+            for reply in self._child.replies(PAUSE_SECONDS):
+                self._note(reply)
+                if reply.call == load:
+                    load = None
+                elif reply.call in self._stores:
+                    self._stores.remove(reply.call)
+            self._sample()
+        if load is not None and self._child.alive:
+            self._seen.unanswered = True
+            self._seen.longest = max(self._seen.longest, time.monotonic() - asked)
+        self._seen.open_stores = self._stores
+
+    def _load(self) -> int:
+        """A request with one hit, then one with two."""
+        count = 1 + self._seen.loads % 2
+        self._seen.loads += 1
+        numbers = [self._first + (self._turn + place) % OBJECTS for place in range(count)]
+        self._turn += count
+        return self._child.send("load", numbers=numbers)
+
+    def _note(self, reply: Reply) -> None:
+        if reply.outcome == "raised":
+            self._seen.raised.append(reply.error)
+        if reply.outcome == "loaded":
+            self._seen.loaded += bool(reply.hits)
+            self._seen.wrong += reply.wrong
+            self._seen.longest = max(self._seen.longest, reply.seconds)
+
+    def _sample(self) -> None:
+        if self._capacity is not None:
+            self._seen.over_bytes = max(
+                self._seen.over_bytes, directory_bytes(self._below) - self._capacity
+            )
+
+
+def _still_open(child: Child, stores: list[int]) -> list[int]:
+    """Those that are not answered a moment after everything works again."""
+    deadline = time.monotonic() + STORES_END_SECONDS
+    while stores and child.alive and time.monotonic() < deadline:
+        child.late.extend(child.replies(PAUSE_SECONDS))
+        stores = [call for call in stores if all(reply.call != call for reply in child.late)]
+    return stores
+
+
+def _recover(child: Child, first: int) -> float | None:
+    """Until an object that was not there before is stored and loaded."""
+    begun = time.monotonic()
+    number = first
+    while child.alive and time.monotonic() - begun < RECOVERY_SECONDS:
+        number += 1
+        if child.ask("store", TRY_SECONDS, number=number).outcome != "stored":
+            continue
+        reply = child.ask("load", TRY_SECONDS, numbers=[number])
+        if reply.outcome == "loaded" and reply.hits == 1 and not reply.wrong:
+            return time.monotonic() - begun
+    return None

@@ -1,0 +1,109 @@
+"""A real ext4 on a loop device, too small for what the tier may hold, or mounted read-only while it is used. Needs root and loop devices."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.scorecard.stage import KEYS, Measured, Stage
+
+MEANS = "ext4 on a loop device"
+SIZE_BYTES = 16 << 20
+NAMES = ("full-disk", "read-only-disk")
+
+
+class NoDiskError(Exception):
+    """None can be had here, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A mounted file system."""
+
+    path: Path
+
+    def remount(self, mode: str) -> None:
+        """``ro`` or ``rw``."""
+        for _ in range(40):
+            done = subprocess.run(
+                ["mount", "-o", f"remount,{mode}", str(self.path)], capture_output=True, check=False
+            )
+            if done.returncode == 0:
+                return
+            time.sleep(0.1)  # a file is open for writing at this moment
+        raise OSError(f"remount,{mode}: {done.stderr.decode(errors='replace').strip()}")
+
+
+@contextmanager
+def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -> Iterator[Disk]:
+    """A small file system of ``kind`` (ext4 or xfs) for the time of a block. Raises ``NoDiskError``."""
+    maker = shutil.which(
+        f"mkfs.{kind}",
+        path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")),
+    )
+    if maker is None:
+        raise NoDiskError(f"mkfs.{kind} is not installed")
+    if os.geteuid() != 0:
+        raise NoDiskError("mounting a loop device needs root")
+    image, path = directory / "disk.img", directory / "disk"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    path.mkdir()
+    for command in (
+        [maker, "-q", *(["-F"] if kind == "ext4" else []), str(image)],
+        ["mount", "-o", "loop", str(image), str(path)],
+    ):
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode != 0:
+            raise NoDiskError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()}")
+    try:
+        yield Disk(path)
+    finally:
+        for options in ([], ["-l"]):
+            if (
+                subprocess.run(
+                    ["umount", *options, str(path)], capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
+                break
+            time.sleep(0.5)
+
+
+def full(stage: Stage, _: Disk, seconds: float, measured: Measured) -> None:
+    """The file system is smaller than the tier's capacity."""
+    end = time.monotonic() + seconds
+    number = KEYS
+    while time.monotonic() < end:
+        number += 1
+        stage.wait(lambda: stage.engine.can_store, "a free slot", 1)
+        stage.store(number, 0.5)
+    stage.stream(seconds, measured)
+    # Nothing has to be taken away: eviction makes room.
+    measured.recovery_seconds = stage.recover()
+
+
+def read_only(stage: Stage, disk: Disk, seconds: float, measured: Measured) -> None:
+    """Mounted read-only while it is used, as a kernel does after an error."""
+    for number in range(24):
+        stage.wait(lambda: stage.engine.can_store, "a free slot", 1)
+        stage.store(number, 0.5)
+    stage.engine.wait_for(lambda: sum(stage.filed(number) for number in range(24)) > 8, 10)
+    disk.remount("ro")
+    try:
+        stage.stream(seconds, measured)
+    finally:
+        disk.remount("rw")
+    measured.recovery_seconds = stage.recover()
+
+
+PLAYS: dict[str, Callable[[Stage, Disk, float, Measured], None]] = {
+    "full-disk": full,
+    "read-only-disk": read_only,
+}

@@ -1,0 +1,282 @@
+"""The host pool, cut into slots.
+
+Each slot size (geometry of a group) has a *class*. A class takes *segments* from the pool, runs of equal slots; what is
+left between segments is *room* for further ones, joined again when a segment is dissolved. So engines with different
+geometries, one after the other or side by side, share one pool, and a pool that serves one geometry wastes less than
+one slot.
+
+This file knows states and bytes, not why a slot is in a state; it never decides who has to give one up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvtier.store.slot_table import SlotPlace
+from kvtier.store.state import Segment, Slot, SlotClass, SlotState
+from kvtier.store.types import Accounts
+from kvtier.tiers.base import ALIGNMENT_BYTES, aligned
+
+SEGMENTS_PER_POOL = 32
+"""A segment is about this fraction of the pool: small enough to move between classes, large enough to be few."""
+
+
+class SlotPool:
+    """All slots and their accounts. Owner's thread only."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.pool_bytes = pool_bytes
+        self.classes: dict[int, SlotClass] = {}
+        self._slots: dict[int, Slot] = {}
+        usable = pool_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._room: dict[int, int] = {0: usable} if usable else {}
+        self._bytes = [0] * len(SlotState)
+
+    def slot_class(self, slot_bytes: int) -> SlotClass:
+        """The class for objects of ``slot_bytes``, made on first use."""
+        size = aligned(slot_bytes)
+        found = self.classes.get(size)
+        if found is None:
+            found = self.classes[size] = SlotClass(size)
+        return found
+
+    def at(self, offset: int) -> Slot | None:
+        """The slot that starts at ``offset``, if there is one."""
+        return self._slots.get(offset)
+
+    def take(
+        self, kind: SlotClass, state: SlotState, owner: str = "", group: int = -1
+    ) -> Slot | None:
+        """A free slot, put into ``state``; None if the class has none and can get no segment without an eviction."""
+        if not kind.free and not self._grow(kind):
+            return None
+        _, slot = kind.free.popitem()
+        slot.segment.free -= 1
+        size = kind.slot_bytes
+        self._bytes[SlotState.FREE] -= size
+        self._bytes[state] += size
+        slot.state, slot.owner, slot.group = state, owner, group
+        return slot
+
+    def move(self, slot: Slot, state: SlotState, owner: str = "") -> None:
+        """Puts a slot that is in use into another use."""
+        size = slot.segment.kind.slot_bytes
+        self._bytes[slot.state] -= size
+        self._bytes[state] += size
+        if not slot.segment.draining:
+            slot.segment.kind.leaving += (state is SlotState.LEAVING) - (
+                slot.state is SlotState.LEAVING
+            )
+        slot.state, slot.owner = state, owner
+
+    def release(self, slot: Slot) -> None:
+        """Makes a slot free. The caller has made sure that nobody reads or writes it any more."""
+        self.move(slot, SlotState.FREE)
+        slot.group = -1
+        segment = slot.segment
+        segment.free += 1
+        if not segment.draining:
+            segment.kind.free[slot.offset] = slot
+
+    def restore(
+        self, offset: int, slot_bytes: int, segment_start: int, segment_slots: int
+    ) -> Slot | None:
+        """The slot at ``offset`` as committed, in the segment that it belonged to in the pool's last life; None where that does not
+        fit what is there already, or the pool."""
+        if (
+            slot_bytes <= 0
+            or segment_slots <= 0
+            or slot_bytes % ALIGNMENT_BYTES
+            or segment_start % ALIGNMENT_BYTES
+        ):
+            return None
+        kind = self.slot_class(slot_bytes)
+        segment = kind.segments.get(segment_start)
+        if segment is None:
+            segment = self._cut(kind, segment_start, segment_slots)
+        if segment is None or len(segment.slots) != segment_slots or segment.draining:
+            return None
+        slot = kind.free.get(offset)
+        if slot is None or slot.segment is not segment:
+            return None
+        del kind.free[offset]
+        segment.free -= 1
+        self.move(slot, SlotState.COMMITTED)
+        return slot
+
+    @staticmethod
+    def place(slot: Slot) -> SlotPlace:
+        """Where the slot is, as ``restore`` takes it."""
+        segment = slot.segment
+        return SlotPlace(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
+
+    def available(self, kind: SlotClass) -> int:
+        """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free
+        segments."""
+        size = kind.slot_bytes
+        found = len(kind.free) + sum(room // size for room in self._room.values())
+        for other in self.classes.values():
+            if other is not kind and other.free:
+                whole = (
+                    s for s in other.segments.values() if s.free == len(s.slots) and not s.draining
+                )
+                found += sum(s.bytes // size for s in whole)
+        return found
+
+    def accounts(self) -> Accounts:
+        """Bytes by use. Of unused room, what the smallest known slots fill is free, and the rest unusable."""
+        smallest = min(self.classes, default=ALIGNMENT_BYTES)
+        usable_room = sum(size // smallest * smallest for size in self._room.values())
+        of = self._bytes
+        used = sum(of)
+        return Accounts(
+            pool_bytes=self.pool_bytes,
+            free=of[SlotState.FREE] + usable_room,
+            granted=of[SlotState.GRANTED],
+            reserved=of[SlotState.RESERVED],
+            reading=of[SlotState.READING],
+            committed=of[SlotState.COMMITTED],
+            quarantined=of[SlotState.QUARANTINED],
+            leaving=of[SlotState.LEAVING],
+            unusable=self.pool_bytes - used - usable_room,
+        )
+
+    def draining(self) -> list[Segment]:
+        """Segments on their way back to the pool."""
+        return [s for kind in self.classes.values() for s in kind.segments.values() if s.draining]
+
+    def slots(self) -> Iterator[Slot]:
+        """Every slot there is at present."""
+        return iter(self._slots.values())
+
+    def drain(
+        self,
+        kind: SlotClass,
+        may_move: Callable[[Slot], bool],
+        may_take: Callable[[SlotClass], bool],
+    ) -> list[Segment]:
+        """Chooses neighbouring segments of classes that ``may_take`` allows, wide enough for a slot of ``kind``, all of
+        whose slots are free or ``may_move``, and marks them draining: their slots are not handed out any more.
+
+        Among the choices, that with the fewest slots to empty wins, ties to the lowest offset. Empty: there is none.
+        """
+        pieces: list[tuple[int, int, Segment | None]] = [
+            (start, size, None) for start, size in self._room.items()
+        ]
+        for other in self.classes.values():
+            pieces += [(start, segment.bytes, segment) for start, segment in other.segments.items()]
+        pieces.sort(key=lambda piece: piece[0])
+        best: list[Segment] | None = None
+        best_cost = -1
+        run: list[tuple[int, Segment | None, int]] = []
+        end = -1
+        for start, size, segment in pieces:
+            cost = self._cost_of_emptying(segment, kind, may_move, may_take)
+            if cost is None or start != end:
+                run = []
+            if cost is not None:
+                run.append((size, segment, cost))
+            end = start + size
+            while sum(piece[0] for piece in run) >= kind.slot_bytes:
+                total = sum(piece[2] for piece in run)
+                segments = [piece[1] for piece in run if piece[1] is not None]
+                if segments and (best is None or total < best_cost):
+                    best, best_cost = segments, total
+                run = run[1:]
+        if best is None:
+            return []
+        for segment in best:
+            self._set_draining(segment, True)
+        return best
+
+    def finish_draining(self, kind: SlotClass) -> bool:
+        """If all draining segments are empty, makes one of ``kind`` of them; whether it did."""
+        draining = self.draining()
+        if not draining or any(segment.free < len(segment.slots) for segment in draining):
+            return False
+        for segment in draining:
+            self._dissolve(segment)
+        return self._grow(kind)
+
+    def stop_draining(self) -> None:
+        """The draining segments stay what they are."""
+        for segment in self.draining():
+            self._set_draining(segment, False)
+
+    def _cost_of_emptying(
+        self,
+        segment: Segment | None,
+        kind: SlotClass,
+        may_move: Callable[[Slot], bool],
+        may_take: Callable[[SlotClass], bool],
+    ) -> int | None:
+        if segment is None:
+            return 0
+        if segment.draining or segment.kind is kind or not may_take(segment.kind):
+            return None
+        busy = [slot for slot in segment.slots if slot.state is not SlotState.FREE]
+        return len(busy) if all(map(may_move, busy)) else None
+
+    def _set_draining(self, segment: Segment, draining: bool) -> None:
+        kind = segment.kind
+        segment.draining = draining
+        for slot in segment.slots:
+            if slot.state is SlotState.LEAVING:
+                kind.leaving += -1 if draining else 1
+            elif slot.state is SlotState.FREE and draining:
+                del kind.free[slot.offset]
+            elif slot.state is SlotState.FREE:
+                kind.free[slot.offset] = slot
+
+    def _grow(self, kind: SlotClass) -> bool:
+        """Cuts a segment for ``kind`` out of the first room that fits one, wholly free segments of other classes
+        included."""
+        if not any(size >= kind.slot_bytes for size in self._room.values()):
+            for other in self.classes.values():
+                if other is not kind:
+                    for segment in [
+                        s
+                        for s in other.segments.values()
+                        if s.free == len(s.slots) and not s.draining
+                    ]:
+                        self._set_draining(segment, True)
+                        self._dissolve(segment)
+        for start in sorted(self._room):
+            size = self._room[start]
+            if size >= kind.slot_bytes:
+                wanted = max(1, self.pool_bytes // SEGMENTS_PER_POOL // kind.slot_bytes)
+                return self._cut(kind, start, min(wanted, size // kind.slot_bytes)) is not None
+        return False
+
+    def _cut(self, kind: SlotClass, start: int, count: int) -> Segment | None:
+        """Makes a segment in unused room; None where there is not that much at ``start``."""
+        end = start + count * kind.slot_bytes
+        for room, size in self._room.items():
+            if room <= start and end <= room + size:
+                break
+        else:
+            return None
+        segment = Segment(start, kind, count)
+        del self._room[room]
+        if room < start:
+            self._room[room] = start - room
+        if end < room + size:
+            self._room[end] = room + size - end
+        kind.segments[start] = segment
+        self._bytes[SlotState.FREE] += segment.bytes
+        for slot in reversed(segment.slots):
+            self._slots[slot.offset] = kind.free[slot.offset] = slot
+        return segment
+
+    def _dissolve(self, segment: Segment) -> None:
+        del segment.kind.segments[segment.start]
+        for slot in segment.slots:
+            del self._slots[slot.offset]
+        self._bytes[SlotState.FREE] -= segment.bytes
+        start, size = segment.start, segment.bytes
+        for other in sorted(self._room):
+            if other + self._room[other] == start:
+                start, size = other, size + self._room.pop(other)
+            elif other == start + size:
+                size += self._room.pop(other)
+        self._room[start] = size

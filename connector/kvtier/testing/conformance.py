@@ -1,0 +1,267 @@
+"""What every tier must do, as a class of tests to inherit from.
+
+class TestMyTier(TierSuite):
+def make(self, tmp_path): return MyTier(...)
+def damage(self, tier, ref, tmp_path): ...    # change one stored byte of the object, below the tier
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError
+from kvtier.tiers.base import ObjectMeta, ObjectRef, Tier, TierLimits, aligned
+from kvtier.tiers.checksum import preferred
+
+NAMESPACE = "0123456789abcdef" * 2
+
+
+def buffer(size_bytes: int) -> memoryview:
+    """Page-aligned memory, as slots are."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def make_object(
+    seed: int, shards: tuple[int, ...] = (8_192,)
+) -> tuple[ObjectRef, memoryview, ObjectMeta]:
+    """An object whose bytes follow from ``seed``, in a slot of its own."""
+    payload = buffer(sum(aligned(size) for size in shards))
+    checksum, digests, start = preferred(), [], 0
+    for number, size in enumerate(shards):
+        pattern = (seed * 64 + number).to_bytes(8, "little")
+        payload[start : start + size] = (pattern * (size // 8 + 1))[:size]
+        digests.append(checksum.digest(payload[start : start + size]))
+        start += aligned(size)
+    ref = ObjectRef(NAMESPACE, bytes([0]) + seed.to_bytes(32, "big"))
+    return ref, payload, ObjectMeta(shards, checksum.kind, tuple(digests))
+
+
+class TierSuite:
+    """Inherit, and give ``make`` and ``damage``."""
+
+    small_capacity_bytes = 256 * 1024
+
+    def make(self, tmp_path: Path) -> Tier:
+        """A new, unopened tier over ``tmp_path``; the same path gives the same storage."""
+        raise NotImplementedError
+
+    def damage(self, tier: Tier, ref: ObjectRef, tmp_path: Path) -> None:
+        """Changes one byte of a stored object below the tier."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def changes(self) -> list[tuple[str, bytes, bool]]:
+        """What the tier announced."""
+        return []
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, changes: list[tuple[str, bytes, bool]]) -> Tier:
+        """An open tier."""
+        tier = self.make(tmp_path)
+        tier.open(lambda *change: changes.append(change))
+        return tier
+
+    @pytest.mark.parametrize(
+        "shards", [(4_096,), (8_192, 8_192), (1,), (5_000, 4_096, 4_097), (1 << 20,)]
+    )
+    def test_what_is_written_is_read(self, tier: Tier, shards: tuple[int, ...]) -> None:
+        ref, payload, meta = make_object(7, shards)
+        tier.write(ref, payload, meta)
+        into = buffer(payload.nbytes)
+        assert tier.contains(ref)
+        assert tier.read(ref, into) == meta
+        start = 0
+        for size in shards:
+            assert into[start : start + size] == payload[start : start + size]
+            start += aligned(size)
+
+    def test_what_is_not_there_is_a_miss(self, tier: Tier) -> None:
+        ref, payload, _ = make_object(1)
+        assert not tier.contains(ref)
+        assert not tier.probe(ref)
+        with pytest.raises(TierMissError):
+            tier.read(ref, payload)
+
+    def test_changes_are_announced(
+        self, tier: Tier, changes: list[tuple[str, bytes, bool]]
+    ) -> None:
+        ref, payload, meta = make_object(2)
+        tier.write(ref, payload, meta)
+        tier.delete(ref)
+        assert changes == [(ref.namespace, ref.key, True), (ref.namespace, ref.key, False)]
+        assert not tier.contains(ref)
+        assert tier.usage().objects == 0
+
+    def test_writing_again_and_deleting_again_succeed(self, tier: Tier) -> None:
+        ref, payload, meta = make_object(3)
+        tier.write(ref, payload, meta)
+        tier.write(ref, payload, meta)
+        assert tier.usage().objects == 1
+        tier.delete(ref)
+        tier.delete(ref)
+
+    def test_an_object_of_another_size_is_not_believed(self, tier: Tier) -> None:
+        ref, payload, meta = make_object(4, (8_192,))
+        tier.write(ref, payload, meta)
+        with pytest.raises(TierCorruptError):
+            tier.read(ref, buffer(4_096))
+
+    def test_a_damaged_object_is_found_out_and_gone(
+        self, tier: Tier, tmp_path: Path, changes: list[tuple[str, bytes, bool]]
+    ) -> None:
+        ref, payload, meta = make_object(5)
+        tier.write(ref, payload, meta)
+        self.damage(tier, ref, tmp_path)
+        with pytest.raises(TierCorruptError):
+            tier.read(ref, payload)
+        assert not tier.contains(ref)
+        assert changes[-1] == (ref.namespace, ref.key, False)
+        with pytest.raises(TierMissError):
+            tier.read(ref, payload)
+
+    def test_namespaces_do_not_share(self, tier: Tier) -> None:
+        ref, payload, meta = make_object(6)
+        tier.write(ref, payload, meta)
+        other = ObjectRef("f" * 32, ref.key)
+        assert not tier.contains(other)
+        with pytest.raises(TierMissError):
+            tier.read(other, payload)
+        assert list(tier.keys(ref.namespace)) == [ref.key]
+        assert list(tier.keys(other.namespace)) == []
+
+    def test_the_budget_is_kept(self, tier: Tier) -> None:
+        tier.configure(TierLimits(self.small_capacity_bytes, 90, 50))
+        refused = 0
+        for seed in range(100):
+            try:
+                tier.write(*make_object(seed))
+            except TierNoSpaceError:
+                refused += 1
+            assert tier.usage().used_bytes <= self.small_capacity_bytes
+        assert tier.usage().objects > 0 or refused
+
+    def test_an_object_larger_than_the_budget_is_refused(self, tier: Tier) -> None:
+        tier.configure(TierLimits(self.small_capacity_bytes, 90, 50))
+        tier.write(*make_object(0))
+        with pytest.raises(TierNoSpaceError):
+            tier.write(*make_object(1, (self.small_capacity_bytes + 1,)))
+        # No eviction helps, so nothing may go for what cannot come.
+        assert tier.contains(make_object(0)[0])
+
+    def test_what_persists_is_there_after_a_restart(self, tier: Tier, tmp_path: Path) -> None:
+        if not tier.capabilities.persistent:
+            return
+        for seed in range(5):
+            tier.write(*make_object(seed))
+        used = tier.usage()
+        tier.close()
+        again, found = self.make(tmp_path), []
+        again.open(lambda *change: found.append(change))
+        assert again.usage().objects == used.objects
+        assert len(found) == 5
+        ref, payload, meta = make_object(3)
+        into = buffer(payload.nbytes)
+        assert again.read(ref, into) == meta
+        assert into == payload
+
+    def test_many_threads_at_once(self, tier: Tier) -> None:
+        objects = [make_object(seed) for seed in range(40)]
+        failures: list[Exception] = []
+
+        def work(offset: int) -> None:
+            into = buffer(objects[0][1].nbytes)
+            try:
+                for number in range(len(objects)):
+                    ref, payload, meta = objects[(number + offset) % len(objects)]
+                    tier.write(ref, payload, meta)
+                    tier.read(ref, into)
+                    if into != payload:
+                        raise ValueError(f"wrong bytes for {ref.key.hex()}")
+            except (TierError, ValueError) as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(10 * number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+        assert tier.usage().objects == len(objects)
+
+    def test_several_threads_may_write_delete_and_read_one_object_at_once(self, tier: Tier) -> None:
+        ref, payload, meta = make_object(1)
+        begin = threading.Barrier(4)
+        failures: list[Exception] = []
+
+        def work(deleting: bool) -> None:
+            # Memory of its own: a tier may clear the padding of what it writes.
+            mine, into = buffer(payload.nbytes), buffer(payload.nbytes)
+            mine[:] = payload
+            begin.wait(60)
+            for _ in range(20):
+                try:
+                    tier.write(ref, mine, meta)
+                    if deleting:
+                        tier.delete(ref)
+                    tier.read(ref, into)
+                    if into != payload:
+                        raise ValueError("wrong bytes")
+                except TierMissError:
+                    continue
+                except (TierError, ValueError) as error:
+                    failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number == 0,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+        tier.delete(ref)
+        assert tier.usage().objects == 0
+
+    def test_a_snapshot_of_keys_is_not_disturbed_by_changes(self, tier: Tier) -> None:
+        objects = [make_object(seed) for seed in range(4)]
+        for each in objects:
+            tier.write(*each)
+        snapshot = tier.keys(NAMESPACE)
+        seen = [next(snapshot)]
+        for each in objects:
+            tier.delete(each[0])
+        seen.extend(snapshot)
+        assert sorted(seen) == sorted(each[0].key for each in objects)
+
+    def test_touching_what_is_not_there_is_ignored(
+        self, tier: Tier, changes: list[tuple[str, bytes, bool]]
+    ) -> None:
+        tier.touch(make_object(1)[0])
+        assert tier.usage().objects == 0
+        assert changes == []
+
+    def test_the_check_passes_and_leaves_nothing(self, tier: Tier) -> None:
+        before = tier.usage()
+        tier.check()
+        assert tier.usage() == before
+
+    def test_maintaining_an_idle_tier_changes_nothing(self, tier: Tier) -> None:
+        tier.write(*make_object(1))
+        before = tier.usage()
+        tier.maintain()
+        assert tier.usage() == before
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    """Flips one bit of a file, in place."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(descriptor, 1, offset)[0]
+        os.pwrite(descriptor, bytes([byte ^ 1 << bit]), offset)
+    finally:
+        os.close(descriptor)

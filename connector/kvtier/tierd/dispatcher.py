@@ -1,0 +1,252 @@
+"""Between sessions and store: what engines say becomes calls, what the store says becomes messages.
+
+Loop's thread only. Nothing here knows sockets: ``send`` takes a message for a route.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from kvtier.errors import KVTierError
+from kvtier.store.cost_model import Prefill, PrefixCost
+from kvtier.store.store import TierStore
+from kvtier.store.types import (
+    CreditsGranted,
+    KeysEvicting,
+    LoadAnnounced,
+    PresenceChanged,
+    PromotionEnded,
+    StoreCounters,
+    StoreEvent,
+    TiersUsable,
+)
+from kvtier.tierd.replication import ReplicaPublisher
+from kvtier.tierd.sessions import EngineSessions, Session
+from kvtier.tierd.wire import (
+    Abort,
+    Cancel,
+    Credits,
+    Deliver,
+    Drained,
+    EvictionAck,
+    FromEngine,
+    Load,
+    LoadReady,
+    LoadReleased,
+    Message,
+    Promote,
+    Promoted,
+    Ready,
+    Reserve,
+    ResetCache,
+    Resync,
+)
+
+
+def _shape(message: Promote) -> PrefixCost | None:
+    """What a promotion says about its prompt."""
+    if not message.ends:
+        return None
+    prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
+    return PrefixCost(message.start_tokens, message.ends, prefill, message.waited_seconds)
+
+
+class Dispatcher:
+    """See the module's text. ``describe(namespace, text)`` is told what a namespace that lower tiers will hold stands for."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        pool_bytes: int,
+        send: Callable[[bytes, Message], None],
+        counters: StoreCounters,
+        describe: Callable[[str, str], None],
+    ) -> None:
+        self.store = store
+        self.stopping = False
+        """Nothing is reserved any more."""
+        self._pool_bytes = pool_bytes
+        self._send = send
+        self._counters = counters
+        self._describe = describe
+        self._feeds = ReplicaPublisher(send, store.presence, store.left, lambda: store.usable_bits)
+        self._engines: dict[str, EngineSessions] = {}
+
+    # Engines.
+
+    def open(self, engine: EngineSessions, now: float) -> None:
+        """Opens an engine in the store and tells its members. Raises ``KVTierError``."""
+        info, scheduler = engine.info, engine.scheduler
+        if info is None or scheduler is None:
+            raise KVTierError("the engine is not described")
+        largest = max(info.slot_bytes)
+        if largest > self._pool_bytes:
+            raise KVTierError(
+                f"an object has {largest} bytes, the host pool {self._pool_bytes}; the memory tier is too small"
+            )
+        self._pass_on(self.store.take_events(), now)
+        self.store.open_engine(info)
+        self._engines[engine.name] = engine
+        if info.persistent:
+            self._describe(info.namespace, engine.canonical)
+        self._announce(engine, scheduler, now)
+
+    def close(self, engine: EngineSessions, proven: bool) -> None:
+        """Closes an engine in the store."""
+        self._engines.pop(engine.name, None)
+        # The sessions see whether the processes live, and for how long those that cannot be seen are waited for.
+        self.store.close_engine(engine.name, proven, expires=False)
+
+    def dropped(self, route: bytes) -> None:
+        """A session is not there any more."""
+        self._feeds.stop(route)
+
+    def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
+        info = engine.info
+        if info is None:
+            return
+        ready = Ready(
+            namespace=info.namespace, slot_bytes=info.slot_bytes, persistent=info.persistent
+        )
+        for member in engine.members():
+            self._send(member.route, ready)
+        self._start_feed(engine, scheduler, now)
+
+    def _start_feed(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
+        if engine.info is not None:
+            self._pass_on(self.store.take_events(), now)
+            self._feeds.start(scheduler.route, engine.info.namespace)
+
+    def _reset(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
+        if engine.info is None:
+            return
+        self._pass_on(self.store.take_events(), now)
+        engine.info = replace(engine.info, namespace=secrets.token_hex(16), persistent=False)
+        self.store.reset_engine(engine.name, engine.info.namespace)
+        self._counters.add("engines_reset")
+        self._announce(engine, scheduler, now)
+
+    # What engines say.
+
+    def act(
+        self, session: Session, engine: EngineSessions, message: FromEngine, now: float
+    ) -> None:
+        """Does what a message of a session asks for."""
+        if session.is_scheduler:
+            self._act_for_scheduler(session, engine, message, now)
+        else:
+            self._act_for_worker(session, engine, message)
+
+    def _act_for_scheduler(
+        self, session: Session, engine: EngineSessions, message: FromEngine, now: float
+    ) -> None:
+        name, store = engine.name, self.store
+        if isinstance(message, EvictionAck):
+            self._feeds.acknowledged(session.route, message.token)
+        elif not engine.open:
+            self._counters.add("messages_while_not_open", "", type(message).__name__)
+            if isinstance(message, Promote):
+                # Every promotion is answered exactly once.
+                self._send(
+                    session.route, Promoted(promotion=message.promotion, usable=0, outcome="failed")
+                )
+        elif isinstance(message, Reserve):
+            if self.stopping:
+                self._counters.add("reservations_while_stopping", "", "", len(message.items))
+                return
+            for reservation, group, key, slot in message.items:
+                store.reserve(name, reservation, group, key, slot)
+        elif isinstance(message, Promote):
+            store.promote(
+                name, message.promotion, message.keys, message.budget_seconds, _shape(message)
+            )
+        elif isinstance(message, Cancel):
+            store.cancel(name, message.promotion)
+        elif isinstance(message, Load):
+            store.load(name, message.load, message.promotion, message.keys, message.ranks)
+        elif isinstance(message, Resync):
+            self._counters.add("resyncs")
+            self._start_feed(engine, session, now)
+        elif isinstance(message, ResetCache):
+            self._reset(engine, session, now)
+        else:
+            self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
+
+    def _act_for_worker(
+        self, session: Session, engine: EngineSessions, message: FromEngine
+    ) -> None:
+        rank, name = session.hello.rank, engine.name
+        if isinstance(message, Drained):
+            return
+        if not engine.open:
+            self._counters.add("messages_while_not_open", "", type(message).__name__)
+        elif isinstance(message, Deliver):
+            for reservation in message.reservations:
+                self.store.deliver(name, rank, reservation)
+        elif isinstance(message, Abort):
+            for reservation in message.reservations:
+                self.store.abort(name, rank, reservation)
+        elif isinstance(message, LoadReleased):
+            self.store.loaded(name, rank, message.load)
+        else:
+            self._counters.add("protocol_violations", "", f"worker_{type(message).__name__}")
+
+    # What the store says.
+
+    def turn(self, now: float) -> bool:
+        """Lets the store go on and passes on what it says. True: there is more to send."""
+        self.store.pump()
+        self._pass_on(self.store.take_events(), now)
+        return self._feeds.turn(now)
+
+    def _pass_on(self, events: Iterable[StoreEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, PresenceChanged):
+                self._feeds.changed(event.namespace, event.key, event.bits, event.present)
+            elif isinstance(event, KeysEvicting):
+                self._feeds.leaving(event.namespace, event.token, event.keys, now)
+            elif isinstance(event, TiersUsable):
+                self._feeds.usable()
+                self._describe_all()
+            elif isinstance(event, LoadAnnounced):
+                self._slots(event)
+            else:
+                self._to_scheduler(event)
+
+    def _describe_all(self) -> None:
+        """A tier that can be used only now could not be told when the engines opened."""
+        for engine in self._engines.values():
+            if engine.info is not None and engine.info.persistent:
+                self._describe(engine.info.namespace, engine.canonical)
+
+    def _to_scheduler(self, event: CreditsGranted | PromotionEnded) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is None or engine.scheduler is None:
+            return
+        route = engine.scheduler.route
+        if isinstance(event, CreditsGranted):
+            self._send(route, Credits(group=event.group, slots=event.slots))
+            return
+        # A scheduler that is told of a promotion must find its keys in the replica.
+        self._feeds.flush()
+        self._send(
+            route,
+            Promoted(
+                promotion=event.promotion,
+                usable=event.usable,
+                outcome=event.outcome.value,
+                tiers=event.tiers,
+            ),
+        )
+
+    def _slots(self, event: LoadAnnounced) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is None:
+            return
+        message = LoadReady(load=event.load, slots=event.slots, tiers=event.tiers)
+        for rank in event.ranks:
+            worker = engine.workers.get(rank)
+            if worker is not None:
+                self._send(worker.route, message)

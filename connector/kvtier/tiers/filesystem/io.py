@@ -1,0 +1,155 @@
+"""Reading and writing whole files, past the page cache where the mount allows it.
+
+Object bytes are read once and then live in the host pool: caching them a second time costs memory that the engine's pod is charged for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierMissError,
+    TierNoSpaceError,
+    TierUnavailableError,
+)
+from kvtier.tiers.base import ALIGNMENT_BYTES
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""There is no room for more, or nothing may be changed; what is there can be read."""
+GONE = (errno.ENOENT, errno.ESTALE)
+"""What was there is not any more: a path that is not, or (NFS, FUSE) a handle that has gone stale because somebody else has removed or
+replaced what it was for, or a directory above it."""
+
+
+def tier_error(error: OSError, what: str) -> TierError:
+    """The one place where what an operating system says becomes what a tier says."""
+    text = f"{what}: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
+    if error.errno == errno.ENOENT:
+        return TierMissError(text)
+    if error.errno in NO_SPACE:
+        return TierNoSpaceError(text)
+    return TierUnavailableError(text)
+
+
+def is_aligned(buffer: memoryview) -> bool:
+    """Whether direct I/O can use this memory."""
+    if buffer.nbytes % ALIGNMENT_BYTES:
+        return False
+    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data if buffer.nbytes else 0
+    return address % ALIGNMENT_BYTES == 0
+
+
+def direct_io_supported(directory: Path) -> bool:
+    """Whether files below ``directory`` can be written and read with O_DIRECT. Raises ``OSError`` if not even a plain file can."""
+    path = directory / f".probe-direct-{os.getpid()}-{os.urandom(4).hex()}"
+    page = mmap.mmap(-1, ALIGNMENT_BYTES)
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        if not _O_DIRECT:
+            return False
+        try:
+            descriptor = os.open(path, os.O_RDWR | _O_DIRECT)
+            try:
+                page[:4] = b"kvtd"
+                written = os.pwrite(descriptor, page, 0)
+                page[:4] = b"\0\0\0\0"
+                return (
+                    written == len(page)
+                    and os.preadv(descriptor, [page], 0) == len(page)
+                    and page[:4] == b"kvtd"
+                )
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
+            return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        page.close()
+
+
+def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
+    """Fills both buffers from a file that must be exactly as long: its modification time. Raises ``OSError`` or ``TierCorruptError``."""
+    try:
+        return _read_file(path, header, payload, direct)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # A shared file system says so of a file that another host has just removed or replaced; by its name it is found, or missed, unless the
+    # next one has gone by then as well.
+    return _read_file(path, header, payload, direct)
+
+
+def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
+    # O_NONBLOCK: opening a pipe, which whoever shares the directory may put here, would wait for a writer for ever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= _O_DIRECT if direct and is_aligned(payload) else 0
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
+        expected = header.nbytes + payload.nbytes
+        if not stat.S_ISREG(found.st_mode):
+            raise TierCorruptError(f"{path} is not a file")
+        if found.st_size != expected:
+            raise TierCorruptError(f"{path} has {found.st_size} bytes, the object {expected}")
+        _transfer(descriptor, [header, payload], os.preadv)
+        return found.st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def write_file(
+    path: str,
+    header: memoryview,
+    payload: memoryview,
+    *,
+    direct: bool,
+    mode: int,
+    gid: int | None,
+    sync: bool,
+) -> None:
+    """Makes a new file of both buffers. Raises ``OSError``; whatever was made by then is left to the caller."""
+    flags = (
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_EXCL
+        | os.O_CLOEXEC
+        | (_O_DIRECT if direct and is_aligned(payload) else 0)
+    )
+    descriptor = os.open(path, flags, mode)
+    try:
+        if gid is not None:
+            os.fchown(descriptor, -1, gid)
+            os.fchmod(descriptor, mode)
+        _transfer(descriptor, [header, payload], os.pwritev)
+        if sync:
+            os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _transfer(descriptor: int, buffers: list[memoryview], call: object) -> None:
+    position = 0
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    while rest:
+        count: int = call(descriptor, rest, position)  # type: ignore[operator]
+        if count <= 0:
+            raise TierCorruptError("the file ended while it was read")
+        position += count
+        while rest and count >= rest[0].nbytes:
+            count -= rest[0].nbytes
+            rest.pop(0)
+        if rest and count:
+            rest[0] = rest[0][count:]

@@ -1,0 +1,111 @@
+"""Every word that stands as ``reason`` in a condition, an entry of a status, or an Event because of pods.
+
+``docs/troubleshooting.md`` has a line for each; a test compares.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a condition is as it is. Those of Accepted and StorageReady come from the plan, those of single pods that were
+    left alone also from ``SkipReason``.
+    """
+
+    IN_FORCE = "InForce"
+    NO_PODS = "NoPods"
+
+    # Attached.
+    ATTACHED = "Attached"
+    STARTING = "Starting"
+    NOT_ATTACHED = "NotAttached"
+    ENGINE_CRASHED = "EngineCrashed"
+    TIERD_FAILED = "TierdFailed"
+    UNREACHABLE = "Unreachable"
+    MISSED = "Missed"
+    CONFLICTED = "Conflicted"
+    REFUSED = "Refused"
+    UNSCHEDULABLE = "Unschedulable"
+    IMAGE_NOT_PULLED = "ImageNotPulled"
+    CONTAINER_NOT_STARTED = "ContainerNotStarted"
+    VOLUME_NOT_MOUNTED = "VolumeNotMounted"
+
+    # UpToDate.
+    CURRENT = "Current"
+    OUTDATED = "Outdated"
+    ROLLING_OUT = "RollingOut"
+    RESTART_UNSUPPORTED = "RestartUnsupported"
+    MIXED_GROUP = "MixedGroup"
+
+    # Tuned.
+    APPLIED = "Applied"
+    APPLYING = "Applying"
+    LIVE_VALUES_REFUSED = "LiveValuesRefused"
+
+    # EnginesCompatible.
+    COMPATIBLE = "Compatible"
+    SESSIONS_REFUSED = "SessionsRefused"
+    ENGINE_UNSUPPORTED = "EngineUnsupported"
+    NOT_REPORTED = "NotReported"
+
+    # TiersHealthy.
+    HEALTHY = "Healthy"
+    DEGRADED = "Degraded"
+    BREAKER_OPEN = "BreakerOpen"
+    TIER_NOT_SERVED = "TierNotServed"
+    POOL_MISSING = "PoolMissing"
+    STUCK_TERMINATING = "StuckTerminating"
+
+
+class EventReason(StrEnum):
+    """Reasons of Events beside those above: what was done, or is over."""
+
+    SKIPPED = "Skipped"
+    SUSPENDED = "Suspended"
+    STUCK_POD_DELETED = "StuckPodDeleted"
+    WORKLOAD_RESTARTED = "WorkloadRestarted"
+    TIER_DEGRADED = "TierDegraded"
+    TIER_BREAKER_OPEN = "TierBreakerOpen"
+    TIER_HEALTHY = "TierHealthy"
+    DATA_LEFT = "DataLeft"
+
+
+class SkipReason(StrEnum):
+    """Why a selected pod was left alone; the word in its annotation, in an Event and in the policy's status."""
+
+    ALREADY_CONFIGURED = "AlreadyConfigured"
+    WOULD_BE_REFUSED = "WouldBeRefused"
+    WOULD_NOT_START = "WouldNotStart"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
+    MIXED_GROUP = "MixedGroup"
+    UNSUPPORTED_OWNER = "UnsupportedOwner"
+    UNSUPPORTED_ENGINE = "UnsupportedEngine"
+    NO_ENGINE_CONTAINER = "NoEngineContainer"
+    SUSPENDED = "Suspended"
+    NOT_ACCEPTED = "NotAccepted"
+    CONFLICTED = "Conflicted"
+    NO_NATIVE_SIDECARS = "NoNativeSidecars"
+    MULTI_HOST = "MultiHost"
+    DISABLED = "Disabled"
+
+
+class PolicyReason(StrEnum):
+    """Of both conditions."""
+
+    ACCEPTED = "Accepted"
+    PARTLY_EXPRESSED = "PartlyExpressed"
+    PARTLY_APPLIED = "PartlyApplied"
+    INVALID = "Invalid"
+    VOLUME_NOT_ALLOWED = "VolumeNotAllowed"
+    UNSUPPORTED = "Unsupported"
+    TOO_LARGE = "TooLarge"
+    NO_CLAIMS = "NoClaims"
+    BOUND = "Bound"
+    CLAIM_PENDING = "ClaimPending"
+    CLAIM_MISSING = "ClaimMissing"
+    CLAIM_LOST = "ClaimLost"
+    CLAIM_TERMINATING = "ClaimTerminating"
+    CLAIM_NOT_SHARED = "ClaimNotShared"
+    APPLY_REFUSED = "ApplyRefused"
+    NOT_ACCEPTED = "NotAccepted"

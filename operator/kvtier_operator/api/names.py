@@ -1,0 +1,68 @@
+"""Names that admission, controller, chart and pods agree on."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+PREFIX: Final = "kvtier.io/"
+INJECT_LABEL: Final = PREFIX + "inject"
+"""On a namespace, set by its administrator to ``enabled``: only there is the webhook asked."""
+ATTACHED_LABEL: Final = PREFIX + "attached"
+"""On a pod that was given tiers: ``true``. For selectors of monitors and network policies."""
+STRUCTURAL_ANNOTATION: Final = PREFIX + "structural"
+"""The structural document; a pod that has it is injected."""
+POLICY_ANNOTATION: Final = PREFIX + "policy"
+POLICY_UID_ANNOTATION: Final = PREFIX + "policy-uid"
+HASH_ANNOTATION: Final = PREFIX + "structural-hash"
+VERSION_ANNOTATION: Final = PREFIX + "version"
+"""The version of the injected images."""
+SKIPPED_ANNOTATION: Final = PREFIX + "skipped"
+"""JSON ``{"policy", "reason", "message"}`` on a selected pod that was left alone."""
+NOTES_ANNOTATION: Final = PREFIX + "notes"
+"""JSON list of sentences: what was found while attaching and a person should know (a hash seed that differs, ...)."""
+RESTART_ANNOTATION: Final = PREFIX + "restarted-for"
+"""On a pod template, by RestartWorkloads: the structural hash that the restart was for."""
+SAFE_TO_EVICT_ANNOTATION: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+PAYLOAD_CONTAINER: Final = "kvtier-payload"
+TIERD_CONTAINER: Final = "kvtier-tierd"
+RUN_VOLUME: Final = "kvtier-run"
+TOPOLOGY_VOLUME: Final = "kvtier-topology"
+PAYLOAD_VOLUME: Final = "kvtier-payload"
+TOKEN_VOLUME: Final = "kvtier-token"  # noqa: S105  (a name)
+KEY_VOLUME: Final = "kvtier-key"
+SHARED_MEMORY_VOLUME: Final = "kvtier-shm"
+"""``/dev/shm`` of an engine whose connector needs it and that has none of its own."""
+NO_ACCOUNT_VOLUME: Final = "kvtier-no-account"
+"""Empty, over the service account's token: tierd parses storage that others can write."""
+INJECTED_NAMES: Final = "kvtier-"
+"""Every injected container and volume begins with it."""
+PAYLOAD_DIRECTORY: Final = "/opt/kvtier/payload"
+TOKEN_DIRECTORY: Final = "/etc/kvtier/token"  # noqa: S105  (a path)
+TOKEN_FILE: Final = f"{TOKEN_DIRECTORY}/token"
+SERVICE_ACCOUNT_DIRECTORY: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+POD_HTTP_PORT: Final = 9400
+FIELD_MANAGER: Final = "kvtier"
+
+
+def tier_volume(tier: str) -> str:
+    """The pod's volume of a file tier; at most 63 characters."""
+    name = f"kvtier-tier-{tier}"
+    return (
+        name if len(name) <= 63 else f"kvtier-tier-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
+    )
+
+
+def credentials_volume(tier: str) -> str:
+    """The volume with the credentials of a remote tier; at most 63 characters."""
+    name = f"kvtier-secret-{tier}"
+    return (
+        name
+        if len(name) <= 63
+        else f"kvtier-secret-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
+    )
+
+
+def token_secret(policy: str) -> str:
+    """The Secret with the bearer token of a policy's pods, key ``token``."""
+    return f"{policy}-token"

@@ -1,0 +1,416 @@
+"""The controller: level-triggered, so that an event only names a policy to look at.
+
+Every look does the same, whatever brought it about: observe, plan, apply, look after the pods, write the status where
+it differs. Killed at any point, or running twice by accident, it comes to the same objects: all state is in the
+cluster, what is applied is decided from what is there, and two that decide from the same write the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.errors import KVTierError
+from kvtier_operator.api.status import PolicyStatus
+from kvtier_operator.certs.rotate import keep_certificates
+from kvtier_operator.controller import pod_reconciler
+from kvtier_operator.controller.children.apply import Refused, carry_out, concerns_storage
+from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data
+from kvtier_operator.controller.children.observe import CachedPolicy, observe
+from kvtier_operator.controller.children.plan import Plan, plan
+from kvtier_operator.controller.children.tokens import Tokens
+from kvtier_operator.controller.enqueue import Enqueuer, watches
+from kvtier_operator.controller.events import Recorder
+from kvtier_operator.controller.metrics import ControllerMetrics, PodMetrics
+from kvtier_operator.controller.objects import is_terminating
+from kvtier_operator.controller.status import conditions
+from kvtier_operator.controller.status.conditions import ConditionUpdate, PlanFacts
+from kvtier_operator.controller.status.serialize import (
+    plain_status,
+    status_body,
+    status_of,
+    written,
+)
+from kvtier_operator.kube.cache import Change, Pace, WatchedCache
+from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.queue import Key, Pauses, WorkQueue
+from kvtier_operator.kube.resources import POLICIES, ApiError, Client, Kind, NotingCache, Object
+from kvtier_operator.runtime import Health, about
+from kvtier_operator.settings import CertificateMode, Settings
+
+logger = logging.getLogger(__name__)
+WORKERS = 4
+"""Policies that are looked at side by side; the client bounds their calls."""
+RECONCILE_SECONDS = 60.0
+"""After which a look is given up and tried again."""
+REFUSED_SECONDS = 30.0
+"""Before what the API server refused is tried again without any event."""
+MAX_LEFT = 1000
+"""Policies that are gone and wait for being told of, while the API server takes no Events."""
+STATUS_TRIES = 3
+"""Of writing a status while others change the same policy."""
+FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    KVTierError,
+)
+"""What a fault of ours raises (``RecursionError`` is a ``RuntimeError``). It concerns the policy at hand, and must not stop the others."""
+DEFAULT_PACE = Pace()
+DEFAULT_PAUSES = Pauses()
+STUCK_SECONDS = 300.0
+"""A worker that was not seen for so long is stuck."""
+
+
+class Reconciler:
+    """One look at one policy at a time, by ``reconcile``; it keeps nothing that it could not do without.
+
+    ``clock``: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        cache: NotingCache,
+        client: Client,
+        settings: Settings,
+        triggers: Enqueuer,
+        tokens: Tokens,
+        reports: pod_reconciler.PodReports,
+        metrics: ControllerMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cache = cache
+        self._client = client
+        self._settings = settings
+        self._triggers = triggers
+        self._tokens = tokens
+        self._reports = reports
+        self._metrics = metrics
+        self._clock = clock
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Looks once. Returns in how many seconds another look is due, None: with the resync. Raises ``ApiError`` for
+        what may work later.
+        """
+        known = self._triggers.index.known(key)
+        if known is None or is_terminating(known.raw):
+            return None
+        planned = plan(observe(known, self._cache), self._settings)
+        if known.policy is None or not planned.accepted:
+            return await self._report_refused(known, planned, key)
+        refused = await carry_out(planned, self._client, self._cache)
+        if planned.apply:
+            # What was just made is there: a status about its absence would be out of date when it is written.
+            planned = plan(observe(known, self._cache), self._settings)
+        token = await self._tokens.of(known)
+        problems = [each.message for each in refused if not concerns_storage(each)]
+        if token.problem:
+            problems.append(token.problem)
+        facts = self._facts(key, planned, refused, problems, token.value)
+        result = await self._look_after(known, facts)
+        await self._write_status(known, result.status)
+        wakes = [result.wake_seconds] if result.wake_seconds is not None else []
+        if refused or token.problem:
+            wakes.append(REFUSED_SECONDS)
+        return min(wakes, default=None)
+
+    def _facts(
+        self,
+        key: Key,
+        planned: Plan,
+        refused: list[Refused],
+        problems: list[str],
+        token: str | None,
+    ) -> PlanFacts:
+        found: dict[str, ConditionUpdate] = {each.type: each for each in planned.findings}
+        storage = [each.message for each in refused if concerns_storage(each)]
+        if storage:
+            found[conditions.STORAGE_READY] = conditions.storage_refused(storage)
+        if problems:
+            found[conditions.ACCEPTED] = conditions.partly_applied(problems)
+        governed, conflicted = self._triggers.index.pods(key, self._cache)
+        return PlanFacts(
+            structural_hash=planned.structural_hash,
+            live_generation=planned.live_generation,
+            accepted=planned.accepted,
+            findings=tuple(found.values()),
+            pods=governed,
+            conflicted=conflicted,
+            claims=planned.claims,
+            token=token,
+        )
+
+    async def _report_refused(self, known: CachedPolicy, planned: Plan, key: Key) -> float | None:
+        """Nothing is applied, and what is there stays for the pods that run with it."""
+        if known.policy is None:
+            status = plain_status(known, planned, self._clock())
+            await self._write_status(known, status)
+            return None
+        # Pods of a policy that was accepted once are still asked how they are.
+        token = await self._tokens.of(known) if planned.live_generation else None
+        facts = self._facts(key, planned, [], [], token.value if token is not None else None)
+        result = await self._look_after(known, facts)
+        await self._write_status(known, result.status)
+        return result.wake_seconds
+
+    async def _look_after(
+        self, known: CachedPolicy, facts: PlanFacts
+    ) -> pod_reconciler.StatusResult:
+        policy = known.policy
+        if policy is None:
+            raise ValueError("a policy that cannot be read has no pods to look after")
+        return await pod_reconciler.reconcile_pods(
+            policy, self._cache, self._client, self._reports, self._clock, self._settings, facts
+        )
+
+    async def _write_status(self, known: CachedPolicy, status: PolicyStatus) -> None:
+        document = written(status)
+        if document == (known.raw.get("status") or {}):
+            return
+        answer = await self._apply_status(known, document)
+        if answer is not None:
+            self._metrics.statuses.inc()
+            self._triggers.learn(answer, self._cache)
+
+    async def _apply_status(self, known: CachedPolicy, document: dict[str, Any]) -> Object | None:
+        """The policy with its status; None where it is gone and there is nobody to report about. Raises ``ApiError``."""
+        metadata = known.raw["metadata"]
+        current: Object = known.raw
+        for tries in itertools.count(1):
+            version = str(current["metadata"].get("resourceVersion") or "")
+            try:
+                return await self._client.apply(
+                    POLICIES, status_body(known, document, version), subresource="status"
+                )
+            except ApiError as error:
+                if error.status == 404:
+                    return None
+                if error.status != 409 or tries == STATUS_TRIES:
+                    raise
+            # Somebody has changed it since. It is looked at anew because of that; until then this is what is known.
+            try:
+                current = await self._client.get(POLICIES, metadata["namespace"], metadata["name"])
+            except ApiError as error:
+                if error.status == 404:
+                    return None
+                raise
+            if current["metadata"].get("uid") != known.uid:
+                return None
+        return None
+
+
+class Controller:
+    """Caches, queue and workers around a ``Reconciler``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: ApiClient,
+        registry: CollectorRegistry,
+        *,
+        on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
+        pace: Pace = DEFAULT_PACE,
+        pauses: Pauses = DEFAULT_PAUSES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._clock = clock
+        self._metrics = ControllerMetrics(registry)
+        self.queue = WorkQueue(settings.controller.max_reconciles_per_second, pauses, clock=clock)
+        self.triggers = Enqueuer(self.queue.add, self._gone)
+        self.cache = WatchedCache(
+            client, watches(settings), self._changed, pace=pace, on_restart=on_restart, clock=clock
+        )
+        self._tokens = Tokens(client, settings.controller.resync_seconds, clock)
+        self._reports = pod_reconciler.PodReports(settings, self.queue.add)
+        PodMetrics(registry, self._reports)
+        self._reconciler = Reconciler(
+            self.cache, client, settings, self.triggers, self._tokens, self._reports, self._metrics
+        )
+        self._left: asyncio.Queue[CachedPolicy] = asyncio.Queue(MAX_LEFT)
+        self._numbers = itertools.count(1)
+        self._seen = clock()
+        self._metrics.follow(lambda: len(self.queue), self._statuses)
+
+    def problem(self) -> str:
+        """Why the controller cannot do its work at the moment, or an empty text."""
+        return "; ".join(f"{kind}: {text}" for kind, text in sorted(self.cache.problems().items()))
+
+    def stuck(self) -> str:
+        """Whether its loop has stopped turning."""
+        silent = self._clock() - self._seen
+        return f"nothing was looked at for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until ``stop`` is set: then no policy is begun any more, and those that are being looked at are finished or
+        left where they are; the next start goes on from there.
+        """
+        parts: list[Coroutine[Any, Any, None]] = [
+            self.cache.run(),
+            self._beat(),
+            self._reports.run(stop),
+            self._follow(),
+        ]
+        if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
+            parts.append(
+                keep_certificates(self._client, self._settings, stop, metrics=self._metrics)
+            )
+        running = [asyncio.ensure_future(each) for each in (*parts, _until(stop))]
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Works once the caches are complete: what is not known yet must not be taken for missing."""
+        await self.cache.wait_synced()
+        logger.info("caches are complete", extra={"policies": len(self.triggers.index.keys())})
+        async with asyncio.TaskGroup() as group:
+            for _ in range(WORKERS):
+                group.create_task(self._work())
+            group.create_task(self._resync())
+            group.create_task(self._tell_of_leavings())
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            with about(namespace=key[0], policy=key[1], reconcile=next(self._numbers)):
+                await self._look(key)
+
+    async def _look(self, key: Key) -> None:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(RECONCILE_SECONDS):
+                wake = await self._reconciler.reconcile(key)
+        except ApiError as error:
+            self._failed(
+                key, error.reason or str(error.status), str(error), error.retry_after_seconds or 0.0
+            )
+            return
+        except TimeoutError:
+            self._failed(key, "Deadline", f"it took longer than {RECONCILE_SECONDS:g} s", 0.0)
+            return
+        except FAULTS as error:
+            logger.exception("a fault of the operator")
+            self._failed(key, "Fault", repr(error), 0.0)
+            return
+        finally:
+            self._metrics.seconds.observe(time.perf_counter() - began)
+        self.queue.done(key)
+        if wake is not None:
+            self.queue.add(key, wake)
+
+    def _failed(self, key: Key, reason: str, text: str, at_least_seconds: float) -> None:
+        self._metrics.errors.labels(reason).inc()
+        pause = self.queue.failed(key, at_least_seconds)
+        # A conflict is how two find out about each other; once is nothing to report.
+        level = logging.INFO if self.queue.failures(key) == 1 else logging.WARNING
+        logger.log(level, "tried again in %.1f s: %s", pause, text, extra={"reason": reason})
+
+    async def _resync(self) -> None:
+        while True:
+            await self._sweep()
+            period = self._settings.controller.resync_seconds
+            await asyncio.sleep(period * (0.9 + 0.2 * random.random()))  # noqa: S311  (spread, not secret)
+            for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
+                self.queue.add(key, random.random() * min(period / 4, 30.0))  # noqa: S311
+
+    async def _sweep(self) -> None:
+        try:
+            removed = await collect_garbage(self.cache, self._client, self._lives)
+        except ApiError as error:
+            self._metrics.errors.labels(error.reason or str(error.status)).inc()
+            logger.warning("what dead policies left could not be removed: %s", error)
+            return
+        except FAULTS:
+            self._metrics.errors.labels("Fault").inc()
+            logger.exception("a fault of the operator, while it looked for what dead policies left")
+            return
+        self._metrics.removed.inc(removed)
+
+    def _lives(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether what was made for that policy is to be left: it lives, or is not ours to judge."""
+        watched = self._settings.watch_namespaces
+        return (bool(watched) and namespace not in watched) or self.triggers.lives(
+            namespace, name, uid
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            self._seen = self._clock()
+            await asyncio.sleep(1.0)
+
+    def _changed(self, kind: Kind, found: Object, change: Change) -> None:
+        self.triggers.changed(kind, found, change, self.cache)
+
+    def _gone(self, key: Key, known: CachedPolicy) -> None:
+        self.queue.forget(key)
+        self._tokens.forget(known.uid)
+        self._reports.forget(key)
+        try:
+            self._left.put_nowait(known)
+        except asyncio.QueueFull:
+            self._metrics.errors.labels("LeavingsUntold").inc()
+            logger.warning(
+                "what policy %s/%s leaves is not told of: %d others wait for it", *key, MAX_LEFT
+            )
+
+    async def _tell_of_leavings(self) -> None:
+        # A recorder of its own: what is told of policies that are gone takes no Events from those that live.
+        recorder = Recorder(self._clock)
+        while True:
+            gone = await self._left.get()
+            metadata = gone.raw["metadata"]
+            with about(namespace=metadata["namespace"], policy=metadata["name"]):
+                try:
+                    notes = orphaned_data(gone, self._settings.allowed_volumes)
+                    # The log as well: Events last an hour, and none can be made in a namespace that goes.
+                    for note in notes:
+                        logger.info("the policy is gone: %s", note.message)
+                    await recorder.post(self._client, notes, time.time())
+                except FAULTS:
+                    self._metrics.errors.labels("Fault").inc()
+                    logger.exception("a fault of the operator, while it told what a policy leaves")
+
+    def _statuses(self) -> Iterable[tuple[Key, PolicyStatus]]:
+        for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
+            known = self.triggers.index.known(key)
+            status = status_of(known) if known is not None else None
+            if status is not None:
+                yield key, status
+
+
+async def _until(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def control(
+    settings: Settings,
+    client: ApiClient,
+    stop: asyncio.Event,
+    *,
+    registry: CollectorRegistry,
+    health: Health,
+    on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
+) -> None:
+    """Follows policies until ``stop`` is set."""
+    controller = Controller(settings, client, registry, on_restart=on_restart)
+    health.live("loop", controller.stuck)
+    health.ready("caches", controller.problem)
+    await controller.run(stop)

@@ -1,0 +1,142 @@
+"""What the rest of the operator knows of the API server.
+
+Objects are plain mappings as the API server sends them, never changed by anybody who reads them. A cache answers from
+memory, on the event loop's thread, without waiting; a client waits, each call with a deadline of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One resource of the API. ``group`` is empty for the core group."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As objects name it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(
+        self, namespace: str | None = None, name: str | None = None, subresource: str | None = None
+    ) -> str:
+        """The URL's path of a collection or, with ``name``, of an object."""
+        parts = ["apis", self.group] if self.group else ["api"]
+        parts.append(self.version)
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part]
+        return "/" + "/".join(parts)
+
+
+POLICIES = Kind("kvtier.io", "v1alpha1", "kvtierpolicies", "KVTierPolicy")
+PODS = Kind("", "v1", "pods", "Pod")
+NAMESPACES = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
+NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
+LIMIT_RANGES = Kind("", "v1", "limitranges", "LimitRange")
+QUOTAS = Kind("", "v1", "resourcequotas", "ResourceQuota")
+CONFIG_MAPS = Kind("", "v1", "configmaps", "ConfigMap")
+SECRETS = Kind("", "v1", "secrets", "Secret")
+EVENTS = Kind("", "v1", "events", "Event")
+CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+VOLUMES = Kind("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
+DEPLOYMENTS = Kind("apps", "v1", "deployments", "Deployment")
+STATEFUL_SETS = Kind("apps", "v1", "statefulsets", "StatefulSet")
+REPLICA_SETS = Kind("apps", "v1", "replicasets", "ReplicaSet")
+LEADER_WORKER_SETS = Kind("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+MUTATING_WEBHOOKS = Kind(
+    "admissionregistration.k8s.io",
+    "v1",
+    "mutatingwebhookconfigurations",
+    "MutatingWebhookConfiguration",
+    False,
+)
+VALIDATING_WEBHOOKS = Kind(
+    "admissionregistration.k8s.io",
+    "v1",
+    "validatingwebhookconfigurations",
+    "ValidatingWebhookConfiguration",
+    False,
+)
+
+
+class ApiError(Exception):
+    """The API server refused or did not answer. ``status``: the HTTP status, 0 where there was no answer;
+    ``reason``: as in the answer's ``reason``. Whoever calls the client handles it. ``retry_after_seconds``: how long the
+    server asks to be left alone, where it says so.
+    """
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_seconds: float | None = None
+
+
+class Cache(Protocol):
+    """Copies of objects, kept by watches. Any coroutine of the loop may ask; nothing here waits."""
+
+    def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """One object, or None."""
+
+    def list(self, kind: Kind, namespace: str | None = None) -> Sequence[Object]:
+        """All objects of a kind, or those of a namespace, in no particular order. Costs what it returns."""
+
+    def synced(self) -> bool:
+        """Whether every watched kind has been listed once."""
+
+
+class NotingCache(Cache, Protocol):
+    """A cache that can be told what a call answered, so that the next look does not see the past."""
+
+    def note(self, kind: Kind, found: Object) -> None:
+        """Takes it over where it is newer than what is held."""
+
+
+class Client(Protocol):
+    """Calls to the API server. Each raises ``ApiError``; none waits longer than its deadline."""
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """Reads one object."""
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> Sequence[Object]:
+        """Reads all objects of a kind, page by page."""
+
+    async def create(self, kind: Kind, namespace: str | None, body: Object) -> Object:
+        """Creates an object."""
+
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True
+    ) -> Object:
+        """Server-side apply with the operator's field manager; namespace and name are the body's."""
+
+    async def patch(
+        self,
+        kind: Kind,
+        namespace: str | None,
+        name: str,
+        body: Object,
+        *,
+        subresource: str | None = None,
+    ) -> Object:
+        """A merge patch."""
+
+    async def delete(
+        self, kind: Kind, namespace: str | None, name: str, *, uid: str, resource_version: str = ""
+    ) -> None:
+        """Deletes exactly the object that was seen; one that is gone is no error."""

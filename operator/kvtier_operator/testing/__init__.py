@@ -1,1 +1,0 @@
-"""What tests of policies need: a policy that is accepted, and every way to spoil one."""

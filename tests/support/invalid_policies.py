@@ -1,0 +1,440 @@
+"""Changes of the complete policy that have to be refused.
+
+The same table is run against the models and against a real API server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.policies import REMOVED
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedCase:
+    """One way to spoil a policy, and what has to be answered.
+
+    ``field``, ``value`` and ``accepted`` are parts of the message for a file. ``server`` are parts of the API server's
+    answer.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    field: str
+    value: str
+    accepted: str
+    server: tuple[str, ...] = ()
+
+
+_NVME = "spec.tiers.1.fileSystem"
+_NVME_FIELD = "spec.tiers[1].fileSystem"
+_CAPACITY = "a quantity above zero"
+_PATH = "an absolute path without .."
+_SOURCES = "exactly one of emptyDir, ephemeral, persistentVolumeClaim, claimTemplate, hostPath, nfs"
+_CLAIM = {"spec": {"resources": {"requests": {"storage": "1Ti"}}}}
+_FILES = {"capacity": "1Gi", "sharing": "Pod", "volume": {"emptyDir": {}}}
+
+
+def _case(
+    name: str, changes: dict[str, Any], message: tuple[str, str, str], *server: str
+) -> RefusedCase:
+    return RefusedCase(name, changes, *message, server=server)
+
+
+REFUSED: tuple[RefusedCase, ...] = (
+    _case(
+        "the first tier is no memory tier",
+        {"spec.tiers.0": {"name": "disk", "fileSystem": _FILES}},
+        ("spec.tiers[0]", "disk (fileSystem)", "a memory tier as the first"),
+        "spec.tiers",
+        "disk is not accepted as the first tier; accepted is a memory tier",
+    ),
+    _case(
+        "two memory tiers",
+        {"spec.tiers.4": {"name": "more", "memory": {"capacity": "1Gi"}}},
+        ("spec.tiers[4]", "more (memory)", "one memory tier (ram is one)"),
+        "spec.tiers",
+        "more is not accepted as a second memory tier; accepted is one",
+    ),
+    _case(
+        "a tier without a kind",
+        {"spec.tiers.1.fileSystem": REMOVED},
+        ("spec.tiers[1]", "no kind", "exactly one of memory, fileSystem, lmcache"),
+        "spec.tiers[1]",
+        "tier nvme: no kind is not accepted; accepted is exactly one of memory, fileSystem, lmcache",
+    ),
+    _case(
+        "a tier with two kinds",
+        {"spec.tiers.0.lmcache": {"url": "redis://host:1"}},
+        ("spec.tiers[0]", "memory, lmcache", "exactly one of memory, fileSystem, lmcache"),
+        "spec.tiers[0]",
+        "tier ram: memory lmcache is not accepted; accepted is exactly one of memory, fileSystem, lmcache",
+    ),
+    _case(
+        "a volume without a source",
+        {f"{_NVME}.volume": {}},
+        (f"{_NVME_FIELD}.volume", "no source", _SOURCES),
+        f"{_NVME_FIELD}.volume",
+        "no source is not accepted; accepted is " + _SOURCES,
+    ),
+    _case(
+        "a volume with two sources",
+        {f"{_NVME}.volume.emptyDir": {}},
+        (f"{_NVME_FIELD}.volume", "emptyDir, hostPath", _SOURCES),
+        f"{_NVME_FIELD}.volume",
+        "emptyDir hostPath is not accepted; accepted is " + _SOURCES,
+    ),
+    _case(
+        "low and high watermark equal",
+        {f"{_NVME}.lowWatermarkPercent": 90},
+        (
+            f"{_NVME_FIELD}.lowWatermarkPercent",
+            "90",
+            "a percentage below highWatermarkPercent (90)",
+        ),
+        f"{_NVME_FIELD}.lowWatermarkPercent",
+        "90 is not accepted; accepted is a percentage below highWatermarkPercent (90)",
+    ),
+    _case(
+        "the low watermark above the default high one",
+        {f"{_NVME}.lowWatermarkPercent": 95, f"{_NVME}.highWatermarkPercent": REMOVED},
+        (
+            f"{_NVME_FIELD}.lowWatermarkPercent",
+            "95",
+            "a percentage below highWatermarkPercent (90)",
+        ),
+        "95 is not accepted; accepted is a percentage below highWatermarkPercent (90)",
+    ),
+    _case(
+        "a high watermark above 100",
+        {f"{_NVME}.highWatermarkPercent": 101},
+        (f"{_NVME_FIELD}.highWatermarkPercent", "101", "an integer from 2 to 100"),
+        f"{_NVME_FIELD}.highWatermarkPercent: Invalid value: 101",
+        "less than or equal to 100",
+    ),
+    _case(
+        "chunkTokens that is no multiple of 16",
+        {"spec.chunkTokens": 250},
+        ("spec.chunkTokens", "250", "a multiple of 16 from 16 to 65536"),
+        "spec.chunkTokens: Invalid value: 250",
+        "multiple of 16",
+    ),
+    _case(
+        "chunkTokens of zero",
+        {"spec.chunkTokens": 0},
+        ("spec.chunkTokens", "0", "a multiple of 16 from 16 to 65536"),
+        "spec.chunkTokens: Invalid value: 0",
+        "greater than or equal to 16",
+    ),
+    _case(
+        "negative chunkTokens",
+        {"spec.chunkTokens": -256},
+        ("spec.chunkTokens", "-256", "a multiple of 16 from 16 to 65536"),
+        "spec.chunkTokens: Invalid value: -256",
+    ),
+    _case(
+        "a tier name that is there twice",
+        {"spec.tiers.2.name": "nvme"},
+        ("spec.tiers[2].name", "nvme", "a name that no other tier has (tiers[1] has it)"),
+        'spec.tiers[2]: Duplicate value: {"name":"nvme"}',
+    ),
+    _case(
+        "a tier name with upper case",
+        {"spec.tiers.1.name": "NVMe"},
+        ("spec.tiers[1].name", "NVMe", "an RFC 1123 label"),
+        'spec.tiers[1].name: Invalid value: "NVMe"',
+    ),
+    _case(
+        "a tier name that ends in a dash",
+        {"spec.tiers.1.name": "nvme-"},
+        ("spec.tiers[1].name", "nvme-", "an RFC 1123 label"),
+        'spec.tiers[1].name: Invalid value: "nvme-"',
+    ),
+    _case(
+        "a tier name of 64 characters",
+        {"spec.tiers.1.name": "n" * 64},
+        ("spec.tiers[1].name", "n" * 64, "at most 63"),
+        "spec.tiers[1].name: Too long",
+        "63",
+    ),
+    _case(
+        "an empty tier name",
+        {"spec.tiers.1.name": ""},
+        ("spec.tiers[1].name", '""', "an RFC 1123 label"),
+        "spec.tiers[1].name: Invalid value",
+    ),
+    _case(
+        "a memory capacity of zero",
+        {"spec.tiers.0.memory.capacity": 0},
+        ("spec.tiers[0].memory.capacity", "0", _CAPACITY),
+        "spec.tiers[0].memory.capacity",
+        "0 is not accepted; accepted is " + _CAPACITY,
+    ),
+    _case(
+        "a negative file capacity",
+        {f"{_NVME}.capacity": "-1Gi"},
+        (f"{_NVME_FIELD}.capacity", "-1Gi", _CAPACITY),
+        f"{_NVME_FIELD}.capacity",
+        "-1Gi is not accepted; accepted is " + _CAPACITY,
+    ),
+    _case(
+        "an lmcache capacity of zero",
+        {"spec.tiers.3.lmcache.capacity": "0Gi"},
+        ("spec.tiers[3].lmcache.capacity", "0Gi", _CAPACITY),
+        "spec.tiers[3].lmcache.capacity",
+        "0Gi is not accepted; accepted is " + _CAPACITY,
+    ),
+    _case(
+        "a capacity that is no quantity",
+        {"spec.tiers.0.memory.capacity": "64GB"},
+        ("spec.tiers[0].memory.capacity", "64GB", _CAPACITY),
+        "spec.tiers[0].memory.capacity: Invalid value",
+        "64GB",
+    ),
+    _case(
+        "a capacity with a fraction as a number",
+        {"spec.tiers.0.memory.capacity": 1.5},
+        ("spec.tiers[0].memory.capacity", "1.5", _CAPACITY),
+        "spec.tiers[0].memory.capacity: Invalid value",
+    ),
+    _case(
+        "no capacity",
+        {f"{_NVME}.capacity": REMOVED},
+        (f"{_NVME_FIELD}.capacity", "nothing", _CAPACITY),
+        f"{_NVME_FIELD}.capacity: Required value",
+    ),
+    _case(
+        "claimTemplate with ReadWriteOnce for the whole cluster",
+        {
+            f"{_NVME}.sharing": "Cluster",
+            f"{_NVME}.volume": {"claimTemplate": {"accessModes": ["ReadWriteOnce"]}},
+        },
+        (
+            f"{_NVME_FIELD}.volume.claimTemplate.accessModes[0]",
+            "ReadWriteOnce",
+            "ReadWriteMany, since sharing is Cluster",
+        ),
+        f"{_NVME_FIELD}.volume.claimTemplate.accessModes",
+        "ReadWriteOnce is not accepted; accepted with sharing: Cluster is ReadWriteMany",
+    ),
+    _case(
+        "claimTemplate with ReadWriteOncePod among others for the whole cluster",
+        {
+            f"{_NVME}.sharing": "Cluster",
+            f"{_NVME}.volume": {
+                "claimTemplate": {"accessModes": ["ReadWriteMany", "ReadWriteOncePod"]}
+            },
+        },
+        (f"{_NVME_FIELD}.volume.claimTemplate.accessModes[1]", "ReadWriteOncePod", "ReadWriteMany"),
+        "ReadWriteOncePod",
+        "accepted with sharing: Cluster is ReadWriteMany",
+    ),
+    _case(
+        "emptyDir for the whole cluster",
+        {f"{_NVME}.sharing": "Cluster", f"{_NVME}.volume": {"emptyDir": {}}},
+        (
+            f"{_NVME_FIELD}.volume.emptyDir",
+            "sharing: Cluster",
+            "a volume that all nodes can mount, or sharing: Pod",
+        ),
+        f"{_NVME_FIELD}.volume",
+        "emptyDir is not accepted; accepted with sharing: Cluster is a volume that all nodes can mount",
+    ),
+    _case(
+        "ephemeral for the whole cluster",
+        {
+            f"{_NVME}.sharing": "Cluster",
+            f"{_NVME}.volume": {"ephemeral": {"volumeClaimTemplate": _CLAIM}},
+        },
+        (
+            f"{_NVME_FIELD}.volume.ephemeral",
+            "sharing: Cluster",
+            "a volume that all nodes can mount, or sharing: Pod",
+        ),
+        f"{_NVME_FIELD}.volume",
+        "ephemeral is not accepted; accepted with sharing: Cluster is a volume that all nodes can mount",
+    ),
+    _case(
+        "hostPath that the kubelet would make",
+        {f"{_NVME}.volume.hostPath.type": "DirectoryOrCreate"},
+        (
+            f"{_NVME_FIELD}.volume.hostPath.type",
+            "DirectoryOrCreate",
+            "Directory: the administrator prepares",
+        ),
+        f"{_NVME_FIELD}.volume.hostPath.type",
+        "DirectoryOrCreate is not accepted; accepted is Directory",
+    ),
+    _case(
+        "hostPath with ..",
+        {f"{_NVME}.volume.hostPath.path": "/mnt/nvme/../../etc"},
+        (f"{_NVME_FIELD}.volume.hostPath.path", "/mnt/nvme/../../etc", _PATH),
+        f"{_NVME_FIELD}.volume.hostPath.path",
+        "/mnt/nvme/../../etc is not accepted; accepted is " + _PATH,
+    ),
+    _case(
+        "hostPath that ends in ..",
+        {f"{_NVME}.volume.hostPath.path": "/mnt/.."},
+        (f"{_NVME_FIELD}.volume.hostPath.path", "/mnt/..", _PATH),
+        "/mnt/.. is not accepted; accepted is " + _PATH,
+    ),
+    _case(
+        "hostPath that is relative",
+        {f"{_NVME}.volume.hostPath.path": "mnt/kv"},
+        (f"{_NVME_FIELD}.volume.hostPath.path", "mnt/kv", _PATH),
+        "mnt/kv is not accepted; accepted is " + _PATH,
+    ),
+    _case(
+        "an export with ..",
+        {"spec.tiers.2.fileSystem.volume.nfs.path": "/kv/../secret"},
+        ("spec.tiers[2].fileSystem.volume.nfs.path", "/kv/../secret", _PATH),
+        "spec.tiers[2].fileSystem.volume.nfs.path",
+        "/kv/../secret is not accepted; accepted is " + _PATH,
+    ),
+    _case(
+        "emptyDir smaller than the tier",
+        {f"{_NVME}.sharing": "Pod", f"{_NVME}.volume": {"emptyDir": {"sizeLimit": "100Gi"}}},
+        (f"{_NVME_FIELD}.volume.emptyDir.sizeLimit", "100Gi", "at least the capacity (500Gi)"),
+        "100Gi is not accepted; accepted is at least the capacity (500Gi)",
+    ),
+    _case(
+        "no podSelector",
+        {"spec.podSelector": REMOVED},
+        ("spec.podSelector", "nothing", "a mapping with matchLabels, matchExpressions"),
+        "spec.podSelector: Required value",
+    ),
+    _case(
+        "a label value that is none",
+        {"spec.podSelector.matchLabels": {"app": "vllm chat"}},
+        ("spec.podSelector.matchLabels.app", "vllm chat", "a label value"),
+        'spec.podSelector.matchLabels.app: Invalid value: "vllm chat"',
+    ),
+    _case(
+        "a label key that is none",
+        {"spec.podSelector.matchLabels": {"-app": "vllm"}},
+        ("spec.podSelector.matchLabels.-app", "-app", "a label key"),
+        "-app is not accepted; accepted is a label key",
+    ),
+    _case(
+        "In without values",
+        {"spec.podSelector.matchExpressions.0.values": REMOVED},
+        (
+            "spec.podSelector.matchExpressions[0].values",
+            "[]",
+            "at least one value with operator In",
+        ),
+        "spec.podSelector.matchExpressions[0].operator",
+        "operator In is not accepted with these values",
+    ),
+    _case(
+        "Exists with values",
+        {"spec.podSelector.matchExpressions.0.operator": "Exists"},
+        ("spec.podSelector.matchExpressions[0].values", "gold", "no values with operator Exists"),
+        "operator Exists is not accepted with these values",
+    ),
+    _case(
+        "no tiers",
+        {"spec.tiers": []},
+        ("spec.tiers", "[]", "a list of objects with 1 to 8 items"),
+        "spec.tiers: Invalid value",
+        "at least 1 items",
+    ),
+    _case(
+        "nine tiers",
+        {
+            "spec.tiers": [{"name": "ram", "memory": {"capacity": "1Gi"}}]
+            + [{"name": f"disk-{index}", "fileSystem": _FILES} for index in range(8)]
+        },
+        ("spec.tiers", "", "a list of objects with 1 to 8 items"),
+        "spec.tiers: Too many: 9",
+        "at most 8 items",
+    ),
+    _case(
+        "no sharing",
+        {f"{_NVME}.sharing": REMOVED},
+        (f"{_NVME_FIELD}.sharing", "nothing", "one of Pod, Node, Cluster"),
+        f"{_NVME_FIELD}.sharing: Required value",
+    ),
+    _case(
+        "no volume",
+        {f"{_NVME}.volume": REMOVED},
+        (f"{_NVME_FIELD}.volume", "nothing", "a mapping with emptyDir"),
+        f"{_NVME_FIELD}.volume: Required value",
+    ),
+    _case(
+        "an engine that is not known",
+        {"spec.engine.type": "SGLANG"},
+        ("spec.engine.type", "SGLANG", "one of VLLM, ATOM"),
+        'spec.engine.type: Unsupported value: "SGLANG"',
+        '"VLLM", "ATOM"',
+    ),
+    _case(
+        "a hash seed that is a number",
+        {"spec.engine.hashSeed": 0},
+        ("spec.engine.hashSeed", "0", "a decimal number from 0 to 4294967295, in quotes"),
+        "spec.engine.hashSeed",
+    ),
+    _case(
+        "a hash seed beyond 32 bits",
+        {"spec.engine.hashSeed": "4294967296"},
+        ("spec.engine.hashSeed", "4294967296", "a decimal number from 0 to 4294967295, in quotes"),
+        "4294967296 is not accepted; accepted is a decimal number from 0 to 4294967295, in quotes",
+    ),
+    _case(
+        "a weight of zero",
+        {"spec.tiers.0.loadWeight": 0},
+        ("spec.tiers[0].loadWeight", "0", "an integer from 1 to 10000"),
+        "spec.tiers[0].loadWeight: Invalid value: 0",
+    ),
+    _case(
+        "a time limit as text",
+        {"spec.tiers.1.loadTimeoutSeconds": "5s"},
+        ("spec.tiers[1].loadTimeoutSeconds", "5s", "an integer from 1 to 600"),
+        "spec.tiers[1].loadTimeoutSeconds",
+    ),
+    _case(
+        "a time limit with a fraction",
+        {"spec.tiers.1.loadTimeoutSeconds": 2.5},
+        ("spec.tiers[1].loadTimeoutSeconds", "2.5", "an integer from 1 to 600"),
+        "spec.tiers[1].loadTimeoutSeconds",
+    ),
+    _case(
+        "pending bytes below zero",
+        {"spec.tiers.1.maxPendingStoreBytes": "-1"},
+        ("spec.tiers[1].maxPendingStoreBytes", "-1", "a quantity of zero or more"),
+        "-1 is not accepted; accepted is a quantity of zero or more",
+    ),
+    _case(
+        "a write budget of nothing",
+        {"spec.tiers.1.maxWriteBytesPerSecond": 0},
+        ("spec.tiers[1].maxWriteBytesPerSecond", "0", "a quantity above zero"),
+        "0 is not accepted; accepted is a quantity above zero",
+    ),
+    _case(
+        "a mount option with a comma",
+        {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["soft,exec"]},
+        ("spec.tiers[2].fileSystem.volume.nfs.mountOptions[0]", "soft,exec", "text of at least 1"),
+        "spec.tiers[2].fileSystem.volume.nfs.mountOptions[0]: Invalid value",
+    ),
+    _case(
+        "memory of the sidecar",
+        {"spec.resources.daemon.limits": {"memory": "80Gi"}},
+        ("spec.resources.daemon.limits", "memory", "resources but memory, which is computed"),
+        "spec.resources.daemon.limits",
+        "memory is not accepted",
+    ),
+    _case(
+        "more cpu asked for than the default limit",
+        {"spec.resources.daemon": {"requests": {"cpu": "16"}}},
+        ("spec.resources.daemon.requests.cpu", "16", "at most the limit (8)"),
+        "spec.resources.daemon.requests",
+        "16 is not accepted; accepted is at most the limit (8)",
+    ),
+    _case(
+        "a policy name of 64 characters",
+        {"metadata.name": "p" * 64},
+        ("metadata.name", "p" * 64, "at most 63 characters"),
+        "is not accepted; accepted is a name of at most 63 characters",
+    ),
+)

@@ -1,0 +1,104 @@
+"""A tierd that exists only in this process, as one worker's client sees it: for tests of the worker side.
+
+It keeps what the worker sends, and says what the test tells it to. Like the real client it delivers from a thread of
+its own if ``threaded``, and after a loss it does not attach again before ``reattach``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.tierd.wire import PROTOCOL, Hello, LoadReady, Message, Welcome
+
+
+class StubTierd:
+    """Client and daemon in one. Any thread."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        hello: Callable[[], Hello],
+        sink: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._hello = hello
+        self._sink = sink
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self.pool = run_directory / "pool"
+        self.attached = False
+        self.full = False
+        self.started = False
+        self.closed = False
+        self.sent: list[Message] = []
+        self.hellos: list[Hello] = []
+        self.reattached: list[int] = []
+        self.on_reattach: Callable[[int], None] | None = None
+        """Called on the worker's thread, before it goes on: what a new tierd does at that moment."""
+
+    def start(self) -> None:
+        """As the client's."""
+        self.started = True
+
+    def welcome(self, epoch: int, nbytes: int | None = None) -> None:
+        """Tierd answers the worker's Hello."""
+        self.hellos.append(self._hello())
+        self.attached = True
+        size = self.pool.stat().st_size if nbytes is None else nbytes
+        message = Welcome(
+            protocol=PROTOCOL,
+            epoch=epoch,
+            session=1,
+            pool_path=str(self.pool),
+            pool_bytes=size,
+            tiers=("ram",),
+            settings="{}",
+        )
+        self._sink(message)
+
+    def say(self, message: Message) -> None:
+        """Any message of tierd's."""
+        self._sink(message)
+
+    def slots(self, load: int, *slots: int, tiers: tuple[int, ...] = ()) -> None:
+        """Where the keys of a load lie."""
+        self._sink(LoadReady(load=load, slots=slots, tiers=tiers))
+
+    def lose(self, reason: str = "killed") -> None:
+        """Tierd is gone."""
+        self.attached = False
+        self._on_lost(reason)
+
+    def send(self, message: Message) -> bool:
+        """As the client's; False also while ``full``."""
+        with self._changed:
+            if not self.attached or self.full:
+                return False
+            self.sent.append(message)
+            self._changed.notify_all()
+            return True
+
+    def reattach(self, drained_epoch: int) -> None:
+        """As the client's."""
+        if self.on_reattach is not None:
+            self.on_reattach(drained_epoch)
+        with self._changed:
+            self.reattached.append(drained_epoch)
+            self._changed.notify_all()
+
+    def close(self, timeout_seconds: float) -> None:
+        """As the client's: in order."""
+        self.closed = True
+        self.attached = False
+
+    def wait(self, what: Callable[[StubTierd], bool], seconds: float = 30.0) -> bool:
+        """Waits until ``what`` holds; it is looked at whenever the worker sends or reattaches."""
+        with self._changed:
+            return self._changed.wait_for(lambda: what(self), seconds)
+
+    def of(self, kind: type[Message]) -> list[Message]:
+        """What was sent of one kind."""
+        with self._changed:
+            return [message for message in self.sent if type(message) is kind]

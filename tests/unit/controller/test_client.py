@@ -1,0 +1,317 @@
+"""The client of the API server: deadlines, retries, Retry-After, tokens that rotate. Against a small HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvtier.errors import ConfigurationError
+from kvtier_operator.kube.client import ApiClient, Limits
+from kvtier_operator.kube.credentials import Access, from_kubeconfig, in_cluster
+from kvtier_operator.kube.resources import CONFIG_MAPS, ApiError
+
+BODY = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": "n"}}
+QUICK = Limits(deadline_seconds=5, attempt_seconds=0.5, first_pause_seconds=0.01)
+Answer = Callable[[web.Request, int], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Answers every request by ``answer(request, number)`` and keeps what was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked: list[web.Request] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request)
+        await request.read()
+        return await self.answer(request, len(self.asked))
+
+
+def told(
+    answer: Answer,
+    story: Callable[[ApiClient, Server], Awaitable[None]],
+    limits: Limits = QUICK,
+    **access: Any,
+) -> None:
+    async def run() -> None:
+        server = Server(answer)
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", server.handle)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with ApiClient(
+                Access(f"http://127.0.0.1:{port}", **access), limits, jitter=lambda: 0.5
+            ) as client:
+                await story(client, server)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def status(code: int, reason: str = "Reason", **headers: str) -> web.Response:
+    return web.json_response(
+        {"kind": "Status", "reason": reason, "message": "why"}, status=code, headers=headers
+    )
+
+
+async def ok(request: web.Request, number: int) -> web.Response:
+    return web.json_response(BODY)
+
+
+def test_reads_and_applies_are_repeated_and_the_last_error_is_raised() -> None:
+    async def failing(request: web.Request, number: int) -> web.Response:
+        return status(503, "ServiceUnavailable")
+
+    async def story(client: ApiClient, server: Server) -> None:
+        for call in (client.get(CONFIG_MAPS, "n", "a"), client.apply(CONFIG_MAPS, BODY)):
+            server.asked.clear()
+            with pytest.raises(ApiError) as caught:
+                await call
+            assert (caught.value.status, caught.value.reason, caught.value.message) == (
+                503,
+                "ServiceUnavailable",
+                "why",
+            )
+            assert len(server.asked) == QUICK.attempts
+
+    told(failing, story)
+
+
+def test_a_creation_is_repeated_only_where_nothing_was_done() -> None:
+    async def first_fails(request: web.Request, number: int) -> web.Response:
+        return (
+            status(500)
+            if number == 1
+            else status(429)
+            if number == 2
+            else web.json_response(BODY, status=201)
+        )
+
+    async def story(client: ApiClient, server: Server) -> None:
+        with pytest.raises(ApiError):
+            await client.create(CONFIG_MAPS, "n", BODY)
+        assert len(server.asked) == 1
+        assert await client.create(CONFIG_MAPS, "n", BODY) == BODY
+        assert len(server.asked) == 3
+
+    told(first_fails, story)
+
+
+def test_a_conflict_is_the_callers_at_once() -> None:
+    async def conflict(request: web.Request, number: int) -> web.Response:
+        return status(409, "Conflict")
+
+    async def story(client: ApiClient, server: Server) -> None:
+        with pytest.raises(ApiError) as caught:
+            await client.apply(CONFIG_MAPS, BODY)
+        assert (caught.value.status, len(server.asked)) == (409, 1)
+
+    told(conflict, story)
+
+
+def test_retry_after_is_honoured() -> None:
+    async def busy(request: web.Request, number: int) -> web.Response:
+        return (
+            status(429, "TooManyRequests", **{"Retry-After": "1"})
+            if number == 1
+            else web.json_response(BODY)
+        )
+
+    async def story(client: ApiClient, server: Server) -> None:
+        began = time.monotonic()
+        await client.get(CONFIG_MAPS, "n", "a")
+        assert time.monotonic() - began >= 1
+
+    told(busy, story)
+
+
+def test_no_call_outlives_its_deadline() -> None:
+    async def hangs(request: web.Request, number: int) -> web.Response:
+        await asyncio.sleep(30)
+        return status(500)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        began = time.monotonic()
+        with pytest.raises(ApiError) as caught:
+            await client.get(CONFIG_MAPS, "n", "a")
+        assert (caught.value.status, caught.value.reason) == (0, "Timeout")
+        assert time.monotonic() - began < 5
+
+    told(hangs, story, Limits(deadline_seconds=0.5, attempt_seconds=0.2, first_pause_seconds=0.01))
+
+
+def test_the_number_of_calls_at_once_is_bounded() -> None:
+    async def story(client: ApiClient, server: Server) -> None:
+        await asyncio.gather(*(client.get(CONFIG_MAPS, "n", "a") for _ in range(12)))
+        assert most == 3
+
+    now = most = 0
+
+    async def counting(request: web.Request, number: int) -> web.Response:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        now -= 1
+        return web.json_response(BODY)
+
+    told(counting, story, Limits(concurrency=3))
+
+
+def test_a_token_is_read_again_after_a_minute_and_at_once_when_it_was_refused() -> None:
+    tokens = iter(["one", "two", "three"])
+    clock = [0.0]
+
+    async def picky(request: web.Request, number: int) -> web.Response:
+        return status(401) if number == 3 else web.json_response(BODY)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        for seconds in (0.0, 61.0, 62.0):
+            clock[0] = seconds
+            await client.get(CONFIG_MAPS, "n", "a")
+        said = [request.headers["Authorization"] for request in server.asked]
+        assert said == ["Bearer one", "Bearer two", "Bearer two", "Bearer three"]
+
+    told(picky, story, read_token=lambda: next(tokens), clock=lambda: clock[0])
+
+
+def test_a_token_that_cannot_be_read_for_a_moment_stays_the_last_one() -> None:
+    clock = [0.0]
+
+    def read() -> str:
+        if clock[0]:
+            raise OSError("the kubelet is replacing it")
+        return "one"
+
+    access = Access("http://none", read_token=read, clock=lambda: clock[0])
+    assert access.token() == "one"
+    clock[0] = 100.0
+    assert access.token() == "one"
+
+
+def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> None:
+    bodies: list[Any] = []
+
+    async def gone(request: web.Request, number: int) -> web.Response:
+        bodies.append(json.loads(await request.read()))
+        return status(404 if number == 1 else 409)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        await client.delete(CONFIG_MAPS, "n", "a", uid="u")
+        await client.delete(CONFIG_MAPS, "n", "a", uid="u")
+        with pytest.raises(ApiError):
+            await client.delete(CONFIG_MAPS, "n", "a", uid="u", resource_version="7")
+        assert bodies[0]["preconditions"] == {"uid": "u"}
+        assert bodies[2]["preconditions"] == {"uid": "u", "resourceVersion": "7"}
+
+    told(gone, story)
+
+
+def test_an_event_larger_than_any_buffer_and_cut_anywhere_is_read_whole() -> None:
+    large = "x" * 300_000
+    lines = [
+        {"type": "ADDED", "object": {"metadata": {"name": "a"}, "data": {"k": large}}},
+        {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}},
+    ]
+
+    async def stream(request: web.Request, number: int) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        for start in range(0, len(content), 70_001):
+            await response.write(content[start : start + 70_001])
+        return response
+
+    async def story(client: ApiClient, server: Server) -> None:
+        events = [
+            event async for event in client.watch(CONFIG_MAPS, "n", "1", seconds=5, idle_seconds=5)
+        ]
+        assert [event.type for event in events] == ["ADDED", "BOOKMARK"]
+        assert events[0].object["data"]["k"] == large
+        assert server.asked[0].query["allowWatchBookmarks"] == "true"
+
+    told(stream, story)
+
+
+def test_a_watch_that_says_nothing_ends_as_idle() -> None:
+    async def silent(request: web.Request, number: int) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(30)
+        return response
+
+    async def story(client: ApiClient, server: Server) -> None:
+        with pytest.raises(ApiError) as caught:
+            async for _ in client.watch(CONFIG_MAPS, "n", "1", seconds=5, idle_seconds=0.1):
+                pass
+        assert (caught.value.status, caught.value.reason) == (0, "Idle")
+
+    told(silent, story)
+
+
+def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None:
+    async def pages(request: web.Request, number: int) -> web.Response:
+        more = {"continue": "next"} if number == 1 else {}
+        assert request.query.get("continue") == (None if number == 1 else "next")
+        return web.json_response(
+            {"metadata": {"resourceVersion": "5", **more}, "items": [{"metadata": {"name": "a"}}]}
+        )
+
+    async def story(client: ApiClient, server: Server) -> None:
+        found = await client.list(CONFIG_MAPS, "n", labels="a=b")
+        assert [(each["kind"], each["apiVersion"]) for each in found] == [("ConfigMap", "v1")] * 2
+        assert server.asked[0].query["labelSelector"] == "a=b"
+
+    told(pages, story)
+
+
+def test_every_attempt_is_observed() -> None:
+    seen: list[tuple[str, str, int]] = []
+
+    async def second(request: web.Request, number: int) -> web.Response:
+        return status(500) if number == 1 else web.json_response(BODY)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        client._observer = lambda verb, kind, code, seconds: seen.append((verb, kind, code))
+        await client.get(CONFIG_MAPS, "n", "a")
+        assert seen == [("get", "ConfigMap", 500), ("get", "ConfigMap", 200)]
+
+    told(second, story)
+
+
+def test_outside_of_a_pod_the_error_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--kubeconfig"):
+        in_cluster(tmp_path, {})
+    with pytest.raises(ConfigurationError, match="automountServiceAccountToken"):
+        in_cluster(
+            tmp_path, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+        )
+    with pytest.raises(ConfigurationError, match="kubeconfig"):
+        from_kubeconfig(tmp_path / "missing")
+
+
+def test_in_a_pod_the_account_is_used_and_followed(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("first\n")
+    (tmp_path / "ca.crt").write_text("")
+    access = in_cluster(
+        tmp_path, {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    )
+    assert access.server == "https://[fd00::1]:443"
+    assert access.token() == "first"
+    (tmp_path / "token").write_text("second\n")
+    assert access.token() == "first"
+    access.refused()
+    assert access.token() == "second"

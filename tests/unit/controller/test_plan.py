@@ -1,0 +1,217 @@
+"""What is planned for a policy, from values alone. What the API server makes of it is tested on a real one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support import controllers
+from tests.support.controllers import file_tier
+
+from kvtier_operator.controller.children.observe import (
+    NAMESPACE_LABEL,
+    UID_LABEL,
+    CachedPolicy,
+    Observed,
+    read,
+)
+from kvtier_operator.controller.children.plan import Plan, plan
+from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, VOLUMES
+from kvtier_operator.settings import Settings
+
+EXPORT = file_tier("shared", {"nfs": {"server": "nas", "path": "/kv"}})
+CLAIM = file_tier("disk", {"claimTemplate": {"storageClassName": "fast"}})
+SETTINGS = controllers.settings(
+    storage={"createVolumes": True},
+    allowedVolumes=[{"namespaces": ["n"], "nfs": {"server": "nas", "exportPrefix": "/"}}],
+)
+
+
+def known(
+    *, uid: str = "u-1", status: dict[str, Any] | None = None, tiers: Any = (), **spec: Any
+) -> CachedPolicy:
+    body = controllers.policy("n", tiers=tiers, **spec)
+    body["metadata"] |= {"uid": uid, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return read({**body, **({"status": status} if status else {})})
+
+
+def stored(planned: Plan, observed: Observed) -> Observed:
+    """As the API server would have it after the plan was applied, everything bound."""
+    maps, claims, volumes = (
+        dict(observed.config_maps),
+        dict(observed.claims),
+        list(observed.volumes),
+    )
+    for number, desired in enumerate(planned.apply):
+        metadata = {**desired.body["metadata"], "uid": f"o-{number}", "resourceVersion": "1"}
+        body = {**desired.body, "metadata": metadata, "status": {"phase": "Bound"}}
+        if desired.kind is CONFIG_MAPS:
+            maps[metadata["name"]] = body
+        elif desired.kind is CLAIMS:
+            claims[metadata["name"]] = body
+        else:
+            volumes.append(body)
+    return replace(observed, config_maps=maps, claims=claims, volumes=volumes)
+
+
+def settled(found: CachedPolicy, settings: Settings = SETTINGS) -> Observed:
+    observed = Observed(found)
+    return stored(plan(observed, settings), observed)
+
+
+def test_what_was_applied_is_not_applied_again() -> None:
+    found = known(tiers=[EXPORT, CLAIM], attach={"mode": "ConfigMapOnly"})
+    planned = plan(Observed(found), SETTINGS)
+    assert [each.kind.kind for each in planned.apply] == [
+        "PersistentVolume",
+        "PersistentVolumeClaim",
+        "PersistentVolumeClaim",
+        "ConfigMap",
+        "ConfigMap",
+    ]
+    again = plan(settled(found), SETTINGS)
+    assert (again.apply, again.delete, again.live_generation) == ((), (), 1)
+
+
+def test_everything_has_the_policys_uid_and_all_but_volumes_its_owner() -> None:
+    for each in plan(Observed(known(tiers=[EXPORT])), SETTINGS).apply:
+        metadata = each.body["metadata"]
+        assert metadata["labels"][UID_LABEL] == "u-1"
+        if each.kind is VOLUMES:
+            assert metadata["labels"][NAMESPACE_LABEL] == "n"
+            assert "ownerReferences" not in metadata
+        else:
+            assert [owner["uid"] for owner in metadata["ownerReferences"]] == ["u-1"]
+            assert "blockOwnerDeletion" not in metadata["ownerReferences"][0]
+
+
+def test_another_policy_of_the_same_name_shares_no_claim_and_no_volume() -> None:
+    def names(uid: str) -> set[str]:
+        planned = plan(Observed(known(uid=uid, tiers=[EXPORT, CLAIM])), SETTINGS)
+        return {
+            each.body["metadata"]["name"] for each in planned.apply if each.kind is not CONFIG_MAPS
+        }
+
+    assert not names("u-1") & names("u-2")
+
+
+@pytest.mark.parametrize(
+    ("held", "status", "expected"),
+    [
+        (None, None, 1),
+        (None, {"liveGeneration": 4}, 5),
+        ({"generation": 7, "minLoadTokens": 1}, {"liveGeneration": 4}, 8),
+        ({"generation": 2, "minLoadTokens": 1}, {"liveGeneration": 4}, 5),
+        ({"generation": "x"}, {"liveGeneration": 4}, 5),
+        ({"generation": 1 << 60}, {"liveGeneration": 4}, 5),
+        ({"generation": -1}, None, 1),
+        ("no json", {"liveGeneration": 4}, 5),
+        ([], None, 1),
+    ],
+)
+def test_other_live_values_get_a_generation_that_was_never_given(
+    held: Any, status: Any, expected: int
+) -> None:
+    found = known(status=status)
+    observed = settled(found)
+    if held is None:
+        observed = replace(observed, config_maps={})
+    else:
+        (name, live), *_ = observed.config_maps.items()
+        text = held if isinstance(held, str) else json.dumps(held)
+        observed = replace(observed, config_maps={name: {**live, "data": {"live.json": text}}})
+    planned = plan(observed, SETTINGS)
+    assert planned.live_generation == expected
+    (desired,) = planned.apply
+    assert json.loads(desired.body["data"]["live.json"])["generation"] == expected
+
+
+def test_the_same_live_values_keep_their_generation_whatever_the_status_says() -> None:
+    found = known()
+    (name, live), *_ = settled(found).config_maps.items()
+    document = {**json.loads(live["data"]["live.json"]), "generation": 6}
+    held = {name: {**live, "data": {"live.json": json.dumps(document)}}}
+    planned = plan(Observed(known(status={"liveGeneration": 5}), held), SETTINGS)
+    assert planned.live_generation == 6
+
+
+def test_an_existing_claims_specification_is_applied_as_it_stands() -> None:
+    found = known(tiers=[CLAIM])
+    observed = settled(found)
+    (name, claim), *_ = observed.claims.items()
+    spec = {**claim["spec"], "resources": {"requests": {"storage": "1Gi"}}, "volumeName": "pv"}
+    metadata = {**claim["metadata"], "labels": {}}
+    changed = replace(observed, claims={name: {**claim, "metadata": metadata, "spec": spec}})
+    (desired,) = plan(changed, SETTINGS).apply
+    assert desired.body["spec"]["resources"] == {"requests": {"storage": "1Gi"}}
+    assert "volumeName" not in desired.body["spec"]
+    assert desired.body["metadata"]["labels"][UID_LABEL] == "u-1"
+
+
+def test_nothing_is_applied_to_what_is_being_deleted() -> None:
+    observed = settled(known(tiers=[EXPORT]))
+    leaving = {
+        name: {**each, "metadata": {**each["metadata"], "labels": {}, "deletionTimestamp": "now"}}
+        for name, each in observed.claims.items()
+    }
+    planned = plan(replace(observed, claims=leaving), SETTINGS)
+    assert planned.apply == ()
+    storage = next(each for each in planned.findings if each.type == "StorageReady")
+    assert (storage.status, storage.reason) == ("False", "ClaimTerminating")
+
+
+def test_what_is_not_needed_any_more_goes_and_a_mounted_claim_waits() -> None:
+    observed = settled(known(tiers=[CLAIM, EXPORT], attach={"mode": "ConfigMapOnly"}))
+    less = replace(observed, known=known())
+    names = sorted(each.found["metadata"]["name"] for each in plan(less, SETTINGS).delete)
+    assert names == sorted([*observed.claims, "chat-structural"])
+    mounted = replace(less, mounted_claims=frozenset(observed.claims))
+    assert [each.found["metadata"]["name"] for each in plan(mounted, SETTINGS).delete] == [
+        "chat-structural"
+    ]
+    claimless = replace(less, claims={})
+    assert VOLUMES in [each.kind for each in plan(claimless, SETTINGS).delete], "its claim is gone"
+
+
+def test_what_was_made_for_another_policy_of_the_name_is_not_this_ones_to_delete() -> None:
+    theirs = settled(known(uid="u-2", tiers=[CLAIM]))
+    assert plan(replace(theirs, known=known(uid="u-1")), SETTINGS).delete == ()
+
+
+def test_a_released_volume_is_deleted_also_where_its_name_is_wanted() -> None:
+    observed = settled(known(tiers=[EXPORT]))
+    (volume,) = observed.volumes
+    released = replace(observed, volumes=[{**volume, "status": {"phase": "Released"}}])
+    (deletion,) = plan(released, SETTINGS).delete
+    assert deletion.found["metadata"]["name"] == volume["metadata"]["name"]
+
+
+def test_a_policy_that_is_not_accepted_costs_its_pods_nothing() -> None:
+    observed = settled(known(tiers=[EXPORT, CLAIM]))
+    planned = plan(
+        replace(observed, known=known(tiers=[EXPORT], status={"liveGeneration": 3})),
+        controllers.settings(),
+    )
+    assert (planned.accepted, planned.apply, planned.delete, planned.live_generation) == (
+        False,
+        (),
+        (),
+        3,
+    )
+
+
+def test_a_policy_that_cannot_be_read_is_left_as_it_is() -> None:
+    raw = dict(known(status={"liveGeneration": 3}).raw)
+    broken = read({**raw, "spec": {**raw["spec"], "later": 1}})
+    planned = plan(Observed(broken), SETTINGS)
+    assert (planned.accepted, planned.apply, planned.delete) == (False, (), ())
+    assert planned.findings[0].reason == "Invalid"
+
+
+def test_exports_are_left_to_the_administrator_where_no_volumes_may_be_made() -> None:
+    settings = SETTINGS.model_copy(update={"storage": controllers.settings().storage})
+    planned = plan(Observed(known(tiers=[EXPORT, CLAIM])), settings)
+    assert [each.kind for each in planned.apply] == [CLAIMS, CONFIG_MAPS]
+    assert set(planned.claims) == {"shared", "disk"}

@@ -1,0 +1,366 @@
+"""Asking pods, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tests.support.pods import injected_pod, running, status_document
+
+from kvtier_operator.controller.pods.poll import HOST_PORTS, PodReports, Target, target
+from kvtier_operator.controller.pods.reports import MAX_BODY_BYTES, LastReport
+from kvtier_operator.settings import Settings
+
+KEY = ("serving", "chat")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+WAIT_SECONDS = 30.0
+
+
+def chosen(**controller: Any) -> Settings:
+    return Settings.model_validate(
+        {"controller": {"pollSeconds": 0.05, "pollTimeoutSeconds": 5, **controller}}
+    )
+
+
+@contextlib.asynccontextmanager
+async def pod(handler: Handler) -> AsyncIterator[Target]:
+    """A pod that answers with ``handler``."""
+    application = web.Application()
+    application.router.add_get("/status", handler)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield Target(f"uid-{runner.addresses[0][1]}", "127.0.0.1", runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def polling(
+    settings: Settings, changes: list[Any] | None = None
+) -> AsyncIterator[PodReports]:
+    stop = asyncio.Event()
+    reports = PodReports(settings, (changes if changes is not None else []).append)
+    task = asyncio.ensure_future(reports.run(stop))
+    try:
+        yield reports
+    finally:
+        stop.set()
+        await task
+
+
+async def until(check: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not check():  # noqa: ASYNC110  (what is checked has no event)
+            await asyncio.sleep(0.01)
+
+
+async def said(handler: Handler, token: str | None = "secret", **controller: Any) -> LastReport:
+    """What is known of a pod with that handler after it was asked."""
+    async with pod(handler) as asked, polling(chosen(**controller)) as reports:
+        reports.follow(KEY, [asked], token)
+        await until(lambda: reports.said(asked.uid) != LastReport())
+        return reports.said(asked.uid)
+
+
+async def healthy(request: web.Request) -> web.Response:
+    if request.headers.get("Authorization") != "Bearer secret":
+        return web.Response(status=401)
+    return web.json_response(status_document())
+
+
+def test_a_pod_is_asked_with_the_policys_token() -> None:
+    found = asyncio.run(said(healthy))
+    assert found.report is not None
+    assert found.report.attached
+
+
+def test_a_token_that_is_refused_or_missing_is_no_answer_and_says_so() -> None:
+    wrong, none = asyncio.run(said(healthy, "wrong")), asyncio.run(said(healthy, None))
+    assert (wrong.report, wrong.why) == (None, "HTTP 401: the policy's token is not accepted (yet)")
+    assert (none.report, none.why) == (None, "HTTP 401: the policy's token is missing")
+
+
+def test_a_pod_that_does_not_answer_in_time_is_given_up() -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    assert asyncio.run(said(never, pollTimeoutSeconds=0.2)).why == "no answer in time"
+
+
+def test_a_pod_that_sends_for_ever_is_given_up_in_time() -> None:
+    async def drips(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(b" ")
+                await asyncio.sleep(0.05)
+        return response
+
+    assert asyncio.run(said(drips, pollTimeoutSeconds=0.4)).why == "no answer in time"
+
+
+def test_nobody_listening_is_no_connection() -> None:
+    async def story() -> LastReport:
+        async with polling(chosen()) as reports:
+            reports.follow(KEY, [Target("uid", "127.0.0.1", 1)], None)
+            await until(lambda: reports.said("uid").failures >= 2)
+            return reports.said("uid")
+
+    assert asyncio.run(story()).why == "no connection"
+
+
+@pytest.mark.parametrize("unfolded", [False, True])
+def test_an_answer_that_is_too_long_is_not_read_whole_also_if_it_comes_folded(
+    unfolded: bool,
+) -> None:
+    sent = 0
+
+    async def floods(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        if unfolded:
+            bomb = gzip.compress(b" " * (64 << 20))
+            return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                await response.write(b" " * (64 << 10))
+                sent += 64 << 10
+        return response
+
+    found = asyncio.run(said(floods))
+    assert found.why.startswith("malformed answer")
+    assert sent < 32 * MAX_BODY_BYTES
+
+
+def test_a_redirect_is_not_followed() -> None:
+    followed = False
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        nonlocal followed
+        if request.query:
+            followed = True
+        return web.Response(status=302, headers={"Location": "/status?followed"})
+
+    assert asyncio.run(said(elsewhere)).why == "HTTP 302"
+    assert not followed
+
+
+def test_garbage_instead_of_http_is_a_malformed_answer() -> None:
+    async def story() -> LastReport:
+        async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"\x00\x01\x02 no http\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(garbage, "127.0.0.1", 0)
+        asked = Target("uid", "127.0.0.1", server.sockets[0].getsockname()[1])
+        async with server, polling(chosen()) as reports:
+            reports.follow(KEY, [asked], None)
+            await until(lambda: reports.said("uid").failures)
+            return reports.said("uid")
+
+    assert asyncio.run(story()).why.startswith("malformed answer")
+
+
+def test_no_more_pods_are_asked_at_once_than_is_set() -> None:
+    most = now = answered = 0
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal most, now, answered
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.05)
+        now -= 1
+        answered += 1
+        return web.json_response(status_document())
+
+    async def story() -> None:
+        async with pod(slow) as asked, polling(chosen(pollConcurrency=3)) as reports:
+            reports.follow(
+                KEY,
+                [Target(f"uid-{index}", asked.address, asked.port) for index in range(20)],
+                None,
+            )
+            await until(lambda: answered >= 40)
+
+    asyncio.run(story())
+    assert most <= 3
+
+
+def test_an_answer_that_stops_coming_is_kept_and_the_failures_are_counted() -> None:
+    calls = 0
+
+    async def dies(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.json_response(status_document()) if calls == 1 else web.Response(status=500)
+
+    async def story() -> LastReport:
+        async with pod(dies) as asked, polling(chosen()) as reports:
+            reports.follow(KEY, [asked], None)
+            await until(lambda: reports.said(asked.uid).failures >= 2)
+            return reports.said(asked.uid)
+
+    found = asyncio.run(story())
+    assert found.report is not None
+    assert found.why == "HTTP 500"
+
+
+def test_a_policy_is_looked_at_again_when_a_state_changes_and_not_when_bytes_do() -> None:
+    used, state = 0, "Healthy"
+
+    async def answers(request: web.Request) -> web.Response:
+        nonlocal used
+        used += 1000
+        tier = {"name": "ram", "state": state, "usedBytes": used, "capacityBytes": 1 << 30}
+        return web.json_response(status_document(tier))
+
+    async def story() -> tuple[int, int]:
+        nonlocal state
+        changes: list[Any] = []
+        async with pod(answers) as asked, polling(chosen(), changes) as reports:
+            reports.follow(KEY, [asked], None)
+            await until(lambda: used >= 10_000)
+            quiet = len(changes)
+            state = "BreakerOpen"
+            await until(lambda: len(changes) > quiet)
+            return quiet, len(changes)
+
+    assert asyncio.run(story()) == (1, 2)
+
+
+def test_a_pod_that_is_followed_no_more_is_asked_no_more() -> None:
+    calls = 0
+
+    async def counts(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.json_response(status_document())
+
+    async def story() -> int:
+        async with pod(counts) as asked, polling(chosen()) as reports:
+            reports.follow(KEY, [asked], None)
+            await until(lambda: calls > 1)
+            reports.follow(KEY, [], None)
+            await asyncio.sleep(0.1)
+            before = calls
+            await asyncio.sleep(0.3)
+            assert reports.said(asked.uid) == LastReport()
+            reports.follow(KEY, [asked], None)
+            await until(lambda: calls > before)
+            reports.forget(KEY)
+            return calls - before
+
+    assert asyncio.run(story()) >= 1
+
+
+def test_another_token_is_used_at_once() -> None:
+    async def story() -> None:
+        async with pod(healthy) as asked, polling(chosen(pollSeconds=600)) as reports:
+            reports.follow(KEY, [asked], "old")
+            await until(lambda: reports.said(asked.uid).failures)
+            reports.follow(KEY, [asked], "secret")
+            await until(lambda: reports.said(asked.uid).report is not None)
+
+    asyncio.run(story())
+
+
+LONG = json.dumps({"http": {"port": 9411}, "more": "x" * (16 << 10)})
+"""As KVTier writes none; a thousand of 256 KiB, as the API server takes them, would stay in memory."""
+
+
+def test_the_port_is_the_one_in_the_pods_structure() -> None:
+    assert target(running(injected_pod(port=9411))) == Target("uid-of-chat-1", "10.1.2.3", 9411)
+
+
+@pytest.mark.parametrize(
+    "annotation", ["", "no json", "[]", json.dumps({"http": {"port": "x"}}), "[" * 9000, LONG]
+)
+def test_a_structure_that_names_no_port_means_the_usual_one(annotation: str) -> None:
+    pod_object = running(injected_pod())
+    pod_object["metadata"]["annotations"]["kvtier.io/structural"] = annotation
+    found = target(pod_object)
+    assert found is not None
+    assert found.port == 9400
+
+
+def test_on_the_nodes_address_only_ports_that_kvtier_gives_are_asked() -> None:
+    for port, asked in ((22, 9400), (10250, 9400), (HOST_PORTS.start, HOST_PORTS.start)):
+        pod_object = running(injected_pod(port=port))
+        pod_object["spec"]["hostNetwork"] = True
+        found = target(pod_object)
+        assert found is not None
+        assert found.port == asked
+
+
+def test_an_address_of_ipv6_goes_into_brackets_and_a_pod_without_one_is_not_asked() -> None:
+    found = target(running(injected_pod(), address="fd00::7"))
+    assert found is not None
+    assert found.url == "http://[fd00::7]:9400/status"
+    for wrong in ("", "evil.example", "10.0.0.1/../../"):
+        assert target(running(injected_pod(), address=wrong)) is None
+
+
+def test_polls_and_events_are_counted_in_metrics() -> None:
+    from prometheus_client import CollectorRegistry
+
+    from kvtier_operator.controller.metrics import PodMetrics
+
+    async def story() -> CollectorRegistry:
+        registry = CollectorRegistry()
+        async with pod(healthy) as asked, polling(chosen()) as reports:
+            PodMetrics(registry, reports)
+            reports.follow(KEY, [asked, Target("nobody", "127.0.0.1", 1)], "secret")
+            await until(lambda: reports.answered and reports.unanswered)
+        return registry
+
+    registry = asyncio.run(story())
+    assert registry.get_sample_value("kvtier_operator_polled_pods") == 2
+    for result in ("answered", "unanswered"):
+        assert (
+            registry.get_sample_value("kvtier_operator_polls_total", {"result": result}) or 0
+        ) >= 1
+    assert registry.get_sample_value("kvtier_operator_events_total", {"result": "posted"}) == 0
+
+
+@pytest.mark.parametrize(
+    "asked", [False, True], ids=["while nobody is asked", "while a pod is asked"]
+)
+def test_polling_that_is_cancelled_leaves_no_task_behind(asked: bool) -> None:
+    async def never(request: web.Request) -> web.Response:
+        questions.append(request)
+        await asyncio.sleep(60)
+        return web.Response()
+
+    questions: list[web.Request] = []
+
+    async def story() -> None:
+        async with pod(never) as found:
+            before = asyncio.all_tasks()
+            reports = PodReports(chosen(), lambda key: None)
+            task = asyncio.ensure_future(reports.run(asyncio.Event()))
+            if asked:
+                reports.follow(KEY, [found], "secret")
+                await until(lambda: questions)
+            else:
+                await until(lambda: len(asyncio.all_tasks() - before) > 1)
+            ours = asyncio.all_tasks() - before
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            # The server's side of a connection belongs to the server.
+            assert not [
+                each for each in ours if not each.done() and "aiohttp/web" not in repr(each)
+            ]
+
+    asyncio.run(story())

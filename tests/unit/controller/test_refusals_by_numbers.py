@@ -1,0 +1,182 @@
+"""Quota and LimitRange: would the pod have been admitted without what was added?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.pods import injected_pod
+
+from kvtier_operator.controller.injection_breaker import insufficient_resources, quota_messages
+
+TEMPLATE: dict[str, Any] = {
+    "containers": [
+        {
+            "name": "vllm",
+            "resources": {
+                "requests": {"cpu": "4", "memory": "32Gi"},
+                "limits": {"cpu": "8", "memory": "32Gi"},
+            },
+        }
+    ]
+}
+QUOTA = 'pods "x" is forbidden: exceeded quota: gold, requested: {}, used: {}, limited: {}'
+RANGE = 'pods "x" is forbidden: {}'
+
+
+@pytest.mark.parametrize(
+    ("requested", "used", "limited", "ours"),
+    [
+        ("limits.memory=98Gi", "limits.memory=10Gi", "limits.memory=64Gi", True),
+        ("limits.memory=98Gi", "limits.memory=40Gi", "limits.memory=64Gi", False),
+        ("memory=98Gi", "memory=10Gi", "memory=64Gi", True),
+        (
+            "limits.cpu=16,limits.memory=98Gi",
+            "limits.cpu=0,limits.memory=10Gi",
+            "limits.cpu=10,limits.memory=64Gi",
+            True,
+        ),
+        (
+            "limits.cpu=16,limits.memory=98Gi",
+            "limits.cpu=9,limits.memory=10Gi",
+            "limits.cpu=10,limits.memory=64Gi",
+            False,
+        ),
+        ("pods=1", "pods=4", "pods=4", False),
+        (
+            "requests.nvidia.com/gpu=8",
+            "requests.nvidia.com/gpu=0",
+            "requests.nvidia.com/gpu=4",
+            False,
+        ),
+    ],
+)
+def test_a_quota_is_our_matter_if_the_pod_alone_would_fit(
+    requested: str, used: str, limited: str, ours: bool
+) -> None:
+    message = QUOTA.format(requested, used, limited)
+    assert quota_messages.by_numbers(message)
+    assert quota_messages.ours(TEMPLATE, message) is ours
+
+
+@pytest.mark.parametrize(
+    ("message", "ours"),
+    [
+        ("maximum memory usage per Container is 40Gi, but limit is 66Gi", True),
+        ("maximum memory usage per Container is 16Gi, but limit is 32Gi", False),
+        (
+            "[maximum cpu usage per Container is 8, but limit is 16, maximum memory usage per Pod is 64Gi, but limit is 98Gi]",
+            True,
+        ),
+        ("maximum memory usage per Pod is 16Gi, but limit is 98Gi", False),
+        ("minimum cpu usage per Container is 2, but request is 1", True),
+        ("cpu max limit to request ratio per Container is 4, but provided ratio is 8.000000", True),
+        (
+            "cpu max limit to request ratio per Container is 1, but provided ratio is 8.000000",
+            False,
+        ),
+    ],
+)
+def test_a_limit_range_is_our_matter_if_the_pods_own_containers_keep_it(
+    message: str, ours: bool
+) -> None:
+    assert quota_messages.ours(TEMPLATE, RANGE.format(message)) is ours
+
+
+def test_another_refusal_is_none_by_numbers() -> None:
+    message = 'pods "x" is forbidden: error looking up service account'
+    assert not quota_messages.by_numbers(message)
+    assert not quota_messages.ours(TEMPLATE, message)
+
+
+def node(name: str, memory: str = "64Gi", **spec: Any) -> dict[str, Any]:
+    allocatable = {"cpu": "16", "memory": memory, "pods": "110", "nvidia.com/gpu": "8"}
+    return {
+        "metadata": {"name": name, "labels": {"zone": "a"}},
+        "spec": spec,
+        "status": {"allocatable": allocatable},
+    }
+
+
+def engine(
+    name: str = "chat-1", memory: str = "32Gi", tiers: str = "40Gi", **spec: Any
+) -> dict[str, Any]:
+    pod = injected_pod(name)
+    resources = {
+        "requests": {"memory": memory, "nvidia.com/gpu": "8"},
+        "limits": {"nvidia.com/gpu": "8"},
+    }
+    pod["spec"]["containers"][0]["resources"] = resources
+    pod["spec"]["initContainers"][1]["resources"] = {"requests": {"memory": tiers, "cpu": "1"}}
+    pod["spec"].update(spec)
+    return pod
+
+
+def test_a_pod_is_crowded_out_where_it_would_fit_without_tiers() -> None:
+    words = insufficient_resources.insufficient_resources(engine(), [node("a")], [])
+    assert words == "node a has room for it without tiers, and too little memory with them"
+
+
+def test_a_cluster_that_is_full_or_waits_for_its_autoscaler_is_not_our_matter() -> None:
+    other = engine("other", tiers="1Gi")
+    other["spec"]["nodeName"] = "a"
+    assert insufficient_resources.insufficient_resources(engine(), [node("a")], [other]) == ""
+    assert insufficient_resources.insufficient_resources(engine(), [], []) == ""
+
+
+def test_a_pod_that_fits_with_tiers_waits_for_something_else() -> None:
+    assert (
+        insufficient_resources.insufficient_resources(
+            engine(), [node("small"), node("large", "256Gi")], []
+        )
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "crowded"),
+    [
+        ({}, {"unschedulable": True}, False),
+        ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
+        (
+            {"tolerations": [{"key": "gpu", "operator": "Exists"}]},
+            {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
+            True,
+        ),
+        (
+            {"tolerations": [{"operator": "Exists"}]},
+            {"taints": [{"key": "gpu", "effect": "NoExecute"}]},
+            True,
+        ),
+        ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
+        ({"nodeSelector": {"zone": "a"}}, {}, True),
+        ({"nodeSelector": {"zone": "b"}}, {}, False),
+    ],
+)
+def test_nodes_that_would_not_take_the_pod_anyway_do_not_count(
+    spec: dict[str, Any], where: dict[str, Any], crowded: bool
+) -> None:
+    assert (
+        bool(
+            insufficient_resources.insufficient_resources(engine(**spec), [node("a", **where)], [])
+        )
+        is crowded
+    )
+
+
+def test_requests_add_up_as_the_scheduler_adds_them() -> None:
+    described = {
+        "initContainers": [
+            {
+                "name": "side",
+                "restartPolicy": "Always",
+                "resources": {"requests": {"memory": "2Gi"}},
+            },
+            {"name": "init", "resources": {"requests": {"memory": "9Gi"}}},
+        ],
+        "containers": [{"name": "a", "resources": {"limits": {"memory": "3Gi"}}}, {"name": "b"}],
+        "overhead": {"memory": "1Gi"},
+    }
+    assert insufficient_resources.asked(described, with_injected=True)["memory"] == 12 << 30
+    described["resources"] = {"requests": {"memory": "5Gi"}}
+    assert insufficient_resources.asked(described, with_injected=True)["memory"] == 6 << 30

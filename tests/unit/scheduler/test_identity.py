@@ -1,0 +1,298 @@
+"""What makes two engines share, and what keeps them apart."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.scheduler.rig import topology
+
+from kvtier.engines.vllm.identity import (
+    IdentityBuilder,
+    describe,
+    model_digest,
+    model_source,
+    plain,
+    rope_depends_on_length,
+    unstable_seed,
+)
+from kvtier.namespace import canonical
+from kvtier.planner import Group, GroupKind, Planner
+
+SEED = "ab" * 32
+
+
+class _Hf:
+    """A HF configuration."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def _model(directory: Path, weights: bytes = b"w" * 5000) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text('{"hidden_size": 64}')
+    (directory / "tokenizer.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights)
+    return directory
+
+
+def _config(directory: Path, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "hf": _Hf(hidden_size=64, rope_parameters={"rope_type": "default"}),
+        "max_model_len": 2048,
+        "dtype": "torch.float32",
+        "cache_dtype": "auto",
+        "quantization": None,
+        "tensor": 1,
+        "algorithm": "sha256",
+        "model": str(directory),
+        "load_format": "auto",
+        "data_parallel_rank": 0,
+        **changes,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=values["model"],
+            hf_config=values["hf"],
+            hf_text_config=values["hf"],
+            max_model_len=values["max_model_len"],
+            dtype=values["dtype"],
+            quantization=values["quantization"],
+            seed=0,
+        ),
+        load_config=SimpleNamespace(load_format=values["load_format"]),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=values["algorithm"], cache_dtype=values["cache_dtype"]
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=values["tensor"],
+            pipeline_parallel_size=1,
+            data_parallel_rank=values["data_parallel_rank"],
+        ),
+        speculative_config=None,
+    )
+
+
+def _planner(chunk: int = 64, block: int = 32) -> Planner:
+    return Planner.build([Group(GroupKind.FULL, block, "FullAttentionSpec")], chunk, block)
+
+
+@pytest.fixture(autouse=True)
+def hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def _text(
+    config: Any, planner: Planner | None = None, seed: str | None = SEED, structural: Any = None
+) -> str:
+    identity, reasons = describe(
+        config, planner or _planner(), structural or topology().structural, seed
+    )
+    assert reasons == []
+    return canonical(identity)
+
+
+def test_the_same_engine_has_the_same_identity_wherever_its_model_lies(tmp_path: Path) -> None:
+    assert _text(_config(_model(tmp_path / "a"))) == _text(_config(_model(tmp_path / "b")))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hf": _Hf(hidden_size=128, rope_parameters={"rope_type": "default"})},
+        {"dtype": "torch.bfloat16"},
+        {"cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"tensor": 2},
+        {"algorithm": "sha256_cbor"},
+        {"load_format": "dummy"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_whatever_shapes_the_kv_makes_another_identity(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = _model(tmp_path / "m")
+    assert _text(_config(model, **changes)) != _text(_config(model))
+
+
+def test_chunk_block_seed_and_salt_make_another_identity(tmp_path: Path) -> None:
+    config = _config(_model(tmp_path / "m"))
+    structural = topology().structural
+    salted = structural.model_copy(
+        update={"isolation": structural.isolation.model_copy(update={"salt": "s"})}
+    )
+    texts = {
+        _text(config),
+        _text(config, _planner(128)),
+        _text(config, _planner(64, 64)),
+        _text(config, seed="cd" * 32),
+        _text(config, structural=salted),
+    }
+    assert len(texts) == 5
+
+
+def test_data_parallel_ranks_share(tmp_path: Path) -> None:
+    model = _model(tmp_path / "m")
+    assert _text(_config(model, data_parallel_rank=3)) == _text(_config(model))
+
+
+def test_the_longest_sequence_matters_only_where_rope_depends_on_it(tmp_path: Path) -> None:
+    model = _model(tmp_path / "m")
+    assert _text(_config(model, max_model_len=4096)) == _text(_config(model))
+    hf = _Hf(hidden_size=64, rope_parameters={"rope_type": "longrope"})
+    assert _text(_config(model, hf=hf, max_model_len=4096)) != _text(_config(model, hf=hf))
+
+
+@pytest.mark.parametrize(
+    ("config", "depends"),
+    [
+        (_Hf(), False),
+        (_Hf(rope_scaling=None), False),
+        (_Hf(rope_scaling={"type": "linear", "factor": 2}), False),
+        (_Hf(rope_scaling={"rope_type": "dynamic"}), True),
+        (
+            _Hf(
+                rope_parameters={
+                    "full_attention": {"rope_type": "default"},
+                    "sliding_attention": {"rope_type": "unheard"},
+                }
+            ),
+            True,
+        ),
+    ],
+)
+def test_kinds_of_rope_that_are_not_known_count_as_depending(config: _Hf, depends: bool) -> None:
+    assert rope_depends_on_length(config) is depends
+
+
+@pytest.mark.parametrize("position", [0, 4999])
+def test_other_weights_are_another_model(tmp_path: Path, position: int) -> None:
+    weights = bytearray(b"w" * 5000)
+    weights[position] ^= 1
+    assert (
+        model_digest(_model(tmp_path / "a"))[0]
+        != model_digest(_model(tmp_path / "b", bytes(weights)))[0]
+    )
+
+
+def test_a_tokenizer_is_not_part_of_a_model(tmp_path: Path) -> None:
+    before = model_digest(_model(tmp_path / "m"))
+    (tmp_path / "m" / "tokenizer.json").write_text('{"other": 1}')
+    (tmp_path / "m" / "generation_config.json").write_text("{}")
+    assert model_digest(tmp_path / "m") == before == (before[0], 1)
+
+
+def test_configuration_code_and_sizes_are_part_of_it(tmp_path: Path) -> None:
+    digests = {model_digest(_model(tmp_path / "m"))[0]}
+    (tmp_path / "m" / "modeling_x.py").write_text("pass")
+    digests.add(model_digest(tmp_path / "m")[0])
+    (tmp_path / "m" / "config.json").write_text("{}")
+    digests.add(model_digest(tmp_path / "m")[0])
+    (tmp_path / "m" / "model.safetensors").write_bytes(
+        (tmp_path / "m" / "model.safetensors").read_bytes() + b"x"
+    )
+    digests.add(model_digest(tmp_path / "m")[0])
+    assert len(digests) == 4
+
+
+def test_a_revision_that_is_not_known_keeps_objects_in_ram(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    model = SimpleNamespace(model="org/name", hf_config=_Hf(), seed=0)
+    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
+    assert "set isolation.modelRevision" in reasons[0]
+    reasons.clear()
+    assert (
+        model_source(model, SimpleNamespace(load_format="auto"), "v3", reasons)["revision"] == "v3"
+    )
+    model.hf_config._commit_hash = "abc"
+    assert (
+        model_source(model, SimpleNamespace(load_format="auto"), "", reasons)["revision"] == "abc"
+    )
+    assert reasons == []
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (SimpleNamespace(model="/m", model_weights="s3://bucket/x"), "come from outside"),
+        (SimpleNamespace(model=__file__, model_weights=""), "single file"),
+    ],
+)
+def test_weights_that_cannot_be_looked_at_keep_objects_in_ram(model: Any, word: str) -> None:
+    reasons: list[str] = []
+    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
+    assert word in reasons[0]
+
+
+def test_a_model_without_weight_files_keeps_objects_in_ram_unless_they_are_made_from_a_seed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = SimpleNamespace(model=str(tmp_path), seed=7)
+    reasons: list[str] = []
+    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
+    assert "no weight files" in reasons[0]
+    reasons.clear()
+    assert model_source(model, SimpleNamespace(load_format="dummy"), "", reasons)["seed"] == 7
+    assert reasons == []
+
+
+def test_hashes_with_a_random_seed_keep_objects_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unstable_seed("xxhash", SEED) == ""
+    assert unstable_seed("sha256", None)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert "PYTHONHASHSEED" in unstable_seed("xxhash_cbor", SEED)
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(
+        kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "fixed", raising=False
+    )  # as 0.32 has it
+    assert unstable_seed("sha256", SEED) == ""
+    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")  # as 0.24
+    assert "PYTHONHASHSEED" in unstable_seed("sha256", SEED)
+
+
+def test_what_has_no_stable_text_is_named() -> None:
+    reasons: list[str] = []
+    assert plain({"a": (1, 2.5, None, {"x"}), "f": float("inf")}, "c", reasons) == {
+        "a": [1, 2.5, None, ["x"]],
+        "f": "inf",
+    }
+    assert reasons == []
+    assert plain(object(), "c.y", reasons) == "object"
+    assert "c.y" in reasons[0]
+
+
+def test_it_is_computed_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def seed() -> str:
+        calls.append(1)
+        return SEED
+
+    builder = IdentityBuilder(
+        _config(_model(tmp_path / "m")), _planner(), topology().structural, seed
+    )
+    assert builder() is builder()
+    assert calls == [1]
+    assert builder().volatile_reason == ""
+    assert json.loads(builder().text)["effective_chunk_tokens"] == 64
+
+
+def test_an_identity_that_cannot_be_established_means_ram_of_this_engine_only(
+    tmp_path: Path,
+) -> None:
+    config = _config(_model(tmp_path / "m"))
+    config.cache_config = None
+    identity = IdentityBuilder(config, _planner(), topology().structural, lambda: SEED)()
+    assert "cannot be established" in identity.volatile_reason

@@ -1,9 +1,0 @@
-from __future__ import annotations
-
-import pytest
-from tests.unit.vllm_scheduler.rig import Rig
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()

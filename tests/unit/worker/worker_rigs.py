@@ -1,0 +1,217 @@
+"""A small KV cache, a pool, and the two state machines of the transfer thread with everything around them injected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tests.support.held_copies import HeldCopyEngine
+from tests.support.stub_tierd import StubTierd
+
+from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StepMetadata, StoreJob
+from kvtier.engines.vllm.worker import WorkerSide
+from kvtier.engines.vllm.worker_state import CompletionQueue, Counters, WorkerSnapshot
+from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.tierd.wire import Message
+from kvtier.transfer.codec import build_codec
+from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.selftest import Geometry, Layout, every_layout
+
+CHUNK = 4
+GEOMETRY = Geometry(layers=2, blocks=40, block=16)
+
+
+class Clock:
+    """Time that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def load_job(
+    number: int, *runs: tuple[int, ...], first: int = 0, limit: float = 5.0, request: str = ""
+) -> LoadJob:
+    """A load; only its first run may begin inside the chunk."""
+    made = tuple(
+        BlockRun(0, first if index == 0 else 0, blocks) for index, blocks in enumerate(runs)
+    )
+    return LoadJob(number, request or f"request-{number}", made, limit)
+
+
+def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -> StoreJob:
+    """A store of a whole chunk."""
+    return StoreJob(number, slot, epoch, BlockRun(0, 0, blocks))
+
+
+@dataclass
+class Bench:
+    """One rank's copies without its threads."""
+
+    layout: Layout
+    engine: HeldCopyEngine
+    slot_bytes: int
+    reports: CompletionQueue = field(default_factory=lambda: CompletionQueue(single_group=True))
+    counters: Counters = field(default_factory=Counters)
+    clock: Clock = field(default_factory=Clock)
+    sent: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loads = self.new_loads()
+        self.stores = WorkerStores(self.engine, (0,), self.sent.append, self.reports, self.counters)
+
+    def new_loads(self, batch_bytes: int = 1) -> WorkerLoads:
+        """``batch_bytes`` 1: one key per submission."""
+        return WorkerLoads(
+            self.engine,
+            (0,),
+            self.sent.append,
+            self.reports,
+            self.counters,
+            self.clock,
+            batch_bytes,
+        )
+
+    def slot(self, number: int) -> int:
+        return number * self.slot_bytes
+
+    def run(self) -> None:
+        """Until nothing more happens."""
+        while self.loads.advance(True) | self.stores.advance():
+            pass
+
+    def page_bytes(self, block: int) -> bytes:
+        return block_bytes(self.layout, block)
+
+    def fill_slot(self, number: int, value: int) -> None:
+        pool = self.engine.pool
+        assert pool is not None
+        pool.memory[self.slot(number) : self.slot(number) + self.slot_bytes] = value
+
+    def taken(self) -> WorkerSnapshot:
+        return self.reports.take()
+
+
+def block_bytes(layout: Layout, block: int) -> bytes:
+    """All layers of one block, in object order (the layout is blocks-first and dense)."""
+    return b"".join(
+        tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+        for tensor in layout.caches.values()
+    )
+
+
+def make_bench() -> Bench:
+    """A fresh one, with a pool of 12 slots."""
+    layout = next(iter(every_layout(GEOMETRY)))
+    codec = build_codec(layout.caches, layout, CHUNK * GEOMETRY.block)
+    engine = HeldCopyEngine(layout.caches, codec)
+    slot_bytes = codec.shard_bytes[0]
+    engine.attach(HostPool(np.zeros(12 * slot_bytes, dtype=np.uint8)))
+    return Bench(layout, engine, slot_bytes)
+
+
+@dataclass
+class Rig:
+    """A whole worker side: real transfer thread, real pool file, a tierd that the test plays."""
+
+    layout: Layout
+    worker: WorkerSide
+    directory: Path
+    tierd: StubTierd
+    engine: HeldCopyEngine
+    slot_bytes: int
+    step_number: int = 0
+
+    epoch: int = 0
+
+    def step(
+        self,
+        loads: list[LoadJob] | None = None,
+        stores: list[StoreJob] | None = None,
+        cancelled: list[int] | None = None,
+    ) -> WorkerSnapshot:
+        """One engine step; returns what it reported, with the worker's report folded in."""
+        self.step_number += 1
+        metadata = StepMetadata(self.step_number, loads or [], stores or [], cancelled or [])
+        self.worker.handle_preemptions(metadata)
+        self.worker.start_load_kv(metadata)
+        self.worker.wait_for_save()
+        _, recving = self.worker.get_finished(set())
+        invalid = self.worker.get_block_ids_with_load_errors()
+        report = self.worker.build_connector_worker_meta()
+        assert report.step == self.step_number
+        self.epoch = report.attached_epoch
+        return WorkerSnapshot(report.loads, recving or set(), set(), invalid, report.stores_done)
+
+    def pool(self) -> np.memmap:  # type: ignore[type-arg]
+        return np.memmap(self.directory / "pool", dtype=np.uint8, mode="r+")
+
+    def slot(self, number: int) -> int:
+        return number * self.slot_bytes
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Polls ``condition()``; the deadline is generous because it is only reached by a failing test."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
+
+
+class _Namespace:
+    def __init__(self, **values: object) -> None:
+        self.__dict__.update(values)
+
+
+def vllm_config() -> object:
+    """The parts of vLLM's configuration that a worker reads."""
+    return _Namespace(
+        parallel_config=_Namespace(rank=0),
+        compilation_config=_Namespace(static_forward_context={}),
+        kv_transfer_config=_Namespace(engine_id="engine-a"),
+    )
+
+
+def topology(directory: Path, chunk_tokens: int = CHUNK * GEOMETRY.block) -> object:
+    """The parts of the topology that a worker reads."""
+    return _Namespace(
+        structural=_Namespace(run_directory=str(directory), chunk_tokens=chunk_tokens)
+    )
+
+
+def make_rig(
+    directory: Path, engine_type: type[HeldCopyEngine] = HeldCopyEngine, attach: bool = True
+) -> Rig:
+    layout = next(iter(every_layout(GEOMETRY)))
+    made: list[HeldCopyEngine] = []
+    clients: list[StubTierd] = []
+
+    def engine(kv_caches: object, codec: object) -> HeldCopyEngine:
+        made.append(engine_type(kv_caches, codec))  # type: ignore[arg-type]
+        return made[-1]
+
+    def client(*arguments: object) -> StubTierd:
+        clients.append(StubTierd(*arguments))  # type: ignore[arg-type]
+        return clients[-1]
+
+    worker = WorkerSide(
+        vllm_config(),  # type: ignore[arg-type]
+        layout,  # type: ignore[arg-type]
+        topology(directory),  # type: ignore[arg-type]
+        client=client,  # type: ignore[arg-type]
+        copy_engine=engine,  # type: ignore[arg-type]
+    )
+    worker.register_kv_caches(layout.caches)
+    assert worker.off == ""
+    assert worker.codec is not None
+    rig = Rig(layout, worker, directory, clients[0], made[0], worker.codec.shard_bytes[0])
+    (directory / "pool").write_bytes(bytes(12 * rig.slot_bytes))
+    if attach:
+        rig.tierd.welcome(1)
+        wait_until(lambda: rig.step() and rig.epoch == 1)
+    return rig
