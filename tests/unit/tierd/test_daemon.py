@@ -23,10 +23,10 @@ from kvtier.config.models import (
 from kvtier.config.writer import write
 from kvtier.harness.stub_engine import OBJECT_TOKENS, FakeEngineOptions, StubEngine, block_hash
 from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
 from kvtier.tierd.daemon import Options, TierDaemon
-from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,

@@ -11,7 +11,6 @@ bucket, and what it did not meet is looked for by name before it is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.processes import is_observable
 from kvtier.tiers.base import ALIGNMENT_BYTES, OnChange
 from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX
 from kvtier.tiers.filesystem.index import Index
@@ -75,30 +75,12 @@ class ScanReport:
     unreadable: int = 0
 
 
-def process_tag() -> str:
-    """Names this boot, process-number space and process, for temporaries."""
-    return f"{_boot()}-{_pid_space()}-{os.getpid()}"
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return "00000000"
-
-
-def _pid_space() -> str:
-    with contextlib.suppress(OSError):
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    return "0"
-
-
 def abandoned(name: str, age_seconds: float) -> bool:
     """Whether nobody is writing this temporary any more."""
     if age_seconds > ABANDONED_SECONDS:
         return True
     match = _TEMPORARY.fullmatch(name)
-    # Another boot may be another host whose first process-number space has the same number as the one here.
-    if match is None or match[2] != _pid_space() or match[1] != _boot():
+    if match is None or not is_observable(match[1], match[2]):
         return False
     return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
 
