@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config.loader import load as load_topology
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
 from kvtier.tierd.liveness import own_identity, own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.wire import (
-    MEMORY_BIT,
     PROTOCOL,
     Abort,
     Cancel,
