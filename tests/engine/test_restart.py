@@ -58,7 +58,7 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("kept_verified") == CHUNKS
+    assert case.daemon_events("recovered_objects_verified") == CHUNKS
 
     # Two bytes flip while nobody looks. One chunk is in a file as well, and comes from there; the other one is a miss.
     case.stop_daemon(signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("kept_dropped", "corrupt") == 2
+    assert case.daemon_events("recovered_objects_dropped", "corrupt") == 2
 
     # The pod is gone with its memory: files are all there is.
     assert case.engine is not None

@@ -33,12 +33,12 @@ import numpy.typing as npt
 
 from kvtier.config.loader import load as load_topology
 from kvtier.processes import own_identity
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
 from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.wire import (
-    MEMORY_BIT,
     PROTOCOL,
     Abort,
     Cancel,
