@@ -17,7 +17,7 @@ from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
 from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
-from kvtier.testing.conformance import flip
+from kvtier.testing.damage import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.election import here
