@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.scorecard import engine
-from kvtier.scorecard.scorecard import Options
+from kvtier.scorecard.runner import ScorecardOptions
 
 FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
 
@@ -17,7 +17,7 @@ def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
 ) -> None:
     # How fast this machine is, is not for a test to say; `kvtier faults --engine` judges it.
     monkeypatch.setattr(engine, "DELAY_SECONDS", 30.0)
-    rows = {row.fault: row for row in engine.play(Options(tmp_path, FAULTS))}
+    rows = {row.fault: row for row in engine.play(ScorecardOptions(tmp_path, FAULTS))}
     assert list(rows) == [f"engine-{name}" for name in FAULTS]
     for row in rows.values():
         if row.verdict == "skipped":
@@ -29,5 +29,5 @@ def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
 
 
 def test_the_rows_are_those_of_the_faults_that_were_named(tmp_path: Path) -> None:
-    assert engine.names(Options(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
-    assert "engine-engine-and-worker-SIGKILL" in engine.names(Options(tmp_path))
+    assert engine.names(ScorecardOptions(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
+    assert "engine-engine-and-worker-SIGKILL" in engine.names(ScorecardOptions(tmp_path))

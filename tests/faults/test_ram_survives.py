@@ -14,23 +14,23 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 KEYS = list(range(8))
 
-MakeCase = Callable[..., TierdCase]
+MakeCase = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
 def make_case(tmp_path: Path) -> Iterator[MakeCase]:
     """A case in RAM alone, closed at the end."""
-    cases: list[TierdCase] = []
+    cases: list[TierdTestbed] = []
 
-    def make(**options: Any) -> TierdCase:
-        cases.append(TierdCase(tmp_path, **options))
+    def make(**options: Any) -> TierdTestbed:
+        cases.append(TierdTestbed(tmp_path, **options))
         return cases[-1]
 
     yield make
@@ -38,7 +38,7 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         case.close()
 
 
-def filled(case: TierdCase, engine: StubEngine | None = None) -> StubEngine:
+def filled(case: TierdTestbed, engine: StubEngine | None = None) -> StubEngine:
     """An engine that has stored ``KEYS``, all of them sealed."""
     case.start_tierd()
     engine = engine or case.engine()

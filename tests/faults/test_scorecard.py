@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment
+from kvtier.harness.tierd_testbed import environment
 from kvtier.scorecard import scorecard
 
 PROMISED = (
@@ -68,7 +68,7 @@ def test_without_fuse_the_daemons_tier_is_wrapped_and_what_that_cannot_play_says
         raise OSError(19, "no such device")
 
     monkeypatch.setattr(scorecard, "FaultyMount", refuse)
-    options = scorecard.Options(
+    options = scorecard.ScorecardOptions(
         tmp_path,
         ("EIO", "hang-60s", "ENOSPC", "flips-in-flight"),
         seconds=2.0,

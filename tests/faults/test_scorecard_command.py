@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.processes import heeded
 
-from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.scorecard import scorecard
 
 

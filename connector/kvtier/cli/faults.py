@@ -33,7 +33,7 @@ def options(
     for name in faults:
         if name not in known:
             raise ConfigurationError("--fault", name, "one of " + ", ".join(known))
-    return scorecard.Options(
+    return scorecard.ScorecardOptions(
         directory.absolute(),
         tuple(faults),
         seconds=seconds,

@@ -22,8 +22,8 @@ from kvtier.harness.file_writers import directory_bytes
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.peer_process import Child, Reply
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES
-from kvtier.scorecard.scorecard import FAIL, PASS, SKIPPED, Options
-from kvtier.scorecard.stage import BUDGET_SECONDS
+from kvtier.scorecard.runner import FAIL, PASS, SKIPPED, ScorecardOptions
+from kvtier.scorecard.testbed import BUDGET_SECONDS
 
 OBJECTS = 36
 PAUSE_SECONDS = 0.02
@@ -157,7 +157,9 @@ class _Seen:
 
 
 def compare(
-    options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[Peer, ...] = PEERS
+    options: ScorecardOptions,
+    told: Callable[[str], None] = lambda _: None,
+    peers: tuple[Peer, ...] = PEERS,
 ) -> Iterator[PeerRow]:
     """The rows, peer by peer, as they are played. ``told`` hears what begins. Everything that is made is removed."""
     wanted = [name for name in NAMES if not options.faults or name in options.faults]
@@ -170,7 +172,11 @@ def compare(
 
 
 def _with_mount(
-    peer: Peer, wanted: list[str], home: Path, options: Options, told: Callable[[str], None]
+    peer: Peer,
+    wanted: list[str],
+    home: Path,
+    options: ScorecardOptions,
+    told: Callable[[str], None],
 ) -> Iterator[PeerRow]:
     below, point = home / "below", home / "mount"
     below.mkdir()

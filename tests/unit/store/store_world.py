@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
+from tests.support.dict_tier import DictTier
 from tests.support.manual_executor import ManualCall, ManualClock, ManualExecutor
 
 from kvtier.config.models import (
@@ -31,7 +32,6 @@ from kvtier.store.types import (
     PromotionEnded,
     StoreEvent,
 )
-from kvtier.testing.dict_tier import DictTier
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
 from kvtier.tiers.checksum import Blake3
 
