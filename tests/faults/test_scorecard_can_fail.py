@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.scorecard import scorecard, writers
+from kvtier.scorecard import runner, writers
 from kvtier.scorecard.catalog import Fault, FaultContext
 from kvtier.scorecard.runner import ScorecardOptions
 from kvtier.scorecard.testbed import (
@@ -77,8 +77,8 @@ def test_what_a_writer_left_half_written_fails_its_row(
         return writers.Found(temporaries=len(writers.temporaries(tmp_path)))
 
     monkeypatch.setattr(writers, "run", ended)
-    row = scorecard.many_writers(2, tmp_path, ScorecardOptions(tmp_path))
-    assert row.verdict == scorecard.FAIL
+    row = runner.many_writers(2, tmp_path, ScorecardOptions(tmp_path))
+    assert row.verdict == runner.FAIL
     assert row.reason == "1 temporaries stay behind"
 
 
@@ -86,11 +86,11 @@ def test_each_broken_promise_fails_its_row_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        scorecard, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items())
+        runner, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items())
     )
     monkeypatch.setattr("kvtier.scorecard.testbed.FaultTestbed.recover", recover_soon)
     options = ScorecardOptions(tmp_path, tuple(PLANTED), seconds=3.0, slack_seconds=SLACK_SECONDS)
-    rows = {row.fault: row for row in scorecard.play(options)}
+    rows = {row.fault: row for row in runner.run_faults(options)}
     assert (rows["nothing"].verdict, rows["nothing"].reason) == ("pass", "")
     assert rows["nothing"].loaded > 0
     assert rows["wrong-bytes"].wrong_bytes
@@ -101,7 +101,7 @@ def test_each_broken_promise_fails_its_row_and_no_other(
     assert "the daemon ended" in rows["crash"].reason
     assert "did not work again" in rows["crash"].reason
     assert [name for name, row in rows.items() if row.verdict != "fail"] == ["nothing"]
-    assert not scorecard.passed(rows.values())
+    assert not runner.passed(rows.values())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,15 +109,15 @@ def test_a_load_that_waits_too_long_fails_its_row() -> None:
     measured = Measurements(
         loads=9, loaded=9, recovery_seconds=0.1, longest_wait=BUDGET_SECONDS + 0.11
     )
-    row = scorecard.judge("slow", "planted", measured)
+    row = runner.judge("slow", "planted", measured)
     assert row.verdict == "fail"
     assert "beyond its clock" in row.reason
     measured.longest_wait = BUDGET_SECONDS + 0.09
-    assert scorecard.judge("slow", "planted", measured).verdict == "pass"
+    assert runner.judge("slow", "planted", measured).verdict == "pass"
 
 
 def test_a_load_that_waits_beside_an_open_breaker_fails_its_row() -> None:
     measured = Measurements(
         loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3
     )
-    assert "open breaker" in scorecard.judge("open", "planted", measured).reason
+    assert "open breaker" in runner.judge("open", "planted", measured).reason

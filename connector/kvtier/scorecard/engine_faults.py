@@ -94,8 +94,8 @@ def names(options: ScorecardOptions) -> list[str]:
     return [PREFIX + name for name in FAULTS if not options.faults or name in options.faults]
 
 
-def play(
-    options: ScorecardOptions, told: Callable[[str], None] = lambda _: None
+def run_engine_faults(
+    options: ScorecardOptions, on_start: Callable[[str], None] = lambda _: None
 ) -> Iterator[ScorecardRow]:
     """The rows, one by one. Where no vLLM is installed each is skipped with that reason."""
     from kvtier.scorecard.runner import SKIPPED, ScorecardRow
@@ -108,10 +108,10 @@ def play(
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-engine-", dir=options.directory))
     try:
         with ExitStack() as stack:
-            told("starting vLLM with and without KVTier")
+            on_start("starting vLLM with and without KVTier")
             scene = _Scene(home, stack)
             for name in wanted:
-                told(PREFIX + name)
+                on_start(PREFIX + name)
                 yield scene.row(name, FAULTS[name])
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -158,15 +158,15 @@ class _Seen:
 
 def compare(
     options: ScorecardOptions,
-    told: Callable[[str], None] = lambda _: None,
+    on_start: Callable[[str], None] = lambda _: None,
     peers: tuple[Peer, ...] = PEERS,
 ) -> Iterator[PeerRow]:
-    """The rows, peer by peer, as they are played. ``told`` hears what begins. Everything that is made is removed."""
+    """The rows, peer by peer, as they are played. ``on_start`` is called with each fault before it starts. Everything that is made is removed."""
     wanted = [name for name in NAMES if not options.faults or name in options.faults]
     for peer in peers if wanted else ():
         home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
         try:
-            yield from _with_mount(peer, wanted, home, options, told)
+            yield from _with_mount(peer, wanted, home, options, on_start)
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
@@ -176,7 +176,7 @@ def _with_mount(
     wanted: list[str],
     home: Path,
     options: ScorecardOptions,
-    told: Callable[[str], None],
+    on_start: Callable[[str], None],
 ) -> Iterator[PeerRow]:
     below, point = home / "below", home / "mount"
     below.mkdir()
@@ -193,7 +193,7 @@ def _with_mount(
         stack.callback(mount.close)
         stack.callback(stage.end)
         for fault in wanted:
-            told(f"{peer.name}: {fault}")
+            on_start(f"{peer.name}: {fault}")
             yield stage.play(fault)
 
 

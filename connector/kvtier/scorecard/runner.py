@@ -66,8 +66,8 @@ def names() -> list[str]:
     )
 
 
-def play(
-    options: ScorecardOptions, told: Callable[[str], None] = lambda _: None
+def run_faults(
+    options: ScorecardOptions, on_start: Callable[[str], None] = lambda _: None
 ) -> Iterator[ScorecardRow]:
     """The rows, one by one as they are played. ``told`` hears the name of each before it begins. Everything that is made is removed."""
     wanted = [name for name in names() if not options.faults or name in options.faults]
@@ -77,14 +77,14 @@ def play(
         if chosen:
             with _scene(home / "stage", options) as (scene, why_no_mount):
                 for fault in chosen:
-                    told(fault.name)
+                    on_start(fault.name)
                     yield _play(fault, scene, why_no_mount, options)
         for name in wanted:
             if name in small_disks.NAMES:
-                told(name)
+                on_start(name)
                 yield small_disk(name, home, options)
             elif name.startswith("writers-"):
-                told(name)
+                on_start(name)
                 yield many_writers(int(name.removeprefix("writers-")), home, options)
     finally:
         shutil.rmtree(home, ignore_errors=True)
