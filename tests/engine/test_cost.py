@@ -15,7 +15,7 @@ from kvtier.harness.engine_testbed import (
     DAEMON_EVENTS,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
+    EngineOptions,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -37,7 +37,7 @@ class CostCase(EngineTestbed):
 
 @pytest.fixture(scope="module")
 def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
-    tuning = TestbedOptions(
+    tuning = EngineOptions(
         daemon=Daemon.SIDECAR,
         persistence="Process",
         load_timeout_seconds=LOAD_TIMEOUT_SECONDS,

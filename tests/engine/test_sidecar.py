@@ -17,7 +17,7 @@ from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
+    EngineOptions,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -30,7 +30,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         scratch / "late-sidecar",
         model,
         payload,
-        TestbedOptions(daemon=Daemon.SIDECAR, file_bytes=None),
+        EngineOptions(daemon=Daemon.SIDECAR, file_bytes=None),
     )
     try:
         yield case

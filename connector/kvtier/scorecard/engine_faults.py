@@ -126,13 +126,13 @@ class _Scene:
         from kvtier.harness.engine_testbed import (
             EngineTestbed,
             ReferenceEngine,
-            TestbedOptions,
+            EngineOptions,
             start_reference_engine,
         )
         from kvtier.harness.tiny_model import write_llama
 
         model, payload = write_llama(home / "model", seed=0), payload_writer.write(home / "payload")
-        tuning = TestbedOptions(
+        tuning = EngineOptions(
             daemon=Daemon.SIDECAR,
             persistence="Process",
             load_timeout_seconds=CLOCK_SECONDS,
