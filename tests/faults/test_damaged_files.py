@@ -19,8 +19,8 @@ from kvtier.errors import (
 )
 from kvtier.harness.file_writers import temporaries
 from kvtier.processes import process_tag
-from kvtier.testing.conformance import NAMESPACE, buffer, flip, make_object
-from kvtier.testing.damage import DAMAGES, Damage
+from kvtier.testing.damage import DAMAGES, Damage, flip
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.format import HEADER_BYTES

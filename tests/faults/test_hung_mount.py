@@ -20,7 +20,7 @@ from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.models import Daemon
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
@@ -29,7 +29,7 @@ WAIT_SECONDS = 60.0
 EXIT_SECONDS = 5.0
 KEYS = list(range(6))
 
-MakeCase = Callable[..., TierdCase]
+MakeCase = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
@@ -45,10 +45,12 @@ def mount(tmp_path: Path) -> Iterator[FaultyMount]:
 
 @pytest.fixture
 def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
-    cases: list[TierdCase] = []
+    cases: list[TierdTestbed] = []
 
-    def make(**options: Any) -> TierdCase:
-        cases.append(TierdCase(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options))
+    def make(**options: Any) -> TierdTestbed:
+        cases.append(
+            TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options)
+        )
         return cases[-1]
 
     yield make
@@ -57,7 +59,7 @@ def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
         case.close()
 
 
-def on_disk_alone(case: TierdCase) -> StubEngine:
+def on_disk_alone(case: TierdTestbed) -> StubEngine:
     """An engine whose keys are in files and in no RAM."""
     case.start_tierd()
     engine = case.engine()

@@ -46,7 +46,7 @@ _MAX_KEY_BYTES = 64
 _PIECE_RECORDS = 4096
 
 
-def table_bytes(pool_bytes: int) -> int:
+def slot_table_bytes(pool_bytes: int) -> int:
     """How large the table of a pool may become."""
     return min(max(pool_bytes // TABLE_SHARE, MIN_TABLE_BYTES), MAX_TABLE_BYTES)
 
@@ -57,7 +57,7 @@ def object_digest(meta: ObjectMeta) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlace:
+class SlotLocation:
     """A slot, and the run of equal slots that it belongs to."""
 
     offset: int
@@ -69,7 +69,7 @@ class SlotPlace:
 class ReadLog(Protocol):
     """Where tierd notes the slots that it reads into, for the case that it dies and a thread of it does not."""
 
-    def begin(self, place: SlotPlace) -> bool:
+    def begin(self, place: SlotLocation) -> bool:
         """A read is about to begin; False if it must not."""
         ...
 
@@ -112,7 +112,7 @@ class TableIdentity:
         return "pool_size" if self.pool_bytes > now.pool_bytes else ""
 
 
-def encode(record: SlotRecord, word: bytes) -> bytes:
+def encode_record(record: SlotRecord, word: bytes) -> bytes:
     """A record as it stands in the table whose random word this is."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
@@ -131,7 +131,7 @@ def encode(record: SlotRecord, word: bytes) -> bytes:
     return body + blake3_digest(word + body, DIGEST_BYTES)
 
 
-def decode(data: bytes, word: bytes) -> SlotRecord | None:
+def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
     """The record, or None if this is none of this table, or not a whole one."""
     body = data[:_DIGEST_AT]
     if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
@@ -168,18 +168,18 @@ class SlotTable:
         self, descriptor: int, identity: TableIdentity, namespaces: Iterable[str] | None = None
     ) -> None:
         """``namespaces``: those whose objects may be taken over; None: all."""
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self.recovered: list[SlotRecord] = []
         self._descriptor = descriptor
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
         self._next = 0
         self._sequence = 0
-        self._max_records = (table_bytes(identity.pool_bytes) - HEADER_BYTES) // RECORD_BYTES
+        self._max_records = (slot_table_bytes(identity.pool_bytes) - HEADER_BYTES) // RECORD_BYTES
         word, why = self._read_header(identity)
         if word is None:
             if why:
-                self.refused[why] = sum(1 for _ in self._pieces())
+                self.rejected[why] = sum(1 for _ in self._pieces())
             self._word = secrets.token_bytes(DIGEST_BYTES)
             # First the header: from then on nothing of the old table proves itself, whether it is cut off or not.
             self._write_header(identity)
@@ -248,13 +248,13 @@ class SlotTable:
     def _recover(self, namespaces: set[str] | None) -> None:
         used: set[int] = set()
         for number, data in self._pieces():
-            record = decode(data, self._word)
+            record = decode_record(data, self._word)
             if record is None:
-                self.refused["damaged"] += 1
+                self.rejected["damaged"] += 1
             elif namespaces is not None and record.namespace not in namespaces:
-                self.refused["namespace"] += 1
+                self.rejected["namespace"] += 1
             elif record.offset in self._numbers:
-                self.refused["overlap"] += 1
+                self.rejected["overlap"] += 1
             else:
                 self.recovered.append(record)
                 self._numbers[record.offset] = number
@@ -282,7 +282,7 @@ class SlotTable:
         else:
             return "full"
         self._sequence += 1
-        data = encode(replace(record, sequence=self._sequence), self._word)
+        data = encode_record(replace(record, sequence=self._sequence), self._word)
         try:
             self._write(number, data)
         except OSError:

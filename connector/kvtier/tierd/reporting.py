@@ -192,7 +192,7 @@ class Reporter:
     def _tiers(
         self, store: TierStore | None, recent: Tokens, total: Tokens
     ) -> tuple[TierStatus, ...]:
-        states = {state.name: state for state in store.tier_states()} if store is not None else {}
+        states = {state.name: state for state in store.tier_reports()} if store is not None else {}
         found = []
         bits = self._bits(store)
         for document in self._structural.tiers:
@@ -225,7 +225,7 @@ class Reporter:
         return (
             {}
             if store is None
-            else {state.name: index for index, state in enumerate(store.tier_states())}
+            else {state.name: index for index, state in enumerate(store.tier_reports())}
         )
 
     def _conditions(self, facts: SnapshotInputs) -> tuple[Condition, ...]:

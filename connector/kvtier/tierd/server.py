@@ -343,7 +343,7 @@ class Loop:
     def proven_gone(self, name: str) -> None:
         """Nobody of this engine touches a slot any more."""
         if self.exchange is not None:
-            self.exchange.store.engine_proven_gone(name)
+            self.exchange.store.confirm_engine_dead(name)
 
     def dropped(self, session: Session) -> None:
         """Forgets what waits for a session, and what is waited for from it."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from kvtier.harness.tierd_case import wait_for
+from kvtier.harness.tierd_testbed import wait_for
 from kvtier.processes import (
     Liveness,
     ProcessIdentity,

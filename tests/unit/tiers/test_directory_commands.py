@@ -18,7 +18,7 @@ from kvtier.cli.main import main
 from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
 from kvtier.processes import process_tag
-from kvtier.testing.conformance import flip
+from kvtier.testing.damage import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.election import here

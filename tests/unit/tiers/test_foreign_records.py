@@ -15,7 +15,7 @@ from tests.unit.tiers.test_keeper import hosts as hosts
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierCorruptError
 from kvtier.hashing import blake3_hex
-from kvtier.testing.conformance import buffer, make_object
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, maintenance, record
 from kvtier.tiers.filesystem.election import LEASE_SECONDS, read_ledger, read_writer

@@ -36,7 +36,7 @@ _COPY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectFile:
     """One object file. ``used_at``: its modification time, which a hit refreshes now and then."""
 
     namespace: str
@@ -53,7 +53,7 @@ class Bucket:
     first: str
     second: str
     path: str
-    objects: list[Found]
+    objects: list[ObjectFile]
     other_bytes: int
     empty: bool
 
@@ -129,7 +129,7 @@ class _Reader:
         found = self._children(path)
         if found is None:
             return None
-        objects: list[Found] = []
+        objects: list[ObjectFile] = []
         other = 0
         for entry in found:
             match = _OBJECT.fullmatch(entry.name)
@@ -146,7 +146,7 @@ class _Reader:
             whole = status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES
             if whole and _buckets(match[1]) == (first, second) and stat.S_ISREG(status.st_mode):
                 objects.append(
-                    Found(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
+                    ObjectFile(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
                 )
                 continue
             # Not a whole object, or not in its place: it can never be read. A young one may be a copy that somebody else is making.
@@ -251,7 +251,7 @@ class Pass:
         self._counted = counted
         self._touched_after = touched_after
         self._shared = shared
-        self._new: list[Found] = []
+        self._new: list[ObjectFile] = []
         self._costs = self._run(now)
         index.begin_pass()
 
