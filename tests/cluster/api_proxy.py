@@ -16,7 +16,14 @@ from aiohttp import web
 
 from kvtier_operator.kube import credentials
 
-HOP_HEADERS = {"transfer-encoding", "content-encoding", "content-length", "connection", "host", "authorization"}
+HOP_HEADERS = {
+    "transfer-encoding",
+    "content-encoding",
+    "content-length",
+    "connection",
+    "host",
+    "authorization",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,13 @@ def status(code: int, reason: str = "Injected", **headers: str) -> Fault:
     """Answers with an HTTP error."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason}
+        body = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "code": code,
+            "reason": reason,
+        }
         return web.json_response({**body, "message": "injected"}, status=code, headers=headers)
 
     return answer
@@ -56,7 +69,10 @@ def error_event(code: int, reason: str = "Injected", after: asyncio.Event | None
         await response.prepare(request)
         if after is not None:
             await after.wait()
-        event = {"type": "ERROR", "object": {"kind": "Status", "code": code, "reason": reason, "message": "injected"}}
+        event = {
+            "type": "ERROR",
+            "object": {"kind": "Status", "code": code, "reason": reason, "message": "injected"},
+        }
         await response.write(json.dumps(event).encode() + b"\n")
         return response
 
@@ -101,7 +117,9 @@ class ApiProxy:
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         application = web.Application(client_max_size=16 << 20)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         server = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -117,7 +135,10 @@ class ApiProxy:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.cut()
         await self._session.close()
@@ -151,14 +172,25 @@ class ApiProxy:
                 rule.count += 1
                 rule.struck.set()
                 return await rule.fault(request)
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in HOP_HEADERS}
+        headers = {
+            key: value for key, value in request.headers.items() if key.lower() not in HOP_HEADERS
+        }
         headers["Authorization"] = await self._access.authorization() or ""
         url = self._access.server + str(request.rel_url)
         timeout = aiohttp.ClientTimeout(total=None)
         async with self._session.request(
-            request.method, url, headers=headers, data=await request.read() or None, timeout=timeout, allow_redirects=False
+            request.method,
+            url,
+            headers=headers,
+            data=await request.read() or None,
+            timeout=timeout,
+            allow_redirects=False,
         ) as upstream:
-            kept = {key: value for key, value in upstream.headers.items() if key.lower() not in HOP_HEADERS}
+            kept = {
+                key: value
+                for key, value in upstream.headers.items()
+                if key.lower() not in HOP_HEADERS
+            }
             if "Content-Encoding" in upstream.headers:
                 kept["Content-Encoding"] = upstream.headers["Content-Encoding"]
             response = web.StreamResponse(status=upstream.status, headers=kept)

@@ -14,18 +14,21 @@ import kopf
 import pytest
 from api_proxy import ApiProxy, Request, error_event, silence
 
-from kvtier_operator.cluster.contract import CONFIG_MAPS, LEADER_WORKER_SETS, NODES, Kind
 from kvtier_operator.kube import kopf_thread
 from kvtier_operator.kube.client import ApiClient, connect
-from kvtier_operator.kube.kopf_thread import Pace, quiet_kopf
+from kvtier_operator.kube.kopf_thread import Pace
 from kvtier_operator.kube.lister import Change, Lister, Watch
+from kvtier_operator.kube.resources import CONFIG_MAPS, LEADER_WORKER_SETS, NODES, Kind
 from kvtier_operator.kube.watcher import Watcher
 
-QUICK = Pace(first_pause_seconds=0.05, last_pause_seconds=0.3, restart_seconds=0.3, absent_seconds=0.5)
-DEFINITIONS = Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False)
+QUICK = Pace(
+    first_pause_seconds=0.05, last_pause_seconds=0.3, restart_seconds=0.3, absent_seconds=0.5
+)
+DEFINITIONS = Kind(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
+)
 NAMESPACES = Kind("", "v1", "namespaces", "Namespace", False)
 WAIT_SECONDS = 30.0
-quiet_kopf()
 
 
 class World:
@@ -54,13 +57,22 @@ class World:
         return self.at(request) and not request.watches and request.query.get("limit") != "500"
 
     async def make(self, name: str, labels: dict[str, str] | None = None, **metadata: Any) -> Any:
-        about = {"name": name, "namespace": self.namespace, "labels": labels or {"test": "yes"}, **metadata}
-        return await self.client.apply(CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about})
+        about = {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": labels or {"test": "yes"},
+            **metadata,
+        }
+        return await self.client.apply(
+            CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about}
+        )
 
     async def remove(self, *names: str) -> None:
         for name in names:
             found = await self.client.get(CONFIG_MAPS, self.namespace, name)
-            await self.client.delete(CONFIG_MAPS, self.namespace, name, uid=found["metadata"]["uid"])
+            await self.client.delete(
+                CONFIG_MAPS, self.namespace, name, uid=found["metadata"]["uid"]
+            )
 
     def names(self) -> set[str]:
         return {each["metadata"]["name"] for each in self.lister.list(CONFIG_MAPS, self.namespace)}
@@ -77,14 +89,15 @@ class World:
         await self.holds(*before)
 
     @contextlib.asynccontextmanager
-    async def running(self, watches: Iterable[Watch] | None = None, pace: Pace = QUICK) -> AsyncIterator[Watcher]:
+    async def running(
+        self, watches: Iterable[Watch] | None = None, pace: Pace = QUICK
+    ) -> AsyncIterator[Watcher]:
         def changed(kind: Kind, found: Any, change: Change) -> None:
             self.changes.append((found["metadata"]["name"], change))
 
         self.lister = Lister([self.watch()] if watches is None else watches, changed)
         async with connect(self.proxy.kubeconfig) as reader:
             watcher = Watcher(
-                reader.credentials,
                 reader,
                 self.lister,
                 pace=pace,
@@ -148,7 +161,9 @@ def test_what_was_deleted_before_a_new_list_is_dropped(
     told(kubernetes_cluster, tmp_path, story)
 
 
-def test_an_object_made_again_under_its_name_is_another_one(kubernetes_cluster: Any, tmp_path: Path) -> None:
+def test_an_object_made_again_under_its_name_is_another_one(
+    kubernetes_cluster: Any, tmp_path: Path
+) -> None:
     async def story(world: World) -> None:
         await world.make("same")
         async with world.running():
@@ -170,7 +185,9 @@ def test_an_object_made_again_under_its_name_is_another_one(kubernetes_cluster: 
     told(kubernetes_cluster, tmp_path, story)
 
 
-def test_a_watch_that_is_cut_or_silent_is_resumed_and_loses_nothing(kubernetes_cluster: Any, tmp_path: Path) -> None:
+def test_a_watch_that_is_cut_or_silent_is_resumed_and_loses_nothing(
+    kubernetes_cluster: Any, tmp_path: Path
+) -> None:
     async def story(world: World) -> None:
         await world.make("a")
         pace = Pace(first_pause_seconds=0.05, last_pause_seconds=0.3, inactivity_seconds=1.0)
@@ -252,7 +269,9 @@ def test_a_page_whose_snapshot_has_expired_is_followed_by_a_new_list(
     told(kubernetes_cluster, tmp_path, story)
 
 
-def test_requests_that_are_refused_for_long_are_repeated_and_reported(kubernetes_cluster: Any, tmp_path: Path) -> None:
+def test_requests_that_are_refused_for_long_are_repeated_and_reported(
+    kubernetes_cluster: Any, tmp_path: Path
+) -> None:
     async def story(world: World) -> None:
         await world.make("a")
         async with world.running():
@@ -277,7 +296,9 @@ def test_kopf_writes_nothing_and_leaves_the_finalizers_of_other_operators(
             await world.make("theirs", finalizers=[finalizer], annotations={"changed": "yes"})
             await until(
                 lambda: (
-                    world.lister.get(CONFIG_MAPS, world.namespace, "theirs")["metadata"].get("annotations")  # type: ignore[index]
+                    world.lister.get(CONFIG_MAPS, world.namespace, "theirs")["metadata"].get(
+                        "annotations"
+                    )  # type: ignore[index]
                     == {"changed": "yes"}
                 )
             )
@@ -288,7 +309,9 @@ def test_kopf_writes_nothing_and_leaves_the_finalizers_of_other_operators(
             managers = {each["manager"] for each in found["metadata"]["managedFields"]}
             assert len(managers) == 1
         assert {each.method for each in world.proxy.requests} == {"GET"}
-        await world.client.patch(CONFIG_MAPS, world.namespace, "theirs", {"metadata": {"finalizers": None}})
+        await world.client.patch(
+            CONFIG_MAPS, world.namespace, "theirs", {"metadata": {"finalizers": None}}
+        )
 
     told(kubernetes_cluster, tmp_path, story)
 
@@ -317,7 +340,9 @@ def test_a_kopf_that_does_not_return_is_left_and_started_again(
     told(kubernetes_cluster, tmp_path, story)
 
 
-def test_an_object_that_matches_the_selector_again_is_held_again(kubernetes_cluster: Any, tmp_path: Path) -> None:
+def test_an_object_that_matches_the_selector_again_is_held_again(
+    kubernetes_cluster: Any, tmp_path: Path
+) -> None:
     async def story(world: World) -> None:
         await world.make("a")
         async with world.running():
@@ -363,7 +388,14 @@ def test_a_kind_is_watched_once_its_definition_is_there_and_no_longer_when_it_go
             "group": kind.group,
             "scope": "Namespaced",
             "names": {"plural": kind.plural, "kind": kind.kind, "singular": "leaderworkerset"},
-            "versions": [{"name": kind.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+            "versions": [
+                {
+                    "name": kind.version,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
         },
     }
 

@@ -28,8 +28,7 @@ from tests.cluster.admission import (
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.rotate import keep_certificates
-from kvtier_operator.kube.client import ApiClient
-from kvtier_operator.kube.credentials import from_kubeconfig
+from kvtier_operator.kube.client import connect
 from kvtier_operator.render import admission as rendered
 
 LIFETIME_SECONDS, RENEW_BEFORE_SECONDS = 200, 40
@@ -49,9 +48,7 @@ class Keeper:
         )
 
     async def _run(self) -> None:
-        async with ApiClient(
-            from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
-        ) as client:
+        async with connect(self._cluster.kubeconfig, self._cluster.context) as client:
             await keep_certificates(
                 client, self._settings, self._stop, changed=self._changed, wall_clock=self.now
             )

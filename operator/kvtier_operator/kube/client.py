@@ -26,9 +26,9 @@ from kubernetes.aio import client as kubernetes
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from kvtier_operator.cluster.contract import ApiError, Client, Kind, Object
+from kvtier_operator.api.names import FIELD_MANAGER
 from kvtier_operator.kube import credentials
-from kvtier_operator.render.names import FIELD_MANAGER
+from kvtier_operator.kube.resources import ApiError, Client, Kind, Object
 
 PAGE_OBJECTS = 500
 """The number of objects in one page of a list; kubectl uses the same value."""
@@ -106,9 +106,9 @@ class ApiClient(Client):
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.credentials = access
+        self.observer = observer
         self._dynamic = DynamicClient(api)
         self._limits = limits
-        self._observer = observer
         self._write_seconds = write_seconds
         self._jitter = jitter
         self._slots = asyncio.Semaphore(limits.concurrency)
@@ -130,8 +130,12 @@ class ApiClient(Client):
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> tuple[frozenset[str], int]:
         """The uids of a collection's objects, and its resource version. Only metadata is read."""
-        items, version = await self._list(_Page[_Item], kind, namespace, labels, fields, METADATA_ONLY)
-        return frozenset(item.metadata.uid for item in items), int(version) if version.isdigit() else 0
+        items, version = await self._list(
+            _Page[_Item], kind, namespace, labels, fields, METADATA_ONLY
+        )
+        return frozenset(item.metadata.uid for item in items), int(
+            version
+        ) if version.isdigit() else 0
 
     async def served(self, group: str, version: str) -> frozenset[str]:
         """The plural names of the kinds that the API server serves in a group and version."""
@@ -148,21 +152,33 @@ class ApiClient(Client):
         options = {"body": body, "field_manager": FIELD_MANAGER}
         return await self._object("create", kind, "post", kind.path(namespace), **options)
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True) -> Object:
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True
+    ) -> Object:
         path = kind.path(body["metadata"].get("namespace"), body["metadata"]["name"], subresource)
         options = {"content_type": APPLY, "field_manager": FIELD_MANAGER, "force_conflicts": force}
         return await self._object("apply", kind, "patch", path, body=body, **options)
 
     async def patch(
-        self, kind: Kind, namespace: str | None, name: str, body: Object, *, subresource: str | None = None
+        self,
+        kind: Kind,
+        namespace: str | None,
+        name: str,
+        body: Object,
+        *,
+        subresource: str | None = None,
     ) -> Object:
         options = {"body": body, "content_type": MERGE, "field_manager": FIELD_MANAGER}
-        return await self._object("patch", kind, "patch", kind.path(namespace, name, subresource), **options)
+        return await self._object(
+            "patch", kind, "patch", kind.path(namespace, name, subresource), **options
+        )
 
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str, resource_version: str = ""
     ) -> None:
-        preconditions = {"uid": uid} | ({"resourceVersion": resource_version} if resource_version else {})
+        preconditions = {"uid": uid} | (
+            {"resourceVersion": resource_version} if resource_version else {}
+        )
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions}
         try:
             await self._object("delete", kind, "delete", kind.path(namespace, name), body=body)
@@ -181,14 +197,24 @@ class ApiClient(Client):
         headers: dict[str, str] | None = None,
     ) -> tuple[Sequence[T], str]:
         """All items, page by page, and their resource version."""
-        selectors = {"label_selector": labels or None, "field_selector": fields or None, "limit": PAGE_OBJECTS}
+        selectors = {
+            "label_selector": labels or None,
+            "field_selector": fields or None,
+            "limit": PAGE_OBJECTS,
+        }
         found: Any = []
         token, restarts = "", 0
         while True:
             # The dynamic client adds to the headers that it is given.
-            options = {**selectors, "_continue": token or None, "header_params": dict(headers or {})}
+            options = {
+                **selectors,
+                "_continue": token or None,
+                "header_params": dict(headers or {}),
+            }
             try:
-                page = await self._call("list", kind, "get", kind.path(namespace), page_type, **options)
+                page = await self._call(
+                    "list", kind, "get", kind.path(namespace), page_type, **options
+                )
             except ApiError as error:
                 if error.status != 410 or not token or restarts == MAX_LIST_RESTARTS:
                     raise
@@ -199,11 +225,15 @@ class ApiClient(Client):
             if not token:
                 return found, page.metadata.version
 
-    async def _object(self, verb: str, kind: Kind, method: str, path: str, **options: Any) -> Object:
+    async def _object(
+        self, verb: str, kind: Kind, method: str, path: str, **options: Any
+    ) -> Object:
         answer: Object = await self._call(verb, kind, method, path, JSON_OBJECT, **options)
         return answer
 
-    async def _call(self, verb: str, kind: Kind, method: str, path: str, answer_type: Any, **options: Any) -> Any:
+    async def _call(
+        self, verb: str, kind: Kind, method: str, path: str, answer_type: Any, **options: Any
+    ) -> Any:
         last: ApiError | None = None
         try:
             async with asyncio.timeout(self._limits.deadline_seconds):
@@ -211,11 +241,15 @@ class ApiClient(Client):
                 for attempt in range(self._limits.attempts):
                     if last is not None:
                         jitter = pause * (0.5 + self._jitter())
-                        await asyncio.sleep(min((last.retry_after_seconds or 0.0) + jitter, MAX_PAUSE_SECONDS))
+                        await asyncio.sleep(
+                            min((last.retry_after_seconds or 0.0) + jitter, MAX_PAUSE_SECONDS)
+                        )
                         pause *= 2
                     try:
                         async with self._slots:
-                            return await self._attempt(verb, kind, method, path, answer_type, options)
+                            return await self._attempt(
+                                verb, kind, method, path, answer_type, options
+                            )
                     except ApiError as error:
                         last = error
                         # The token may just have been replaced; it is read again for a second attempt.
@@ -230,7 +264,13 @@ class ApiClient(Client):
         raise last if last is not None else ApiError(0, "Timeout", f"{verb} {path}")
 
     async def _attempt(
-        self, verb: str, kind: Kind, method: str, path: str, answer_type: Any, options: dict[str, Any]
+        self,
+        verb: str,
+        kind: Kind,
+        method: str,
+        path: str,
+        answer_type: Any,
+        options: dict[str, Any],
     ) -> Any:
         seconds = self._limits.attempt_seconds
         if method != "get":
@@ -240,7 +280,9 @@ class ApiClient(Client):
         began, status = time.monotonic(), 0
         try:
             async with asyncio.timeout(seconds):
-                request = self._dynamic.request(method, path, serialize=False, _request_timeout=seconds, **options)
+                request = self._dynamic.request(
+                    method, path, serialize=False, _request_timeout=seconds, **options
+                )
                 response = await request
                 answer = msgspec.json.decode(await response.read(), type=answer_type)
             status = response.status
@@ -253,9 +295,11 @@ class ApiClient(Client):
                 self.credentials.expire()
             raise _api_error(error) from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise ApiError(0, "Disconnected", f"{verb} {path}: {type(error).__name__}: {error}") from error
+            raise ApiError(
+                0, "Disconnected", f"{verb} {path}: {type(error).__name__}: {error}"
+            ) from error
         finally:
-            self._observer(verb, kind.kind, status, time.monotonic() - began)
+            self.observer(verb, kind.kind, status, time.monotonic() - began)
 
 
 def _api_error(error: Any) -> ApiError:
@@ -265,7 +309,9 @@ def _api_error(error: Any) -> ApiError:
     except (msgspec.DecodeError, TypeError):
         answer = {}
     message = str(answer.get("message") or str(error.body or "")[:200] or error.reason or "")
-    found = ApiError(int(error.status or 0), str(answer.get("reason") or error.reason or "Unknown"), message)
+    found = ApiError(
+        int(error.status or 0), str(answer.get("reason") or error.reason or "Unknown"), message
+    )
     header = str((error.headers or {}).get("Retry-After") or "")
     if header.isdigit():
         found.retry_after_seconds = float(header)
@@ -281,6 +327,15 @@ async def open_api(access: credentials.Credentials) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
+async def open_client(
+    access: credentials.Credentials, limits: Limits = Limits(), observer: Observer = ignore
+) -> AsyncIterator[ApiClient]:
+    """A client with these credentials; closed at the end of the block."""
+    async with open_api(access) as api:
+        yield ApiClient(api, access, limits, observer)
+
+
+@contextlib.asynccontextmanager
 async def connect(
     kubeconfig: Path | None = None,
     context: str | None = None,
@@ -289,6 +344,5 @@ async def connect(
     observer: Observer = ignore,
 ) -> AsyncIterator[ApiClient]:
     """A client with the credentials of a kubeconfig or of the pod. Raises ``ConfigurationError``."""
-    access = await credentials.load(kubeconfig, context)
-    async with open_api(access) as api:
-        yield ApiClient(api, access, limits, observer)
+    async with open_client(await credentials.load(kubeconfig, context), limits, observer) as client:
+        yield client

@@ -116,7 +116,9 @@ def in_cluster(
     token, authority = directory / "token", directory / "ca.crt"
     for path in (token, authority):
         if not path.is_file():
-            raise ConfigurationError(str(path), "missing", "must exist; see automountServiceAccountToken")
+            raise ConfigurationError(
+                str(path), "missing", "must exist; see automountServiceAccountToken"
+            )
 
     def read() -> Any:
         configuration = Configuration()
@@ -151,4 +153,6 @@ async def from_kubeconfig(path: Path | None, context: str | None = None) -> Cred
         return Credentials(await read(), read)
     except (config.ConfigException, OSError, TypeError, ValueError) as error:
         shown = str(path) if path is not None else "KUBECONFIG"
-        raise ConfigurationError(shown, str(error), "must be a kubeconfig with the context") from error
+        raise ConfigurationError(
+            shown, str(error), "must be a kubeconfig with the context"
+        ) from error

@@ -27,8 +27,11 @@ from kubernetes.aio.leaderelection.electionconfig import Config
 from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
+from kvtier_operator.settings import LeaderElection as LeaderElectionSettings
+
 logger = logging.getLogger(__name__)
 
+LEASE_NAME = "kvtier-controller"
 CALL_SECONDS = 2.0
 MARGIN_SECONDS = 1.0
 """Writing ends this long before the Lease can expire."""
@@ -105,7 +108,11 @@ class Lock(LeaseLock):
         """Lets another replica take over at once, if this one holds the Lease."""
         self.renewed_at = float("-inf")
         reference = self.lease_reference
-        if reference is None or reference.spec is None or reference.spec.holder_identity != self.identity:
+        if (
+            reference is None
+            or reference.spec is None
+            or reference.spec.holder_identity != self.identity
+        ):
             return
         reference.spec.holder_identity = ""
         if not await self._replace():
@@ -125,7 +132,9 @@ class Lock(LeaseLock):
     async def _replace(self) -> bool:
         # It names the version that was read, so of two replicas one gets a conflict.
         body = self.lease_reference
-        return await self._write(lambda: self.api_instance.replace_namespaced_lease(self.name, self.namespace, body))
+        return await self._write(
+            lambda: self.api_instance.replace_namespaced_lease(self.name, self.namespace, body)
+        )
 
     async def _write(self, send: Callable[[], Awaitable[Any]]) -> bool:
         began = self._clock()
@@ -175,6 +184,7 @@ class Elector:
         Returns when ``work`` does, and raises what it raises. When it ends or is cancelled, the
         work has ended before the Lease is released.
         """
+        quiet_library()
         campaign = asyncio.ensure_future(self._campaign())
         working: asyncio.Future[None] | None = None
         try:
@@ -188,7 +198,9 @@ class Elector:
                 lost = asyncio.ensure_future(self._lost.wait())
                 await _first(working, lost, campaign)
                 if not working.done():
-                    logger.warning("this replica is no longer the leader", extra={"identity": self.identity})
+                    logger.warning(
+                        "this replica is no longer the leader", extra={"identity": self.identity}
+                    )
                 await _end(working, lost)
                 self._on_change(False)
             working.result()
@@ -229,6 +241,14 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def elector_of(
+    api: Any, namespace: str, chosen: LeaderElectionSettings, on_change: OnChange
+) -> Elector:
+    """The elector of this replica of the controller, with the settings' times."""
+    timing = Timing(chosen.lease_seconds, chosen.renew_deadline_seconds, chosen.retry_seconds)
+    return Elector(Lock(api, namespace, LEASE_NAME, replica_identity()), timing, on_change)
 
 
 def replica_identity() -> str:

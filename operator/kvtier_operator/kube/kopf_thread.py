@@ -25,10 +25,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import kopf
 
-from kvtier_operator.cluster.contract import Object
 from kvtier_operator.kube.client import USER_AGENT
 from kvtier_operator.kube.credentials import Credentials
 from kvtier_operator.kube.lister import Source, Watch
+from kvtier_operator.kube.resources import Object
 
 MAX_MESSAGES = 10_000
 """Events that wait for the process's loop; above this, kopf's handlers wait."""
@@ -180,22 +180,32 @@ class KopfThread(threading.Thread):
             if error is not None:
                 self._mailbox.post(self._listener.stopped, self.sources, error)
                 healthy = time.monotonic() - began > HEALTHY_SECONDS
-                pause = self._pace.first_pause_seconds if healthy else min(pause * 2, self._pace.restart_seconds)
+                pause = (
+                    self._pace.first_pause_seconds
+                    if healthy
+                    else min(pause * 2, self._pace.restart_seconds)
+                )
                 self._stopping.wait(pause)
 
     async def _run_kopf(self) -> BaseException | None:
         """Runs kopf until it stops; returns why, or None if it was asked to."""
         stop_flag = asyncio.Event()
         self._running, self._sessions = (asyncio.get_running_loop(), stop_flag), []
-        own = {each for each in (asyncio.current_task(), asyncio.ensure_future(self._beat())) if each}
+        own = {
+            each for each in (asyncio.current_task(), asyncio.ensure_future(self._beat())) if each
+        }
         served = [each for each in self.sources if not each.absent]
         if self._stopping.is_set():
             return None
         if not served:
             await stop_flag.wait()
             return None
-        namespaces = next((each.watch.namespaces for each in served if each.watch.kind.namespaced), ())
-        scope: dict[str, Any] = {"namespaces": list(namespaces)} if namespaces else {"clusterwide": True}
+        namespaces = next(
+            (each.watch.namespaces for each in served if each.watch.kind.namespaced), ()
+        )
+        scope: dict[str, Any] = (
+            {"namespaces": list(namespaces)} if namespaces else {"clusterwide": True}
+        )
         registry, settings = self._registry(served), kopf_settings(served, self._pace)
         try:
             roots = await kopf.spawn_tasks(
@@ -222,7 +232,9 @@ class KopfThread(threading.Thread):
         for watch in {each.watch.kind: each.watch for each in served}.values():
             kind = watch.kind
             handler = self._handler(watch)
-            kopf.on.event(kind.group, kind.version, kind.plural, id="lister", registry=registry)(handler)
+            kopf.on.event(kind.group, kind.version, kind.plural, id="lister", registry=registry)(
+                handler
+            )
         return registry
 
     def _handler(self, watch: Watch) -> Any:
@@ -232,7 +244,9 @@ class KopfThread(threading.Thread):
             while self._mailbox.full:  # noqa: ASYNC110  (another thread makes room)
                 await asyncio.sleep(0.02)
             found = watch.trim(dict(event["object"]))
-            self._mailbox.post(self._listener.delivered, watch, found, deleted=event["type"] == "DELETED")
+            self._mailbox.post(
+                self._listener.delivered, watch, found, deleted=event["type"] == "DELETED"
+            )
 
         return handle
 
@@ -258,7 +272,9 @@ class KopfThread(threading.Thread):
             self._logged_in_at = time.monotonic()
             connector = aiohttp.TCPConnector(limit=0, ssl=self._credentials.tls())
             headers = {"User-Agent": USER_AGENT}
-            session = aiohttp.ClientSession(connector=connector, headers=headers, middlewares=(send,))
+            session = aiohttp.ClientSession(
+                connector=connector, headers=headers, middlewares=(send,)
+            )
             self._sessions.append(session)
             return kopf.AiohttpSession(server=self._credentials.server, aiohttp_session=session)
 
@@ -279,12 +295,16 @@ class KopfThread(threading.Thread):
             response: aiohttp.ClientResponse = await handler(request)
             status = response.status
         finally:
-            self._mailbox.post(self._listener.responded, source, verb, status, time.monotonic() - began)
+            self._mailbox.post(
+                self._listener.responded, source, verb, status, time.monotonic() - began
+            )
         if status == 401:
             self._credentials.expire()
         if source is not None and status in (401, 403, 404):
             response.release()
-            raise aiohttp.ClientConnectionError(f"HTTP {status}")  # kopf sends it again, without end
+            raise aiohttp.ClientConnectionError(
+                f"HTTP {status}"
+            )  # kopf sends it again, without end
         if source is not None and status == 410 and not watches:
             response.release()
             raise aiohttp.ClientPayloadError(f"HTTP {status}")  # kopf lists again
@@ -366,7 +386,12 @@ def quiet_kopf() -> None:
     """Keeps kopf's log to what the watcher does not report itself."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf.objects").setLevel(logging.ERROR)
-    for name in ("_cogs.clients", "_core.reactor.running", "_core.engines.activities", "activities"):
+    for name in (
+        "_cogs.clients",
+        "_core.reactor.running",
+        "_core.engines.activities",
+        "activities",
+    ):
         logging.getLogger(f"kopf.{name}").setLevel(logging.CRITICAL)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvtier_operator.cluster import trimming
-from kvtier_operator.cluster.contract import Kind, NotingCache, Object
+from kvtier_operator.kube import trim
+from kvtier_operator.kube.resources import Kind, NotingCache, Object
 
 TOMBSTONE_SECONDS = 300.0
 """How long a deletion is remembered: longer than any call and any delay of an event."""
@@ -49,7 +49,7 @@ class Watch:
     labels: str = ""
     fields: str = ""
     optional: bool = False
-    trim: trimming.Trim = trimming.metadata
+    trim: trim.Trim = trim.metadata
 
 
 @dataclass(slots=True, eq=False)
@@ -159,13 +159,17 @@ class Lister(NotingCache):
         return {
             str(each): each.error or "not listed yet"
             for each in self.sources
-            if not each.synced or (each.failing_since is not None and now - each.failing_since > stale_seconds)
+            if not each.synced
+            or (each.failing_since is not None and now - each.failing_since > stale_seconds)
         }
 
     def report(self, source: Source, error: str = "") -> None:
         """The result of a request for a source; an empty ``error`` means success."""
         source.error = error
-        source.failing_since = (source.failing_since or self._clock()) if error else None
+        if not error:
+            source.failing_since = None
+        elif source.failing_since is None:
+            source.failing_since = self._clock()
 
     def mark_synced(self, source: Source) -> None:
         """All objects of the source are here, or its kind is not served."""
@@ -201,7 +205,12 @@ class Lister(NotingCache):
         """An object as a call answered it. Ignored for kinds and namespaces that are not watched."""
         namespace, _ = place(found)
         source = next(
-            (each for each in self.sources if each.watch.kind == kind and each.namespace in (None, namespace)), None
+            (
+                each
+                for each in self.sources
+                if each.watch.kind == kind and each.namespace in (None, namespace)
+            ),
+            None,
         )
         if source is None:
             return

@@ -15,18 +15,32 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from kvtier_operator.cluster.contract import ApiError, Kind, Object
-from kvtier_operator.kube.client import Observer, ignore
+from kvtier_operator.kube.client import Observer
 from kvtier_operator.kube.credentials import Credentials
-from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, STOP_SECONDS, KopfThread, Mailbox, Pace, jittered
+from kvtier_operator.kube.kopf_thread import (
+    DEFAULT_PACE,
+    STOP_SECONDS,
+    KopfThread,
+    Mailbox,
+    Pace,
+    jittered,
+    quiet_kopf,
+)
 from kvtier_operator.kube.lister import Lister, Source, Watch
+from kvtier_operator.kube.resources import ApiError, Kind, Object
 
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 300.0
-REASONS = {0: "Disconnected", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 410: "Expired"}
+REASONS = {
+    0: "Disconnected",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    410: "Expired",
+}
 
 OnRestart = Callable[[Kind, str], None]
 
@@ -34,11 +48,33 @@ OnRestart = Callable[[Kind, str], None]
 class Reader(Protocol):
     """What the watcher needs of a client."""
 
+    @property
+    def credentials(self) -> Credentials: ...
+
+    @property
+    def observer(self) -> Observer: ...
+
     async def identities(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> tuple[frozenset[str], int]: ...
 
     async def served(self, group: str, version: str) -> frozenset[str]: ...
+
+
+class Follows(Protocol):
+    """What fills a lister."""
+
+    async def run(self) -> None: ...
+
+    def stuck(self) -> str: ...
+
+
+class MakeWatcher(Protocol):
+    """``Watcher``, or what stands in for it."""
+
+    def __call__(
+        self, client: Any, lister: Lister, *, pace: Pace = DEFAULT_PACE, on_restart: OnRestart
+    ) -> Follows: ...
 
 
 class Watcher:
@@ -50,20 +86,16 @@ class Watcher:
 
     def __init__(
         self,
-        credentials: Credentials,
         client: Reader,
         lister: Lister,
         *,
         pace: Pace = DEFAULT_PACE,
         on_restart: OnRestart = lambda kind, reason: None,
-        observer: Observer = ignore,
     ) -> None:
-        self._credentials = credentials
         self._client = client
         self._lister = lister
         self._pace = pace
         self._on_restart = on_restart
-        self._observer = observer
         self._threads: list[KopfThread] = []
         self._listed = {each: asyncio.Event() for each in lister.sources}
         self._started: set[Source] = set()
@@ -72,13 +104,18 @@ class Watcher:
     def stuck(self) -> str:
         """Why the process should be restarted, or an empty text."""
         silent = max((each.silent_seconds() for each in self._threads), default=0.0)
-        return f"kopf's event loop has been blocked for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+        return (
+            f"kopf's event loop has been blocked for {silent:.0f} s"
+            if silent > STUCK_SECONDS
+            else ""
+        )
 
     async def run(self) -> None:
         """Watches until it is cancelled."""
+        quiet_kopf()
         mailbox = Mailbox()
         self._threads = [
-            KopfThread(self._credentials, sources, self._pace, mailbox, self)
+            KopfThread(self._client.credentials, sources, self._pace, mailbox, self)
             for sources in _by_scope(self._lister.sources)
         ]
         try:
@@ -111,7 +148,11 @@ class Watcher:
                     self._serve(absent, absent ^ (known or frozenset()))
                     pause = self._pace.first_pause_seconds
                 known = absent
-                pause = min(pause * 2, self._pace.absent_seconds) if absent else self._pace.discovery_seconds
+                pause = (
+                    min(pause * 2, self._pace.absent_seconds)
+                    if absent
+                    else self._pace.discovery_seconds
+                )
             self._discover_now.clear()
             await _wait(self._discover_now, jittered(pause))
 
@@ -120,7 +161,9 @@ class Watcher:
         kinds = [each.watch.kind for each in self._lister.sources if "." in each.watch.kind.group]
         groups = sorted({(each.group, each.version) for each in kinds})
         served = {each: await self._client.served(*each) for each in groups}
-        return frozenset(each for each in kinds if each.plural not in served[each.group, each.version])
+        return frozenset(
+            each for each in kinds if each.plural not in served[each.group, each.version]
+        )
 
     def _serve(self, absent: frozenset[Kind], changed: frozenset[Kind]) -> None:
         for each in self._lister.sources:
@@ -199,7 +242,9 @@ class Watcher:
     def responded(self, source: Source | None, verb: str, status: int, seconds: float) -> None:
         """See ``Listener``."""
         kind = source.watch.kind if source is not None else None
-        self._observer(verb, kind.kind if kind is not None else "APIResourceList", status, seconds)
+        self._client.observer(
+            verb, kind.kind if kind is not None else "APIResourceList", status, seconds
+        )
         if source is None or kind is None:
             return
         reason = REASONS.get(status, f"HTTP{status}")

@@ -17,8 +17,7 @@ from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.cache import Change, Watch, WatchedCache
-from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.lister import Change, Lister, Watch
 from kvtier_operator.kube.resources import (
     LIMIT_RANGES,
     NAMESPACES,
@@ -30,6 +29,7 @@ from kvtier_operator.kube.resources import (
     Kind,
     Object,
 )
+from kvtier_operator.kube.watcher import MakeWatcher, Watcher
 from kvtier_operator.settings import CertificateMode, Settings
 from kvtier_operator.webhook.listener import AdmissionServer
 from kvtier_operator.webhook.lister import WebhookLister
@@ -40,10 +40,11 @@ logger = logging.getLogger(__name__)
 
 async def serve(
     settings: Settings,
-    client: ApiClient,
+    client: Any,
     stop: asyncio.Event,
     *,
     registry: CollectorRegistry | None = None,
+    make_watcher: MakeWatcher = Watcher,
     on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
     wall_clock: Callable[[], float] = time.time,
     freeze: Callable[[], None] = gc.freeze,
@@ -62,13 +63,15 @@ async def serve(
         else:
             knowledge.changed(kind, found, change)
 
-    cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
+    cache = Lister(watches(settings), changed)
+    watcher = make_watcher(client, cache, on_restart=on_restart)
     knowledge = WebhookLister(cache, settings, wall_clock)
     server = AdmissionServer(settings, knowledge, serving, metrics, attach)
     state = runtime.Health()
     state.live("webhook", server.stuck)
+    state.live("watches", watcher.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))
-    following = [asyncio.ensure_future(cache.run())]
+    following = [asyncio.ensure_future(watcher.run())]
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
         directory = CertificateDirectory(settings.webhook.certificates.directory, serving)
         following.append(asyncio.ensure_future(directory.follow()))
@@ -127,7 +130,7 @@ class SecretFollower:
             logger.warning("Secret %s: %s; it is replaced by the controller", self._name, error)
 
 
-async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
+async def _settle(cache: Lister, freeze: Callable[[], None]) -> None:
     """What a large cluster fills the caches with stays: the garbage collector need not look through it again and again,
     and hold up an admission each time.
     """
@@ -136,7 +139,7 @@ async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
     freeze()
 
 
-def _why_not_ready(server: AdmissionServer, cache: WatchedCache) -> str:
+def _why_not_ready(server: AdmissionServer, cache: Lister) -> str:
     why = server.why_not_ready()
     problems = cache.problems() if why else {}
     return (

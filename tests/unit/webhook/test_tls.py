@@ -10,7 +10,7 @@ import pytest
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.certificates import Issued
 from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
-from kvtier_operator.kube.cache import Change
+from kvtier_operator.kube.lister import Change
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import SecretFollower
 
