@@ -34,12 +34,15 @@ MAX_MESSAGES = 10_000
 """Events that wait for the process's loop; above this, kopf's handlers wait."""
 MESSAGES_PER_TURN = 200
 STOP_SECONDS = 1.0
-"""How long kopf may take to stop; then its loop is closed."""
+"""How long kopf may take to stop; then what is left of it is cancelled and its loop is closed."""
+CANCEL_SECONDS = 0.3
 HEALTHY_SECONDS = 60.0
 """After this time without a failure, the pause before a restart is short again."""
 LOGIN_SECONDS = 2.0
 """The shortest time between two logins."""
 CHUNK_OBJECTS = 100
+IDENTITY: Any = "kvtier"
+"""Without one kopf asks for the user's name, which not every container has."""
 UNUSED_FINALIZER = "kvtier.io/unused"
 """kopf removes its finalizer from watched objects; the default one belongs to other operators."""
 
@@ -209,13 +212,23 @@ class KopfThread(threading.Thread):
         registry, settings = self._registry(served), kopf_settings(served, self._pace)
         try:
             roots = await kopf.spawn_tasks(
-                registry=registry, settings=settings, standalone=True, stop_flag=stop_flag, **scope
+                identity=IDENTITY,
+                registry=registry,
+                settings=settings,
+                standalone=True,
+                stop_flag=stop_flag,
+                **scope,
             )
             running = asyncio.ensure_future(kopf.run_tasks(roots, ignored=own))
             await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
             error = _first_error(roots)
             # It waits 5 s for a task that it forgot, and may not return at all.
             await asyncio.wait({running}, timeout=STOP_SECONDS)
+            leftovers = asyncio.all_tasks() - own
+            for task in leftovers:
+                task.cancel()
+            if leftovers:
+                await asyncio.wait(leftovers, timeout=CANCEL_SECONDS)
         finally:
             for session in self._sessions:
                 await session.close()
