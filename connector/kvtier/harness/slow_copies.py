@@ -6,9 +6,9 @@ someone else under a running copy. This one does. ``install`` makes the connecto
 ``engine_driver``'s hooks. What it does is said by variables of this process's environment, looked at each time:
 
 * ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), also one that has begun;
-* ``KVTIER_TEST_UNREFERENCED``: not empty: source blocks of stores are not referenced, against DATAPATH 5;
+* ``KVTIER_TEST_UNREFERENCED``: not empty: source blocks of stores are not referenced; see docs/datapath.md;
 * ``KVTIER_TEST_CUT_SLOTS``: not empty: so many keys of a load are announced, the rest is gone;
-* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as done at once, so nobody waits for them, against DATAPATH 4 and 5.
+* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as done at once, so nobody waits for them; see docs/datapath.md.
 """
 
 from __future__ import annotations
@@ -140,15 +140,17 @@ def _cut(message: Message) -> Message:
 
 def install() -> None:
     """Connectors made in this process from here on copy slowly."""
-    from kvtier.engines.vllm.scheduler import SchedulerSide
-    from kvtier.engines.vllm.worker import WorkerSide
+    from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
+    from kvtier.engines.vllm.worker import KVTierConnectorWorker
     from kvtier.engines.vllm.worker_thread import TransferThread
 
-    defaults = WorkerSide.__init__.__kwdefaults__
+    defaults = KVTierConnectorWorker.__init__.__kwdefaults__
     if defaults is None or "copy_engine" not in defaults:
         raise RuntimeError("the worker side takes no copy engine")
     defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
-    take_message = TransferThread.message
-    TransferThread.message = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
-    bind = SchedulerSide.bind
-    SchedulerSide.bind = lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))  # type: ignore[method-assign]
+    take_message = TransferThread.receive
+    TransferThread.receive = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
+    bind = KVTierConnectorScheduler.bind_gpu_block_pool
+    KVTierConnectorScheduler.bind_gpu_block_pool = (  # type: ignore[method-assign]
+        lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))
+    )
