@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit
+from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit_coefficients
 
 MAX_UNREPORTED_STEPS = 64
 """vLLM has a handful of steps in flight; older ones are dropped."""
@@ -116,4 +116,4 @@ class CopyEstimator:
         if len(self._samples) < MIN_COPY_SAMPLES:
             return 0.0
         samples = [Sample(1.0, tokens, seconds, 1.0) for tokens, seconds in self._samples]
-        return fit(samples, "u").b
+        return fit_coefficients(samples, "u").b

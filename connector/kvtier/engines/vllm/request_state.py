@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GROUP = 0
 """The one full-attention group that the planner serves."""
-_KEY_PREFIX = keys.prefix(GROUP)
+_KEY_PREFIX = keys.group_prefix(GROUP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ from kvtier.engines.vllm.request_state import CachedMatch, PendingPromotion, Req
 from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
-from kvtier.store.selection import LOSS_SHARE, choose
-from kvtier.tierd.wire import MEMORY_BIT, RAM_BITS, Cancel, Load, Promote, Promoted
+from kvtier.store.selection import LOSS_SHARE, choose_prefix
+from kvtier.store.types import MEMORY_BIT, RAM_BITS
+from kvtier.tierd.wire import Cancel, Load, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
 """Further requests match what is in RAM."""
@@ -246,7 +247,7 @@ class SchedulerLoads:
         weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
         tokens = [planner.chunk_tokens] * len(bits)
         tokens[0] -= computed_tokens - planner.tokens(first)
-        chosen = choose(session.live.selection, sources, weights, tokens).chosen
+        chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
         if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
             return False
         if all(b & MEMORY_BIT for b in bits[: chosen.keys]):

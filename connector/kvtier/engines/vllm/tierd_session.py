@@ -22,8 +22,9 @@ from kvtier.config.loader import merge_live
 from kvtier.config.models import Daemon, Live, LiveTier, Topology
 from kvtier.engines.vllm.identity import EngineIdentity
 from kvtier.planner import Planner
+from kvtier.processes import own_identity
 from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import (
     PROTOCOL,

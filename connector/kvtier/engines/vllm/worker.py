@@ -36,8 +36,9 @@ from kvtier.engines.vllm.worker_state import (
 )
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
+from kvtier.processes import own_identity
 from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import Codec, build_codec
