@@ -7,8 +7,8 @@ the report waits for the submitted ones, because until then the GPU writes into 
 report gives back to vLLM.
 
 A store ends with ``Deliver`` or ``Abort`` for tierd and one report for the scheduler side, which
-references the source blocks until then. So every job is reported, and only after the GPU has stopped
-reading its blocks.
+references the source blocks until then. So every job is reported, and only after the GPU has
+stopped reading its blocks.
 
 docs/datapath.md has the rules. All methods are called by the transfer thread.
 """
@@ -311,9 +311,9 @@ class WorkerStores:
         self._aborted.clear()
 
     def advance(self) -> bool:
-        """Collects, submits at most one batch, and reports to tierd; returns whether anything changed.
+        """Collects, submits at most one batch, and reports to tierd.
 
-        Raises ``CopyError`` as ``WorkerLoads.advance`` does.
+        Returns whether anything changed. Raises ``CopyError`` as ``WorkerLoads.advance`` does.
         """
         changed = self._collect()
         changed |= self._submit()
