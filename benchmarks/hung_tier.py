@@ -21,9 +21,9 @@ from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_process import DrivenEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     Requests,
-    TestbedOptions,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -69,7 +69,7 @@ def main() -> None:
     """Runs both engines."""
     chosen = options(__doc__ or "", add_options)
     directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen.directory))
-    tuning = TestbedOptions(
+    tuning = EngineOptions(
         daemon=Daemon.SIDECAR,
         persistence="Process",
         load_timeout_seconds=3,

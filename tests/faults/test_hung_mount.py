@@ -21,8 +21,8 @@ from tests.support.processes import held_by_the_kernel
 from kvtier.config.models import Daemon
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
+from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
@@ -80,7 +80,7 @@ def ended(pid: int, number: int) -> float:
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
     began = time.monotonic()
     os.kill(pid, number)
-    while not leader_is_dead(process):
+    while not main_thread_exited(process):
         assert time.monotonic() - began < WAIT_SECONDS
         time.sleep(0.01)
     return time.monotonic() - began
@@ -161,7 +161,7 @@ def test_an_engine_that_started_tierd_exits_with_a_hanging_mount(
     print(f"\nthe engine has ended after {seconds:.2f} s")
     assert seconds < EXIT_SECONDS
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
-    wait_for(lambda: leader_is_dead(process), "tierd ends", EXIT_SECONDS)
+    wait_for(lambda: main_thread_exited(process), "tierd ends", EXIT_SECONDS)
 
 
 def test_the_sidecar_restarts_a_tierd_that_the_kernel_cannot_kill(

@@ -16,14 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespace, process_start
 from kvtier.tierd import liveness
-from kvtier.tierd.liveness import (
-    Liveness,
-    ProcessIdentity,
-    liveness_of,
-    pid_namespace,
-    process_start,
-)
 
 POOL_BYTES = 2 << 30
 PIECE_BYTES = 256 << 20

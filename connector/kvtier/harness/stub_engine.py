@@ -32,12 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config.loader import load as load_topology
+from kvtier.processes import own_identity
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
+from kvtier.tierd.watchdog import WatchdogTiming
 from kvtier.tierd.wire import (
-    MEMORY_BIT,
     PROTOCOL,
     Abort,
     Cancel,
@@ -518,7 +520,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     topology = load_topology(given.topology)
     supervisor = Supervisor(
-        given.topology, topology, unresponsive_seconds=given.unresponsive_seconds
+        given.topology, topology, timing=WatchdogTiming(unresponsive=given.unresponsive_seconds)
     )
     supervisor.ensure()
     engine = StubEngine(

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import FaultTestbed, Measurements
 from kvtier.scorecard.tier_faults import TierWrapper
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 DAY_SECONDS = 86_400
 STOPPED_SECONDS = 4.0
@@ -72,7 +72,7 @@ def hang_for_ever(scene: FaultContext, measured: Measurements) -> None:
         begun = time.monotonic()
         os.kill(stage.pid, signal.SIGTERM)
         # The kernel keeps threads that wait for the mount, and the process's entry with them; no line of the program runs any more.
-        while not leader_is_dead(process) and time.monotonic() - begun < 30:
+        while not main_thread_exited(process) and time.monotonic() - begun < 30:
             time.sleep(0.02)
         ended = time.monotonic() - begun
         measured.notes.append(f"the daemon ended {ended:.1f} s after it was told to")

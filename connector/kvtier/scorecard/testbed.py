@@ -20,7 +20,7 @@ from kvtier.config.models import Breaker, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
-from kvtier.tierd.wire import RAM_BITS
+from kvtier.store.types import RAM_BITS
 
 MIB = 1 << 20
 OBJECT_BYTES = 64 << 10

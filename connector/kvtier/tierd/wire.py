@@ -17,12 +17,9 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/2"
+PROTOCOL = f"{__version__}/3"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
-MEMORY_BIT = 1
-KEPT_BIT = 1 << 16
-RAM_BITS = MEMORY_BIT | KEPT_BIT
 
 BEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""
@@ -155,12 +152,6 @@ class EvictionAck(Message, frozen=True, kw_only=True):
     token: int
 
 
-class Drained(Message, frozen=True, kw_only=True):
-    """Worker: answer to ``Drain``."""
-
-    epoch: int
-
-
 class ResetCache(Message, frozen=True, kw_only=True):
     """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
 
@@ -253,12 +244,6 @@ class LoadReady(Message, frozen=True, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """To a worker: forget all grants and loads before ``epoch``, synchronise the streams, answer ``Drained``."""
-
-    epoch: int
-
-
 FromEngine = (
     Hello
     | Bye
@@ -271,7 +256,6 @@ FromEngine = (
     | Load
     | LoadReleased
     | EvictionAck
-    | Drained
     | ResetCache
     | Resync
 )
@@ -286,7 +270,6 @@ FromDaemon = (
     | Usable
     | Promoted
     | LoadReady
-    | Drain
     | Heartbeat
     | Bye
 )

@@ -21,12 +21,17 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
-from kvtier.harness.stub_engine import OBJECT_TOKENS, StubEngine, StubEngineOptions, block_hash
+from kvtier.harness.stub_engine import (
+    OBJECT_TOKENS,
+    StubEngine,
+    StubEngineOptions,
+    block_hash,
+)
 from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
 from kvtier.tierd.daemon import Options, TierDaemon
-from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,

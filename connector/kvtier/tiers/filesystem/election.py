@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.processes import has_exited, is_observable, process_start, process_tag
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import (
@@ -44,7 +45,6 @@ from kvtier.tiers.filesystem.layout import (
     writers_path,
 )
 from kvtier.tiers.filesystem.record import is_ledger, is_writer
-from kvtier.tiers.filesystem.walker import process_tag
 
 HEARTBEAT_SECONDS = 1.0
 LEASE_SECONDS = 10.0
@@ -195,7 +195,7 @@ def _take_base(previous: Path) -> int | None:
 
 def new_holder() -> str:
     """A name for a holder in this process: boot, pid namespace, pid, start, and a random part."""
-    return f"{process_tag()}-{_start_time(os.getpid()) or 0}-{os.urandom(4).hex()}"
+    return f"{process_tag()}-{process_start(os.getpid())}-{os.urandom(4).hex()}"
 
 
 def in_this_process(holder: str) -> bool:
@@ -206,24 +206,13 @@ def in_this_process(holder: str) -> bool:
 def is_dead(holder: str) -> bool:
     """Whether the holder's process is proven to be dead. False if it is not visible from here."""
     match = _HOLDER.fullmatch(holder)
-    # Initial pid namespaces have the same number on every host: another boot may be another host.
-    return match is not None and is_visible(holder) and _start_time(int(match[3])) != int(match[4])
+    return match is not None and is_visible(holder) and has_exited(int(match[3]), int(match[4]))
 
 
 def is_visible(holder: str) -> bool:
     """Whether this process sees the holder's process id: same boot and same pid namespace."""
     match = _HOLDER.fullmatch(holder)
-    boot, namespace, _ = process_tag().split("-")
-    return match is not None and match[1] == boot and match[2] == namespace
-
-
-def _start_time(pid: int) -> int | None:
-    """Start of a process in ticks since the boot. None if it does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return match is not None and is_observable(match[1], match[2])
 
 
 class LeaseWatch:

@@ -11,7 +11,6 @@ so that the leftovers of a killed process can be told from files that a live one
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.processes import is_observable
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX
@@ -54,30 +54,12 @@ def _buckets(name: str) -> tuple[str, str]:
     return spread[:2], spread[2:4]
 
 
-def process_tag() -> str:
-    """Boot, pid namespace and pid of this process, for names in a directory."""
-    return f"{_boot()}-{_pid_namespace()}-{os.getpid()}"
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return "00000000"
-
-
-def _pid_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    return "0"
-
-
 def is_abandoned(name: str, age_seconds: float) -> bool:
     """Whether no process is writing this temporary file."""
     if age_seconds > ABANDONED_SECONDS:
         return True
     match = _TEMPORARY.fullmatch(name)
-    # Another boot may be another host, whose initial pid namespace has the same number.
-    if match is None or match[2] != _pid_namespace() or match[1] != _boot():
+    if match is None or not is_observable(match[1], match[2]):
         return False
     return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
 
