@@ -106,7 +106,7 @@ def test_a_directory_with_too_many_objects_serves_as_many_as_the_bound(
         ref, payload, meta = make_object(seed)
         assert daemon.tier.read(ref, buffer(payload.nbytes)) == meta
     assert files(tmp_path) == 12
-    assert daemon.tier.usage().left_out_total == 7
+    assert daemon.tier.usage().unindexed_total == 7
     assert (
         sum("more objects than the index holds (5)" in message for message in caplog.messages) == 1
     )
@@ -120,7 +120,7 @@ def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(
     assert daemon.holds(*range(5)) == [True] * 5
     daemon.write(*range(5))
     daemon.a_pass()
-    assert daemon.tier.usage().left_out_total == 0
+    assert daemon.tier.usage().unindexed_total == 0
 
 
 def test_a_stored_object_displaces_the_least_recently_used_whose_file_stays(
@@ -132,7 +132,7 @@ def test_a_stored_object_displaces_the_least_recently_used_whose_file_stays(
     daemon.write(3)
     assert daemon.holds(0, 1, 2, 3) == [True, False, True, True]
     assert files(tmp_path) == 4
-    assert daemon.tier.usage().left_out_total == 1
+    assert daemon.tier.usage().unindexed_total == 1
 
 
 def test_an_existing_object_is_indexed_instead_of_written_again(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_scans_do_not_displace_indexed_objects(
     daemon.write(*range(9))
     daemon.a_pass()
     assert daemon.holds(6, 7, 8) == [True] * 3
-    assert daemon.tier.usage().left_out_total == 6
+    assert daemon.tier.usage().unindexed_total == 6
 
 
 def test_new_objects_of_another_process_are_found_with_a_full_index(
@@ -194,7 +194,7 @@ def test_removed_objects_are_replaced_in_the_index_by_an_early_scan(
         daemon.tier.maintenance.run_once()
     assert daemon.tier.usage().objects == 4
     assert len(daemon.present) == 4
-    assert daemon.tier.usage().left_out_total == 5
+    assert daemon.tier.usage().unindexed_total == 5
 
 
 def test_objects_indexed_again_are_evicted_first_until_they_are_used() -> None:
@@ -316,6 +316,6 @@ def test_the_bound_holds_when_several_threads_store() -> None:
         list(pool.map(store, range(8)))
     usage = index.usage()
     assert usage.objects + len(gone) == 1_600
-    assert usage.left_out_total == len(gone)
+    assert usage.unindexed_total == len(gone)
     assert usage.used_bytes == usage.objects * 4096
     assert all(not index.contains(NAMESPACE, key) for key in gone)
