@@ -425,7 +425,7 @@ class SecondaryTiers:
         shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
 
     def _count_left_out(self, lower: SecondaryTier) -> None:
-        total = lower.tier.usage().left_out_total
+        total = lower.tier.usage().unindexed_total
         if total > lower.left_out:
             self._shared.count("tier_objects_not_indexed", lower.name, "", total - lower.left_out)
             lower.left_out = total
