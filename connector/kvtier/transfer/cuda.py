@@ -48,7 +48,7 @@ class _Buffer:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _CopyLane:
     """One direction. ``kernels`` runs gather or scatter; ``dma`` runs the transfers."""
 
     kernels: torch.cuda.Stream
@@ -83,14 +83,14 @@ class CudaCopyEngine(CopyEngine):
             self._lanes = {direction: self._lane() for direction in Direction}
         self._memory: torch.Tensor | None = None
 
-    def _lane(self) -> _Lane:
+    def _lane(self) -> _CopyLane:
         words = -(-self._staging_bytes // self._codec.word_bytes)
         dtype = word_dtype(self._codec.word_bytes)
         buffers = [
             _Buffer(torch.empty(words, dtype=dtype, device=self._device))
             for _ in range(STAGING_BUFFERS)
         ]
-        lane = _Lane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
+        lane = _CopyLane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
         ready = cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         for buffer in buffers:
@@ -134,7 +134,7 @@ class CudaCopyEngine(CopyEngine):
                     self._to_device(lane, buffer, piece)
                 handle.state = buffer.free
 
-    def _to_host(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_host(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.kernels):
             if buffer.free is not None:
@@ -149,7 +149,7 @@ class CudaCopyEngine(CopyEngine):
             buffer.free = cuda.Event()
             buffer.free.record(lane.dma)
 
-    def _to_device(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_device(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.dma):
             if buffer.free is not None:
