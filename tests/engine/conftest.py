@@ -1,5 +1,8 @@
-"""Real vLLM on CPU. Every engine runs in a process of its own; the answers are compared with those of an engine without
-KVTier, made once per session on the same machine (golden values would differ between processors)."""
+"""Real vLLM on CPU, each engine in its own process.
+
+Tokens are compared with those of an engine without KVTier, computed once per session on the same
+machine, because golden values would differ between processors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection by cost with a real vLLM: what the engine measures of itself reaches the daemon, and bounds what a bad tier costs."""
+"""Selection by cost: measured prefill speed reaches tierd, and bounds what a bad tier costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier that fails, stalls or hangs, and a daemon that stops or dies: the engine serves on with the right tokens."""
+"""A tier that fails, stalls or hangs, and a tierd that stops or dies: the tokens stay right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]
     return tokens
 
 
-def test_a_tier_that_fails_every_read_costs_a_miss(
+def test_a_tier_that_fails_every_read_is_a_miss(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 300)
@@ -60,9 +60,7 @@ def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
     assert 0 < loads.tokens <= 3 * CHUNK_TOKENS
 
 
-def test_a_read_that_never_ends_is_given_up(
-    faultless: EngineTestbed, plain: ReferenceEngine
-) -> None:
+def test_a_read_that_never_ends_times_out(faultless: EngineTestbed, plain: ReferenceEngine) -> None:
     tokens = _stored(faultless, plain, 302)
     faultless.set_faults(read={"hang": True})
     with faultless.loads() as loads:
@@ -70,7 +68,7 @@ def test_a_read_that_never_ends_is_given_up(
     assert loads.tokens == 0
 
 
-def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(
+def test_a_request_that_waits_for_a_slow_tier_does_not_delay_others(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 303)
@@ -103,7 +101,7 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
     assert requests.run(tokens) == plain.tokens(tokens)
 
 
-def test_a_load_that_fails_is_not_offered_again(
+def test_a_load_that_failed_is_not_repeated(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     """The daemon stops after the hit was promised: the slots are never announced."""

@@ -1,4 +1,4 @@
-"""Files that are not what was stored: every one is a miss, and the answer stays that of an engine without KVTier."""
+"""Damaged and foreign files: each is a miss, and the tokens stay those of an engine without KVTier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real engine beside a mount that never answers: it serves, and it ends at once when it is told to."""
+"""A real engine beside a mount that never answers: it serves, and it ends without delay."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         case.close()
 
 
-def test_what_a_killed_engine_stored_serves_the_next_one(
+def test_objects_of_a_killed_engine_serve_the_next_one(
     case: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     """One scenario in order, because each start of an engine takes long."""

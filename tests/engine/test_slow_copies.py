@@ -90,7 +90,7 @@ def test_source_blocks_of_a_store_stay_until_they_are_copied(
 
 
 @with_and_without
-def test_a_load_is_over_when_its_copies_are(
+def test_a_load_ends_when_its_copies_end(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 730 + kept)
@@ -119,7 +119,7 @@ def test_a_load_is_over_when_its_copies_are(
 
 
 @with_and_without
-def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_over(
+def test_target_blocks_of_an_aborted_load_are_not_reused_before_its_copies_end(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 760 + kept)
@@ -141,7 +141,7 @@ def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_ove
 
 
 @pytest.mark.parametrize("left", [0, 1, 4], ids=lambda left: f"{left} chunks left")
-def test_a_load_of_which_a_part_is_gone_brings_the_rest_and_is_not_offered_again(
+def test_a_load_with_evicted_keys_loads_the_rest_and_is_not_repeated(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, left: int
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 790 + left)
