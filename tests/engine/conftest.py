@@ -61,8 +61,10 @@ def plain(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine
 
 @pytest.fixture(scope="session")
 def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
-    """One engine for all tests in which the daemon or its storage misbehaves. RAM does not outlive the daemon, so a new
-    daemon means that everything comes from files."""
+    """One engine for all tests of a failing daemon or storage.
+
+    RAM does not outlive the daemon, so after a new daemon everything comes from files.
+    """
     tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:

@@ -21,11 +21,11 @@ from kvtier.transfer.engine import Direction
 
 CHUNKS = 8
 ASKS_WITHOUT_WAITING = 12
-"""More than a request needs that is looked up, fails, and is looked up again; far less than an endless re-offering brings."""
+"""More lookups than one retry needs, and far fewer than an endless repetition causes."""
 
 
 def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]:
-    """A prompt whose chunks are in files and in no RAM, and whose blocks the GPU cache does not hold."""
+    """A prompt whose chunks are in files, and neither in RAM nor in the GPU cache."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, seed)
     before = len(case.files())
     assert case.requests().run(tokens) == plain.tokens(tokens)
@@ -133,7 +133,7 @@ def blow(request: pytest.FixtureRequest, faultless: EngineTestbed) -> Iterator[s
 
 
 def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None:
-    """A new daemon must not touch a slot before the worker's copy is over; the engine knows only that the old one is silent."""
+    """A new tierd must not reuse a slot before the worker's copy has ended."""
     os.kill(case.daemon_pid(), blow)
     if blow is signal.SIGKILL:
         case.start_daemon()
@@ -165,7 +165,7 @@ def test_the_daemon_is_lost_while_a_request_loads(
         wait_copying(faultless, Direction.TO_DEVICE)
         _lose_daemon_under_a_copy(faultless, blow)
         assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
-    # What was copied before the worker let go is whole; it may count as loaded or as failed, but as one of the two.
+    # What was copied before the worker drained is whole. It counts either as loaded or as failed.
     assert loads.tokens == CHUNKS * CHUNK_TOKENS or faultless.load_failures() > failures
 
 

@@ -1,7 +1,7 @@
-"""A CPU copy engine whose copies run when a test calls ``move``: the delay of a GPU without a clock.
+"""A CPU copy engine whose copies run when a test calls ``move``: a GPU's delay without a clock.
 
-``HeldCopyEngine`` drains: ``synchronize`` runs every copy. ``UndrainedCopyEngine`` only reports that
-it did, as a worker would that reattaches without waiting for the device.
+``HeldCopyEngine`` drains: ``synchronize`` runs every copy. ``UndrainedCopyEngine`` only reports
+that it did, as a worker would that reattaches without waiting for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from kvtier.transfer.engine import Copy, CopyHandle, Direction
 
 
 class HeldCopyEngine(CpuCopyEngine):
-    """Copies run in ``move``, or at once while ``open``. Any thread may use ``move`` and ``submitted``."""
+    """Copies run in ``move``, or at once while ``open``.
+
+    Any thread may use ``move`` and ``submitted``.
+    """
 
     kind = "held"
 

@@ -139,7 +139,8 @@ def test_an_unsupported_vllm_is_one_log_line(
 def test_the_variable_configures_another_connector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "KVTIER_TRANSFER_CONFIG",
-        '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"block_size":64}}',
+        '{"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"block_size":64}}',
     )
     transfer = _attach(_Arguments(), "")
     assert transfer.kv_connector == "OffloadingConnector"

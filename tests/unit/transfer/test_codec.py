@@ -208,8 +208,9 @@ def test_a_chunk_that_is_no_multiple_of_a_block_is_rejected() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObject) -> None:
-    """Blocks first or second, up to four page dimensions in any order of strides, gaps, offsets, kernel blocks, item
-    sizes.
+    """Blocks first or second, up to four page dimensions in any order of strides.
+
+    With gaps, offsets, kernel blocks and all item sizes.
     """
     blocks = data.draw(st.integers(5, 9))
     kernel = data.draw(st.sampled_from([1, 1, 2, 3]))
