@@ -21,6 +21,8 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
+from kvtier.store.context import StoreRuntime
+from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
@@ -29,6 +31,7 @@ from kvtier.store.types import (
     KeysEvicting,
     LoadAnnounced,
     PromotionEnded,
+    StoreCounters,
     StoreEvent,
 )
 from kvtier.testing.dict_tier import DictTier
@@ -219,18 +222,14 @@ class World:
         )
         weakref.finalize(self.table, os.close, self.table._descriptor)
         self.notes = ReadNotes()
+        self.counters = StoreCounters()
         return TierStore(
             len(self.pool),
             self.pool,
             self.tiers,
             self._document,
-            self.io,
-            self.clock,
-            CHECKSUMS,
-            fenced=fenced,
-            slot_table=self.table,
-            read_log=self.notes,
-            orphaned_reads=self.hung,
+            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters),
+            PoolRecovery(fenced, self.table, self.notes, self.hung),
         )
 
     def restart(self, fenced: bool = False, hung: str = "") -> None:
@@ -374,11 +373,11 @@ class World:
         return [call for call in self.io.pending if call.lane.startswith(lane_prefix)]
 
     def bits(self, chunk: int) -> int:
-        return self.store.bits(NAMESPACE, b"\0" + block_hash(chunk))
+        return self.store._index.bits(NAMESPACE, b"\0" + block_hash(chunk))
 
     def counted(self, name: str, tier: str = "", reason: str | None = None) -> int:
         """A counter, summed over reasons where none is given."""
-        values = self.store.counters.values.items()
+        values = self.counters.values.items()
         return sum(v for k, v in values if k[:2] == (name, tier) and reason in (None, k[2]))
 
     def leaving(self) -> list[KeysEvicting]:

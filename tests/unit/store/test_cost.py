@@ -160,7 +160,7 @@ def test_the_decision_can_be_read() -> None:
         "recomputing (51.2 ms)"
     )
     assert choose_by_cost(ask([1] * 4, tier(0.5))).explain(NAMES) == (
-        "nothing (25.6 ms): recomputing_is_faster; instead of 1024 tokens from disk (ready in 38.4 ms, cut by the clock)"
+        "nothing (25.6 ms): recomputing_is_faster; instead of 1024 tokens from disk (ready in 38.4 ms, cut by the deadline)"
     )
 
 

@@ -121,7 +121,7 @@ def test_a_leaving_slot_is_granted_only_after_the_schedulers_know() -> None:
     events = world.pump()
     assert PresenceChanged(NAMESPACE, key(0), 1, False) in events
     assert world.store.accounts().evicting == 0
-    assert world.counted("eviction_notices_ended", "", "answered") == 1
+    assert world.counted("eviction_notices_ended", "", "acknowledged") == 1
 
 
 def test_without_an_answer_a_leaving_slot_is_free_after_100_ms() -> None:
@@ -133,7 +133,7 @@ def test_without_an_answer_a_leaving_slot_is_free_after_100_ms() -> None:
     assert wake <= world.clock.now + 0.1
     world.advance(0.1)
     assert world.store.accounts().evicting == 0
-    assert world.counted("eviction_notices_ended", "", "unanswered") == 1
+    assert world.counted("eviction_notices_ended", "", "timed_out") == 1
 
 
 @pytest.mark.parametrize("wanted_by", ["load", "promote", "reserve"])

@@ -11,7 +11,6 @@ from tests.unit.store.store_world import PAGE, World, block_hash, live
 
 from kvtier.config.models import LiveTier
 from kvtier.store.cost_model import Prefill, PrefixCost
-from kvtier.store.selection import usable_shape
 from kvtier.store.types import PromotionOutcome
 from kvtier.tierd.wire import Promote, decode_from_engine, encode
 
@@ -234,10 +233,10 @@ def test_every_decision_can_be_read_in_the_debug_log(caplog: pytest.LogCaptureFi
     ],
 )
 def test_a_shape_that_cannot_be_is_counted_and_not_believed(given: PrefixCost) -> None:
-    assert not usable_shape(given, 2)
+    assert not given.is_valid(2)
     world = world_with(0, 1)
     number = promote(world, 0, 1, given=given)
-    assert world.counted("protocol_violations", "", "prompt_shape") == 1
+    assert world.counted("protocol_violations", "", "prefix_cost") == 1
     world.settle("read:")
     assert [end.outcome for end in world.ends(number)] == [PromotionOutcome.WHOLE]
 

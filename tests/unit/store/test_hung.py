@@ -59,7 +59,7 @@ def test_slots_of_hung_reads_are_quarantined_until_their_process_is_gone() -> No
             world.put(chunk)
             world.settle("hash")
         world.advance(0.11)
-    assert not hung & {entry.slot.offset for entry in world.store._table.entries()}
+    assert not hung & {entry.slot.offset for entry in world.store._resident.entries()}
     world.check_accounts()
     world.release_orphaned_reads("7")
     assert world.store.accounts().quarantined == 0

@@ -25,7 +25,7 @@ def left_behind(*chunks: int, slots: int = 16, seal: bool = True, fenced: bool =
 
 
 def offset_of(world: World, chunk: int) -> int:
-    entry = world.store._table.get(NAMESPACE, b"\0" + block_hash(chunk))
+    entry = world.store._resident.get(NAMESPACE, b"\0" + block_hash(chunk))
     assert entry is not None
     return entry.slot.offset
 
@@ -109,7 +109,7 @@ def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_t
     monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     world = left_behind(*range(6))
-    monkeypatch.setattr("kvtier.store.store.RESTORED_PER_PUMP", 2)
+    monkeypatch.setattr("kvtier.store.recovery.RESTORED_PER_PUMP", 2)
     world.restart(True)
     if not fenced:
         world.restart(False)
@@ -129,7 +129,7 @@ def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_t
 
 def test_nothing_is_granted_while_a_part_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     world = left_behind(*range(6))
-    monkeypatch.setattr("kvtier.store.store.RESTORED_PER_PUMP", 1)
+    monkeypatch.setattr("kvtier.store.recovery.RESTORED_PER_PUMP", 1)
     world.restart(True)
     world.store.unfence()
     world.engine()
@@ -199,10 +199,10 @@ def test_it_makes_room_like_any_other_object_and_what_took_its_slot_is_not_mista
         world.settle("hash")
         world.advance(0.2)
     assert world.counted("recovered_objects_dropped", "", "evicted") == 6
-    held = {e.key for e in world.store._table.entries()}
+    held = {e.key for e in world.store._resident.entries()}
     world.restart()
     world.engine()
-    assert {e.key for e in world.store._table.entries()} <= held
+    assert {e.key for e in world.store._resident.entries()} <= held
     for chunk in range(6):
         assert world.bits(chunk) == 0
 
@@ -300,8 +300,8 @@ def test_objects_of_several_sizes_come_back_to_the_slots_they_were_in() -> None:
         world.pool[slot : slot + 3 * PAGE] = bytes([chunk]) * 3 * PAGE
         world.store.deliver("large", 0, number)
         world.settle("hash")
-    places = {e.ref: e.slot.offset for e in world.store._table.entries()}
+    places = {e.ref: e.slot.offset for e in world.store._resident.entries()}
     world.restart()
-    assert {e.ref: e.slot.offset for e in world.store._table.entries()} == places
+    assert {e.ref: e.slot.offset for e in world.store._resident.entries()} == places
     world.check_accounts()
     assert world.store.accounts().committed == 4 * PAGE + 4 * 3 * PAGE

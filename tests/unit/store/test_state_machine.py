@@ -253,8 +253,8 @@ class Driver:
             self.orphans[hung] = self.hung_reads()
         sealed = [
             entry
-            for entry in world.store._table.entries()
-            if entry.meta is not None or entry.kept is not None
+            for entry in world.store._resident.entries()
+            if entry.meta is not None or entry.unverified is not None
         ]
         if pool_flip and sealed:
             entry = sealed[pool_flip % len(sealed)]
@@ -498,7 +498,7 @@ class StoreMachine(RuleBasedStateMachine):
             del self.replicas[engine.kind.namespace]
 
     @rule(name=st.sampled_from(NAMES))
-    def proven_gone(self, name: str) -> None:
+    def confirm_dead(self, name: str) -> None:
         self.ghosts = [ghost for ghost in self.ghosts if ghost.info.engine != name]
         self.do("call", "confirm_engine_dead", name)
 
@@ -790,8 +790,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
         noted = {
             e.slot.offset
-            for e in world.store._table.entries()
-            if e.persistent and (e.meta or e.kept)
+            for e in world.store._resident.entries()
+            if e.persistent and (e.meta or e.unverified)
         }
         assert self.fenced or set(world.table._numbers) == noted, (
             "the slot table is not what is sealed"
@@ -822,8 +822,8 @@ class StoreMachine(RuleBasedStateMachine):
                     replica.get(key),
                     held.get(key),
                 )
-                entry = store._table.get(namespace, key)
-                ram = entry.bit if entry is not None and not entry.leaving else 0
+                entry = store._resident.get(namespace, key)
+                ram = entry.bit if entry is not None and not entry.evicting else 0
                 assert held.get(key, 0) & RAM_BITS == ram
 
     def teardown(self) -> None:
@@ -879,7 +879,9 @@ class StoreMachine(RuleBasedStateMachine):
             for group, credits in enumerate(engine.credits):
                 if (
                     not credits
-                    and not world.store._engines.open[engine.info.engine].kinds[group].segments
+                    and not world.store._engines.open[engine.info.engine]
+                    .geometries[group]
+                    .kind.segments
                 ):
                     room = self.longest_run_without_credits()
                     assert room < engine.info.slot_bytes[group], (

@@ -310,11 +310,11 @@ def test_objects_that_a_tier_has_no_room_to_index_are_counted_once_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(opened=False)
-    left_out = 7
-    monkeypatch.setattr(world.tier, "usage", lambda: TierUsage(0, 1 << 30, 5, left_out))
+    unindexed = 7
+    monkeypatch.setattr(world.tier, "usage", lambda: TierUsage(0, 1 << 30, 5, unindexed))
     world.settle("maintain:")
     assert world.counted("tier_objects_not_indexed", "disk") == 7
-    left_out = 9
+    unindexed = 9
     for _ in range(3):
         world.advance(5.0)
         world.settle("maintain:")
