@@ -1,7 +1,9 @@
-"""Allocates free slots ahead of demand: credits for schedulers, slots for reads, by evicting in time.
+"""Allocates free slots ahead of demand: credits for schedulers, slots for reads, by evicting in
+time.
 
-An eviction takes up to ``EVICTION_ACK_SECONDS``: the schedulers that may name the key are notified first, and the slot is
-free once all of them have acknowledged. Only the store's thread uses this module.
+An eviction takes up to ``EVICTION_ACK_SECONDS``: the schedulers that may name the key are notified
+first, and the slot is free once all of them have acknowledged. Only the store's thread uses this
+module.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from kvtier.store.types import CreditsGranted, KeysEvicting
 
 EVICTION_ACK_SECONDS = 0.1
 MAX_CREDITS = 64
-"""Free slots that one engine and group may hold: more than one step of chunked prefill completes."""
+"""Free slots that one engine and group may hold: more than one step of chunked prefill completes.
+"""
 CREDIT_SHARE = 4
-"""Credits take at most a quarter of the pool, apart from the one that each engine and group has at least."""
+"""Credits take at most a quarter of the pool, apart from the one that each engine and group has at
+least."""
 MAX_ROUNDS = 64
 """Rounds per ``run``. The next ``run`` continues."""
 MAX_RESERVE = 16
 RESERVE_SHARE = 16
-"""Free slots that credits leave to reads: a sixteenth of the class's share, at most ``MAX_RESERVE``."""
+"""Free slots that credits leave to reads: a sixteenth of the class's share, at most
+``MAX_RESERVE``."""
 
 
 class SlotAllocator:
@@ -75,7 +80,8 @@ class SlotAllocator:
     # Distribution.
 
     def run(self) -> None:
-        """Hands out free slots and evicts for expected demand. Repeats while that frees slots at once."""
+        """Hands out free slots and evicts for expected demand. Repeats while that frees slots at
+        once."""
         for _ in range(MAX_ROUNDS):
             if not self._round():
                 return
@@ -108,9 +114,11 @@ class SlotAllocator:
         return freed
 
     def _shares(self) -> tuple[dict[int, int], int]:
-        """Fair share of the pool in bytes per slot size in use, and the number of credits per engine and group.
+        """Fair share of the pool in bytes per slot size in use, and the number of credits per
+        engine and group.
 
-        A fair share has room for equally many objects of each group of each engine, because a prefix needs one of each.
+        A fair share has room for equally many objects of each group of each engine, because a
+        prefix needs one of each.
         """
         users: dict[int, int] = {}
         for engine in self._engines.open.values():
@@ -185,8 +193,9 @@ class SlotAllocator:
         return self._announce(victims)
 
     def _reclaim(self, kind: SlotClass, shares: dict[int, int]) -> bool:
-        """Takes segments from classes that no open engine uses, and from classes above their share while this one is
-        below its own. It precedes evictions from the class itself, which would otherwise never grow.
+        """Takes segments from classes that no open engine uses, and from classes above their share
+        while this one is below its own. It precedes evictions from the class itself, which would
+        otherwise never grow.
 
         One set of segments at a time. True if that freed space at once.
         """
@@ -230,8 +239,8 @@ class SlotAllocator:
         return self._pool.finish_draining(self._claimant)
 
     def _announce(self, victims: list[Entry]) -> bool:
-        """Notifies the schedulers that these objects are being evicted. Objects of a namespace without schedulers are
-        evicted at once; True if there were any."""
+        """Notifies the schedulers that these objects are being evicted. Objects of a namespace
+        without schedulers are evicted at once; True if there were any."""
         by_namespace: dict[str, list[Entry]] = {}
         for entry in victims:
             by_namespace.setdefault(entry.namespace, []).append(entry)

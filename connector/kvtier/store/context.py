@@ -1,4 +1,5 @@
-"""What every part of the store works with: counters, events, timers, the clock, the executor and the pool's memory.
+"""What every part of the store works with: counters, events, timers, the clock, the executor and
+the pool's memory.
 
 Only the store's thread uses it, except ``StoreContext.view``.
 """
@@ -17,8 +18,8 @@ from kvtier.store.types import Clock, IoExecutor, StoreCounters, StoreEvent
 from kvtier.tiers.checksum import Checksum, preferred
 
 COMPACT_ABOVE = 1024
-"""Cancelled timers stay in the heap until they are due. The heap is compacted when more than this many, and more than
-half of all, are cancelled."""
+"""Cancelled timers stay in the heap until they are due. The heap is compacted when more than this
+many, and more than half of all, are cancelled."""
 REPEAT_SECONDS = 600.0
 MAX_KINDS = 64
 """Kinds of unexpected errors that are logged. Errors of further kinds are only counted."""
@@ -45,8 +46,8 @@ class Timer:
 
 
 class Timers:
-    """Pending timers, earliest first. Equal times run in the order of their scheduling, so that the same inputs
-    always give the same sequence."""
+    """Pending timers, earliest first. Equal times run in the order of their scheduling, so that the
+    same inputs always give the same sequence."""
 
     def __init__(self) -> None:
         self.cancelled = 0
@@ -54,7 +55,8 @@ class Timers:
         self._sequence = 0
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
-        """Schedules ``call`` for the first ``run_due`` at or after ``when`` (seconds of the store's clock)."""
+        """Schedules ``call`` for the first ``run_due`` at or after ``when`` (seconds of the store's
+        clock)."""
         if self.cancelled > COMPACT_ABOVE and self.cancelled * 2 > len(self._heap):
             self._heap = [item for item in self._heap if item[2].call is not None]
             heapq.heapify(self._heap)
@@ -65,7 +67,8 @@ class Timers:
         return timer
 
     def run_due(self, now: float) -> None:
-        """Makes every call that is due. Calls that these schedule for ``now`` or earlier wait for the next run."""
+        """Makes every call that is due. Calls that these schedule for ``now`` or earlier wait for
+        the next run."""
         last = self._sequence
         postponed = []
         while self._heap and self._heap[0][0] <= now:
@@ -90,10 +93,11 @@ class Timers:
 
 
 class UnexpectedErrors:
-    """Errors that no tier raises on purpose, that is, bugs. They cost a miss like any other error, and are logged.
+    """Errors that no tier raises on purpose, that is, bugs. They cost a miss like any other error,
+    and are logged.
 
-    Each kind (place, type) is logged once with its traceback, and again after ten minutes with the number of
-    occurrences since.
+    Each kind (place, type) is logged once with its traceback, and again after ten minutes with the
+    number of occurrences since.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -118,7 +122,8 @@ class UnexpectedErrors:
 
 @dataclass(frozen=True, slots=True)
 class StoreRuntime:
-    """What the store needs from its process. ``checksums`` computes the checksums of objects that engines store."""
+    """What the store needs from its process. ``checksums`` computes the checksums of objects that
+    engines store."""
 
     io: IoExecutor
     clock: Clock
@@ -129,8 +134,8 @@ class StoreRuntime:
 class StoreContext:
     """State of the store as a whole. Only the store's thread uses it, except ``view``.
 
-    While ``fenced``, no slot is granted, evicted, hashed or read into, because workers of the previous tierd may still
-    write anywhere in the pool.
+    While ``fenced``, no slot is granted, evicted, hashed or read into, because workers of the
+    previous tierd may still write anywhere in the pool.
     """
 
     def __init__(
@@ -146,16 +151,19 @@ class StoreContext:
         self.events: list[StoreEvent] = []
         self.count = runtime.counters.add
         self.emit = self.events.append
-        """``count`` and ``emit`` are called once or more per key, hence bound here instead of forwarded."""
+        """``count`` and ``emit`` are called once or more per key, hence bound here instead of
+        forwarded."""
         self._memory = memory
         self._slot_table = slot_table
 
     def view(self, offset: int, size: int) -> memoryview:
-        """``size`` bytes of the pool from ``offset``; empty if the store runs without memory. Any thread."""
+        """``size`` bytes of the pool from ``offset``; empty if the store runs without memory. Any
+        thread."""
         return _EMPTY if self._memory is None else self._memory[offset : offset + size]
 
     def record(self, entry: Entry) -> None:
-        """Adds an object with checksums to the slot table, so that the next tierd can recover it."""
+        """Adds an object with checksums to the slot table, so that the next tierd can recover
+        it."""
         meta, segment = entry.meta, entry.slot.segment
         if self._slot_table is None or meta is None or not entry.persistent:
             return
@@ -188,5 +196,8 @@ class StoreContext:
         return taken
 
     def violation(self, reason: str) -> None:
-        """Counts an action of a client that violates the protocol. The action has no other effect."""
+        """Counts an action of a client that violates the protocol.
+
+        The action has no other effect.
+        """
         self.counters.add("protocol_violations", "", reason)

@@ -1,14 +1,16 @@
 """Cost model: what recomputing costs and what a tier delivers, as measured while serving.
 
-``PrefillModel`` estimates how long the engine takes to compute a span of a prompt, ``TierModel`` how long a tier takes to
-deliver a number of objects. Both use their last ``WINDOW`` measurements, recent ones with more weight, and return None before
-they have enough; a load is then limited by its timeout alone. Time is passed in. No locks: one owner per object.
+``PrefillModel`` estimates how long the engine takes to compute a span of a prompt, ``TierModel``
+how long a tier takes to deliver a number of objects. Both use their last ``WINDOW`` measurements,
+recent ones with more weight, and return None before they have enough; a load is then limited by its
+timeout alone. Time is passed in. No locks: one owner per object.
 
-``fit_coefficients`` fits two non-negative coefficients to noisy measurements, ``y = a u + b v``. Of all solutions that two
-samples give, or one sample with a single coefficient, it takes the one with the least weighted sum of
-``|log(expected / measured)|``, each capped at ``CAP``. So the weighted majority decides: a single stall changes nothing, and
-a lasting change is followed as soon as the samples since then outweigh those before, however large it is. Exact data are fitted
-exactly. Least squares would let a single sample that is off by a factor of a hundred decide.
+``fit_coefficients`` fits two non-negative coefficients to noisy measurements, ``y = a u + b v``. Of
+all solutions that two samples give, or one sample with a single coefficient, it takes the one with
+the least weighted sum of ``|log(expected / measured)|``, each capped at ``CAP``. So the weighted
+majority decides: a single stall changes nothing, and a lasting change is followed as soon as the
+samples since then outweigh those before, however large it is. Exact data are fitted exactly. Least
+squares would let a single sample that is off by a factor of a hundred decide.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 GAIN = 0.8
-"""A second coefficient must explain at least a fifth of the deviations: samples of nearly one cost would otherwise have
-their noise explained by coefficients that are absurd for every other cost."""
+"""A second coefficient must explain at least a fifth of the deviations: samples of nearly one cost
+would otherwise have their noise explained by coefficients that are absurd for every other cost."""
 CAP = 0.4
 """Deviations beyond this count alike."""
 EXACT = 1e-9
@@ -35,7 +37,8 @@ TINY = 1e-300
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement ``y`` (positive) at ``u`` and ``v`` (not negative, not both 0) of a positive ``weight``."""
+    """One measurement ``y`` (positive) at ``u`` and ``v`` (not negative, not both 0) of a positive
+    ``weight``."""
 
     u: float
     v: float
@@ -45,7 +48,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``a`` and ``b`` are at least 0; ``spread``: weighted mean of the relative deviations of the samples."""
+    """``a`` and ``b`` are at least 0; ``spread``: weighted mean of the relative deviations of the
+    samples."""
 
     a: float
     b: float
@@ -53,7 +57,8 @@ class Fit:
 
 
 def fit_coefficients(samples: Sequence[Sample], alone: str) -> Fit:
-    """Fits one or more samples. ``alone``: "u" or "v", the one that explains samples which do not distinguish them.
+    """Fits one or more samples. ``alone``: "u" or "v", the one that explains samples which do not
+    distinguish them.
 
     About 0.2 ms for 32 samples.
     """
@@ -130,7 +135,8 @@ MAX_AGE_FACTOR = 0.25
 class Prefill:
     """Seconds to compute tokens a to b of a prompt: ``alpha (b - a) + beta (b^2 - a^2)``.
 
-    The second term is attention: on one H200 with an 8B model a token costs 24 us at 4K and 50 us at 64K.
+    The second term is attention: on one H200 with an 8B model a token costs 24 us at 4K and 50 us
+    at 64K.
     """
 
     alpha: float
@@ -151,8 +157,9 @@ class Prefill:
 class PrefixCost:
     """Where the keys of a promotion lie in their prompt, and what computing them costs.
 
-    ``ends[i]``: tokens of the prompt up to the end of key i; the first key begins at ``start_tokens``. ``prefill``: None
-    without an estimate. ``waited_seconds``: time since the request's first lookup.
+    ``ends[i]``: tokens of the prompt up to the end of key i; the first key begins at
+    ``start_tokens``. ``prefill``: None without an estimate. ``waited_seconds``: time since the
+    request's first lookup.
     """
 
     start_tokens: int
@@ -178,7 +185,8 @@ class PrefillModel:
         self._current: Prefill | None = None
 
     def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One engine step that took ``seconds`` to compute these (start, end) token spans and little else."""
+        """One engine step that took ``seconds`` to compute these (start, end) token spans and
+        little else."""
         linear = float(sum(end - start for start, end in spans))
         if linear < MIN_STEP_TOKENS or not math.isfinite(seconds) or seconds <= 0:
             return
@@ -202,8 +210,8 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class TierEstimate:
-    """``latency_seconds``: per round of parallel reads. ``bytes_per_second``: of the tier as a whole. ``spread``: mean
-    relative deviation of the measurements from the estimate."""
+    """``latency_seconds``: per round of parallel reads. ``bytes_per_second``: of the tier as a
+    whole. ``spread``: mean relative deviation of the measurements from the estimate."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -219,7 +227,8 @@ IMMEDIATE = TierEstimate(0.0, math.inf)
 
 
 class Batch:
-    """Reads of one tier that were requested together, at most ``parallel`` at a time. ``open``: in progress."""
+    """Reads of one tier that were requested together, at most ``parallel`` at a time. ``open``: in
+    progress."""
 
     __slots__ = (
         "began_at",
@@ -248,12 +257,12 @@ class Batch:
 
 
 class TierModel:
-    """Fits ``TierEstimate`` to batches of reads: the time until a batch was complete, and what the tier delivered in that
-    time, reads of other batches included.
+    """Fits ``TierEstimate`` to batches of reads: the time until a batch was complete, and what the
+    tier delivered in that time, reads of other batches included.
 
-    A read that was given up counts with its actual end, however late. A batch that takes longer than expected counts with
-    its age while it is in progress, so a tier that hangs looks slower every second; one that returns nothing at all does so
-    at once.
+    A read that was given up counts with its actual end, however late. A batch that takes longer
+    than expected counts with its age while it is in progress, so a tier that hangs looks slower
+    every second; one that returns nothing at all does so at once.
     """
 
     def __init__(self, threads: int) -> None:
@@ -270,7 +279,8 @@ class TierModel:
     # Measurements.
 
     def begin(self, now: float, parallel: int = 0) -> Batch:
-        """Starts a batch of reads, at most ``parallel`` at a time (0: as many as the tier has threads)."""
+        """Starts a batch of reads, at most ``parallel`` at a time (0: as many as the tier has
+        threads)."""
         batch = Batch(now, min(parallel, self.threads) or self.threads, self._delivered)
         self._batches.append(batch)
         self.last_began_at = now
@@ -286,7 +296,10 @@ class TierModel:
         self.queued_bytes += size_bytes
 
     def mark_hung(self, size_bytes: int) -> None:
-        """A read hangs: no other read waits behind it. Its batch continues to count with its age."""
+        """A read hangs: no other read waits behind it.
+
+        Its batch continues to count with its age.
+        """
         self.queued_reads -= 1
         self.queued_bytes -= size_bytes
 
@@ -322,7 +335,8 @@ class TierModel:
     # Estimates.
 
     def settled(self, now: float) -> TierEstimate | None:
-        """The estimate from completed batches; None before ``MIN_LOADS`` of them. Takes 0.3 ms after a batch has ended."""
+        """The estimate from completed batches; None before ``MIN_LOADS`` of them. Takes 0.3 ms
+        after a batch has ended."""
         if self._stale:
             self._settled, self._stale = self._fit(now, ()), False
         return self._settled

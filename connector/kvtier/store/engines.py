@@ -1,8 +1,9 @@
 """Open engines, and the quarantine of what closed engines may still use.
 
-An engine that closes without proof may still be writing into its slots and reading the slots of its loads: the socket closes
-before the GPU has stopped. These slots are in quarantine, excluded from every other use, until the engine's processes are
-confirmed dead or ``QUARANTINE_SECONDS`` have passed. Only the store's thread uses this module.
+An engine that closes without proof may still be writing into its slots and reading the slots of its
+loads: the socket closes before the GPU has stopped. These slots are in quarantine, excluded from
+every other use, until the engine's processes are confirmed dead or ``QUARANTINE_SECONDS`` have
+passed. Only the store's thread uses this module.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def check_engine_info(info: EngineInfo) -> None:
     sizes, shards = info.slot_bytes, info.shard_bytes
     if not 1 <= len(sizes) == len(shards) <= MAX_GROUPS:
         raise ProtocolError(
-            f"engine {info.engine}: {len(sizes)} slot sizes and {len(shards)} lists of shard sizes: "
+            f"engine {info.engine}: {len(sizes)} slot sizes, {len(shards)} lists of shard sizes: "
             f"must be one of each per group, 1 to {MAX_GROUPS} groups"
         )
     for group, (slot_bytes, of_group) in enumerate(zip(sizes, shards, strict=True)):
         payload = sum(map(aligned, of_group))
         if min(of_group, default=0) <= 0 or payload != slot_bytes:
             raise ProtocolError(
-                f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of {list(of_group)} "
-                f"bytes: must be the sum of the aligned shard sizes ({payload}), all positive"
+                f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of "
+                f"{list(of_group)} bytes: must be the sum of the aligned shard sizes ({payload}), "
+                "all positive"
             )
     ranks = info.writer_ranks
     if not ranks or min(ranks) < 0 or len(set(ranks)) != len(ranks):
@@ -93,9 +95,11 @@ class EngineRegistry:
         confirmed_dead: bool,
         expires: bool = True,
     ) -> None:
-        """Closes an engine. Frees what it held if its processes are ``confirmed_dead``, else quarantines it.
+        """Closes an engine. Frees what it held if its processes are ``confirmed_dead``, else
+        quarantines it.
 
-        ``entries`` are pinned, once per occurrence. With ``expires`` the quarantine ends after ``QUARANTINE_SECONDS``.
+        ``entries`` are pinned, once per occurrence. With ``expires`` the quarantine ends after
+        ``QUARANTINE_SECONDS``.
         """
         del self.open[engine.name]
         slots = slots + [slot for group in engine.granted for slot in group.values()]

@@ -1,10 +1,11 @@
 """Calls that may block: ``IoCall``, and the thread pools that run them.
 
-Whether a call may touch its slot is decided here. A call that was revoked never runs; a call that has started owns its memory
-until it returns.
+Whether a call may touch its slot is decided here. A call that was revoked never runs; a call that
+has started owns its memory until it returns.
 
-A call that hangs occupies its thread and nothing else: other lanes have their own threads, the owner never waits, and the
-process exits without joining them. Threads start on demand, up to the size of the lane, and end with the executor.
+A call that hangs occupies its thread and nothing else: other lanes have their own threads, the
+owner never waits, and the process exits without joining them. Threads start on demand, up to the
+size of the lane, and end with the executor.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class IoCall:
         self._clock = clock
         self.work = work
         self._finished = finished
-        # list.pop is atomic: of the thread that starts the call and the owner that revokes it, exactly one gets the item.
+        # list.pop is atomic: of the thread that starts the call and the owner that revokes it,
+        # exactly one gets the item.
         self._claim = [True]
 
     def submit(self, io: IoExecutor, lane: str) -> IoCall:
@@ -53,15 +55,16 @@ class IoCall:
         return self
 
     def begin(self) -> bool:
-        """Claims the call for the calling thread; False if it was revoked. ``__call__`` does this; only executors that
-        suspend a call in the middle do it separately."""
+        """Claims the call for the calling thread; False if it was revoked. ``__call__`` does this;
+        only executors that suspend a call in the middle do it separately."""
         if not self._take():
             return False
         self.started_at = self._clock()
         return True
 
     def revoke(self) -> bool:
-        """True if the call has not started. It never starts then, and ``finished`` is not called. Owner's thread."""
+        """True if the call has not started. It never starts then, and ``finished`` is not called.
+        Owner's thread."""
         return self._take()
 
     def _take(self) -> bool:
@@ -117,8 +120,8 @@ class _ThreadLane:
 class ThreadExecutor:
     """Runs calls on threads and hands their results to the owner.
 
-    ``lanes``: threads per lane; other lanes have one. ``wake``: called on an I/O thread when a call has finished, at
-    least once between two calls of ``collect``; the owner then calls ``collect``.
+    ``lanes``: threads per lane; other lanes have one. ``wake``: called on an I/O thread when a call
+    has finished, at least once between two calls of ``collect``; the owner then calls ``collect``.
     """
 
     def __init__(self, lanes: Mapping[str, int], wake: Callable[[], None] | None = None) -> None:
@@ -141,14 +144,15 @@ class ThreadExecutor:
                 return
             pool.queue.append((call, done))
             pool.ready.notify()
-            # A notified thread counts as idle until it runs, so the queue is compared with the number of idle threads. A
-            # call must not wait behind another one, which may hang, while the lane may start further threads.
+            # A notified thread counts as idle until it runs, so the queue is compared with the
+            # number of idle threads. A call must not wait behind another one, which may hang, while
+            # the lane may start further threads.
             if len(pool.queue) > pool.idle and pool.threads < pool.max_threads:
                 self._start_thread(pool)
 
     def _start_thread(self, pool: _ThreadLane) -> None:
-        """Call with ``pool.ready`` held. If the system has no thread left, the lane's other threads run the calls; without
-        any, the calls fail."""
+        """Call with ``pool.ready`` held. If the system has no thread left, the lane's other threads
+        run the calls; without any, the calls fail."""
         name = f"kvtier-{pool.name}-{pool.threads + 1}"
         try:
             threading.Thread(target=self._serve, args=(pool,), name=name, daemon=True).start()
@@ -202,7 +206,8 @@ class ThreadExecutor:
     def collect(self) -> int:
         """Calls ``done`` of everything that has finished; returns how many. Owner's thread only."""
         if self._woken.is_set():
-            # Before the queue is emptied, so that a call that finishes now wakes the owner once more.
+            # Before the queue is emptied, so that a call that finishes now wakes the owner once
+            # more.
             self._woken.clear()
         count = 0
         for _ in range(self._finished.qsize()):
@@ -225,7 +230,8 @@ class ThreadExecutor:
         return 0 if pool is None else len(pool.queue)
 
     def close(self) -> None:
-        """Starts no further call and ends idle threads. Does not wait for running calls; their results are dropped."""
+        """Starts no further call and ends idle threads. Does not wait for running calls; their
+        results are dropped."""
         self._closed = True
         for pool in self._lanes.values():
             with pool.ready:

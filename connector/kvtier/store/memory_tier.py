@@ -1,7 +1,8 @@
 """The memory tier: objects in RAM, how long they stay, and which one is evicted next.
 
-``ResidentObjects`` is the only place where an object enters or leaves RAM, so that the slot, the presence index, the slot
-table and the eviction order always agree. Only the store's thread uses this module.
+``ResidentObjects`` is the only place where an object enters or leaves RAM, so that the slot, the
+presence index, the slot table and the eviction order always agree. Only the store's thread uses
+this module.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ T = TypeVar("T")
 class EvictionOrder(Protocol[T]):
     """The order in which the objects of one slot class are evicted.
 
-    An object is admitted once, then parked and offered any number of times, then forgotten. A parked object is in use
-    and never a victim.
+    An object is admitted once, then parked and offered any number of times, then forgotten. A
+    parked object is in use and never a victim.
     """
 
     def admit(self, item: T) -> None:
@@ -95,12 +96,12 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 class ArcPolicy(Generic[KeyT]):
     """Adaptive replacement: a single long scan does not displace objects that are used often.
 
-    After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with two differences.
-    Parked objects are in neither list, because they cannot be evicted. And the size is not fixed, because slots move
-    between classes: it is the number of resident objects.
+    After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with
+    two differences. Parked objects are in neither list, because they cannot be evicted. And the
+    size is not fixed, because slots move between classes: it is the number of resident objects.
 
-    ``identify`` returns the identity of an item, which is the same when the object is stored again. Ghosts remember
-    evicted objects by it; there are at most as many ghosts as resident objects.
+    ``identify`` returns the identity of an item, which is the same when the object is stored again.
+    Ghosts remember evicted objects by it; there are at most as many ghosts as resident objects.
     """
 
     def __init__(self, identify: Callable[[KeyT], Hashable]) -> None:
@@ -204,7 +205,8 @@ class ResidentObjects:
         return self._entries.values()
 
     def commit(self, entry: Entry) -> None:
-        """Adds an object whose key is not resident, announces it, and makes it a candidate for eviction."""
+        """Adds an object whose key is not resident, announces it, and makes it a candidate for
+        eviction."""
         self._entries[entry.namespace, entry.key] = entry
         slot = entry.slot
         self._pool.move(slot, SlotState.COMMITTED)
@@ -217,7 +219,8 @@ class ResidentObjects:
     def discard(self, entry: Entry) -> None:
         """Removes an object that is not pinned, and frees its slot."""
         slot = entry.slot
-        # Before the slot can be used for anything else, so that no later tierd finds the object in it.
+        # Before the slot can be used for anything else, so that no later tierd finds the object in
+        # it.
         self._context.erase(slot.offset)
         del self._entries[entry.namespace, entry.key]
         slot.entry = None
@@ -247,13 +250,15 @@ class ResidentObjects:
         self._orders[entry.slot.segment.kind.slot_bytes].hit(entry)
 
     def begin_eviction(self, entry: Entry, token: int) -> None:
-        """Excludes an object that is not pinned from further evictions: the notice ``token`` names it."""
+        """Excludes an object that is not pinned from further evictions: the notice ``token`` names
+        it."""
         entry.evicting = token
         self._orders[entry.slot.segment.kind.slot_bytes].park(entry)
         self._pool.move(entry.slot, SlotState.EVICTING)
 
     def cancel_eviction(self, entry: Entry) -> None:
-        """Keeps an object that is being evicted, and announces it again to the schedulers that have dropped it."""
+        """Keeps an object that is being evicted, and announces it again to the schedulers that have
+        dropped it."""
         self._context.count("evictions_cancelled")
         entry.evicting = 0
         self._orders[entry.slot.segment.kind.slot_bytes].offer(entry)

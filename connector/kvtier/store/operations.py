@@ -1,7 +1,8 @@
-"""Records of operations in progress: reservations, loads, promotions and reads, and the engines they belong to.
+"""Records of operations in progress: reservations, loads, promotions and reads, and the engines
+they belong to.
 
-Plain state without rules. ``transfers`` owns reservations and loads, ``promotion`` owns promotions, ``tier_reads`` owns
-reads, ``engines`` owns engines. Only the store's thread touches them.
+Plain state without rules. ``transfers`` owns reservations and loads, ``promotion`` owns promotions,
+``tier_reads`` owns reads, ``engines`` owns engines. Only the store's thread touches them.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest
 from kvtier.store.types import EngineInfo
 
 MAX_PARALLEL = 1 << 30
-"""Concurrent reads of a promotion without a plan: unlimited here, because the tier's threads are the limit."""
+"""Concurrent reads of a promotion without a plan: unlimited here, because the tier's threads are
+the limit."""
 
 
 class KeyWaiter(Protocol):
-    """Waits for one key: for a read from a secondary tier, or for the verification of a recovered object.
+    """Waits for one key: for a read from a secondary tier, or for the verification of a recovered
+    object.
 
-    Implementations are hashable. Exactly one of the methods is called, once, unless the waiter is removed before.
+    Implementations are hashable. Exactly one of the methods is called, once, unless the waiter is
+    removed before.
     """
 
     def arrived(self, entry: Entry, tier_index: int) -> None:
-        """The key is in RAM, pinned during the call. ``tier_index`` is the tier that it came from."""
+        """The key is in RAM, pinned during the call.
+
+        ``tier_index`` is the tier that it came from.
+        """
         ...
 
     def lost(self, reason: str) -> None:
@@ -38,8 +45,8 @@ class KeyWaiter(Protocol):
 
 
 class Reservation:
-    """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation that is ``cancelled``
-    is not committed."""
+    """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
+    that is ``cancelled`` is not committed."""
 
     __slots__ = (
         "acknowledged",
@@ -82,15 +89,19 @@ class Promotion:
     * ``sources``: tier that each key is expected from. ``tiers``: tier that it came from.
     * ``limit``: keys from this position on have been given up.
     * ``arrived``: length of the prefix that is in RAM.
-    * ``reads``: reads in progress by position; ``verifying``: positions of recovered objects that are being verified.
-    * ``not_started``: positions still to be read, by tier. At most ``parallel`` reads per tier run at a time.
-    * ``end_tokens``: prompt tokens that are covered once the key has arrived. Empty where the engine did not say.
+    * ``reads``: reads in progress by position; ``verifying``: positions of recovered objects that
+      are being verified.
+    * ``not_started``: positions still to be read, by tier. At most ``parallel`` reads per tier run
+      at a time.
+    * ``end_tokens``: prompt tokens that are covered once the key has arrived. Empty where the
+      engine did not say.
     * ``deadline``: how long to wait, counted from ``started_at``.
     """
 
     __slots__ = (
-        "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups", "keys", "limit",
-        "not_started", "number", "parallel", "reads", "sources", "started_at", "tiers", "timer", "verifying",
+        "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups",
+        "keys", "limit", "not_started", "number", "parallel", "reads", "sources", "started_at",
+        "tiers", "timer", "verifying",
     )  # fmt: skip
 
     def __init__(
@@ -144,8 +155,8 @@ class Read:
     """
 
     __slots__ = (
-        "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late", "namespace", "request",
-        "secondary", "slot", "timer", "waiters",
+        "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late",
+        "namespace", "request", "secondary", "slot", "timer", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -179,7 +190,8 @@ class Read:
 
 
 class EngineState:
-    """One open engine. ``granted[g]``: its unused credits for group g by offset, in the order of the grants."""
+    """One open engine. ``granted[g]``: its unused credits for group g by offset, in the order of
+    the grants."""
 
     __slots__ = (
         "geometries",

@@ -1,9 +1,10 @@
 """Which tier holds which key: the index that the schedulers' replicas follow.
 
-Only namespaces with an open engine are indexed in full. When one is opened, the keys of the secondary tiers are taken from
-the tiers' own indexes; from then on the tiers' announcements update it. Each announcement follows the change it describes, so
-applying some that the snapshot already contains gives the same state. The number of keys is bounded by the tiers' indexes and
-the slots of the pool.
+Only namespaces with an open engine are indexed in full. When one is opened, the keys of the
+secondary tiers are taken from the tiers' own indexes; from then on the tiers' announcements update
+it. Each announcement follows the change it describes, so applying some that the snapshot already
+contains gives the same state. The number of keys is bounded by the tiers' indexes and the slots of
+the pool.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ MAX_QUEUED_CHANGES = 65_536
 MAX_CHANGES_PER_PUMP = 8_192
 """About 5 ms of the store's thread."""
 RELISTED_PER_PUMP = 2_048
-"""Keys of a tier that is listed again. A million keys at once would take ten seconds, and tierd would count as dead."""
+"""Keys of a tier that is listed again. A million keys at once would take ten seconds, and tierd
+would count as dead."""
 
 
 class ChangeQueue:
-    """Announcements of tiers. ``put`` may be called from any thread and never blocks; the rest on the store's thread."""
+    """Announcements of tiers. ``put`` may be called from any thread and never blocks; the rest on
+    the store's thread."""
 
     def __init__(self, tiers: int) -> None:
         self._queue: SimpleQueue[tuple[str, bytes, int, bool]] = SimpleQueue()
         self._lost = [False] * tiers
 
     def put(self, namespace: str, key: bytes, tier_index: int, present: bool) -> None:
-        """Queues one change of the tier with this index. If the queue is full, the tier is listed again instead."""
+        """Queues one change of the tier with this index. If the queue is full, the tier is listed
+        again instead."""
         if self._queue.qsize() >= MAX_QUEUED_CHANGES:
             self._lost[tier_index - 1] = True
         else:
@@ -49,8 +53,8 @@ class ChangeQueue:
         return taken
 
     def take_lost(self, excluded: Container[int] = ()) -> list[int]:
-        """Indexes (from 0) of secondary tiers whose changes were lost, without the ``excluded`` ones, which stay marked.
-        Call before ``take``."""
+        """Indexes (from 0) of secondary tiers whose changes were lost, without the ``excluded``
+        ones, which stay marked. Call before ``take``."""
         lost = [i for i, flag in enumerate(self._lost) if flag and i not in excluded]
         for i in lost:
             self._lost[i] = False
@@ -66,7 +70,10 @@ class ChangeQueue:
 
 
 class PresenceIndex:
-    """Presence bits per namespace and key. Only the store's thread uses it, except ``changes.put``."""
+    """Presence bits per namespace and key.
+
+    Only the store's thread uses it, except ``changes.put``.
+    """
 
     def __init__(self, context: StoreContext, tiers: Sequence[Tier]) -> None:
         self.changes = ChangeQueue(len(tiers))
@@ -94,7 +101,10 @@ class PresenceIndex:
                     bits[key] = bits.get(key, 0) | bit
 
     def close(self, namespace: str) -> None:
-        """Unregisters an engine of the namespace. Without engines only the keys in RAM are indexed."""
+        """Unregisters an engine of the namespace.
+
+        Without engines only the keys in RAM are indexed.
+        """
         users = self._users.pop(namespace) - 1
         if users:
             self._users[namespace] = users
@@ -112,7 +122,8 @@ class PresenceIndex:
         return namespace in self._users
 
     def bits(self, namespace: str, key: bytes) -> int:
-        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and ``UNVERIFIED_BIT``."""
+        """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and
+        ``UNVERIFIED_BIT``."""
         of_namespace = self._bits.get(namespace)
         return 0 if of_namespace is None else of_namespace.get(key, 0)
 
@@ -163,7 +174,8 @@ class PresenceIndex:
                 del self._listings[i]
 
     def _list_tier(self, tier: int) -> Iterator[tuple[str, bytes]]:
-        """Every key that the tier holds, or is indexed as holding, in a namespace with an open engine."""
+        """Every key that the tier holds, or is indexed as holding, in a namespace with an open
+        engine."""
         bit = MEMORY_BIT << (tier + 1)
         for namespace in list(self._users):
             known = [key for key, bits in self._bits.get(namespace, {}).items() if bits & bit]

@@ -1,9 +1,11 @@
-"""Promotions: bring the usable prefix of a request's keys into pinned slots, within the request's deadline.
+"""Promotions: bring the usable prefix of a request's keys into pinned slots, within the request's
+deadline.
 
-Each promotion ends exactly once: when every key has arrived or been given up, when its deadline passes, or when it is
-cancelled. The selection decides which part of the prefix is loaded, and whether in stages; each key that arrives in order
-may extend the deadline (``LoadDeadline``). The prefix that has arrived stays pinned until a load or a cancellation names
-the promotion, or for ``LEASE_SECONDS``. Only the store's thread uses this module.
+Each promotion ends exactly once: when every key has arrived or been given up, when its deadline
+passes, or when it is cancelled. The selection decides which part of the prefix is loaded, and
+whether in stages; each key that arrives in order may extend the deadline (``LoadDeadline``). The
+prefix that has arrived stays pinned until a load or a cancellation names the promotion, or for
+``LEASE_SECONDS``. Only the store's thread uses this module.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class _PromotionKey:
 
 
 class _ProbeRead:
-    """Waits for a read whose only purpose is to measure its tier. The object stays in RAM until it is evicted."""
+    """Waits for a read whose only purpose is to measure its tier. The object stays in RAM until it
+    is evicted."""
 
     def arrived(self, entry: Entry, tier_index: int) -> None:
         pass
@@ -60,8 +63,9 @@ class _ProbeRead:
 class _Prefix:
     """The longest prefix of a request that can be provided. Lists are indexed by position.
 
-    ``sources``: tier that the key is expected from, 0 for RAM. ``entries``: pinned objects, None for keys that have to
-    be read or verified. ``sizes``: bytes to be read. ``unverified``: positions of recovered objects.
+    ``sources``: tier that the key is expected from, 0 for RAM. ``entries``: pinned objects, None
+    for keys that have to be read or verified. ``sizes``: bytes to be read. ``unverified``:
+    positions of recovered objects.
     """
 
     sources: list[int] = field(default_factory=list)
@@ -140,7 +144,8 @@ class Promotions:
         budget_seconds: float,
         cost: PrefixCost | None,
     ) -> Promotion:
-        """Finds the longest prefix that can be provided, pins its keys in RAM, and cuts it to what is worth loading."""
+        """Finds the longest prefix that can be provided, pins its keys in RAM, and cuts it to what
+        is worth loading."""
         if len(engine.promotions) >= MAX_PROMOTIONS:
             keys = ()
             self._context.count("promotions_cut", "", "too_many_promotions")
@@ -212,8 +217,8 @@ class Promotions:
     def _find_source(
         self, engine: EngineState, group: int, key: bytes, room: dict[int, int]
     ) -> int | str:
-        """Index of the tier that can provide a key that is not in RAM, or why none can. ``room``: by slot size, how many
-        reads this promotion may still add."""
+        """Index of the tier that can provide a key that is not in RAM, or why none can. ``room``:
+        by slot size, how many reads this promotion may still add."""
         if self._context.fenced:
             return "fenced"
         if not engine.persistent:
@@ -235,7 +240,8 @@ class Promotions:
         return secondary.index
 
     def _probe_tier(self, engine: EngineState, secondary: SecondaryTier, prefix: _Prefix) -> None:
-        """Measures a tier that was found too slow: reads as many of the prefix's keys as the tier has threads."""
+        """Measures a tier that was found too slow: reads as many of the prefix's keys as the tier
+        has threads."""
         if not self._planner.probe_due(secondary):
             return
         self._context.count("tier_probe_reads", secondary.name)
@@ -353,7 +359,8 @@ class Promotions:
         self._end_or_wait(promotion)
 
     def _give_up(self, promotion: Promotion, start: int) -> None:
-        """Releases every key from position ``start`` on; later keys first, so that earlier ones are evicted later."""
+        """Releases every key from position ``start`` on; later keys first, so that earlier ones are
+        evicted later."""
         for position in [p for p in promotion.reads if p >= start]:
             waiter = _PromotionKey(self, promotion, position)
             self._reads.stop_waiting(promotion.reads.pop(position), waiter)
@@ -424,8 +431,8 @@ class Promotions:
         self.release(promotion)
 
     def release(self, promotion: Promotion) -> None:
-        """Releases everything that a promotion holds, because its engine loads, cancels or closes. One that has not
-        ended is cancelled."""
+        """Releases everything that a promotion holds, because its engine loads, cancels or closes.
+        One that has not ended is cancelled."""
         if promotion.ended:
             promotion.stop_timer()
             del promotion.engine.promotions[promotion.number]

@@ -1,11 +1,12 @@
 """Recovery of the pool that the previous tierd used.
 
-``RecoveredObjects`` takes over the objects that the slot table names, once the fence is open. A recovered object is
-resident like any other and may be evicted, but it is announced under ``UNVERIFIED_BIT``: it is verified on first use, by a
-promotion that waits for the checksum as it would wait for a read. If verification fails, the object is dropped.
+``RecoveredObjects`` takes over the objects that the slot table names, once the fence is open. A
+recovered object is resident like any other and may be evicted, but it is announced under
+``UNVERIFIED_BIT``: it is verified on first use, by a promotion that waits for the checksum as it
+would wait for a read. If verification fails, the object is dropped.
 
-``OrphanedReads`` quarantines slots that a thread of a dead tierd may still be reading into. The kernel keeps such a thread
-until its mount answers.
+``OrphanedReads`` quarantines slots that a thread of a dead tierd may still be reading into. The
+kernel keeps such a thread until its mount answers.
 
 Only the store's thread uses this module, except ``_hash``.
 """
@@ -41,10 +42,13 @@ ORPHAN_OWNER = "a dead tierd"
 class PoolRecovery:
     """The pool's previous life, and what the next one needs to know of this one.
 
-    * ``fenced``: workers of the previous tierd may still write into the pool. Nothing is touched until ``unfence``.
-    * ``slot_table``: names the recovered objects, and records the objects of this tierd for the next one.
+    * ``fenced``: workers of the previous tierd may still write into the pool. Nothing is touched
+      until ``unfence``.
+    * ``slot_table``: names the recovered objects, and records the objects of this tierd for the
+      next one.
     * ``read_log``: records the slots that are being read into.
-    * ``orphaned_reads``: slots that a thread of a dead tierd may still be reading into, by the name of that tierd.
+    * ``orphaned_reads``: slots that a thread of a dead tierd may still be reading into, by the name
+      of that tierd.
     """
 
     fenced: bool = False
@@ -74,7 +78,8 @@ class OrphanedReads:
             for location in locations:
                 slot = self._pool.restore(location)
                 if slot is None:
-                    # Beyond the end of a pool that has shrunk, or already in quarantine for another tierd.
+                    # Beyond the end of a pool that has shrunk, or already in quarantine for another
+                    # tierd.
                     self._context.count("orphaned_reads_unplaced")
                     continue
                 self._pool.move(slot, SlotState.QUARANTINED, ORPHAN_OWNER)
@@ -136,7 +141,8 @@ class RecoveredObjects:
         self._remaining = slot_table.take_recovered()
 
     def restore_next(self) -> None:
-        """Restores the next objects, oldest first. No slot may be handed out before all are restored."""
+        """Restores the next objects, oldest first. No slot may be handed out before all are
+        restored."""
         records = self._remaining[:RESTORED_PER_PUMP]
         self._remaining = self._remaining[RESTORED_PER_PUMP:]
         for record in records:
@@ -184,7 +190,8 @@ class RecoveredObjects:
         return True
 
     def stop_waiting(self, namespace: str, key: bytes, waiter: KeyWaiter) -> None:
-        """Removes ``waiter``. A verification without waiters that has not started is dropped; the next use starts it."""
+        """Removes ``waiter``. A verification without waiters that has not started is dropped; the
+        next use starts it."""
         verification = self._verifications.get((namespace, key))
         if verification is None:
             return
@@ -195,7 +202,10 @@ class RecoveredObjects:
             self._resident.unpin(verification.entry)
 
     def replace(self, entry: Entry) -> bool:
-        """Drops the object, because an engine stores the same key. False if it is being verified."""
+        """Drops the object, because an engine stores the same key.
+
+        False if it is being verified.
+        """
         if entry.pins:
             return False
         self._drop(entry, "replaced")

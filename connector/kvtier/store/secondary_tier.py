@@ -1,7 +1,8 @@
 """State of each secondary tier: whether it may be used, how fast it is, and what is in progress.
 
-``SecondaryTiers`` opens, probes and maintains the tiers, and suspends one whose breaker opens. It neither reads nor writes
-objects: ``tier_reads`` and ``write_through`` do, and report errors here. Only the store's thread uses this module.
+``SecondaryTiers`` opens, probes and maintains the tiers, and suspends one whose breaker opens. It
+neither reads nor writes objects: ``tier_reads`` and ``write_through`` do, and report errors here.
+Only the store's thread uses this module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MAX_NEGATIVE = 65_536
 
 
 class TierBreaker:
-    """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present state.
+    """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present
+    state.
 
     The caller passes in the time, and decides what counts as a failure.
     """
@@ -63,7 +65,8 @@ class TierBreaker:
 
 
 class NegativeCache:
-    """Objects of one tier that are not read for a while. Beyond ``MAX_NEGATIVE`` the oldest are dropped."""
+    """Objects of one tier that are not read for a while. Beyond ``MAX_NEGATIVE`` the oldest are
+    dropped."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[tuple[str, bytes], float] = OrderedDict()
@@ -98,10 +101,10 @@ BURST_SECONDS = 1.0
 class WriteBudget:
     """Token bucket that limits the bytes written to a tier per second, to spare flash.
 
-    A full bucket holds what one second may bring. An object is admitted while the bucket is not empty, and may leave it
-    in debt. So objects larger than one second's worth are written, and no interval sees more than rate x time + one
-    second's worth + one object. The rate (bytes per second, None for no limit) is passed with each call, because it is
-    a live value.
+    A full bucket holds what one second may bring. An object is admitted while the bucket is not
+    empty, and may leave it in debt. So objects larger than one second's worth are written, and no
+    interval sees more than rate x time + one second's worth + one object. The rate (bytes per
+    second, None for no limit) is passed with each call, because it is a live value.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -136,14 +139,16 @@ MIN_LATE_SECONDS = 1.0
 LATE_FACTOR = 3.0
 """A read is late once it takes longer than ``max(LATE_FACTOR x average, MIN_LATE_SECONDS)``."""
 AVERAGE_WEIGHT = 0.2
-"""Weight of the latest read in the running average, which follows a change within about ten reads."""
+"""Weight of the latest read in the running average, which follows a change within about ten reads.
+"""
 MAINTAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """The state of one tier for reports. ``state``: Healthy, Degraded, BreakerOpen, or Unknown before the first open.
-    ``since_seconds``: when the breaker last changed, in seconds of the store's clock."""
+    """The state of one tier for reports. ``state``: Healthy, Degraded, BreakerOpen, or Unknown
+    before the first open. ``since_seconds``: when the breaker last changed, in seconds of the
+    store's clock."""
 
     name: str
     state: str
@@ -163,7 +168,8 @@ def reason_of(error: BaseException) -> str:
 
 
 class SecondaryTier:
-    """One secondary tier. ``index``: its position in the topology. ``late_reads``: hung reads that have not returned."""
+    """One secondary tier. ``index``: its position in the topology. ``late_reads``: hung reads that
+    have not returned."""
 
     def __init__(
         self, index: int, tier: Tier, settings: LiveTier, threads: int, threshold: int, now: float
@@ -209,9 +215,9 @@ class SecondaryTier:
 class SecondaryTiers:
     """All secondary tiers, their breakers and their maintenance.
 
-    ``usable_bits``: presence bits of RAM and of the tiers that may be used. Schedulers are notified of changes, so that no
-    request waits for keys that only a suspended tier has. The tier's keys stay in the index: the notification costs the same
-    whatever their number.
+    ``usable_bits``: presence bits of RAM and of the tiers that may be used. Schedulers are notified
+    of changes, so that no request waits for keys that only a suspended tier has. The tier's keys
+    stay in the index: the notification costs the same whatever their number.
     """
 
     def __init__(
@@ -245,11 +251,13 @@ class SecondaryTiers:
             self._submit_open(secondary)
 
     def on_suspend(self, handler: Callable[[SecondaryTier], None]) -> None:
-        """Registers a handler for tiers whose breaker opens. It drops the tier's calls that have not started."""
+        """Registers a handler for tiers whose breaker opens. It drops the tier's calls that have
+        not started."""
         self._suspend_handlers.append(handler)
 
     def on_available(self, handler: Callable[[], None]) -> None:
-        """Registers a handler that is called when a tier can be used, for the first time or again."""
+        """Registers a handler that is called when a tier can be used, for the first time or
+        again."""
         self._available_handlers.append(handler)
 
     def configure(self, live: Live) -> None:
@@ -277,7 +285,8 @@ class SecondaryTiers:
             )
 
     def best_for(self, namespace: str, key: bytes, excluded_bits: int = 0) -> SecondaryTier | None:
-        """The usable tier of highest weight that holds the key and is not among ``excluded_bits``; ties to the earlier."""
+        """The usable tier of highest weight that holds the key and is not among ``excluded_bits``;
+        ties to the earlier."""
         bits = self._index.bits(namespace, key) & ~excluded_bits
         best: SecondaryTier | None = None
         now = self._context.clock()
@@ -294,7 +303,8 @@ class SecondaryTiers:
     def note_error(
         self, secondary: SecondaryTier, namespace: str, key: bytes, error: BaseException
     ) -> None:
-        """An operation on one object failed. Vanished objects and full tiers do not count against the tier."""
+        """An operation on one object failed. Vanished objects and full tiers do not count against
+        the tier."""
         now = self._context.clock()
         reason = self._reason(secondary, error)
         if reason in ("corrupt", "vanished", "unverifiable"):
@@ -302,7 +312,8 @@ class SecondaryTiers:
         self._note_failure(secondary, error)
 
     def _reason(self, secondary: SecondaryTier, error: BaseException) -> str:
-        """The word under which an error of this tier is counted, which shall be uses wherever it is looked for."""
+        """The word under which an error of this tier is counted, which shall be uses wherever it is
+        looked for."""
         reason = reason_of(error)
         secondary.last_error = f"{reason}: {error}"
         self._context.unexpected.note(f"tier {secondary.name}", error)
@@ -335,7 +346,8 @@ class SecondaryTiers:
             handler(secondary)
 
     def _schedule_check(self, secondary: SecondaryTier, since: float) -> None:
-        """Schedules a check one period after ``since``. A change of the period applies to a scheduled check as well."""
+        """Schedules a check one period after ``since``. A change of the period applies to a
+        scheduled check as well."""
         if secondary.next_check is not None:
             secondary.next_check.cancel()
         secondary.checked_at = since

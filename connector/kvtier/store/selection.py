@@ -1,14 +1,17 @@
 """Selection: which of the usable prefixes to load, and how long to wait for it.
 
-Candidates are the prefixes that end where the tier changes, and the whole: ending anywhere else loads less from a tier that
-is used anyway. ``choose_prefix`` implements ``Weighted``, ``choose_by_cost`` implements ``Cost``: load what is expected to be
-ready first, and never what is expected to be slower than recomputing. Both are pure: values in, one explained decision out.
+Candidates are the prefixes that end where the tier changes, and the whole: ending anywhere else
+loads less from a tier that is used anyway. ``choose_prefix`` implements ``Weighted``,
+``choose_by_cost`` implements ``Cost``: load what is expected to be ready first, and never what is
+expected to be slower than recomputing. Both are pure: values in, one explained decision out.
 
-The deadline is part of the estimate. A load that its deadline would cut off costs the wait and gains little, so it is not
-started. Where reading everything at once would deliver nothing before the deadline, fewer reads at a time deliver the first
-keys earlier; ``Candidate.parallel`` then says how many.
+The deadline is part of the estimate. A load that its deadline would cut off costs the wait and
+gains little, so it is not started. Where reading everything at once would deliver nothing before
+the deadline, fewer reads at a time deliver the first keys earlier; ``Candidate.parallel`` then says
+how many.
 
-``LoadPlanner`` applies the selection in force to the store's state. Only the store's thread uses it.
+``LoadPlanner`` applies the selection in force to the store's state. Only the store's thread uses
+it.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ LOSS_SHARE = 0.5
 MAX_CANDIDATES = 8
 """Of a prefix with more candidates, the shortest and the longest ones are compared."""
 STAGES = (2, 4)
-"""Numbers of stages to try, fewest first, because each stage pays the latency again. With four stages, the keys that have
-arrived extend the deadline of any load that is faster than recomputing until the next stage arrives, whatever the share of
-attention."""
+"""Numbers of stages to try, fewest first, because each stage pays the latency again. With four
+stages, the keys that have arrived extend the deadline of any load that is faster than recomputing
+until the next stage arrives, whatever the share of attention."""
 SPREAD_FACTOR = 2.0
 MARGIN = 0.03
-"""A key is expected to be late if its arrival, increased by this share and by ``SPREAD_FACTOR`` times the mean deviation,
-exceeds the deadline."""
+"""A key is expected to be late if its arrival, increased by this share and by ``SPREAD_FACTOR``
+times the mean deviation, exceeds the deadline."""
 PROBE_INTERVAL_SECONDS = 30.0
 """How often a tier that was found too slow is measured."""
 
@@ -46,10 +49,10 @@ _log = logging.getLogger(__name__)
 class Candidate:
     """A usable prefix of ``keys`` keys with ``tokens`` tokens.
 
-    * ``tiers``: indexes of the tiers that it needs, in the order of the topology. ``slowest``: the one with the least
-      weight, the later one if two are equal.
-    * ``ready_seconds``: estimated time until the whole prompt is computed if this is loaded; infinite without estimate.
-      ``weighted_seconds``: the same with the tiers' weights.
+    * ``tiers``: indexes of the tiers that it needs, in the order of the topology. ``slowest``: the
+      one with the least weight, the later one if two are equal.
+    * ``ready_seconds``: estimated time until the whole prompt is computed if this is loaded;
+      infinite without estimate. ``weighted_seconds``: the same with the tiers' weights.
     * ``parallel``: concurrent reads per tier; 0 for as many as it has threads.
     * ``cut``: the deadline is expected to pass before everything has arrived.
     """
@@ -69,8 +72,8 @@ class Candidate:
 class Decision:
     """``chosen`` is None if nothing is worth loading. ``reason`` identifies the rule that decided.
 
-    ``recompute_seconds``: estimate for computing everything; None without one. ``too_slow``: tiers that hold a part of
-    the prompt and are too slow for it.
+    ``recompute_seconds``: estimate for computing everything; None without one. ``too_slow``: tiers
+    that hold a part of the prompt and are too slow for it.
     """
 
     chosen: Candidate | None
@@ -105,8 +108,8 @@ def prefix_candidates(
 ) -> list[Candidate]:
     """The prefixes to compare, shortest first.
 
-    ``tiers[i]``: index of the tier that key i comes from. ``tokens[i]``: tokens that it adds. ``weights[t]``: load weight
-    of tier t.
+    ``tiers[i]``: index of the tier that key i comes from. ``tokens[i]``: tokens that it adds.
+    ``weights[t]``: load weight of tier t.
     """
     found = []
     used: set[int] = set()
@@ -127,8 +130,8 @@ def choose_prefix(
 ) -> Decision:
     """Chooses a prefix.
 
-    ``Weighted``: the most tokens x weight of the slowest tier used; ties to the earlier of the slowest tiers, then to
-    the longer prefix. ``Cost`` without any measurement: the longest.
+    ``Weighted``: the most tokens x weight of the slowest tier used; ties to the earlier of the
+    slowest tiers, then to the longer prefix. ``Cost`` without any measurement: the longest.
     """
     found = prefix_candidates(tiers, weights, tokens)
     if not found:
@@ -146,11 +149,12 @@ def choose_prefix(
 class LoadDeadline:
     """How long one request may wait for its tiers.
 
-    ``limit_seconds`` is an upper bound: ``loadTimeoutSeconds``. With ``prefill``, waiting may cost at most half of the
-    time that computing tokens ``start_tokens`` to ``end_tokens`` takes. Each key that arrives in order extends the
-    deadline by the time that computing it would have taken. So the first token never comes later than 1.5 times
-    recomputing, whatever a tier does; and a steady tier that is only a little faster than recomputing is not cut off
-    half-way, which would cost more than either alternative.
+    ``limit_seconds`` is an upper bound: ``loadTimeoutSeconds``. With ``prefill``, waiting may cost
+    at most half of the time that computing tokens ``start_tokens`` to ``end_tokens`` takes. Each
+    key that arrives in order extends the deadline by the time that computing it would have taken.
+    So the first token never comes later than 1.5 times recomputing, whatever a tier does; and a
+    steady tier that is only a little faster than recomputing is not cut off half-way, which would
+    cost more than either alternative.
     """
 
     limit_seconds: float
@@ -159,7 +163,8 @@ class LoadDeadline:
     prefill: Prefill | None = None
 
     def seconds(self, arrived_tokens: int) -> float:
-        """The deadline in seconds after the request's first lookup, once ``arrived_tokens`` have arrived in order."""
+        """The deadline in seconds after the request's first lookup, once ``arrived_tokens`` have
+        arrived in order."""
         if self.prefill is None:
             return self.limit_seconds
         stake = self.prefill.seconds(self.start_tokens, self.end_tokens)
@@ -171,8 +176,8 @@ class LoadDeadline:
 class KeySource:
     """Where one key of the prefix comes from.
 
-    ``size_bytes``: bytes to be read; 0 in RAM, and for a read in progress. ``end_tokens``: tokens of the prompt up to the
-    end of this key. ``unverified``: in RAM, but to be verified before use.
+    ``size_bytes``: bytes to be read; 0 in RAM, and for a read in progress. ``end_tokens``: tokens
+    of the prompt up to the end of this key. ``unverified``: in RAM, but to be verified before use.
     """
 
     tier: int
@@ -194,8 +199,8 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class CostQuery:
-    """The input of ``choose_by_cost``. ``limit_seconds``: ``loadTimeoutSeconds``. ``waited_seconds``: time since the
-    request's first lookup."""
+    """The input of ``choose_by_cost``. ``limit_seconds``: ``loadTimeoutSeconds``.
+    ``waited_seconds``: time since the request's first lookup."""
 
     sources: Sequence[KeySource]
     tiers: Sequence[TierLoad]
@@ -220,9 +225,9 @@ class CostQuery:
 def choose_by_cost(query: CostQuery) -> Decision:
     """Chooses a prefix, or nothing.
 
-    The candidate with the least (time until all tiers have delivered, each divided by weight/100) + recomputing the rest.
-    Candidates that are ready no earlier than recomputing everything are excluded. Without an estimate for recomputing:
-    the longest.
+    The candidate with the least (time until all tiers have delivered, each divided by weight/100) +
+    recomputing the rest. Candidates that are ready no earlier than recomputing everything are
+    excluded. Without an estimate for recomputing: the longest.
     """
     ends = [query.start_tokens, *(source.end_tokens for source in query.sources)]
     tokens = [end - begin for begin, end in pairwise(ends)]
@@ -262,7 +267,8 @@ def choose_by_cost(query: CostQuery) -> Decision:
 
 
 def _weighted(query: CostQuery, prefill: Prefill, candidate: Candidate) -> Candidate:
-    """Adds estimates: for reading with all threads, or in stages if the deadline would cut that off."""
+    """Adds estimates: for reading with all threads, or in stages if the deadline would cut that
+    off."""
     at_once = _expect(query, prefill, candidate, 1)
     if not at_once.cut:
         return at_once
@@ -310,7 +316,8 @@ def _expect(query: CostQuery, prefill: Prefill, candidate: Candidate, stages: in
 
 
 def _arrivals(tier: TierLoad, sizes: Sequence[int], stages: int) -> list[float]:
-    """Seconds until each key of a tier arrives. Reads that run together are expected to end together."""
+    """Seconds until each key of a tier arrives. Reads that run together are expected to end
+    together."""
     estimate = tier.estimate or IMMEDIATE
     reads = sum(map(bool, sizes))
     if stages == 1:
@@ -331,8 +338,9 @@ def _arrivals(tier: TierLoad, sizes: Sequence[int], stages: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSources:
-    """Where the keys of a prefix would come from. ``tiers[i]``: index of the tier, 0 for RAM. ``sizes[i]``: bytes to be
-    read. ``unverified``: positions of keys in RAM that have to be verified."""
+    """Where the keys of a prefix would come from. ``tiers[i]``: index of the tier, 0 for RAM.
+    ``sizes[i]``: bytes to be read. ``unverified``: positions of keys in RAM that have to be
+    verified."""
 
     tiers: Sequence[int]
     sizes: Sequence[int]
@@ -362,7 +370,8 @@ class LoadPlanner:
     def decide(
         self, sources: PrefixSources, cost: PrefixCost | None, limit_seconds: float
     ) -> tuple[Decision, LoadDeadline]:
-        """What to load, and the deadline for it. ``limit_seconds`` counts from the request's first lookup."""
+        """What to load, and the deadline for it. ``limit_seconds`` counts from the request's first
+        lookup."""
         if self._selection is Selection.COST and cost is not None:
             decision, deadline = self._by_cost(sources, cost, limit_seconds)
         else:
@@ -409,7 +418,8 @@ class LoadPlanner:
         return decision, query.deadline(decision.chosen.keys if decision.chosen is not None else 0)
 
     def probe_due(self, secondary: SecondaryTier) -> bool:
-        """Whether to measure a tier that was found too slow: it is idle, and has not been read from lately."""
+        """Whether to measure a tier that was found too slow: it is idle, and has not been read from
+        lately."""
         model = secondary.model
         idle_seconds = self._context.clock() - model.last_began_at
         return (

@@ -1,10 +1,12 @@
 """The host pool, divided into slots.
 
-Each slot size, that is, each geometry of a KV group, has a *class*. A class takes *segments* from the pool, runs of equal
-slots; the space between segments is *room* for further ones, merged when a segment is dissolved. So engines with different
-geometries, one after the other or side by side, share one pool, and a pool with a single geometry wastes less than one slot.
+Each slot size, that is, each geometry of a KV group, has a *class*. A class takes *segments* from
+the pool, runs of equal slots; the space between segments is *room* for further ones, merged when a
+segment is dissolved. So engines with different geometries, one after the other or side by side,
+share one pool, and a pool with a single geometry wastes less than one slot.
 
-This module knows states and bytes, not why a slot is in a state, and never decides which slot is freed.
+This module knows states and bytes, not why a slot is in a state, and never decides which slot is
+freed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from kvtier.store.types import Accounts
 from kvtier.tiers.base import ALIGNMENT_BYTES, aligned
 
 SEGMENTS_PER_POOL = 32
-"""A segment is about this fraction of the pool: small enough to move between classes, large enough that they are few."""
+"""A segment is about this fraction of the pool: small enough to move between classes, large enough
+that they are few."""
 
 
 class SlotPool:
@@ -46,7 +49,8 @@ class SlotPool:
     def take(
         self, kind: SlotClass, state: SlotState, owner: str = "", group: int = -1
     ) -> Slot | None:
-        """A free slot, moved to ``state``; None if the class has none and can get no segment without an eviction."""
+        """A free slot, moved to ``state``; None if the class has none and can get no segment
+        without an eviction."""
         if not kind.free and not self._grow(kind):
             return None
         _, slot = kind.free.popitem()
@@ -78,8 +82,8 @@ class SlotPool:
             segment.kind.free[slot.offset] = slot
 
     def restore(self, location: SlotLocation) -> Slot | None:
-        """The slot at this location, in state COMMITTED, in the segment that it belonged to in the pool's previous life.
-        None if that conflicts with existing segments or exceeds the pool."""
+        """The slot at this location, in state COMMITTED, in the segment that it belonged to in the
+        pool's previous life. None if that conflicts with existing segments or exceeds the pool."""
         slot_bytes, segment_slots = location.slot_bytes, location.segment_slots
         segment_start, offset = location.segment_start, location.offset
         if (
@@ -110,8 +114,8 @@ class SlotPool:
         return SlotLocation(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
 
     def available(self, kind: SlotClass) -> int:
-        """How many slots ``take`` can provide: free ones, and those that fit into unused room or other classes' free
-        segments."""
+        """How many slots ``take`` can provide: free ones, and those that fit into unused room or
+        other classes' free segments."""
         size = kind.slot_bytes
         found = len(kind.free) + sum(room // size for room in self._room.values())
         for other in self.classes.values():
@@ -123,7 +127,8 @@ class SlotPool:
         return found
 
     def accounts(self) -> Accounts:
-        """Bytes by use. Unused room is free as far as slots of the smallest known size fit, else unusable."""
+        """Bytes by use. Unused room is free as far as slots of the smallest known size fit, else
+        unusable."""
         smallest = min(self.classes, default=ALIGNMENT_BYTES)
         usable_room = sum(size // smallest * smallest for size in self._room.values())
         of = self._bytes
@@ -154,10 +159,12 @@ class SlotPool:
         may_move: Callable[[Slot], bool],
         may_take: Callable[[SlotClass], bool],
     ) -> list[Segment]:
-        """Chooses adjacent segments of classes that ``may_take`` allows, wide enough for a slot of ``kind``, whose slots
-        are all free or ``may_move``, and marks them draining: their slots are not handed out.
+        """Chooses adjacent segments of classes that ``may_take`` allows, wide enough for a slot of
+        ``kind``, whose slots are all free or ``may_move``, and marks them draining: their slots are
+        not handed out.
 
-        The choice with the fewest slots to empty wins, ties to the lowest offset. Empty if there is none.
+        The choice with the fewest slots to empty wins, ties to the lowest offset. Empty if there is
+        none.
         """
         pieces: list[tuple[int, int, Segment | None]] = [
             (start, size, None) for start, size in self._room.items()
@@ -228,7 +235,8 @@ class SlotPool:
                 kind.free[slot.offset] = slot
 
     def _grow(self, kind: SlotClass) -> bool:
-        """Cuts a segment for ``kind`` out of the first room that fits one, free segments of other classes included."""
+        """Cuts a segment for ``kind`` out of the first room that fits one, free segments of other
+        classes included."""
         if not any(size >= kind.slot_bytes for size in self._room.values()):
             for other in self.classes.values():
                 if other is not kind:

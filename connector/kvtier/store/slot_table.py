@@ -1,14 +1,17 @@
-"""The slot table: which object with checksums lies in which slot of the pool, for recovery by the next tierd.
+"""The slot table: which object with checksums lies in which slot of the pool, for recovery by the
+next tierd.
 
 A file beside the pool, in memory like the pool::
 
-    0       header: magic, length, JSON (format, pool, topology, a random word), BLAKE3 over all of it
-    4096    records of ``RECORD_BYTES`` each, in no order; a record whose digest does not match is ignored
+    0       header: magic, length, JSON (format, pool, topology, a random word), BLAKE3 over all of
+    it 4096    records of ``RECORD_BYTES`` each, in no order; a record whose digest does not match
+    is ignored
 
-A record is written after the object has its checksums, and erased before the slot is used for anything else. So whenever the
-process dies, each record names a slot that holds exactly that object. Its digest covers the record and the header's random
-word, which excludes partial records and records of an earlier table in the same file. The object itself is verified
-separately, against the digest in the record (``recovery``).
+A record is written after the object has its checksums, and erased before the slot is used for
+anything else. So whenever the process dies, each record names a slot that holds exactly that
+object. Its digest covers the record and the header's random word, which excludes partial records
+and records of an earlier table in the same file. The object itself is verified separately, against
+the digest in the record (``recovery``).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ DIGEST_BYTES = 16
 RECORD_BYTES = 160
 MIN_TABLE_BYTES = 256 << 10
 MAX_TABLE_BYTES = 64 << 20
-"""400,000 records: 64 GiB in objects of 160 KiB. A chunk of 256 tokens has a hundred times that size."""
+"""400,000 records: 64 GiB in objects of 160 KiB. A chunk of 256 tokens has a hundred times that
+size."""
 TABLE_SHARE = 1024
 """A table has at most a thousandth of the pool's bytes, within the two limits above."""
 _MAGIC = b"KVTSLOTS"
@@ -68,7 +72,8 @@ class SlotLocation:
 
 
 class ReadLog(Protocol):
-    """Records the slots that tierd reads into, in case that it dies and one of its threads does not."""
+    """Records the slots that tierd reads into, in case that it dies and one of its threads does
+    not."""
 
     def begin(self, place: SlotLocation) -> bool:
         """Records a read before it starts; False if the read must not start."""
@@ -81,8 +86,8 @@ class ReadLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot. ``digest``:
-    ``object_digest``. ``sequence`` increases with every record."""
+    """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot.
+    ``digest``: ``object_digest``. ``sequence`` increases with every record."""
 
     namespace: str
     key: bytes
@@ -103,14 +108,16 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class TableIdentity:
-    """What a table belongs to. ``pool_inode``: inode of the pool's file. ``topology``: digest of the structural document."""
+    """What a table belongs to. ``pool_inode``: inode of the pool's file. ``topology``: digest of
+    the structural document."""
 
     pool_bytes: int
     pool_inode: int
     topology: str
 
     def difference(self, now: TableIdentity) -> str:
-        """Why a table of this identity cannot be used for ``now``; empty if it can. A pool may have grown."""
+        """Why a table of this identity cannot be used for ``now``; empty if it can. A pool may have
+        grown."""
         if self.pool_inode != now.pool_inode:
             return "pool_file"
         if self.topology != now.topology:
@@ -165,9 +172,10 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
 class SlotTable:
     """The table of the running tierd. Owns ``descriptor``, which is open for reading and writing.
 
-    ``recovered``: records of the previous tierd, oldest first. ``rejected``: numbers of records that cannot be used, by
-    reason. May be created on any thread; after that only the store's thread uses it. The constructor raises ``OSError``
-    if the file cannot be read or written; a later record that cannot be written is missing.
+    ``recovered``: records of the previous tierd, oldest first. ``rejected``: numbers of records
+    that cannot be used, by reason. May be created on any thread; after that only the store's thread
+    uses it. The constructor raises ``OSError`` if the file cannot be read or written; a later
+    record that cannot be written is missing.
     """
 
     def __init__(
@@ -187,7 +195,8 @@ class SlotTable:
             if why:
                 self.rejected[why] = sum(1 for _ in self._pieces())
             self._word = secrets.token_bytes(DIGEST_BYTES)
-            # The header first: it invalidates the old records, whether the file is truncated or not.
+            # The header first: it invalidates the old records, whether the file is truncated or
+            # not.
             self._write_header(identity)
             os.ftruncate(descriptor, HEADER_BYTES)
         else:
@@ -196,7 +205,8 @@ class SlotTable:
             self._write_header(identity)
 
     def _read_header(self, now: TableIdentity) -> tuple[bytes | None, str]:
-        """The random word of the existing table, if it belongs to this pool; else None and why (empty: there is none)."""
+        """The random word of the existing table, if it belongs to this pool; else None and why
+        (empty: there is none)."""
         data = os.pread(self._descriptor, HEADER_BYTES, 0)
         if not data:
             return None, ""
@@ -290,8 +300,8 @@ class SlotTable:
         return taken
 
     def add(self, record: SlotRecord) -> str:
-        """Writes a record, with the next sequence number, for a slot without one. Returns why it failed: "full",
-        "no_space"; else empty."""
+        """Writes a record, with the next sequence number, for a slot without one. Returns why it
+        failed: "full", "no_space"; else empty."""
         if self._free:
             number = self._free.pop()
         elif self._next < self._max_records:
@@ -309,7 +319,8 @@ class SlotTable:
         return ""
 
     def erase(self, offset: int) -> str:
-        """Erases the record of a slot, if there is one. Returns why it failed, else empty. Overwriting needs no space."""
+        """Erases the record of a slot, if there is one. Returns why it failed, else empty.
+        Overwriting needs no space."""
         number = self._numbers.pop(offset, None)
         if number is None:
             return ""

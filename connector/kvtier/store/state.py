@@ -1,7 +1,7 @@
 """Records of the host pool: slots, their segments and classes, and the objects in them.
 
-Plain state without rules. ``slot_pool`` changes slots, segments and classes; ``memory_tier`` changes entries.
-Only the store's thread touches them.
+Plain state without rules. ``slot_pool`` changes slots, segments and classes; ``memory_tier``
+changes entries. Only the store's thread touches them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Segment:
 
 
 class SlotClass:
-    """All slots of one size. ``evicting`` counts slots that are being evicted, without those of draining segments."""
+    """All slots of one size. ``evicting`` counts slots that are being evicted, without those of
+    draining segments."""
 
     __slots__ = ("evicting", "free", "segments", "slot_bytes")
 
@@ -84,7 +85,8 @@ class SlotClass:
 class ObjectGeometry:
     """How objects of one KV group of an engine lie in their slots.
 
-    ``shard_bytes[r]`` is the exact size of rank r's shard; ``payload_bytes`` is the sum of the aligned sizes.
+    ``shard_bytes[r]`` is the exact size of rank r's shard; ``payload_bytes`` is the sum of the
+    aligned sizes.
     """
 
     kind: SlotClass
@@ -94,7 +96,8 @@ class ObjectGeometry:
 
 @dataclass(eq=False, slots=True)
 class SlotRequest:
-    """A request for a free slot of a class. ``receive`` is called once, with the slot in state READING."""
+    """A request for a free slot of a class. ``receive`` is called once, with the slot in state
+    READING."""
 
     kind: SlotClass
     receive: Callable[[Slot], None]
@@ -103,13 +106,15 @@ class SlotRequest:
 class Entry:
     """One object in RAM.
 
-    * ``pins``: how many loads, promotions, checksums and writes may be reading the slot. A pinned object is not evicted.
+    * ``pins``: how many loads, promotions, checksums and writes may be reading the slot. A pinned
+      object is not evicted.
     * ``meta``: None until the object has checksums.
     * ``evicting``: token of the eviction notice that names the object; 0 if there is none.
     * ``uses``: how often an engine stored or loaded the object.
-    * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its checksum is computed.
-    * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but the verification may
-      read such an object.
+    * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
+      checksum is computed.
+    * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but
+      the verification may read such an object.
     """
 
     __slots__ = (

@@ -1,15 +1,19 @@
 """``TierStore``: the node's store of KV objects, between engines and tiers.
 
-A state machine without threads and without I/O of its own. One owner (tierd's loop, a test, the simulator) calls every
-method; each returns at once. Calls that may block run on the executor, and ``pump`` takes their results. The same calls in
-the same order at the same times give the same events.
+A state machine without threads and without I/O of its own. One owner (tierd's loop, a test, the
+simulator) calls every method; each returns at once. Calls that may block run on the executor, and
+``pump`` takes their results. The same calls in the same order at the same times give the same
+events.
 
-The owner calls ``pump`` after it has passed in messages, when the executor wakes it, and at ``next_wake``; then it takes the
-events. The parts, in the order in which they are built:
+The owner calls ``pump`` after it has passed in messages, when the executor wakes it, and at
+``next_wake``; then it takes the events. The parts, in the order in which they are built:
 
-* ``slot_pool``: slots and their accounts. ``presence``: which tier has which key. ``memory_tier``: objects in RAM.
-* ``secondary_tier``: state, breaker and maintenance of each secondary tier. ``engines``: open engines and quarantine.
-* ``allocator``: credits, slots for reads, evictions. ``tier_reads``: reads. ``write_through``: checksums and writes.
+* ``slot_pool``: slots and their accounts. ``presence``: which tier has which key. ``memory_tier``:
+  objects in RAM.
+* ``secondary_tier``: state, breaker and maintenance of each secondary tier. ``engines``: open
+  engines and quarantine.
+* ``allocator``: credits, slots for reads, evictions. ``tier_reads``: reads. ``write_through``:
+  checksums and writes.
 * ``recovery``: objects of the previous tierd. ``selection`` and ``cost_model``: what to load.
 * ``promotion``: promotions. ``transfers``: reservations and loads.
 """
@@ -70,8 +74,9 @@ class TierStore:
         runtime: StoreRuntime,
         recovery: PoolRecovery | None = None,
     ) -> None:
-        """``memory``: the whole pool, writable; None if no bytes are needed. ``tiers``: the secondary tiers in the order
-        of the topology, not open; the store opens them on their "maintain" lanes. ``recovery``: the pool's previous life."""
+        """``memory``: the whole pool, writable; None if no bytes are needed. ``tiers``: the
+        secondary tiers in the order of the topology, not open; the store opens them on their
+        "maintain" lanes. ``recovery``: the pool's previous life."""
         recovery = recovery or PoolRecovery()
         view = None if memory is None else memoryview(memory).cast("B")
         context = self._context = StoreContext(runtime, view, recovery.slot_table)
@@ -82,8 +87,8 @@ class TierStore:
         arc = document is not None and document.eviction_policy == "ARC"
         lanes, live = executor_lanes(topology), topology.live
         read_threads = [lanes.get(f"read:{tier.name}", DEFAULT_THREADS) for tier in tiers]
-        # Checksums may pin half of the pool, and writes to secondary tiers the other half: a hung disk leaves room for
-        # loads.
+        # Checksums may pin half of the pool, and writes to secondary tiers the other half: a hung
+        # disk leaves room for loads.
         checksum_bytes, write_bytes = pool_bytes // 2, pool_bytes // 2 // max(1, len(tiers))
 
         pool = self._pool = SlotPool(pool_bytes)
@@ -116,7 +121,8 @@ class TierStore:
     # Recovery.
 
     def unfence(self) -> None:
-        """Every worker of the pool's previous tierd has drained or is dead: the pool may be used."""
+        """Every worker of the pool's previous tierd has drained or is dead: the pool may be
+        used."""
         self._orphans.quarantine()
         if self._slot_table is not None:
             self._recovered.begin_restore(self._slot_table)
@@ -128,13 +134,15 @@ class TierStore:
         self._checksummer.run()
 
     def release_orphaned_reads(self, name: str) -> None:
-        """The last thread of this dead tierd has ended: the slots that it was reading into are free."""
+        """The last thread of this dead tierd has ended: the slots that it was reading into are
+        free."""
         self._orphans.release(name)
 
     # Engines.
 
     def open_engine(self, info: EngineInfo) -> None:
-        """Opens an engine with all its workers. Raises ``ProtocolError`` if its description contradicts itself.
+        """Opens an engine with all its workers. Raises ``ProtocolError`` if its description
+        contradicts itself.
 
         An open engine of the same name is closed without proof; the new engine inherits nothing.
         """
@@ -145,9 +153,11 @@ class TierStore:
         self._index.open(engine.namespace, engine.persistent)
 
     def close_engine(self, engine: str, confirmed_dead: bool, expires: bool = True) -> None:
-        """Closes an engine. ``confirmed_dead``: its processes have ended, or have drained every copy.
+        """Closes an engine. ``confirmed_dead``: its processes have ended, or have drained every
+        copy.
 
-        Otherwise its slots are in quarantine until ``confirm_engine_dead``, or with ``expires`` for 60 s.
+        Otherwise its slots are in quarantine until ``confirm_engine_dead``, or with ``expires`` for
+        60 s.
         """
         state = self._engines.get(engine)
         if state is None:
@@ -164,7 +174,8 @@ class TierStore:
         self._engines.confirm_dead(engine)
 
     def reset_engine(self, engine: str, namespace: str) -> None:
-        """The engine's weights have changed. From here on its objects belong to ``namespace`` and stay in RAM only.
+        """The engine's weights have changed. From here on its objects belong to ``namespace`` and
+        stay in RAM only.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.
         """
@@ -215,10 +226,11 @@ class TierStore:
         budget_seconds: float,
         cost: PrefixCost | None = None,
     ) -> None:
-        """Brings the usable prefix of ``keys`` that is worth it into pinned slots. Answered by one ``PromotionEnded``.
+        """Brings the usable prefix of ``keys`` that is worth it into pinned slots. Answered by one
+        ``PromotionEnded``.
 
-        ``budget_seconds``: the longest wait. ``cost``: needed by selection ``Cost``, which takes the longest prefix
-        without it.
+        ``budget_seconds``: the longest wait. ``cost``: needed by selection ``Cost``, which takes
+        the longest prefix without it.
         """
         state = self._engines.get(engine)
         if state is not None:
@@ -243,8 +255,8 @@ class TierStore:
         keys: Sequence[tuple[int, bytes]],
         ranks: Sequence[int],
     ) -> None:
-        """Pins the prefix of ``keys`` that is in RAM until every rank has released the load. Answered by one
-        ``LoadAnnounced``."""
+        """Pins the prefix of ``keys`` that is in RAM until every rank has released the load.
+        Answered by one ``LoadAnnounced``."""
         state = self._engines.get(engine)
         if state is not None:
             self._loads.begin(state, load, promotion, keys, ranks)
@@ -262,7 +274,8 @@ class TierStore:
         self._allocator.acknowledge(token)
 
     def presence(self, namespace: str) -> Iterable[tuple[bytes, int]]:
-        """All keys of an open namespace with their bits, without the RAM bits of keys that are being evicted.
+        """All keys of an open namespace with their bits, without the RAM bits of keys that are
+        being evicted.
 
         Take the events first: they precede this snapshot.
         """
@@ -276,13 +289,15 @@ class TierStore:
 
     @property
     def usable_bits(self) -> int:
-        """Bits of RAM and of the tiers that may be used. Changes are announced by ``UsableTiersChanged``."""
+        """Bits of RAM and of the tiers that may be used. Changes are announced by
+        ``UsableTiersChanged``."""
         return self._tiers.usable_bits
 
     # The owner's loop.
 
     def pump(self) -> None:
-        """Takes results of I/O and announcements of tiers, runs timers, hands out and evicts slots."""
+        """Takes results of I/O and announcements of tiers, runs timers, hands out and evicts
+        slots."""
         context = self._context
         context.io.collect()
         self._index.apply_changes()
@@ -293,7 +308,8 @@ class TierStore:
             self._allocator.run()
 
     def next_wake(self) -> float | None:
-        """When ``pump`` has something to do apart from I/O, in seconds of the store's clock; None: never."""
+        """When ``pump`` has something to do apart from I/O, in seconds of the store's clock; None:
+        never."""
         if self._index.busy or self._recovered.restoring:
             return self._context.clock()
         return self._context.timers.next_due()
@@ -319,7 +335,8 @@ class TierStore:
         return len(self._resident)
 
     def pending_stores(self) -> int:
-        """Objects that wait for a checksum, and writes that wait or run. A shutdown may wait for these."""
+        """Objects that wait for a checksum, and writes that wait or run. A shutdown may wait for
+        these."""
         return len(self._checksummer) + len(self._writes)
 
     def tier_reports(self) -> list[TierSnapshot]:

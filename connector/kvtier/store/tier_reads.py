@@ -1,8 +1,9 @@
 """Reads from secondary tiers: one per key, however many promotions wait for it.
 
-A read belongs to its key, not to a promotion. A promotion that stops waiting does not stop the read: the slot stays
-occupied until the call has returned, however late, and what it returns is committed. Only a call that has not started
-can be revoked. Only the store's thread uses this module.
+A read belongs to its key, not to a promotion. A promotion that stops waiting does not stop the
+read: the slot stays occupied until the call has returned, however late, and what it returns is
+committed. Only a call that has not started can be revoked. Only the store's thread uses this
+module.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotSta
 from kvtier.tiers.base import ObjectMeta, ObjectRef
 
 JOIN_FACTOR = 1.5
-"""A read can be joined until it has taken this many times its estimate. The estimate is a median, which half of all reads
-exceed."""
+"""A read can be joined until it has taken this many times its estimate. The estimate is a median,
+which half of all reads exceed."""
 CHARGE_DELAY_SECONDS = 0.05
 """How long after a read has become late the tier is charged."""
 
@@ -73,7 +74,8 @@ class TierReads:
         secondary: SecondaryTier,
         batch: Batch | None = None,
     ) -> Read:
-        """Starts a read of a key that is neither resident nor being read. ``batch``: reads that are requested together."""
+        """Starts a read of a key that is neither resident nor being read. ``batch``: reads that are
+        requested together."""
         read = Read(namespace, key, geometry, secondary, self._context.clock())
         self._reads[namespace, key] = read
         slot = self._pool.take(geometry.kind, SlotState.READING)
@@ -173,7 +175,8 @@ class TierReads:
     # Time.
 
     def charge_tier(self, read: Read) -> None:
-        """Charges the tier with a failure, if the read itself has taken too long. For a deadline that was missed."""
+        """Charges the tier with a failure, if the read itself has taken too long. For a deadline
+        that was missed."""
         if (
             read.late
             or read.call is None
@@ -198,8 +201,8 @@ class TierReads:
             self._charge_later(read)
 
     def _charge_later(self, read: Read) -> None:
-        """Charges the tier once the read is late. The time limit may be shorter than that, and after it no promotion
-        waits that could charge a mount that hangs."""
+        """Charges the tier once the read is late. The time limit may be shorter than that, and
+        after it no promotion waits that could charge a mount that hangs."""
         call = read.call
         if (
             read.late
@@ -282,7 +285,8 @@ class TierReads:
                 self._try_next_tier(read, "breaker")
 
     def _try_next_tier(self, read: Read, reason: str) -> None:
-        """Reads from another tier, if a promotion waits and another tier has the key. Otherwise ends the read.
+        """Reads from another tier, if a promotion waits and another tier has the key. Otherwise
+        ends the read.
 
         No call uses the slot at this point.
         """

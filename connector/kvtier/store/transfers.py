@@ -1,9 +1,11 @@
 """Transfers between an engine's workers and the pool: reservations (stores) and loads.
 
-A reservation is exclusive per key while it is open. It ends when every writer rank of its engine has delivered or aborted:
-with a commit if all delivered and the key is not resident, else the slot is free again.
+A reservation is exclusive per key while it is open. It ends when every writer rank of its engine
+has delivered or aborted: with a commit if all delivered and the key is not resident, else the slot
+is free again.
 
-A load pins the objects whose slots it announces until every rank has released it. Only the store's thread uses this module.
+A load pins the objects whose slots it announces until every rank has released it. Only the store's
+thread uses this module.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from kvtier.store.types import LoadAnnounced
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
-"""Acknowledgements of workers that precede the scheduler's reservation. The two connections are not ordered."""
+"""Acknowledgements of workers that precede the scheduler's reservation. The two connections are not
+ordered."""
 MAX_LOADS = 4_096
 """Per engine. Each request has one load at a time."""
 
@@ -54,8 +57,9 @@ class Reservations:
     def reserve(
         self, engine: EngineState, number: int, group: int, block_hash: bytes, offset: int
     ) -> None:
-        """Reserves one of the engine's granted slots for a chunk. A chunk that is resident or already being stored is
-        cancelled: the ranks still acknowledge, and the slot is free afterwards."""
+        """Reserves one of the engine's granted slots for a chunk. A chunk that is resident or
+        already being stored is cancelled: the ranks still acknowledge, and the slot is free
+        afterwards."""
         key = engine.key(group, block_hash)
         if key is None:
             self._context.violation("unknown_group")
@@ -156,7 +160,8 @@ class Reservations:
                 self._cancel(reservation, "reset")
 
     def close(self, engine: EngineState) -> list[Slot]:
-        """Forgets the engine's reservations; returns their slots, which its workers may still be writing."""
+        """Forgets the engine's reservations; returns their slots, which its workers may still be
+        writing."""
         for reservation in engine.reservations.values():
             if not reservation.cancelled:
                 self._cancel(reservation, "engine_closed")
@@ -252,7 +257,8 @@ class StoreLoads:
         load.ranks.remove(rank)
         if not load.ranks:
             del engine.loads[number]
-            # Last key first: a later chunk is of no use without the earlier ones, so it is evicted before them.
+            # Last key first: a later chunk is of no use without the earlier ones, so it is evicted
+            # before them.
             for entry in reversed(load.entries):
                 self._resident.unpin(entry)
 

@@ -1,10 +1,13 @@
-"""The contracts of ``TierStore``: what it needs, the events it emits, its accounts and counters, and the presence bits.
+"""The contracts of ``TierStore``: what it needs, the events it emits, its accounts and counters,
+and the presence bits.
 
-``TierStore`` is a state machine. One owner calls every method, without locks; each returns at once and does no I/O. Calls that
-may block run on an ``IoExecutor``, and ``TierStore.pump`` takes their results. The time comes from a ``Clock``.
+``TierStore`` is a state machine. One owner calls every method, without locks; each returns at once
+and does no I/O. Calls that may block run on an ``IoExecutor``, and ``TierStore.pump`` takes their
+results. The time comes from a ``Clock``.
 
-Presence bits: bit 0 stands for the memory tier, bit i for the i-th tier of the topology, ``UNVERIFIED_BIT`` for a recovered
-object that has not been verified. Replicas and engines use the same bits.
+Presence bits: bit 0 stands for the memory tier, bit i for the i-th tier of the topology,
+``UNVERIFIED_BIT`` for a recovered object that has not been verified. Replicas and engines use the
+same bits.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ Clock = Callable[[], float]
 class IoExecutor(Protocol):
     """Runs calls that may block, possibly forever.
 
-    Lanes ("read:<tier>", "write:<tier>", "hash") are independent. Within a lane, calls start in order as threads become
-    free.
+    Lanes ("read:<tier>", "write:<tier>", "hash") are independent. Within a lane, calls start in
+    order as threads become free.
     """
 
     def submit(
@@ -35,12 +38,15 @@ class IoExecutor(Protocol):
         call: Callable[[], object],
         done: Callable[[object, BaseException | None], None],
     ) -> None:
-        """Runs ``call`` on a thread of ``lane``. ``collect`` passes its result, or the exception that it raised, to
-        ``done(result, error)``."""
+        """Runs ``call`` on a thread of ``lane``. ``collect`` passes its result, or the exception
+        that it raised, to ``done(result, error)``."""
         ...
 
     def collect(self) -> int:
-        """Calls ``done`` for every call that has finished; returns how many. Owner's thread only."""
+        """Calls ``done`` for every call that has finished; returns how many.
+
+        Owner's thread only.
+        """
         ...
 
     def running(self, lane: str) -> int:
@@ -65,8 +71,9 @@ class PromotionOutcome(str, Enum):
 class EngineInfo:
     """One EngineCore and its workers, as described by their handshakes.
 
-    ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g. ``shard_bytes[g][r]``:
-    exact bytes of rank r's shard. ``persistent``: whether secondary tiers may be used for this engine.
+    ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g.
+    ``shard_bytes[g][r]``: exact bytes of rank r's shard. ``persistent``: whether secondary tiers
+    may be used for this engine.
     """
 
     engine: str
@@ -101,8 +108,9 @@ class PresenceChanged:
 
 @dataclass(frozen=True, slots=True)
 class KeysEvicting:
-    """These keys are being evicted from RAM. The owner calls ``TierStore.acknowledge_eviction`` once every scheduler of
-    the namespace has dropped them; after 100 ms the eviction proceeds without."""
+    """These keys are being evicted from RAM. The owner calls ``TierStore.acknowledge_eviction``
+    once every scheduler of the namespace has dropped them; after 100 ms the eviction proceeds
+    without."""
 
     namespace: str
     token: int
@@ -111,14 +119,16 @@ class KeysEvicting:
 
 @dataclass(frozen=True, slots=True)
 class UsableTiersChanged:
-    """``bits``: the tiers that may be used. Presence in other tiers counts as absence until the next event."""
+    """``bits``: the tiers that may be used. Presence in other tiers counts as absence until the
+    next event."""
 
     bits: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionEnded:
-    """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each of its keys came from."""
+    """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each
+    of its keys came from."""
 
     engine: str
     promotion: int
@@ -129,7 +139,8 @@ class PromotionEnded:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnnounced:
-    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other keys are gone."""
+    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other
+    keys are gone."""
 
     engine: str
     load: int
@@ -150,7 +161,10 @@ StoreEvent = (
 
 @dataclass(slots=True)
 class Accounts:
-    """Bytes of the host pool by use. Between two calls of the store they add up to ``pool_bytes``."""
+    """Bytes of the host pool by use.
+
+    Between two calls of the store they add up to ``pool_bytes``.
+    """
 
     pool_bytes: int = 0
     free: int = 0

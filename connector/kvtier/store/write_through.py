@@ -1,10 +1,11 @@
 """Checksums of stored objects, and their way to secondary tiers.
 
-``Checksummer`` computes checksums on the "hash" lane; only objects with checksums are written to secondary tiers. An object
-is pinned while it waits for its checksum and while it is hashed.
+``Checksummer`` computes checksums on the "hash" lane; only objects with checksums are written to
+secondary tiers. An object is pinned while it waits for its checksum and while it is hashed.
 
-``WriteThrough`` writes objects to the tiers whose store policy asks for them. Writes have their own queues and threads and
-never delay a read. A write that exceeds a tier's bounds is dropped and counted; the next use of the object tries again.
+``WriteThrough`` writes objects to the tiers whose store policy asks for them. Writes have their own
+queues and threads and never delay a read. A write that exceeds a tier's bounds is dropped and
+counted; the next use of the object tries again.
 
 Only the store's thread uses this module, except ``hash_object``.
 """
@@ -37,7 +38,8 @@ def hash_object(
     shard_bytes: tuple[int, ...],
     checksum: Checksum,
 ) -> ObjectMeta:
-    """Checksums of an object's shards, which lie one after the other at aligned offsets. Runs on an I/O thread."""
+    """Checksums of an object's shards, which lie one after the other at aligned offsets. Runs on an
+    I/O thread."""
     digests = []
     for size in shard_bytes:
         digests.append(checksum.digest(view(offset, size)))
@@ -69,7 +71,8 @@ class WriteThrough:
         return len(self._writes)
 
     def maybe_write(self, entry: Entry) -> None:
-        """Writes an object with checksums to every tier whose policy asks for it and that does not have it."""
+        """Writes an object with checksums to every tier whose policy asks for it and that does not
+        have it."""
         meta = entry.meta
         if meta is None or not entry.persistent:
             return
@@ -85,7 +88,8 @@ class WriteThrough:
             self._write(secondary, entry, meta)
 
     def _write_missing(self) -> None:
-        """A tier has become available. Writes what was stored before, which would otherwise wait for its next use."""
+        """A tier has become available. Writes what was stored before, which would otherwise wait
+        for its next use."""
         for entry in list(self._resident.entries()):
             if entry.meta is not None and not entry.evicting:
                 self.maybe_write(entry)
@@ -105,7 +109,8 @@ class WriteThrough:
         call.submit(context.io, f"write:{secondary.name}")
 
     def _refused(self, secondary: SecondaryTier, size: int) -> str:
-        """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if it does."""
+        """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if
+        it does."""
         if not secondary.usable:
             return "breaker" if secondary.opened else "not_open"
         bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
@@ -171,8 +176,9 @@ class Checksummer:
         return len(self._queue) + self._submitted
 
     def persist(self, entry: Entry) -> None:
-        """Brings an object that was stored or used to the secondary tiers: computes its checksum, if it has none, and
-        passes it to ``WriteThrough``. Drops it if too many bytes are pending; its next use tries again."""
+        """Brings an object that was stored or used to the secondary tiers: computes its checksum,
+        if it has none, and passes it to ``WriteThrough``. Drops it if too many bytes are pending;
+        its next use tries again."""
         if not entry.persistent:
             return
         if entry.meta is not None:

@@ -1,4 +1,5 @@
-"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers do."""
+"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers
+do."""
 
 from __future__ import annotations
 
@@ -62,9 +63,7 @@ def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_
             assert chosen.usable == 0
 
 
-def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> (
-    None
-):
+def test_a_tier_found_too_slow_is_probed_every_30_seconds_at_no_cost() -> None:
     prefill, chunk_bytes = ENGINES["small and slow"]
     tier = SimulatedTier("disk", 1e6)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
