@@ -1,4 +1,4 @@
-"""Keys of objects in a namespace: one byte for the group, then the engine's block hash at the end of the chunk.
+"""Keys of objects in a namespace: a byte for the group, then the engine's hash of the chunk's end.
 
 The engine's hash is chained, so it covers the whole prefix; two chunks with the same key hold the
 same tokens after the same tokens.

@@ -1,4 +1,4 @@
-"""The namespace: a digest of everything that determines the bytes of KV, and the text that it is computed from.
+"""The namespace: a digest of everything that determines the bytes of KV, and its source text.
 
 An object may be used only by an engine that would have computed the same bytes. The scheduler side
 describes the engine (``canonical_json``), each worker its byte layout; tierd combines them. The
@@ -18,7 +18,7 @@ NAMESPACE_DIGITS = 32
 
 
 def canonical_json(value: Mapping[str, object]) -> str:
-    """JSON with exactly one spelling: sorted keys, no spaces, no value outside of the JSON standard.
+    """JSON with exactly one spelling: sorted keys, no spaces, only values of the JSON standard.
 
     Raises ``ProtocolError`` for a value that JSON cannot represent. Its ``repr`` could differ
     between starts.

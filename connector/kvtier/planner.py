@@ -54,8 +54,8 @@ class Group:
     def __str__(self) -> str:
         window = f", window {self.window_tokens}" if self.window_tokens else ""
         return (
-            f"{self.kind.value} ({self.name or 'unnamed'}) with blocks of {self.block_tokens} tokens"
-            f"{window}"
+            f"{self.kind.value} ({self.name or 'unnamed'}) with blocks of "
+            f"{self.block_tokens} tokens{window}"
         )
 
 
@@ -163,9 +163,10 @@ class Planner:
         return all(tokens % group.block_tokens == 0 for group in self.groups)
 
     def needed(self, start_tokens: int, end_tokens: int) -> list[Part]:
-        """What to load for a prefix of ``end_tokens`` tokens of which the first ``start_tokens`` are computed.
+        """What to load for a prefix of ``end_tokens`` tokens.
 
-        In prefix order; both are block boundaries. O(number of chunks).
+        The first ``start_tokens`` are computed. Both are block boundaries. In prefix order.
+        O(number of chunks).
         """
         size = self.chunk_tokens
         parts = []
