@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from blake3 import blake3
-
 from kvtier.errors import ProtocolError
+from kvtier.hashing import blake3_hex
 
 NAMESPACE_DIGITS = 32
 
@@ -52,7 +51,7 @@ def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, st
 
 def namespace_digest(text: str) -> str:
     """The namespace of a canonical text."""
-    return blake3(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
+    return blake3_hex(text.encode(), NAMESPACE_DIGITS)
 
 
 def _readable(text: str) -> object:

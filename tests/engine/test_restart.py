@@ -11,22 +11,29 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Tuning
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineOptions,
+    EngineTestbed,
+    ReferenceEngine,
+)
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 9
 
 
 @pytest.fixture(scope="module")
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "restart", model, payload, Tuning(daemon=Daemon.SIDECAR))
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "restart", model, payload, EngineOptions(daemon=Daemon.SIDECAR))
     try:
         yield case
     finally:
         case.close()
 
 
-def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain: Plain) -> None:
+def test_what_a_killed_engine_stored_serves_the_next_one(
+    case: EngineTestbed, plain: ReferenceEngine
+) -> None:
     """One scenario in order, because each start of an engine takes long."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 600)
     interrupted = [prompt(15 * CHUNK_TOKENS, 601 + index) for index in range(3)]

@@ -12,7 +12,9 @@ import pytest
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.scorecard.mount import faulty_mount, unavailable
 from kvtier.scorecard.small_disks import NoDiskError, mounted
-from kvtier.testing.conformance import TierSuite, buffer, flip, make_object
+from kvtier.testing.conformance import TierSuite
+from kvtier.testing.damage import flip
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.walker import object_path
@@ -39,7 +41,7 @@ class Mounted(TierSuite):
     def damage(self, tier: Tier, ref: ObjectRef, tmp_path: Path) -> None:
         flip(Path(object_path(str(tmp_path / "tier"), ref.namespace, ref.key)), 5_000, 3)
 
-    def test_direct_io_is_found_and_used(self, tier: Tier) -> None:
+    def test_direct_io_is_detected_and_used(self, tier: Tier) -> None:
         assert isinstance(tier, FileSystemTier)
         assert tier.direct
         ref, payload, meta = make_object(1)

@@ -25,8 +25,8 @@ Commands (``do``), with their arguments:
     what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
 ``set {variables}``
     sets environment variables of the engine's process.
-``copies {}``
-    copies under way by direction, where ``kvtier.harness.slow_copies`` is installed.
+``call {function}``
+    calls a function ("module:name") in the engine's process; answers with its result.
 ``asks {}``
     how many times the connector was asked for a hit, by request id.
 """
@@ -193,31 +193,34 @@ class Driver:
 
     def connector(self) -> dict[str, Any]:
         """What KVTier's scheduler side says of itself."""
-        side = getattr(self.scheduler.connector, "_scheduler", None)
-        if side is None:
+        kvtier = getattr(self.scheduler.connector, "_scheduler", None)
+        if kvtier is None:
             return {}
-        ready = side.link.ready
+        ready = kvtier.session.ready
         return {
-            **side.snapshot(),
+            **kvtier.snapshot(),
             "namespace": ready.namespace if ready is not None else "",
-            "worker_epoch": side.stores.worker_epoch or 0,
-            "credits": sum(len(slots) for slots in side.link.credits),
+            "worker_epoch": kvtier.stores.worker_epoch or 0,
+            "credits": sum(len(slots) for slots in kvtier.session.credits),
         }
 
     def set(self, variables: dict[str, str]) -> None:
         """Sets environment variables."""
         os.environ.update(variables)
 
-    def copies(self) -> dict[str, int]:
-        """Copies under way."""
-        from kvtier.harness import slow_copies
-
-        slow_copies.move_due()
-        return slow_copies.running()
+    def call(self, function: str) -> Any:
+        """Calls ``function`` ("module:name") without arguments."""
+        return _function(function)()
 
     def asks(self) -> dict[str, int]:
         """How often the connector was asked for a hit, by request."""
         return dict(self.asked)
+
+
+def _function(path: str) -> Callable[[], Any]:
+    module, _, name = path.partition(":")
+    function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def main() -> None:
@@ -233,8 +236,7 @@ def main() -> None:
 
     options = json.loads(sys.argv[1])
     for hook in options.pop(HOOKS, ()):
-        module, _, function = hook.partition(":")
-        getattr(importlib.import_module(module), function)()
+        _function(hook)()
     driver = Driver(options)
     answer({"result": "ready"})
     commands = (
@@ -249,7 +251,7 @@ def main() -> None:
         "connector",
         "asks",
         "set",
-        "copies",
+        "call",
     )
     for line in sys.stdin:
         command = json.loads(line)

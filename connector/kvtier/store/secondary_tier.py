@@ -444,7 +444,7 @@ class SecondaryTiers:
         context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
     def _count_unindexed(self, secondary: SecondaryTier) -> None:
-        total = secondary.tier.usage().left_out_total
+        total = secondary.tier.usage().unindexed_total
         if total > secondary.unindexed:
             self._context.count(
                 "tier_objects_not_indexed", secondary.name, "", total - secondary.unindexed

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from blake3 import blake3
-
+from kvtier.hashing import blake3_digest
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta
 
 FORMAT = 1
@@ -58,7 +57,7 @@ def slot_table_bytes(pool_bytes: int) -> int:
 
 def object_digest(meta: ObjectMeta) -> bytes:
     """One digest for all shards of an object: that of their checksums."""
-    return blake3(b"".join(meta.checksums)).digest(DIGEST_BYTES)
+    return blake3_digest(b"".join(meta.checksums), DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +140,13 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
         record.digest,
         record.key,
     ).ljust(_DIGEST_AT, b"\0")
-    return body + blake3(word + body).digest(DIGEST_BYTES)
+    return body + blake3_digest(word + body, DIGEST_BYTES)
 
 
 def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
     """The record; None if it belongs to another table or is damaged."""
     body = data[:_DIGEST_AT]
-    if len(data) != RECORD_BYTES or blake3(word + body).digest(DIGEST_BYTES) != data[_DIGEST_AT:]:
+    if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
         return None
     fields = _RECORD.unpack_from(body)
     _, kind, key_bytes, shards, offset, start, slots, pages, sequence, namespace, digest, key = (
@@ -216,7 +215,7 @@ class SlotTable:
             end = _PREFIX.size + length
             if (
                 magic != _MAGIC
-                or blake3(data[:end]).digest(DIGEST_BYTES) != data[end : end + DIGEST_BYTES]
+                or blake3_digest(data[:end], DIGEST_BYTES) != data[end : end + DIGEST_BYTES]
             ):
                 return None, "header"
             document = json.loads(text)
@@ -241,7 +240,7 @@ class SlotTable:
         }
         text = json.dumps(document).encode()
         data = _PREFIX.pack(_MAGIC, len(text)) + text
-        data += blake3(data).digest(DIGEST_BYTES)
+        data += blake3_digest(data, DIGEST_BYTES)
         os.pwrite(self._descriptor, data.ljust(HEADER_BYTES, b"\0"), 0)
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:

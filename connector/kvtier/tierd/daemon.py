@@ -26,6 +26,7 @@ from kvtier.config.loader import load
 from kvtier.config.models import Daemon, Topology
 from kvtier.errors import KVTierError
 from kvtier.namespace import derive_namespace
+from kvtier.processes import Liveness, ProcessIdentity, liveness_of
 from kvtier.store.context import StoreRuntime
 from kvtier.store.executor import ThreadExecutor
 from kvtier.store.recovery import PoolRecovery
@@ -45,14 +46,7 @@ from kvtier.tierd.fencing import (
 from kvtier.tierd.host_pool import PoolStart, describe_namespace
 from kvtier.tierd.http import Token
 from kvtier.tierd.live_config import LiveFollower
-from kvtier.tierd.liveness import (
-    PEERS_NAME,
-    Liveness,
-    PeerLiveness,
-    ProcessIdentity,
-    liveness_of,
-    open_directory,
-)
+from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, open_directory
 from kvtier.tierd.reporting import Reporter, SnapshotInputs
 from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.tierd.server import Loop, Pool

@@ -30,9 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.files import replace_file
+from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.slot_table import SlotLocation
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
-from kvtier.tierd.run_directory import open_shared, replace_atomically
+from kvtier.tierd.run_directory import open_shared
 
 BLIND_SECONDS = 60.0
 """How long a process that cannot be seen is waited for. Copies last milliseconds; a frozen container thaws or is killed."""
@@ -74,7 +75,7 @@ class SessionFiles:
             "pidNamespace": worker.process.pid_namespace,
             "lock": worker.process.lock,
         }
-        replace_atomically(self._path(worker), json.dumps(document).encode(), self._mode)
+        replace_file(self._path(worker), json.dumps(document).encode(), self._mode)
 
     def remove(self, worker: AttachedWorker) -> None:
         """Nothing of this worker's epoch needs waiting for any more."""

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.models import Structural
+from kvtier.files import replace_file
 from kvtier.namespace import namespace_digest
 from kvtier.store.slot_table import SlotTable, TableIdentity, slot_table_bytes
 from kvtier.tierd.run_directory import (
     RunDirectory,
     open_shared,
     remove_abandoned,
-    replace_atomically,
 )
 from kvtier.tierd.tier_factory import memory_document
 from kvtier.tierd.wire import POOL_NAME
@@ -224,7 +224,7 @@ def describe_namespace(run_directory: Path, mode: int, namespace: str, text: str
     directory = run_directory / NAMESPACES_NAME
     try:
         directory.mkdir(exist_ok=True)
-        replace_atomically(directory / f"{namespace}{_SUFFIX}", text.encode(), mode)
+        replace_file(directory / f"{namespace}{_SUFFIX}", text.encode(), mode)
     except OSError as error:
         _log.warning(
             "%s: %s; what is stored in namespace %s does not outlive this process",

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.config.models import Daemon, Live, Structural
+from kvtier.files import replace_file
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
 from kvtier.tierd.http import Guard, HttpResponse, HttpServer, Route, text_response
 from kvtier.tierd.live_config import LiveFollower
-from kvtier.tierd.run_directory import HTTP_NAME, replace_atomically
+from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
@@ -128,7 +129,7 @@ class Reporter:
         host, port = server.address
         document = json.dumps({"host": host, "port": port, "pid": os.getpid()})
         try:
-            replace_atomically(self._run_directory / HTTP_NAME, document.encode(), 0o644)
+            replace_file(self._run_directory / HTTP_NAME, document.encode(), 0o644)
         except OSError as error:
             self._http_error = f"{HTTP_NAME} cannot be written: {error}"
             _log.error("%s", self._http_error)

@@ -19,11 +19,11 @@ import zmq
 
 from kvtier.config.models import Live
 from kvtier.errors import KVTierError
+from kvtier.processes import own_identity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.channel import Outbox
 from kvtier.tierd.dispatcher import Dispatcher
 from kvtier.tierd.fencing import StartupFence
-from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.sessions import EngineSessions, Session, Sessions
 from kvtier.tierd.status import Hits
 from kvtier.tierd.wire import (

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.errors import KVTierError
+from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import EngineInfo, StoreCounters
 from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
 from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
 from kvtier.tiers.base import aligned
 
@@ -336,7 +336,7 @@ class Sessions:
         namespace, engine.canonical = self._derive(
             scheduler.identity, tuple(hello.codec for hello in hellos)
         )
-        persistent = not scheduler.volatile_reason
+        persistent = not scheduler.ephemeral_reason
         if not persistent:
             # What the identity does not establish can differ at the next start, even under the same text.
             namespace = secrets.token_hex(16)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Final
+
+from kvtier.hashing import sha256_hex
 
 PREFIX: Final = "kvtier.io/"
 INJECT_LABEL: Final = PREFIX + "inject"
@@ -20,9 +21,12 @@ VERSION_ANNOTATION: Final = PREFIX + "version"
 SKIPPED_ANNOTATION: Final = PREFIX + "skipped"
 """JSON ``{"policy", "reason", "message"}`` on a selected pod that was left alone."""
 NOTES_ANNOTATION: Final = PREFIX + "notes"
-"""JSON list of sentences: what was found while attaching and a person should know (a hash seed that differs, ...)."""
+"""JSON list of sentences: what was found while attaching and a person should know (a hash seed that
+differs, ...)."""
 RESTART_ANNOTATION: Final = PREFIX + "restarted-for"
 """On a pod template, by RestartWorkloads: the structural hash that the restart was for."""
+MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
+"""Marks the API object of a static pod."""
 SAFE_TO_EVICT_ANNOTATION: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 PAYLOAD_CONTAINER: Final = "kvtier-payload"
 TIERD_CONTAINER: Final = "kvtier-tierd"
@@ -48,19 +52,13 @@ FIELD_MANAGER: Final = "kvtier"
 def tier_volume(tier: str) -> str:
     """The pod's volume of a file tier; at most 63 characters."""
     name = f"kvtier-tier-{tier}"
-    return (
-        name if len(name) <= 63 else f"kvtier-tier-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
-    )
+    return name if len(name) <= 63 else f"kvtier-tier-{sha256_hex(tier, 16)}"
 
 
 def credentials_volume(tier: str) -> str:
     """The volume with the credentials of a remote tier; at most 63 characters."""
     name = f"kvtier-secret-{tier}"
-    return (
-        name
-        if len(name) <= 63
-        else f"kvtier-secret-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
-    )
+    return name if len(name) <= 63 else f"kvtier-secret-{sha256_hex(tier, 16)}"
 
 
 def token_secret(policy: str) -> str:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
+from tests.support.dict_tier import DictTier
 from tests.support.manual_executor import ManualCall, ManualClock, ManualExecutor
 
 from kvtier.config.models import (
@@ -35,7 +36,6 @@ from kvtier.store.types import (
     StoreCounters,
     StoreEvent,
 )
-from kvtier.testing.dict_tier import DictTier
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
 from kvtier.tiers.checksum import Blake3
 

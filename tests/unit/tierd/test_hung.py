@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment
+from kvtier.harness.tierd_testbed import environment
 from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.fencing import ReadsFile, find_orphaned_reads
 

@@ -5,7 +5,6 @@ Which of a policy's written fields a connector's configuration cannot say.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of, jsonable
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.settings import Isolation
-from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.api.validation import FieldError, format_value
 
 TRANSFER_CONFIG_VARIABLE: Final = "KVTIER_TRANSFER_CONFIG"
 """The KV transfer configuration as JSON, in the engine's environment: KVTier's vLLM plugin sets it where the user
@@ -55,7 +55,7 @@ def isolated(path: str, isolation: Isolation) -> str:
     if not isolation.salt and not isolation.model_revision:
         return path
     text = json.dumps([isolation.salt, isolation.model_revision])
-    return f"{path}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{path}/{sha256_hex(text, 16)}"
 
 
 Expressed = Mapping[str, object]
@@ -125,12 +125,12 @@ def unexpressed(spec: PolicySpec, expressed: Expressed, connector: str) -> list[
         plain = _plain(value)
         if accepted is ANY or (accepted is not None and plain == accepted) or plain in ("", {}, []):
             continue
-        instead = (
-            f"{shown(accepted)}, which is what it does"
-            if accepted is not None
-            else f"nothing: {connector} has no such setting"
-        )
-        found.append(FieldError(f"spec.{place}", shown(plain), instead))
+        field = f"spec.{place}"
+        if accepted is None:
+            found.append(FieldError.forbidden(field, f"{connector} has no such setting"))
+        else:
+            detail = f"must be {format_value(accepted)}, the only behavior of {connector}"
+            found.append(FieldError.invalid(field, plain, detail))
     return found
 
 

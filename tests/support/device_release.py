@@ -1,0 +1,134 @@
+"""``python -m tests.support.device_release``: on a machine with an NVIDIA GPU, when a killed process's lock is free and its GPU has stopped.
+
+A process registers a shared file with the GPU, copies into it without a pause, and is killed. The lock that proves its end (tierd/peers.py)
+is looked at, and once it is free the file is marked all over: whatever changes a mark afterwards was written by a dead process's GPU. Once with
+a descriptor set aside before the device was opened, once without. One line a round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespace, process_start
+from kvtier.tierd import liveness
+
+POOL_BYTES = 2 << 30
+PIECE_BYTES = 256 << 20
+MARK_EVERY_BYTES = 1 << 20
+MARK = 0xFF
+ROUNDS = 5
+WATCH_SECONDS = 1.0
+_ENDLESS_SECONDS = 60.0
+
+
+def copy_for_ever(directory: Path, reserved: bool) -> None:
+    """The process that is killed: only the driver's library, no CUDA toolkit."""
+    if reserved:
+        liveness.reserve()
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: object) -> None:
+        status = getattr(driver, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name}: {status}")
+
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuCtxCreate_v2", ctypes.byref(context), 0, device)
+    with (directory / "pool").open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), POOL_BYTES, mmap.MAP_SHARED)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    call("cuMemHostRegister_v2", ctypes.c_void_p(base), ctypes.c_size_t(POOL_BYTES), 1)
+    sources = []
+    for value in (0x11, 0x22):
+        source = ctypes.c_uint64()
+        call("cuMemAlloc_v2", ctypes.byref(source), ctypes.c_size_t(PIECE_BYTES))
+        call("cuMemsetD8_v2", source, ctypes.c_ubyte(value), ctypes.c_size_t(PIECE_BYTES))
+        sources.append(source)
+    print(liveness.own_lock(directory), flush=True)
+    while True:
+        for source in sources:
+            for offset in range(0, POOL_BYTES, PIECE_BYTES):
+                target = ctypes.c_void_p(base + offset)
+                call("cuMemcpyDtoHAsync_v2", target, source, ctypes.c_size_t(PIECE_BYTES), None)
+        call("cuCtxSynchronize")
+
+
+def measure(directory: Path, reserved: bool) -> dict[str, object]:
+    """One round. Times in milliseconds after the kill."""
+    pool = directory / "pool"
+    with pool.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, POOL_BYTES)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.device_release",
+        str(directory),
+        str(int(reserved)),
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    name = child.stdout.readline().strip()
+    identity = ProcessIdentity(child.pid, process_start(child.pid), pid_namespace())
+    time.sleep(1.0)
+    with pool.open("r+b") as file:
+        view = mmap.mmap(file.fileno(), POOL_BYTES, mmap.MAP_SHARED)
+    marks = range(0, POOL_BYTES, MARK_EVERY_BYTES)
+    begun = time.monotonic()
+    child.kill()
+    free = gone = late = 0.0
+    end = begun + _ENDLESS_SECONDS
+    while time.monotonic() < end:
+        if not free and liveness.is_held(directory / liveness.PEERS_NAME, name) is False:
+            free = time.monotonic() - begun
+            for offset in marks:
+                view[offset] = MARK
+        if free:
+            for offset in marks:
+                if view[offset] != MARK:
+                    view[offset] = MARK
+                    late = time.monotonic() - begun
+        if not gone and liveness_of(identity) is Liveness.GONE:
+            gone = time.monotonic() - begun
+        if free and gone:
+            end = min(end, begun + max(free, gone) + WATCH_SECONDS)
+    child.wait()
+    child.stdout.close()
+    view.close()
+    pool.unlink()
+    found = {"lock_free": free, "process_gone": gone, "last_write_after_lock": late}
+    return {"reserved": reserved} | {
+        key: round(1000 * seconds, 1) for key, seconds in found.items()
+    }
+
+
+def main() -> int:
+    """The program."""
+    if len(sys.argv) == 3:
+        copy_for_ever(Path(sys.argv[1]), sys.argv[2] == "1")
+    directory = Path(f"/dev/shm/kvtier-device-release-{os.getpid()}")
+    directory.mkdir()
+    try:
+        for _ in range(ROUNDS):
+            for reserved in (True, False):
+                print(json.dumps(measure(directory, reserved)), flush=True)
+    finally:
+        for path in sorted(directory.rglob("*"), reverse=True):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        directory.rmdir()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
