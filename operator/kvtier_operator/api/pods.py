@@ -63,6 +63,7 @@ class PodMetadata(_Object, frozen=True):
     owner_references: tuple[OwnerReference, ...] = ()
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    finalizers: tuple[str, ...] = ()
 
 
 class ResourceRequirements(_Object, frozen=True):
@@ -165,6 +166,19 @@ class ClaimSource(_Object, frozen=True):
     claim_name: str = ""
 
 
+class NfsSource(_Object, frozen=True):
+    """An ``nfs`` volume."""
+
+    server: str = ""
+    path: str = ""
+
+
+class ImageSource(_Object, frozen=True):
+    """An ``image`` volume."""
+
+    reference: str = ""
+
+
 class PodVolume(_Object, frozen=True):
     """A volume. At most one source is set; all are None if it is one that KVTier does not read."""
 
@@ -173,10 +187,11 @@ class PodVolume(_Object, frozen=True):
     secret: Presence | None = None
     downward_api: Presence | None = msgspec.field(name="downwardAPI", default=None)
     projected: ProjectedSource | None = None
-    image: Presence | None = None
+    image: ImageSource | None = None
     empty_dir: EmptyDirSource | None = None
     host_path: HostPathSource | None = None
-    nfs: Presence | None = None
+    nfs: NfsSource | None = None
+    ephemeral: Presence | None = None
     persistent_volume_claim: ClaimSource | None = None
 
     @property

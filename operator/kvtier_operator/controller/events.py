@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier_operator.api.conditions import EventReason, Reason
+from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.status import Condition, PolicyStatus, TierState
 from kvtier_operator.controller import objects
 from kvtier_operator.controller.pods.pod_view import PodState, PodView
-from kvtier_operator.kube.resources import EVENTS, ApiError, Client, Object
+from kvtier_operator.kube.resources import EVENTS, ApiError, Client
 
 logger = logging.getLogger(__name__)
 NORMAL, WARNING = "Normal", "Warning"
@@ -49,8 +50,7 @@ REPORTED_CONDITIONS = (
     "TiersHealthy",
 )
 UNREPORTED_REASONS = frozenset(
-    each.value
-    for each in (Reason.DEGRADED, Reason.BREAKER_OPEN, Reason.HEALTHY, Reason.STARTING)
+    each.value for each in (Reason.DEGRADED, Reason.BREAKER_OPEN, Reason.HEALTHY, Reason.STARTING)
 )
 """Condition reasons without an Event: tiers have their own Events, and starting is normal."""
 TIER_EVENTS = {
@@ -92,11 +92,10 @@ def policy_reference(policy: KVTierPolicy) -> ObjectReference:
     return ObjectReference(API_VERSION, KIND, policy.namespace, metadata.name, metadata.uid or "")
 
 
-def pod_reference(pod: Object) -> ObjectReference:
+def pod_reference(pod: Pod) -> ObjectReference:
     """A reference to a pod."""
-    return ObjectReference(
-        "v1", "Pod", objects.namespace(pod), objects.name(pod), objects.uid(pod)
-    )
+    metadata = pod.metadata
+    return ObjectReference("v1", "Pod", metadata.namespace, metadata.name, metadata.uid)
 
 
 def policy_events(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import INJECT_LABEL
+from kvtier_operator.api.pods import OwnerReference, Pod
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.objects import Owner
 from kvtier_operator.kube.resources import (
     EVENTS,
     NAMESPACES,
@@ -53,25 +53,23 @@ class Lookups:
         """All nodes."""
         return await self._cached(("nodes",), lambda: self._client.list(NODES)) or ()
 
-    async def pod(self, pod: Object) -> Object | None:
+    async def pod(self, pod: Pod) -> Object | None:
         """The complete pod: the one in the watch cache has no tolerations."""
-        namespace, name = objects.namespace(pod), objects.name(pod)
+        namespace, name = pod.metadata.namespace, pod.metadata.name
         found: Object | None = await self._cached(
-            ("pod", objects.uid(pod)), lambda: self._client.get(PODS, namespace, name)
+            ("pod", pod.metadata.uid), lambda: self._client.get(PODS, namespace, name)
         )
         return found
 
-    async def events(self, pod: Object) -> Sequence[Object]:
+    async def events(self, pod: Pod) -> Sequence[Object]:
         """Events about a pod."""
-        uid, namespace = objects.uid(pod), objects.namespace(pod)
+        uid, namespace = pod.metadata.uid, pod.metadata.namespace
         fields = f"involvedObject.uid={uid}"
         found = await self._cached(
             ("events", uid), lambda: self._client.list(EVENTS, namespace, fields=fields)
         )
         return [
-            event
-            for event in found or ()
-            if (event.get("involvedObject") or {}).get("uid") == uid
+            event for event in found or () if (event.get("involvedObject") or {}).get("uid") == uid
         ]
 
     async def secret_missing(self, namespace: str, name: str) -> bool:
@@ -88,7 +86,7 @@ class Lookups:
 
         return await self._cached(("secret", namespace, name), is_missing) is True
 
-    async def pod_template(self, namespace: str, owner: Owner) -> Object | None:
+    async def pod_template(self, namespace: str, owner: OwnerReference) -> Object | None:
         """The pod template of an owner; None if its kind is not in ``TEMPLATE_OWNERS``."""
         kind = TEMPLATE_OWNERS.get(owner.kind)
         if kind is None:

@@ -47,7 +47,6 @@ from kvtier_operator.render.documents import (
 )
 from kvtier_operator.settings import Settings
 
-
 MAX_GENERATION = (1 << 53) - 1
 """The largest live generation. JSON numbers are exact up to here; a larger one was not written by the operator."""
 
@@ -107,7 +106,9 @@ def plan(observed: Observed, settings: Settings) -> Plan:
     found_live = observed.config_maps.get(live_name(policy))
     generation, live_text = _live_document(policy, found_live, previous)
     bodies = _volumes(policy, settings)
-    created_claims = frozenset(body["metadata"]["name"] for body in bodies if body["kind"] == CLAIMS.kind)
+    created_claims = frozenset(
+        body["metadata"]["name"] for body in bodies if body["kind"] == CLAIMS.kind
+    )
     bodies.append(_config_map(policy, live_name(policy), LIVE_FILE, live_text))
     if policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         text = _structural_text(
@@ -165,7 +166,11 @@ def _structural_text(policy: KVTierPolicy, existing: Object | None, generation: 
     """
     text = structural_text(structural(policy, pod_placement(policy), generation))
     held = _document(existing, STRUCTURAL_FILE)
-    if held and existing is not None and _without(held, "live") == _without(json.loads(text), "live"):
+    if (
+        held
+        and existing is not None
+        and _without(held, "live") == _without(json.loads(text), "live")
+    ):
         return str(existing["data"][STRUCTURAL_FILE])
     return text
 
@@ -308,9 +313,7 @@ def _obsolete(desired: list[dict[str, Any]], observed: Observed) -> list[Deletio
                 # Also if its claim is needed: a recreated claim of the same name could never bind to this volume.
                 obsolete.append(Deletion(kind, each, f"it is {phase}; the data is kept"))
             elif (kind, name) not in needed and claim not in observed.claims:
-                obsolete.append(
-                    Deletion(kind, each, "no tier uses this export; the data is kept")
-                )
+                obsolete.append(Deletion(kind, each, "no tier uses this export; the data is kept"))
         elif (kind, name) in needed:
             continue
         elif kind is CLAIMS:

@@ -35,7 +35,7 @@ def asked(
     running: defaultdict[str, Fraction] = defaultdict(Fraction)
     peak: defaultdict[str, Fraction] = defaultdict(Fraction)
     for container in described.get("initContainers") or ():
-        if not with_injected and objects.ours(str(container.get("name"))):
+        if not with_injected and objects.is_injected_name(str(container.get("name"))):
             continue
         for resource, value in _container(container, which).items():
             if container.get("restartPolicy") == "Always":
@@ -64,7 +64,7 @@ def insufficient_resources(pod: Object, nodes: Sequence[Object], pods: Iterable[
     used: dict[str, defaultdict[str, Fraction]] = {}
     for other in pods:
         place = str(objects.spec(other).get("nodeName") or "")
-        if place and not objects.ended(other):
+        if place and objects.status(other).get("phase") not in ("Succeeded", "Failed"):
             sums = used.setdefault(place, defaultdict(Fraction))
             sums["pods"] += 1
             for resource, value in asked(objects.spec(other), with_injected=True).items():
