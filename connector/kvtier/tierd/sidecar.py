@@ -43,17 +43,18 @@ from kvtier.config.loader import STRUCTURAL_FILE, load_structural
 from kvtier.config.models import HttpEndpoint, Structural
 from kvtier.config.writer import document_text
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.http import HttpServer, Token, text_response
-from kvtier.tierd.liveness import (
+from kvtier.files import replace_file
+from kvtier.processes import (
     Liveness,
     ProcessIdentity,
-    leader_is_dead,
     liveness_of,
+    main_thread_exited,
     pid_namespace,
     process_start,
 )
+from kvtier.tierd.http import HttpServer, Token, text_response
 from kvtier.tierd.reporting import routes
-from kvtier.tierd.run_directory import RunDirectory, replace_atomically
+from kvtier.tierd.run_directory import RunDirectory
 from kvtier.tierd.status import Condition, Snapshot
 from kvtier.tierd.supervisor import (
     FIRST_BACKOFF_SECONDS,
@@ -89,7 +90,7 @@ def first_document(topology_directory: Path, run_directory: Path) -> FirstDocume
         return FirstDocument(None, kept, f"{error}{unreadable}")
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
-        replace_atomically(kept, document_text(structural).encode(), 0o644)
+        replace_file(kept, document_text(structural).encode(), 0o644)
     except OSError as error:
         return FirstDocument(None, kept, f"the run directory cannot be written: {error}")
     return FirstDocument(structural, kept)
@@ -167,7 +168,7 @@ class SidecarOptions:
 
 def request_drain(run_directory: Path) -> None:
     """Asks the supervisor to drain; returns at once. Raises ``OSError``."""
-    replace_atomically(run_directory / DRAIN_NAME, b"", 0o666)
+    replace_file(run_directory / DRAIN_NAME, b"", 0o666)
 
 
 class SidecarSupervisor:
@@ -275,7 +276,7 @@ class SidecarSupervisor:
         if (
             child is None
             or identity is None
-            or not leader_is_dead(identity)
+            or not main_thread_exited(identity)
             or liveness_of(identity) is Liveness.GONE
         ):
             return

@@ -30,9 +30,9 @@ from pathlib import Path
 import kvtier
 from kvtier.config.models import Daemon, Topology
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.liveness import (
+from kvtier.processes import (
     ProcessIdentity,
-    leader_is_dead,
+    main_thread_exited,
     own_identity,
     pid_namespace,
     process_start,
@@ -85,7 +85,7 @@ class DetachedProcess:
     def poll(self) -> bool:
         """Whether it has ended. A thread that hangs in the kernel is not waited for: nothing of the program runs any more."""
         if not self.ended:
-            self.ended = leader_is_dead(self._identity)
+            self.ended = main_thread_exited(self._identity)
             if self.ended:
                 self._reap()
         return self.ended

@@ -125,7 +125,7 @@ class Container(_Object, frozen=True):
 
     @property
     def is_sidecar(self) -> bool:
-        """For an init container: whether it keeps running beside the containers (a native sidecar)."""
+        """Whether an init container keeps running beside the containers (a native sidecar)."""
         return self.restart_policy == "Always"
 
 

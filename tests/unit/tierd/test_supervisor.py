@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
-from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.tierd import supervisor as module
 from kvtier.tierd.supervisor import Supervisor
 
@@ -42,14 +42,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    found = TierdCase(tmp_path, daemon=Daemon.ENGINE)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    found = TierdTestbed(tmp_path, daemon=Daemon.ENGINE)
     yield found
     found.close()
 
 
 def make(
-    case: TierdCase, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0
+    case: TierdTestbed, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0
 ) -> Supervisor:
     command = [sys.executable, "-S", "-c", LIVES, str(case.run_directory), str(beats), then]
     return Supervisor(
@@ -65,7 +65,7 @@ def kill_and_stop(supervisor: Supervisor) -> None:
     supervisor.stop(5)
 
 
-def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCase) -> None:
+def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
@@ -80,7 +80,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCas
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
 
 
-def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdCase) -> None:
+def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
     case.run_directory.mkdir(parents=True, exist_ok=True)
     case.run_directory.chmod(0o777)
     supervisor = make(case)
@@ -92,7 +92,7 @@ def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: Tier
 
 
 def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(
-    case: TierdCase,
+    case: TierdTestbed,
 ) -> None:
     supervisor = make(case)
     supervisor.ensure()
@@ -103,7 +103,7 @@ def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_o
     kill_and_stop(supervisor)
 
 
-def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdCase) -> None:
+def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdTestbed) -> None:
     supervisor = make(case, beats=1)
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawned"] >= 3, "it is started again and again")
@@ -111,7 +111,7 @@ def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdCase) -> N
     kill_and_stop(supervisor)
 
 
-def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase) -> None:
+def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
@@ -129,7 +129,7 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase)
     kill_and_stop(second)
 
 
-def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdCase) -> None:
+def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdTestbed) -> None:
     supervisor = make(case, beats=5, then="hang", unresponsive=0.5)
     supervisor.ensure()
     first = supervisor.child
@@ -138,7 +138,7 @@ def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdCas
     kill_and_stop(supervisor)
 
 
-def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdCase) -> None:
+def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdTestbed) -> None:
     supervisor = Supervisor(case.topology_directory, case.topology, command=["/does/not/exist"])
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
@@ -146,7 +146,9 @@ def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: Tierd
     assert not case.run_directory.exists()
 
 
-def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(case: TierdCase) -> None:
+def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(
+    case: TierdTestbed,
+) -> None:
     case.run_directory.write_text("in the way")
     now = 0.0
     supervisor = Supervisor(
@@ -162,7 +164,7 @@ def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(case: 
 
 
 def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
-    case = TierdCase(tmp_path, daemon=Daemon.SIDECAR)
+    case = TierdTestbed(tmp_path, daemon=Daemon.SIDECAR)
     supervisor = make(case)
     supervisor.ensure()
     supervisor.stop(5)
