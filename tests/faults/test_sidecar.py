@@ -21,7 +21,7 @@ from kvtier.config.writer import document_text
 from kvtier.harness.engine_process import http_request
 from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
 from kvtier.scorecard.mount import faulty_mount, unavailable
-from kvtier.tierd.sidecar import DRAIN_NAME
+from kvtier.tierd.sidecar_supervisor import DRAIN_NAME
 
 Start = Callable[..., "Sidecar"]
 END_SECONDS = 5.0
@@ -125,7 +125,7 @@ def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
     assert sidecar.end() < END_SECONDS
-    assert "is killed" in sidecar.log()
+    assert "killing it" in sidecar.log()
 
 
 def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(
@@ -190,7 +190,7 @@ def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(
     assert len(list(case.files.rglob("*.kv"))) == 1
 
 
-def test_a_request_to_drain_that_a_former_container_left_is_forgotten(
+def test_a_drain_request_of_a_previous_container_is_ignored(
     case: TierdTestbed, start: Start
 ) -> None:
     case.run_directory.mkdir(parents=True)
@@ -200,14 +200,17 @@ def test_a_request_to_drain_that_a_former_container_left_is_forgotten(
     assert not case.status()["conditions"]
 
 
-def test_it_waits_for_a_document_and_says_so(case: TierdTestbed, start: Start) -> None:
+def test_it_waits_for_a_valid_document_and_reports_why(case: TierdTestbed, start: Start) -> None:
     structural = case.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     sidecar = start("--port", str(port))
-    wait_for(lambda: "no structural document yet" in sidecar.log(), "it says what is missing")
+    wait_for(
+        lambda: "waiting for a valid structural document" in sidecar.log(),
+        "it says what is missing",
+    )
     assert sidecar.process.poll() is None
     code, text = http_request(port, "GET", "/healthz", timeout_seconds=5)
     assert (code, "structural.json" in text) == (503, True)
@@ -215,7 +218,7 @@ def test_it_waits_for_a_document_and_says_so(case: TierdTestbed, start: Start) -
     assert [each["type"] for each in status["conditions"]] == ["TopologyNotAccepted"]
     structural.write_text(good)
     sidecar.wait_serving()
-    assert sidecar.log().count("no structural document yet") == 1
+    assert sidecar.log().count("waiting for a valid structural document") == 1
 
 
 def test_the_first_document_holds_whatever_the_annotation_becomes(

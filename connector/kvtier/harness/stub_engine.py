@@ -38,6 +38,7 @@ from kvtier.tierd.client import TierdClient
 from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
+from kvtier.tierd.watchdog import WatchdogTiming
 from kvtier.tierd.wire import (
     PROTOCOL,
     Abort,
@@ -519,7 +520,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     topology = load_topology(given.topology)
     supervisor = Supervisor(
-        given.topology, topology, unresponsive_seconds=given.unresponsive_seconds
+        given.topology, topology, timing=WatchdogTiming(unresponsive=given.unresponsive_seconds)
     )
     supervisor.ensure()
     engine = StubEngine(

@@ -13,7 +13,7 @@ from kvtier.config.writer import document_text
 from kvtier.harness.tierd_testbed import TierdTestbed
 from kvtier.testing.objects import make_object
 from kvtier.tierd import tier_factory
-from kvtier.tierd.sidecar import first_document
+from kvtier.tierd.sidecar_supervisor import first_document
 from kvtier.tierd.tier_factory import build_tiers, storage_group
 from kvtier.tiers.filesystem import index
 

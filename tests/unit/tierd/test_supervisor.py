@@ -12,8 +12,8 @@ import pytest
 from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
 from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
-from kvtier.tierd import supervisor as module
 from kvtier.tierd.supervisor import Supervisor
+from kvtier.tierd.watchdog import DEFAULT_TIMING, WatchdogTiming
 
 LIVES = """
 import fcntl, os, sys, time
@@ -35,12 +35,6 @@ if sys.argv[3] == "hang":
 """
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.05)
-
-
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[TierdTestbed]:
     found = TierdTestbed(tmp_path, daemon=Daemon.ENGINE)
@@ -53,12 +47,15 @@ def make(
 ) -> Supervisor:
     command = [sys.executable, "-S", "-c", LIVES, str(case.run_directory), str(beats), then]
     return Supervisor(
-        case.topology_directory, case.topology, command=command, unresponsive_seconds=unresponsive
+        case.topology_directory,
+        case.topology,
+        command=command,
+        timing=WatchdogTiming(poll=0.02, first_backoff=0.05, unresponsive=unresponsive),
     )
 
 
 def kill_and_stop(supervisor: Supervisor) -> None:
-    child = supervisor._child
+    child = supervisor._watchdog.process
     if child is not None:
         child.kill()
         child.wait(30)
@@ -70,7 +67,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTes
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     assert first.child
@@ -107,7 +104,7 @@ def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdTestbed) -
     supervisor = make(case, beats=1)
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawned"] >= 3, "it is started again and again")
-    assert supervisor._backoff > 0.15
+    assert supervisor._watchdog._backoff_seconds > 0.15
     kill_and_stop(supervisor)
 
 
@@ -116,11 +113,11 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestb
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     first._stop.set()
-    child = first._child
+    child = first._watchdog.process
     assert child is not None
     child.kill()
     child.wait(30)
@@ -139,7 +136,12 @@ def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdTes
 
 
 def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdTestbed) -> None:
-    supervisor = Supervisor(case.topology_directory, case.topology, command=["/does/not/exist"])
+    supervisor = Supervisor(
+        case.topology_directory,
+        case.topology,
+        command=["/does/not/exist"],
+        timing=WatchdogTiming(poll=0.02, first_backoff=0.05),
+    )
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
     supervisor.stop(5)
@@ -155,10 +157,10 @@ def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(
         case.topology_directory, case.topology, command=["/bin/true"], clock=lambda: now
     )
     for _ in range(5):
-        supervisor._look()
+        supervisor._watchdog.step()
     assert supervisor.counters["spawn_failed"] == 1
-    now = module.LAST_BACKOFF_SECONDS
-    supervisor._look()
+    now = DEFAULT_TIMING.last_backoff
+    supervisor._watchdog.step()
     assert supervisor.counters["spawn_failed"] == 2
     case.run_directory.unlink()
 
