@@ -13,7 +13,7 @@ from typing import Any
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.controller.children.observe import CachedPolicy, claims_of, parse_policy
-from kvtier_operator.injection.governing import age, selects
+from kvtier_operator.injection.governing import NEVER_CREATED, precedence, selects
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, Cache, Object
 
@@ -92,7 +92,7 @@ class _NamespaceIndex:
         """Records the policies that select a pod."""
         for other in self.selecting.get(pod, ()):
             self.selected.get(other, set()).discard(pod)
-        ordered = tuple(sorted(names, key=self._age))
+        ordered = tuple(sorted(names, key=self._precedence))
         for other in ordered:
             self.selected.setdefault(other, set()).add(pod)
         if ordered:
@@ -100,9 +100,9 @@ class _NamespaceIndex:
         else:
             self.selecting.pop(pod, None)
 
-    def _age(self, name: str) -> tuple[str, str]:
+    def _precedence(self, name: str) -> tuple[str, str]:
         policy = self.policies[name].policy
-        return age(policy) if policy is not None else ("9999", "")
+        return precedence(policy) if policy is not None else (NEVER_CREATED, "")
 
 
 class PolicyIndex:
@@ -240,4 +240,4 @@ def _selection(cached: CachedPolicy) -> object:
     policy = cached.policy
     if policy is None:
         return None
-    return age(policy), policy.spec.pod_selector, policy.metadata.deletion_timestamp
+    return precedence(policy), policy.spec.pod_selector, policy.metadata.deletion_timestamp
