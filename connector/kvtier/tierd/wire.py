@@ -17,7 +17,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/2"
+PROTOCOL = f"{__version__}/3"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 
@@ -152,12 +152,6 @@ class EvictionAck(Message, frozen=True, kw_only=True):
     token: int
 
 
-class Drained(Message, frozen=True, kw_only=True):
-    """Worker: answer to ``Drain``."""
-
-    epoch: int
-
-
 class ResetCache(Message, frozen=True, kw_only=True):
     """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
 
@@ -250,12 +244,6 @@ class LoadReady(Message, frozen=True, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """To a worker: forget all grants and loads before ``epoch``, synchronise the streams, answer ``Drained``."""
-
-    epoch: int
-
-
 FromEngine = (
     Hello
     | Bye
@@ -268,7 +256,6 @@ FromEngine = (
     | Load
     | LoadReleased
     | EvictionAck
-    | Drained
     | ResetCache
     | Resync
 )
@@ -283,7 +270,6 @@ FromDaemon = (
     | Usable
     | Promoted
     | LoadReady
-    | Drain
     | Heartbeat
     | Bye
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import INJECT_LABEL
-from kvtier_operator.api.pods import OwnerReference, Pod
+from kvtier_operator.api.pods import OwnerReference, Pod, PodSpec, decode, decode_pod
 from kvtier_operator.controller import objects
 from kvtier_operator.kube.resources import (
     EVENTS,
@@ -53,13 +53,13 @@ class Lookups:
         """All nodes."""
         return await self._cached(("nodes",), lambda: self._client.list(NODES)) or ()
 
-    async def pod(self, pod: Pod) -> Object | None:
+    async def pod(self, pod: Pod) -> Pod | None:
         """The complete pod: the one in the watch cache has no tolerations."""
         namespace, name = pod.metadata.namespace, pod.metadata.name
         found: Object | None = await self._cached(
             ("pod", pod.metadata.uid), lambda: self._client.get(PODS, namespace, name)
         )
-        return found
+        return None if found is None else decode_pod(found)
 
     async def events(self, pod: Pod) -> Sequence[Object]:
         """Events about a pod."""
@@ -86,15 +86,17 @@ class Lookups:
 
         return await self._cached(("secret", namespace, name), is_missing) is True
 
-    async def pod_template(self, namespace: str, owner: OwnerReference) -> Object | None:
-        """The pod template of an owner; None if its kind is not in ``TEMPLATE_OWNERS``."""
+    async def pod_template(self, namespace: str, owner: OwnerReference) -> PodSpec | None:
+        """The spec of an owner's pod template; None if its kind is not in ``TEMPLATE_OWNERS``."""
         kind = TEMPLATE_OWNERS.get(owner.kind)
         if kind is None:
             return None
         found = await self._cached(
             ("owner", owner.uid), lambda: self._client.get(kind, namespace, owner.name)
         )
-        return None if found is None else objects.spec(found).get("template")
+        if found is None:
+            return None
+        return decode(objects.spec(objects.spec(found).get("template") or {}), PodSpec)
 
     async def _cached(self, key: tuple[str, ...], read: Callable[[], Awaitable[Any]]) -> Any:
         now = self._clock()

@@ -17,7 +17,6 @@ from kvtier_operator.kube.resources import Object
 
 GROUP_KEY_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 SET_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
-MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 NO_STATUS = ContainerStatus()
 
 

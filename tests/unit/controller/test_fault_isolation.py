@@ -30,9 +30,7 @@ def counted(registry: CollectorRegistry, reason: str) -> float:
      (TimeoutError(), "Deadline")],
     ids=repr,
 )  # fmt: skip
-def test_a_failed_reconcile_is_counted_and_retried(
-    error: Exception, reason: str
-) -> None:
+def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str) -> None:
     async def story() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
@@ -50,7 +48,9 @@ def test_a_failed_reconcile_is_counted_and_retried(
     asyncio.run(story())
 
 
-def test_failed_garbage_collection_is_counted_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_garbage_collection_is_counted_and_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def fails(*_: Any) -> int:
         raise TypeError("unexpected")
 

@@ -4,8 +4,8 @@ It is fed by the engine's thread (jobs, with a fence of the compute stream), by 
 of tierd) and by the thread that maps the pool. It never waits for any of them, and none of them waits for it, except
 ``close`` for a bounded time.
 
-When tierd is lost or asks to drain: synchronise the copies, end the loads, drop the stores, forget announcements, and
-only then tell tierd (``reattach`` or ``Drained``). From that word on a slot may hold another object's bytes.
+When tierd is lost: synchronise the copies, end the loads, drop the stores, forget announcements, and
+only then tell tierd (``reattach``). From that word on a slot may hold another object's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.engines.vllm.worker_state import (
     WorkerOutbox,
 )
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import Drain, Drained, LoadReady, Message, Refused, Welcome
+from kvtier.tierd.wire import LoadReady, Message, Refused, Welcome
 from kvtier.transfer.engine import CopyEngine
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class TransferThread:
 
     def message(self, message: Message) -> None:
         """The client's sink."""
-        if isinstance(message, LoadReady | Welcome | Drain | Refused):
+        if isinstance(message, LoadReady | Welcome | Refused):
             self._put(message, always=not isinstance(message, LoadReady))
 
     def lost(self, reason: str) -> None:
@@ -213,10 +213,6 @@ class TransferThread:
                 self._welcomed(item)
             case PoolReady():
                 self._pool(item)
-            case Drain():
-                self._counters.add("drains")
-                self._let_go("drained")
-                self._outbox.send(Drained(epoch=item.epoch))
             case _Lost():
                 self._lost(item.reason)
             case Refused():

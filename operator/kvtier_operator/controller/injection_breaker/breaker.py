@@ -128,10 +128,10 @@ class FailureDetector:
                 continue
             message = str(event.get("message") or "")
             caused_by_resources = False
-            if quota_messages.by_numbers(message):
+            if quota_messages.is_resource_rejection(message):
                 template = await lookups.pod_template(namespace, owner)
-                caused_by_resources = template is not None and quota_messages.ours(
-                    template.get("spec") or {}, message
+                caused_by_resources = template is not None and quota_messages.caused_by_injection(
+                    template, message
                 )
             failure = detectors.rejected_pod_failure(event, caused_by_resources)
             if failure is not None:

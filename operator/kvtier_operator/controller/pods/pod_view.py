@@ -13,6 +13,7 @@ from enum import StrEnum
 from kvtier_operator.api.conditions import Reason, SkipReason
 from kvtier_operator.api.names import (
     HASH_ANNOTATION,
+    MIRROR_ANNOTATION,
     POLICY_ANNOTATION,
     POLICY_UID_ANNOTATION,
     SKIPPED_ANNOTATION,
@@ -196,7 +197,7 @@ def _skipped(policy: KVTierPolicy, pod: Pod, injection_enabled: bool | None) -> 
     if owner is not None and owner.kind == "DaemonSet":
         message = "pods of a DaemonSet are not supported"
         return PodView(pod, PodState.SKIPPED, SkipReason.UNSUPPORTED_OWNER.value, message)
-    if objects.MIRROR_ANNOTATION in pod.metadata.annotations:
+    if MIRROR_ANNOTATION in pod.metadata.annotations:
         message = "static pods are not supported: the API server does not create them"
         return PodView(pod, PodState.SKIPPED, SkipReason.UNSUPPORTED_OWNER.value, message)
     created = objects.parse_time(pod.metadata.creation_timestamp)
