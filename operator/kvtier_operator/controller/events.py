@@ -1,8 +1,9 @@
 """Kubernetes Events: what changed, reported once, for ``kubectl describe``.
 
-An ``Event`` is a value until ``EventRecorder`` posts it. Its name is a hash of the object it is about and of its text, so
-a restarted operator, or a second replica, does not post it twice; a repetition increments ``count`` of the same object.
-Everything is bounded: Events per reconcile, Events per minute, and the memory of what was posted.
+An ``Event`` is a value until ``EventRecorder`` posts it. Its name is a hash of the object it is
+about and of its text, so a restarted operator, or a second replica, does not post it twice; a
+repetition increments ``count`` of the same object. Everything is bounded: Events per reconcile,
+Events per minute, and the memory of what was posted.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def _is_news(old: Condition | None, new: Condition) -> bool:
 
 
 def pod_events(pods: Sequence[PodView], old_states: dict[str, str] | None) -> list[Event]:
-    """Changes of pod states. ``old_states``: by uid, as of the last reconcile; None in the first one of this process: then
-    only problems are reported (the Event's name prevents a duplicate).
+    """Changes of pod states. ``old_states``: by uid, as of the last reconcile; None in the first
+    one of this process: then only problems are reported (the Event's name prevents a duplicate).
     """
     events = []
     for pod in pods:
@@ -165,7 +166,9 @@ def pod_events(pods: Sequence[PodView], old_states: dict[str, str] | None) -> li
 
 
 class EventRecorder:
-    """Posts Events. For one event loop. ``clock``: monotonic. ``posted`` and ``dropped`` count since the start."""
+    """Posts Events. For one event loop. ``clock``: monotonic. ``posted`` and ``dropped`` count
+    since the start.
+    """
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -177,8 +180,8 @@ class EventRecorder:
         self.dropped = 0
 
     async def post(self, events: Iterable[Event], now: float) -> None:
-        """Posts the Events that are not repetitions. Does not raise: an Event that cannot be posted is dropped, since
-        nothing depends on it. ``now``: seconds since 1970.
+        """Posts the Events that are not repetitions. Does not raise: an Event that cannot be posted
+        is dropped, since nothing depends on it. ``now``: seconds since 1970.
         """
         count = 0
         for event in events:

@@ -1,7 +1,7 @@
 """Which policies exist, and which pods each of them selects and governs.
 
-The index is updated with every change of a policy or a pod, so that no reconcile goes through all pods. The oldest
-policy that selects a pod governs it; ``injection/governing.py`` has the rule.
+The index is updated with every change of a policy or a pod, so that no reconcile goes through all
+pods. The oldest policy that selects a pod governs it; ``injection/governing.py`` has the rule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Label = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class SelectedPods:
-    """The pods that a policy's selector matches. ``governed``: by this policy. ``governed_by_others``: for each of the
-    rest the name of the policy that governs it.
+    """The pods that a policy's selector matches. ``governed``: by this policy.
+    ``governed_by_others``: for each of the rest the name of the policy that governs it.
     """
 
     governed: tuple[Pod, ...] = ()
@@ -34,9 +34,10 @@ class SelectedPods:
 class _NamespaceIndex:
     """One namespace.
 
-    ``selected``: pod names by policy. ``selecting``: policies by pod, oldest first. ``by_claim``: policies by claim.
-    ``by_required_label``: policies by one label that their selector requires (None: it requires none), and
-    ``pods_by_label``: these two keep a change from being compared with every pod and every policy.
+    ``selected``: pod names by policy. ``selecting``: policies by pod, oldest first. ``by_claim``:
+    policies by claim. ``by_required_label``: policies by one label that their selector requires
+    (None: it requires none), and ``pods_by_label``: these two keep a change from being compared
+    with every pod and every policy.
     """
 
     policies: dict[str, CachedPolicy] = field(default_factory=dict)
@@ -106,7 +107,9 @@ class _NamespaceIndex:
 
 
 class PolicyIndex:
-    """For one event loop. Methods that take a change return the policies to reconcile because of it."""
+    """For one event loop. Methods that take a change return the policies to reconcile because of
+    it.
+    """
 
     def __init__(self) -> None:
         self._namespaces: dict[str, _NamespaceIndex] = {}

@@ -1,5 +1,6 @@
-"""Reads from the API server that are needed only while something is wrong: Events of a pod that does not start, nodes, the
-namespace's label. Answers are cached for ``FRESH_SECONDS``. A read that fails counts as "not known".
+"""Reads from the API server that are needed only while something is wrong: Events of a pod that
+does not start, nodes, the namespace's label. Answers are cached for ``FRESH_SECONDS``. A read that
+fails counts as "not known".
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Lookups:
         self._answers: OrderedDict[tuple[str, ...], tuple[float, Any]] = OrderedDict()
 
     async def injection_enabled(self, namespace: str) -> bool | None:
-        """Whether the namespace has the label that makes the API server call the webhook; None: not known."""
+        """Whether the namespace has the label that makes the API server call the webhook; None: not
+        known.
+        """
         found = await self._cached(
             ("namespace", namespace), lambda: self._client.get(NAMESPACES, None, namespace)
         )
@@ -117,7 +120,9 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """How a reconcile reads and changes the cluster: the watch cache, calls, and cached on-demand reads."""
+    """How a reconcile reads and changes the cluster: the watch cache, calls, and cached on-demand
+    reads.
+    """
 
     cache: Cache
     client: Client

@@ -1,4 +1,6 @@
-"""Prometheus metrics of the controller. Gauges about policies and pods are computed when they are scraped."""
+"""Prometheus metrics of the controller. Gauges about policies and pods are computed when they are
+scraped.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ POD_STATES = ("selected", "attached", "current", "outdated", "skipped", "tuned")
 
 
 class ControllerMetrics:
-    """Metrics that the reconcile loop sets. Serves the certificate rotation too, as its ``CertificateMetrics``."""
+    """Metrics that the reconcile loop sets. Serves the certificate rotation too, as its
+    ``CertificateMetrics``.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
@@ -65,9 +69,11 @@ class ControllerMetrics:
 
 
 class PolicyMetrics(Collector):
-    """Queue depth, policies by condition, and pods by state. Series of deleted policies disappear with them.
+    """Queue depth, policies by condition, and pods by state. Series of deleted policies disappear
+    with them.
 
-    ``queue_depth``: policies that wait for a reconcile. ``statuses``: the current status of each policy.
+    ``queue_depth``: policies that wait for a reconcile. ``statuses``: the current status of each
+    policy.
     """
 
     def __init__(

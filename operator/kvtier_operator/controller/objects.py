@@ -1,4 +1,6 @@
-"""Reading Kubernetes objects: untyped ones as the cache holds them, and decoded pods. An absent field reads as empty."""
+"""Reading Kubernetes objects: untyped ones as the cache holds them, and decoded pods. An absent
+field reads as empty.
+"""
 
 from __future__ import annotations
 
@@ -114,15 +116,15 @@ def has_tierd_sidecar(pod: Pod) -> bool:
 
 
 def has_tierd(pod: Pod) -> bool:
-    """Whether tierd runs in the pod, as a sidecar or in the engine's container: both share a volume with the engine.
-    Pods with another connector have none, and cannot be polled.
+    """Whether tierd runs in the pod, as a sidecar or in the engine's container: both share a volume
+    with the engine. Pods with another connector have none, and cannot be polled.
     """
     return any(volume.name == RUN_VOLUME for volume in pod.spec.volumes)
 
 
 def engine_container(pod: Pod, configured: str | None) -> str:
-    """Name of the engine's container: the one that the policy configures, else the one with an injected volume, else the
-    first.
+    """Name of the engine's container: the one that the policy configures, else the one with an
+    injected volume, else the first.
     """
     containers = [each for each in pod.spec.containers if not is_injected_name(each.name)]
     names = [each.name for each in containers]

@@ -1,8 +1,10 @@
-"""Reconciles a policy's pods: status and Events from their reports, the injection breaker, and workload restarts.
+"""Reconciles a policy's pods: status and Events from their reports, the injection breaker, and
+workload restarts.
 
-``PodReconciler.reconcile`` runs once per reconcile of the policy, after the plan was applied. It is level-triggered: it
-decides from the objects, from the status in force and from the pods' last reports. The history that it keeps of each
-policy only saves work and status writes; after a restart of the operator it is rebuilt.
+``PodReconciler.reconcile`` runs once per reconcile of the policy, after the plan was applied. It is
+level-triggered: it decides from the objects, from the status in force and from the pods' last
+reports. The history that it keeps of each policy only saves work and status writes; after a restart
+of the operator it is rebuilt.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PodReconcileResult:
-    """``status``: the status to write if it differs from the one in force. ``wake_seconds``: until the policy needs another
-    reconcile without any event; None: at the next resync.
+    """``status``: the status to write if it differs from the one in force. ``wake_seconds``: until
+    the policy needs another reconcile without any event; None: at the next resync.
     """
 
     status: PolicyStatus
@@ -76,9 +78,10 @@ class PodReconcileResult:
 class _PolicyHistory:
     """What is remembered of a policy between reconciles.
 
-    ``written_at``: when the status last changed (seconds since 1970; None: not known). ``generation`` and ``changed_at``:
-    the newest generation, and since when; 0 if it was in force when this process started. ``pod_states``: by uid, as of
-    the last reconcile; None before the first.
+    ``written_at``: when the status last changed (seconds since 1970; None: not known).
+    ``generation`` and ``changed_at``: the newest generation, and since when; 0 if it was in force
+    when this process started. ``pod_states``: by uid, as of the last reconcile; None before the
+    first.
     """
 
     written_at: float | None = None
@@ -123,9 +126,9 @@ class PodReconciler:
     async def reconcile(self, policy: KVTierPolicy, inputs: ReconcileInput) -> PodReconcileResult:
         """Reconciles the pods of ``policy`` once. ``policy.status`` is the status in force.
 
-        Posts Events, deletes blocked pods and restarts workloads. A call that fails is logged and retried after
-        ``wake_seconds``; ``ApiError`` is not raised. The caller writes the returned status: bytes and percentages in it
-        are those in force until they may change.
+        Posts Events, deletes blocked pods and restarts workloads. A call that fails is logged and
+        retried after ``wake_seconds``; ``ApiError`` is not raised. The caller writes the returned
+        status: bytes and percentages in it are those in force until they may change.
         """
         key = (policy.namespace, policy.metadata.name)
         history = self._histories.setdefault(key, _PolicyHistory())
@@ -139,7 +142,9 @@ class PodReconciler:
 
 @dataclass(slots=True)
 class _PodReconcile:
-    """One reconcile of one policy's pods: its inputs, and the Events and wake-ups that its steps collect."""
+    """One reconcile of one policy's pods: its inputs, and the Events and wake-ups that its steps
+    collect.
+    """
 
     deps: PodReconciler
     history: _PolicyHistory

@@ -1,8 +1,10 @@
-"""Restarting workloads whose pods run with an older structure (``rollout.strategy: RestartWorkloads``). Pure.
+"""Restarting workloads whose pods run with an older structure (``rollout.strategy:
+RestartWorkloads``). Pure.
 
-The structural hash is set as an annotation of the pod template, so the workload's own controller replaces the pods
-according to its update strategy. One workload restarts at a time; the next one starts when it is available. A workload that
-already has the annotation for this hash is not restarted again: if its pods are still outdated, a restart did not help.
+The structural hash is set as an annotation of the pod template, so the workload's own controller
+replaces the pods according to its update strategy. One workload restarts at a time; the next one
+starts when it is available. A workload that already has the annotation for this hash is not
+restarted again: if its pods are still outdated, a restart did not help.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class Unsupported:
 class Rollout:
     """The progress of a rollout.
 
-    ``restart``: the workload to restart now. ``in_progress``: the workload that is restarting, and what is missing;
-    empty: none. ``ineffective``: workloads that were restarted for this structure and still have outdated pods.
-    ``waiting``: number of workloads to restart. ``paused``: why none may be restarted; empty: it may.
+    ``restart``: the workload to restart now. ``in_progress``: the workload that is restarting, and
+    what is missing; empty: none. ``ineffective``: workloads that were restarted for this structure
+    and still have outdated pods. ``waiting``: number of workloads to restart. ``paused``: why none
+    may be restarted; empty: it may.
     """
 
     restart: Workload | None = None
@@ -91,8 +94,8 @@ def plan_rollout(
     get: GetObject,
     paused: str = "",
 ) -> Rollout:
-    """Chooses the workload to restart. ``paused``: why nothing may be restarted now, because new pods would get no tiers
-    or the wrong ones.
+    """Chooses the workload to restart. ``paused``: why nothing may be restarted now, because new
+    pods would get no tiers or the wrong ones.
     """
     if policy.spec.rollout.strategy is not RolloutStrategy.RESTART_WORKLOADS:
         return NO_ROLLOUT

@@ -35,7 +35,9 @@ def answered(document: Mapping[str, Any] | None = None) -> LastReport:
 def view_of(
     pod: Object, last: Answer = None, of: KVTierPolicy | None = None, now: float = NOON, **more: Any
 ) -> PodView:
-    """The view of one pod. ``last``: the document that it answered with, the result of polling it, or None."""
+    """The view of one pod. ``last``: the document that it answered with, the result of polling it,
+    or None.
+    """
     result = last if isinstance(last, LastReport) else NO_REPORT if last is None else answered(last)
     return view(of or policy(), decode_pod(pod), result, now, **more)
 

@@ -1,4 +1,6 @@
-"""The policy index: after any changes it equals the result of comparing every policy with every pod."""
+"""The policy index: after any changes it equals the result of comparing every policy with every
+pod.
+"""
 
 from __future__ import annotations
 

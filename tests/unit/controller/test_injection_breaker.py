@@ -1,4 +1,6 @@
-"""The injection breaker: which failures are traced to an injected part, and what is done about them."""
+"""The injection breaker: which failures are traced to an injected part, and what is done about
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Events about the data that stays in hostPath directories and NFS exports when a policy is deleted."""
+"""Events about the data that stays in hostPath directories and NFS exports when a policy is
+deleted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reconciling pods against an API server in memory: what is written, deleted and restarted, and in which order."""
+"""Reconciling pods against an API server in memory: what is written, deleted and restarted, and in
+which order.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class FixedReports(PodPoller):
 
 
 class Cluster:
-    """An API server in memory with a policy, the pod reconciler, and a clock. ``answers``: of pods, by name."""
+    """An API server in memory with a policy, the pod reconciler, and a clock. ``answers``: of pods,
+    by name.
+    """
 
     def __init__(
         self, of: KVTierPolicy | None = None, api: MemoryCluster | None = None, **settings: Any

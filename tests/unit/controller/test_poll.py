@@ -281,7 +281,9 @@ def test_a_changed_token_is_used_at_once() -> None:
 
 
 LONG = json.dumps({"http": {"port": 9411}, "more": "x" * (16 << 10)})
-"""Longer than any that KVTier writes. A thousand of 256 KiB, which the API server accepts, would stay in memory."""
+"""Longer than any that KVTier writes. A thousand of 256 KiB, which the API server accepts, would
+stay in memory.
+"""
 
 
 def test_the_port_is_the_one_in_the_pods_structure() -> None:

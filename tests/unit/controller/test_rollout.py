@@ -1,4 +1,6 @@
-"""``rollout.strategy: RestartWorkloads``: one workload at a time, never twice for the same structure."""
+"""``rollout.strategy: RestartWorkloads``: one workload at a time, never twice for the same
+structure.
+"""
 
 from __future__ import annotations
 

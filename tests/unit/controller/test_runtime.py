@@ -139,7 +139,9 @@ def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_ex
 
 
 def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    """In a container nobody does it for a first process that has no handler: its pod stays for its grace period."""
+    """In a container nobody does it for a first process that has no handler: its pod stays for its
+    grace period.
+    """
     assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0
 
 

@@ -1,8 +1,8 @@
 """Applies a plan: server-side apply of the objects that differ, deletion of the obsolete ones.
 
-A permanent failure (a quota, an admission policy, an invalid value) is reported and does not stop the rest of the plan.
-Any other failure is raised, and the whole reconcile is retried. Every step leaves a state from which the next reconcile
-continues, so the operator can be killed at any point.
+A permanent failure (a quota, an admission policy, an invalid value) is reported and does not stop
+the rest of the plan. Any other failure is raised, and the whole reconcile is retried. Every step
+leaves a state from which the next reconcile continues, so the operator can be killed at any point.
 """
 
 from __future__ import annotations
@@ -23,24 +23,32 @@ from kvtier_operator.render.volumes import MANAGED_BY
 
 logger = logging.getLogger(__name__)
 PERMANENT_FAILURES = frozenset({400, 403, 405, 413, 422})
-"""HTTP statuses that a retry of the same call does not change: the policy or the cluster has to change first."""
+"""HTTP statuses that a retry of the same call does not change: the policy or the cluster has to
+change first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyFailure:
-    """An object that could not be applied. ``message``: one sentence that names the object and the cause."""
+    """An object that could not be applied. ``message``: one sentence that names the object and the
+    cause.
+    """
 
     kind: Kind
     message: str
 
     @property
     def affects_storage(self) -> bool:
-        """Whether a tier lacks its storage as a result. Live values do not: every pod has a copy of them."""
+        """Whether a tier lacks its storage as a result. Live values do not: every pod has a copy of
+        them.
+        """
         return self.kind is not CONFIG_MAPS
 
 
 async def apply_plan(plan: Plan, client: Client, cache: NotingCache) -> list[ApplyFailure]:
-    """Applies and deletes, one call after another. Raises ``ApiError`` for failures that a retry may solve."""
+    """Applies and deletes, one call after another. Raises ``ApiError`` for failures that a retry
+    may solve.
+    """
     failures: list[ApplyFailure] = []
     for desired in plan.apply:
         try:
@@ -59,7 +67,9 @@ async def apply_plan(plan: Plan, client: Client, cache: NotingCache) -> list[App
 
 
 async def delete_object(deletion: Deletion, client: Client) -> None:
-    """Deletes exactly the observed version of the object: one that has changed since stays until the next reconcile."""
+    """Deletes exactly the observed version of the object: one that has changed since stays until
+    the next reconcile.
+    """
     metadata = deletion.existing["metadata"]
     try:
         await client.delete(

@@ -1,12 +1,15 @@
-"""Garbage collection of objects whose policy is gone, and a notice about the data that stays behind.
+"""Garbage collection of objects whose policy is gone, and a notice about the data that stays
+behind.
 
-Objects: PersistentVolumes have no namespaced owner, and an owner reference can be removed, so the cluster's own garbage
-collector does not delete everything. ``collect_garbage`` runs at every resync. A policy counts as gone only once the API
-server itself says so: a stale cache, or a CRD that was removed for a moment, must not delete anything.
+Objects: PersistentVolumes have no namespaced owner, and an owner reference can be removed, so the
+cluster's own garbage collector does not delete everything. ``collect_garbage`` runs at every
+resync. A policy counts as gone only once the API server itself says so: a stale cache, or a CRD
+that was removed for a moment, must not delete anything.
 
-Data: a hostPath directory or an NFS export outlives its policy. The operator mounts neither, so it cannot delete the
-files; ``orphaned_data_events`` names the directories once, when the policy is deleted. A policy that is deleted while the
-controller is down gets no such Event; the directory's name contains the policy's uid.
+Data: a hostPath directory or an NFS export outlives its policy. The operator mounts neither, so it
+cannot delete the files; ``orphaned_data_events`` names the directories once, when the policy is
+deleted. A policy that is deleted while the controller is down gets no such Event; the directory's
+name contains the policy's uid.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ IsLive = Callable[[str, str, str], bool]
 
 
 async def collect_garbage(cache: Cache, client: Client, is_live: IsLive) -> int:
-    """Deletes objects whose policy is gone; returns how many. Raises ``ApiError``; the next resync continues."""
+    """Deletes objects whose policy is gone; returns how many. Raises ``ApiError``; the next resync
+    continues.
+    """
     gone: dict[tuple[str, str, str], bool] = {}
     removed = 0
     for deletion in list(garbage(cache, is_live)):
@@ -86,7 +91,9 @@ def garbage(cache: Cache, is_live: IsLive) -> Iterator[Deletion]:
 
 
 def owning_policy(found: Object) -> tuple[str, str, str] | None:
-    """Namespace, name and uid of the policy that the object was created for; None if its labels do not say."""
+    """Namespace, name and uid of the policy that the object was created for; None if its labels do
+    not say.
+    """
     metadata = found["metadata"]
     labels = metadata.get("labels") or {}
     namespace = metadata.get("namespace") or labels.get(NAMESPACE_LABEL)
@@ -95,7 +102,9 @@ def owning_policy(found: Object) -> tuple[str, str, str] | None:
 
 
 async def policy_is_gone(client: Client, namespace: str, name: str, uid: str) -> bool:
-    """Asks the API server. Raises ``ApiError`` if it does not know the kind at all: then nothing is known."""
+    """Asks the API server. Raises ``ApiError`` if it does not know the kind at all: then nothing is
+    known.
+    """
     try:
         found = await client.get(POLICIES, namespace, name)
     except ApiError as error:
@@ -110,8 +119,8 @@ async def policy_is_gone(client: Client, namespace: str, name: str, uid: str) ->
 
 
 def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]) -> list[Event]:
-    """One Event for each tier on a hostPath or an NFS export. Pure. None for a policy that was never applied: no pod has
-    mounted anything for it.
+    """One Event for each tier on a hostPath or an NFS export. Pure. None for a policy that was
+    never applied: no pod has mounted anything for it.
     """
     policy = deleted.policy
     if policy is None or not (deleted.raw.get("status") or {}).get("liveGeneration"):

@@ -13,14 +13,18 @@ from kvtier_operator.render.documents import live_name, structural_name
 from kvtier_operator.render.volumes import POLICY_LABEL, claim_name
 
 UID_LABEL = POLICY_UID_ANNOTATION
-"""On every object that the operator creates: the uid of the policy that it belongs to. Names can be reused, uids cannot."""
+"""On every object that the operator creates: the uid of the policy that it belongs to. Names can be
+reused, uids cannot.
+"""
 NAMESPACE_LABEL = "kvtier.io/policy-namespace"
 """On PersistentVolumes, which have no namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPolicy:
-    """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then says why."""
+    """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then
+    says why.
+    """
 
     raw: Object
     policy: KVTierPolicy | None
@@ -49,9 +53,9 @@ def parse_policy(raw: Object) -> CachedPolicy:
 class Observed:
     """A policy and the objects around it.
 
-    ``config_maps`` and ``claims``: by name, those that the policy needs or that carry its label. ``volumes``: those that
-    were created for a policy of this name. ``mounted_claims``: claims that a pod of the namespace mounts; filled only
-    if there is a claim that might be deleted.
+    ``config_maps`` and ``claims``: by name, those that the policy needs or that carry its label.
+    ``volumes``: those that were created for a policy of this name. ``mounted_claims``: claims that
+    a pod of the namespace mounts; filled only if there is a claim that might be deleted.
     """
 
     cached: CachedPolicy
@@ -62,7 +66,9 @@ class Observed:
 
 
 def observe(cached: CachedPolicy, cache: Cache) -> Observed:
-    """Reads what concerns a policy from the cache. The cost grows with the claims of the policy's namespace."""
+    """Reads what concerns a policy from the cache. The cost grows with the claims of the policy's
+    namespace.
+    """
     metadata = cached.raw["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     needed = set(claims_of(cached.policy).values())
@@ -100,7 +106,9 @@ def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:
 
 
 def volume_owner(volume: Object) -> tuple[str, str]:
-    """Namespace and name of the policy that a PersistentVolume was created for; empty if it carries no such labels."""
+    """Namespace and name of the policy that a PersistentVolume was created for; empty if it carries
+    no such labels.
+    """
     labels = volume["metadata"].get("labels") or {}
     return labels.get(NAMESPACE_LABEL, ""), labels.get(POLICY_LABEL, "")
 

@@ -1,12 +1,14 @@
 """From what is observed to what should exist. Pure: no call, no clock, no randomness.
 
-Objects of a policy: the live ConfigMap; with ``attach.mode: ConfigMapOnly`` also the structural one; a claim for each
-``claimTemplate``; for each NFS export a PersistentVolume and a claim, if the operator may create volumes. Each carries
-the policy's uid as a label. Each but a volume has the policy as its owner, so the cluster deletes it with the policy.
-The token's Secret is not in a plan: it is random, and is never read from a cache.
+Objects of a policy: the live ConfigMap; with ``attach.mode: ConfigMapOnly`` also the structural
+one; a claim for each ``claimTemplate``; for each NFS export a PersistentVolume and a claim, if the
+operator may create volumes. Each carries the policy's uid as a label. Each but a volume has the
+policy as its owner, so the cluster deletes it with the policy. The token's Secret is not in a plan:
+it is random, and is never read from a cache.
 
-The spec of an existing claim or volume is never changed (it is immutable except for growth): another volume has another
-name. Nothing is applied to an object that is being deleted; it is recreated once it is gone.
+The spec of an existing claim or volume is never changed (it is immutable except for growth):
+another volume has another name. Nothing is applied to an object that is being deleted; it is
+recreated once it is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ from kvtier_operator.render.documents import (
 from kvtier_operator.settings import Settings
 
 MAX_GENERATION = (1 << 53) - 1
-"""The largest live generation. JSON numbers are exact up to here; a larger one was not written by the operator."""
+"""The largest live generation. JSON numbers are exact up to here; a larger one was not written by
+the operator.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,9 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``apply`` in this order, then ``delete``. If ``accepted`` is False, nothing is applied and nothing is deleted."""
+    """``apply`` in this order, then ``delete``. If ``accepted`` is False, nothing is applied and
+    nothing is deleted.
+    """
 
     accepted: bool
     conditions: tuple[ConditionUpdate, ...]
@@ -149,7 +155,9 @@ def validation_errors(
 
 
 def _live_document(policy: KVTierPolicy, existing: Object | None, previous: int) -> tuple[int, str]:
-    """Generation and text. Unchanged values keep their generation; changed ones get the next one, which was never used."""
+    """Generation and text. Unchanged values keep their generation; changed ones get the next one,
+    which was never used.
+    """
     held = _document(existing, LIVE_FILE)
     generation = held.get("generation")
     valid = isinstance(generation, int) and 0 < generation <= MAX_GENERATION
@@ -161,8 +169,8 @@ def _live_document(policy: KVTierPolicy, existing: Object | None, previous: int)
 
 
 def _structural_text(policy: KVTierPolicy, existing: Object | None, generation: int) -> str:
-    """The document for pods with ``attach.mode: ConfigMapOnly``. Its copy of the live values is not updated: a pod that
-    mounts the file should see it change only when the structure does.
+    """The document for pods with ``attach.mode: ConfigMapOnly``. Its copy of the live values is not
+    updated: a pod that mounts the file should see it change only when the structure does.
     """
     text = structural_text(structural(policy, pod_placement(policy), generation))
     held = _document(existing, STRUCTURAL_FILE)
@@ -224,7 +232,9 @@ def _config_map(policy: KVTierPolicy, name: str, file: str, text: str) -> dict[s
 
 
 def _with_owner(body: dict[str, Any], cached: CachedPolicy) -> dict[str, Any]:
-    """Adds the labels and the owner reference that tie the object to this policy, and not to another of its name."""
+    """Adds the labels and the owner reference that tie the object to this policy, and not to
+    another of its name.
+    """
     metadata = dict(body["metadata"])
     labels = {**metadata["labels"], UID_LABEL: cached.uid}
     if body["kind"] == VOLUMES.kind:
@@ -262,7 +272,9 @@ def _differing(desired: list[dict[str, Any]], observed: Observed) -> list[Desire
 
 
 def differs(desired: Any, existing: Any) -> bool:
-    """Whether ``existing`` lacks anything of ``desired``. Keys and owners that others added do not count."""
+    """Whether ``existing`` lacks anything of ``desired``. Keys and owners that others added do not
+    count.
+    """
     if isinstance(desired, Mapping):
         if not isinstance(existing, Mapping):
             return True
@@ -297,8 +309,8 @@ def _existing(observed: Observed) -> dict[tuple[Kind, str], Object]:
 
 
 def _obsolete(desired: list[dict[str, Any]], observed: Observed) -> list[Deletion]:
-    """Objects of this policy that it no longer needs. A claim stays while a pod mounts it, a volume while its claim
-    exists. The data is kept in any case.
+    """Objects of this policy that it no longer needs. A claim stays while a pod mounts it, a volume
+    while its claim exists. The data is kept in any case.
     """
     needed = {(_KINDS[body["kind"]], body["metadata"]["name"]) for body in desired}
     uid = observed.cached.uid
@@ -310,7 +322,8 @@ def _obsolete(desired: list[dict[str, Any]], observed: Observed) -> list[Deletio
             phase = (each.get("status") or {}).get("phase")
             claim = (each["spec"].get("claimRef") or {}).get("name", "")
             if phase in ("Released", "Failed"):
-                # Also if its claim is needed: a recreated claim of the same name could never bind to this volume.
+                # Also if its claim is needed: a recreated claim of the same name could never bind
+                # to this volume.
                 obsolete.append(Deletion(kind, each, f"it is {phase}; the data is kept"))
             elif (kind, name) not in needed and claim not in observed.claims:
                 obsolete.append(Deletion(kind, each, "no tier uses this export; the data is kept"))

@@ -1,7 +1,9 @@
-"""The bearer token of each policy's pods: created once in a Secret, and cached in the controller's memory.
+"""The bearer token of each policy's pods: created once in a Secret, and cached in the controller's
+memory.
 
-The controller has no right to list Secrets. It reads a policy's Secret by name when it first needs the token and again
-at every resync, so a deleted Secret is recreated, with another token, within one resync period.
+The controller has no right to list Secrets. It reads a policy's Secret by name when it first needs
+the token and again at every resync, so a deleted Secret is recreated, with another token, within
+one resync period.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """``value`` is None if there is no usable Secret; ``error`` then says why. ``read_at``: by the monotonic clock."""
+    """``value`` is None if there is no usable Secret; ``error`` then says why. ``read_at``: by the
+    monotonic clock.
+    """
 
     value: str | None
     error: str
@@ -68,7 +72,9 @@ class PolicyTokens:
         self._tokens.pop(uid, None)
 
     async def get(self, cached: CachedPolicy) -> Token:
-        """The policy's token; creates the Secret if there is none. Raises ``ApiError`` if a retry may succeed."""
+        """The policy's token; creates the Secret if there is none. Raises ``ApiError`` if a retry
+        may succeed.
+        """
         held = self._tokens.get(cached.uid)
         if (
             held is not None

@@ -1,11 +1,12 @@
 """The injection breaker: injection must never prevent a pod from starting.
 
-Each reconcile detects failures (``FailureDetector``), suspends the owners of the affected pods (``suspended_owners``),
-and deletes blocked pods (``deletable_pods``), so that their owner replaces them with pods that are not injected.
+Each reconcile detects failures (``FailureDetector``), suspends the owners of the affected pods
+(``suspended_owners``), and deletes blocked pods (``deletable_pods``), so that their owner replaces
+them with pods that are not injected.
 
-A suspended owner is listed in the policy's status with its uid. New pods name that uid in ``ownerReferences``, so the
-webhook needs nothing else to skip them. The owner of a Deployment's pods is a ReplicaSet: a changed pod template is
-another ReplicaSet, and is injected at once.
+A suspended owner is listed in the policy's status with its uid. New pods name that uid in
+``ownerReferences``, so the webhook needs nothing else to skip them. The owner of a Deployment's
+pods is a ReplicaSet: a changed pod template is another ReplicaSet, and is injected at once.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ from kvtier_operator.kube.resources import CLAIMS, EVENTS, PODS, POLICIES, Objec
 from kvtier_operator.settings import Settings
 
 MAX_EXAMINED = 8
-"""Blocked pods, and rejections, that one reconcile examines. The next ones follow once these are resolved."""
+"""Blocked pods, and rejections, that one reconcile examines. The next ones follow once these are
+resolved.
+"""
 MAX_SUSPENDED = 16
 SETTLE_SECONDS = 2.0
-"""Between writing a suspension to the status and deleting the blocked pod: the webhook has seen the suspension by then."""
+"""Between writing a suspension to the status and deleting the blocked pod: the webhook has seen the
+suspension by then.
+"""
 
 
 class FailureDetector:
-    """Detects injection failures of one policy in one reconcile. Makes no calls while every pod starts.
+    """Detects injection failures of one policy in one reconcile. Makes no calls while every pod
+    starts.
 
-    ``now``: seconds since 1970. ``changed_at``: when the policy last changed; earlier rejections are ignored.
+    ``now``: seconds since 1970. ``changed_at``: when the policy last changed; earlier rejections
+    are ignored.
     """
 
     def __init__(
@@ -62,7 +69,9 @@ class FailureDetector:
         self._changed_at = changed_at
 
     async def detect(self, suspended: Sequence[SuspendedOwner]) -> list[InjectionFailure]:
-        """Blocked pods, then rejections. Rejections are not looked up again for owners that are ``suspended`` already."""
+        """Blocked pods, then rejections. Rejections are not looked up again for owners that are
+        ``suspended`` already.
+        """
         if self._policy.spec.attach.mode is not AttachMode.WEBHOOK:
             return []
         blocked = [
@@ -76,7 +85,9 @@ class FailureDetector:
         return [*failures, *await self._rejected({entry.uid for entry in suspended})]
 
     async def _blocked(self, pod: Pod) -> InjectionFailure | None:
-        """Decides from the caches if it can; else from the pod's Events or the nodes, which cost calls."""
+        """Decides from the caches if it can; else from the pod's Events or the nodes, which cost
+        calls.
+        """
         namespace, cache = pod.metadata.namespace, self._cluster.cache
         context = PodContext(get_claim=lambda name: cache.get(CLAIMS, namespace, name))
         failure = detectors.blocked_pod_failure(self._policy, pod, context, self._now)
@@ -102,7 +113,8 @@ class FailureDetector:
 
     async def _insufficient_resources(self, pod: Pod) -> str:
         if self._settings.watch_namespaces:
-            # The pods of the other namespaces are not known, so neither are the free resources of nodes.
+            # The pods of the other namespaces are not known, so neither are the free resources of
+            # nodes.
             return ""
         complete = await self._cluster.lookups.pod(pod)
         if complete is None:
@@ -159,7 +171,8 @@ class FailureDetector:
         siblings = (pod.controller for pod in self._inputs.pods)
         if any(sibling is not None and sibling.uid == owner.uid for sibling in siblings):
             return True
-        # The pod template of such an owner cannot be read. With a single policy, only that one can have injected the pod.
+        # The pod template of such an owner cannot be read. With a single policy, only that one can
+        # have injected the pod.
         message = str(event.get("message") or "")
         return len(cached) == 1 and detectors.names_injected_part(message)
 
@@ -170,8 +183,8 @@ def suspended_owners(
     failures: Iterable[InjectionFailure],
     now: float,
 ) -> list[SuspendedOwner]:
-    """Owners whose new pods are not injected: the ``current`` ones until they expire, then those of ``failures``. At most
-    ``MAX_SUSPENDED``, the current ones first.
+    """Owners whose new pods are not injected: the ``current`` ones until they expire, then those of
+    ``failures``. At most ``MAX_SUSPENDED``, the current ones first.
     """
     suspended: dict[str, SuspendedOwner] = {}
     for entry in current:
@@ -200,9 +213,10 @@ def deletable_pods(
     now: float,
     changed_at: float = 0.0,
 ) -> tuple[list[InjectionFailure], float | None]:
-    """Failures whose blocked pod can be deleted: its replacement is not injected, because the owner has been suspended for
-    ``SETTLE_SECONDS``, or is injected according to a policy that changed since. Also returns the seconds until the other
-    owners' suspensions have settled; None if there are none.
+    """Failures whose blocked pod can be deleted: its replacement is not injected, because the owner
+    has been suspended for ``SETTLE_SECONDS``, or is injected according to a policy that changed
+    since. Also returns the seconds until the other owners' suspensions have settled; None if there
+    are none.
     """
     suspended_at = {
         entry.uid: (objects.parse_time(entry.until) or now) - policy.spec.attach.retry_seconds

@@ -1,8 +1,8 @@
 """Finds out whether an injected part prevents a pod from starting. Pure.
 
-There are three kinds of evidence: the API server rejected the pod (``FailedCreate`` Events of its owner), the scheduler
-found no node, or the kubelet cannot start the containers. A cause that cannot be traced to an injected part is ignored:
-most pods that start slowly have reasons of their own.
+There are three kinds of evidence: the API server rejected the pod (``FailedCreate`` Events of its
+owner), the scheduler found no node, or the kubelet cannot start the containers. A cause that cannot
+be traced to an injected part is ignored: most pods that start slowly have reasons of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from kvtier_operator.controller.pods.reports import bounded_text
 from kvtier_operator.kube.resources import Object
 
 RECENT_SECONDS = 180.0
-"""A failed mount is retried within about two minutes, so an older Event says nothing about the current state."""
+"""A failed mount is retried within about two minutes, so an older Event says nothing about the
+current state.
+"""
 IMAGE_REASONS = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -35,15 +37,17 @@ MAX_MESSAGE = 240
 _INJECTED_PART = re.compile(
     r"(?<![A-Za-z0-9./-])kvtier-(?:(?:payload|tierd|run|topology|token|key|shm|no-account)(?![A-Za-z0-9-])|(?:tier|secret)-)"
 )
-"""Names of injected containers and volumes. A pod or a claim whose own name starts with ``kvtier-`` does not match."""
+"""Names of injected containers and volumes. A pod or a claim whose own name starts with ``kvtier-``
+does not match.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InjectionFailure:
     """An injected part prevents a pod from starting.
 
-    ``owner``: of the pod; None: nothing would replace it. ``pod``: the blocked pod; None: the API server rejected it, so
-    it does not exist.
+    ``owner``: of the pod; None: nothing would replace it. ``pod``: the blocked pod; None: the API
+    server rejected it, so it does not exist.
     """
 
     owner: OwnerReference | None
@@ -52,7 +56,9 @@ class InjectionFailure:
     pod: Pod | None = None
 
     def predates(self, changed_at: float) -> bool:
-        """Whether the pod was created before the policy changed: it says nothing about the current policy."""
+        """Whether the pod was created before the policy changed: it says nothing about the current
+        policy.
+        """
         if self.pod is None:
             return False
         created = objects.parse_time(self.pod.metadata.creation_timestamp)
@@ -63,8 +69,8 @@ class InjectionFailure:
 class PodContext:
     """What is known about the surroundings of a blocked pod.
 
-    ``get_claim``: a claim of its namespace by name. ``events``: about the pod. ``insufficient_resources``: the message of
-    ``insufficient_resources.py``, or empty.
+    ``get_claim``: a claim of its namespace by name. ``events``: about the pod.
+    ``insufficient_resources``: the message of ``insufficient_resources.py``, or empty.
     """
 
     get_claim: Callable[[str], Object | None]
@@ -73,7 +79,9 @@ class PodContext:
 
 
 def is_blocked(policy: KVTierPolicy, pod: Pod, now: float) -> bool:
-    """Whether an injected pod exceeded ``attach.startTimeoutSeconds`` without its engine having run."""
+    """Whether an injected pod exceeded ``attach.startTimeoutSeconds`` without its engine having
+    run.
+    """
     if not objects.is_injected(pod) or pod.is_terminating or pod.has_ended:
         return False
     if pod_view.engine_status(policy, pod).has_run:
@@ -98,8 +106,9 @@ def blocked_pod_failure(
 
 
 def rejected_pod_failure(event: Object, caused_by_resources: bool) -> InjectionFailure | None:
-    """The failure in a ``FailedCreate`` Event, if an injected part is the cause. ``caused_by_resources``: a quota or a
-    LimitRange rejected the pod, and would not have without the injected parts (see ``quota_messages``).
+    """The failure in a ``FailedCreate`` Event, if an injected part is the cause.
+    ``caused_by_resources``: a quota or a LimitRange rejected the pod, and would not have without
+    the injected parts (see ``quota_messages``).
     """
     message = str(event.get("message") or "")
     owner = event_owner(event)
@@ -189,8 +198,8 @@ def _container_failure(policy: KVTierPolicy, pod: Pod, now: float) -> tuple[Reas
             return Reason.IMAGE_NOT_PULLED, text
         if reason in START_REASONS:
             return Reason.CONTAINER_NOT_STARTED, text
-        # A crashing sidecar does not block an engine whose image is being pulled. It does while the engine waits for the
-        # initialization, which needs the sidecar to have started.
+        # A crashing sidecar does not block an engine whose image is being pulled. It does while the
+        # engine waits for the initialization, which needs the sidecar to have started.
         if status.name != PAYLOAD_CONTAINER and not _is_initializing(policy, pod):
             continue
         problem = _exit_or_hang(policy, status, now)
@@ -237,7 +246,8 @@ def _event_failure(pod: Pod, context: PodContext, now: float) -> tuple[Reason, s
                 pulling = image if reason == "Pulling" else None
         if now - event_time(event) > RECENT_SECONDS:
             continue
-        # The rest of the message lists all volumes that are not attached yet, including those that work.
+        # The rest of the message lists all volumes that are not attached yet, including those that
+        # work.
         cause = message.split("unattached volumes", 1)[0]
         if reason in MOUNT_EVENTS:
             named = _first_named(names, cause)
@@ -252,7 +262,9 @@ def _event_failure(pod: Pod, context: PodContext, now: float) -> tuple[Reason, s
 
 
 def _injected_volumes(pod: Pod, context: PodContext) -> tuple[set[str], set[str]]:
-    """Names that messages use for injected volumes (volumes, claims, PersistentVolumes), and the claims among them."""
+    """Names that messages use for injected volumes (volumes, claims, PersistentVolumes), and the
+    claims among them.
+    """
     names: set[str] = set()
     claims: set[str] = set()
     for volume in pod.spec.volumes:

@@ -1,6 +1,8 @@
-"""The state of one pod from its policy's point of view: attached, starting, skipped or failed, and why. Pure.
+"""The state of one pod from its policy's point of view: attached, starting, skipped or failed, and
+why. Pure.
 
-A pod that does not answer is unreachable, never "not attached": only tierd knows which engines have attached.
+A pod that does not answer is unreachable, never "not attached": only tierd knows which engines have
+attached.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from kvtier_operator.controller.pods.reports import LastReport, PodReport, bound
 from kvtier_operator.render.documents import live_name, structural_name
 
 UNREACHABLE_FAILURES = 3
-"""Failed polls after which a pod that never answered is unreachable. One that has answered gets one fewer."""
+"""Failed polls after which a pod that never answered is unreachable. One that has answered gets one
+fewer.
+"""
 CRASH_RESTARTS = 2
 """Restarts after which an engine's container that is not ready counts as crashing."""
 CRASH_SECONDS = 600.0
@@ -44,7 +48,9 @@ MAX_ANNOTATION = 4096
 
 
 class PodState(StrEnum):
-    """What a pod counts as. ``NOT_POLLED``: it has not had the time to answer since this process, or the pod, started."""
+    """What a pod counts as. ``NOT_POLLED``: it has not had the time to answer since this process,
+    or the pod, started.
+    """
 
     ATTACHED = "Attached"
     STARTING = "Starting"
@@ -60,9 +66,10 @@ class PodState(StrEnum):
 class PodView:
     """A selected pod that is not terminating. ``reason`` and ``message``: why it is in this state.
 
-    ``has_tiers``: it was injected, or mounts the policy's ConfigMaps. ``structural_hash``: of the structure that it runs
-    with; empty if it has none. ``same_policy``: that structure comes from this policy, and not from another one or an
-    earlier one of the same name. ``report``: its last answer, unless too many polls have failed since.
+    ``has_tiers``: it was injected, or mounts the policy's ConfigMaps. ``structural_hash``: of the
+    structure that it runs with; empty if it has none. ``same_policy``: that structure comes from
+    this policy, and not from another one or an earlier one of the same name. ``report``: its last
+    answer, unless too many polls have failed since.
     """
 
     pod: Pod
@@ -102,8 +109,8 @@ def view(
     now: float,
     injection_enabled: bool | None = None,
 ) -> PodView:
-    """The state of one pod. ``injection_enabled``: whether the namespace has the label that makes the API server call the
-    webhook; None: not known.
+    """The state of one pod. ``injection_enabled``: whether the namespace has the label that makes
+    the API server call the webhook; None: not known.
     """
     by_hand = policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY and mounts_config_maps(
         policy, pod
@@ -146,8 +153,8 @@ def engine_status(policy: KVTierPolicy, pod: Pod) -> ContainerStatus:
 
 
 def waiting_since(policy: KVTierPolicy, pod: Pod) -> float | None:
-    """Start (seconds since 1970) of the pod's current wait: for its engine to start, or, once the engine's container is
-    ready, for the engine to attach. None while the engine initializes.
+    """Start (seconds since 1970) of the pod's current wait: for its engine to start, or, once the
+    engine's container is ready, for the engine to attach. None while the engine initializes.
     """
     engine = engine_status(policy, pod)
     if engine.ready:
@@ -168,7 +175,9 @@ def waiting_since(policy: KVTierPolicy, pod: Pod) -> float | None:
 
 
 def mixed_groups(pods: Sequence[PodView]) -> list[str]:
-    """One message for each group of pods that make up one engine (LeaderWorkerSet) and do not have the same structure."""
+    """One message for each group of pods that make up one engine (LeaderWorkerSet) and do not have
+    the same structure.
+    """
     groups: dict[str, list[PodView]] = {}
     for pod in pods:
         key = pod.pod.metadata.labels.get(objects.GROUP_KEY_LABEL)

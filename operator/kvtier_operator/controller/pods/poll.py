@@ -1,8 +1,9 @@
 """Polling of pods for their ``/status``: with the policy's token, and with bounded concurrency.
 
-The pod reconciler says which pods to poll (``set_targets``) and reads the last answers (``last_report``). Polling runs
-beside it, so that no reconcile waits for a pod. An attached pod that answers is polled every ``pollSeconds``; a pod that is
-starting or does not answer is polled more often at first.
+The pod reconciler says which pods to poll (``set_targets``) and reads the last answers
+(``last_report``). Polling runs beside it, so that no reconcile waits for a pod. An attached pod
+that answers is polled every ``pollSeconds``; a pod that is starting or does not answer is polled
+more often at first.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from kvtier_operator.render.documents import MAX_STRUCTURAL_BYTES
 from kvtier_operator.settings import Settings
 
 HOST_PORTS = range(20_000, 30_000)
-"""With hostNetwork tierd takes one of these. No other port is polled: the address is the node's, and the annotation with
-the port can be edited by anyone who may edit pods."""
+"""With hostNetwork tierd takes one of these. No other port is polled: the address is the node's,
+and the annotation with the port can be edited by anyone who may edit pods.
+"""
 FIRST_RETRY_SECONDS = 2.0
 MAX_FAILURES = 30
 """Failures are not counted beyond this."""
@@ -70,7 +72,9 @@ def poll_target(pod: Pod) -> PollTarget | None:
 
 
 def _port(structural: str) -> int | None:
-    """The port in a structural document; None if there is none, or if the text is longer than any that KVTier writes."""
+    """The port in a structural document; None if there is none, or if the text is longer than any
+    that KVTier writes.
+    """
     return _parse_port(structural) if len(structural) <= MAX_STRUCTURAL_BYTES else None
 
 
@@ -100,8 +104,8 @@ class _PolledPod:
 class PodPoller:
     """Polls pods and holds their last answers. For one event loop.
 
-    ``on_change``: called with the policy when an answer of one of its pods may change its status. ``clock``: monotonic.
-    ``answered`` and ``unanswered`` count polls since the start.
+    ``on_change``: called with the policy when an answer of one of its pods may change its status.
+    ``clock``: monotonic. ``answered`` and ``unanswered`` count polls since the start.
     """
 
     def __init__(
@@ -198,8 +202,8 @@ class PodPoller:
             await session.close()
 
     def _start_due(self, session: aiohttp.ClientSession) -> float | None:
-        """Starts polls that are due, up to the concurrency limit. Returns the seconds until the next one is due; None if
-        the next start depends on a change.
+        """Starts polls that are due, up to the concurrency limit. Returns the seconds until the
+        next one is due; None if the next start depends on a change.
         """
         now = self._clock()
         while self._heap and len(self._polls) < self._settings.poll_concurrency:
@@ -255,7 +259,9 @@ class PodPoller:
 
 
 class _PollError(Exception):
-    """The pod gave no valid answer. The message is part of a status, so it stays the same while the cause does."""
+    """The pod gave no valid answer. The message is part of a status, so it stays the same while the
+    cause does.
+    """
 
 
 async def _fetch(
@@ -290,7 +296,9 @@ async def _fetch(
 
 
 def _significant(last: LastReport) -> object:
-    """The part of an answer that may change a status at once. Bytes and tokens wait, except for the first hits."""
+    """The part of an answer that may change a status at once. Bytes and tokens wait, except for the
+    first hits.
+    """
     report = last.report
     if report is None:
         return (min(last.failures, 4), last.error)

@@ -1,7 +1,8 @@
-"""Parsing of a pod's ``/status``: untrusted data, since others can influence the process that sends it.
+"""Parsing of a pod's ``/status``: untrusted data, since others can influence the process that sends
+it.
 
-Sizes, types, counts and text lengths are bounded. An invalid field reads as absent; an invalid document raises
-``MalformedReportError``.
+Sizes, types, counts and text lengths are bounded. An invalid field reads as absent; an invalid
+document raises ``MalformedReportError``.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class TierReport:
 class PodReport:
     """The content of a pod's ``/status``.
 
-    ``schedulers`` and ``workers``: numbers of ready sessions; ``unready``: number of the others. ``engines``: name and
-    version of each engine that reports them. ``conditions``: type and message. ``prompt_tokens``: of the last five
-    minutes.
+    ``schedulers`` and ``workers``: numbers of ready sessions; ``unready``: number of the others.
+    ``engines``: name and version of each engine that reports them. ``conditions``: type and
+    message. ``prompt_tokens``: of the last five minutes.
     """
 
     version: str = ""
@@ -71,8 +72,9 @@ class PodReport:
 
 @dataclass(frozen=True, slots=True)
 class LastReport:
-    """The result of polling a pod. ``report``: its last answer; ``failures``: polls without an answer since; ``error``: of the
-    last failed poll. Without a report and without failures the pod has not been polled yet.
+    """The result of polling a pod. ``report``: its last answer; ``failures``: polls without an
+    answer since; ``error``: of the last failed poll. Without a report and without failures the pod
+    has not been polled yet.
     """
 
     report: PodReport | None = None

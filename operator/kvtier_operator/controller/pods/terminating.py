@@ -1,5 +1,5 @@
-"""Pods that outlive their grace period, most often because a process hangs in a tier's mount, where SIGKILL has no effect.
-Pure.
+"""Pods that outlive their grace period, most often because a process hangs in a tier's mount, where
+SIGKILL has no effect. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from kvtier_operator.controller import objects
 from kvtier_operator.controller.pods.reports import PodReport
 
 OVERDUE_SECONDS = 60.0
-"""After ``deletionTimestamp``, which is the end of the grace period: a kubelet needs some seconds to remove a pod."""
+"""After ``deletionTimestamp``, which is the end of the grace period: a kubelet needs some seconds
+to remove a pod.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ class OverduePod:
 def overdue_pod(
     pod: Pod, report: PodReport | None, tiers: Sequence[str], now: float
 ) -> OverduePod | None:
-    """The pod, if it should be gone. ``report``: its last answer, however old; ``tiers``: the policy's file tiers."""
+    """The pod, if it should be gone. ``report``: its last answer, however old; ``tiers``: the
+    policy's file tiers.
+    """
     grace_ends = objects.parse_time(pod.metadata.deletion_timestamp)
     if grace_ends is None or now - grace_ends < OVERDUE_SECONDS or not objects.is_injected(pod):
         return None

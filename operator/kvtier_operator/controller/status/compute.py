@@ -1,7 +1,9 @@
-"""Computes a policy's status from its plan and its pods, and decides how much of it is written now. Pure.
+"""Computes a policy's status from its plan and its pods, and decides how much of it is written now.
+Pure.
 
-Status writes are rare. A changed condition status or reason, tier state, number of pods, or the first hits are written at
-once; changed bytes, percentages and messages wait (``defer_minor_changes``).
+Status writes are rare. A changed condition status or reason, tier state, number of pods, or the
+first hits are written at once; changed bytes, percentages and messages wait
+(``defer_minor_changes``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from kvtier_operator.controller.status.tiers import hit_percent, tier_statuses
 MAX_SKIPPED = 16
 MAX_TIERS_TEXT = 1024
 MESSAGE_SECONDS = 30.0
-"""How long a changed message of a condition about pods waits while the condition's status and reason stay the same."""
+"""How long a changed message of a condition about pods waits while the condition's status and
+reason stay the same.
+"""
 POD_CONDITIONS = ("Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy")
 REPORTED_CONDITIONS = ("Attached", "Tuned", "EnginesCompatible", "TiersHealthy")
 """Conditions that depend on reports: they are not known before the pods were polled."""
@@ -38,7 +42,9 @@ USAGE_FIELDS = ("used_bytes", "capacity_bytes", "hit_tokens_percent")
 
 @dataclass(frozen=True, slots=True)
 class StatusInputs:
-    """Everything that a status depends on. ``previous``: the status in force; ``now``: seconds since 1970."""
+    """Everything that a status depends on. ``previous``: the status in force; ``now``: seconds
+    since 1970.
+    """
 
     plan: ReconcileInput
     pods: ObservedPods = field(default_factory=ObservedPods)
@@ -49,8 +55,8 @@ class StatusInputs:
 def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
     """The complete status, with all current values.
 
-    While some pods have not been polled yet (after a start of the operator), the values that depend on reports stay as
-    they are in force.
+    While some pods have not been polled yet (after a start of the operator), the values that depend
+    on reports stay as they are in force.
     """
     plan, pods, previous = inputs.plan, inputs.pods, inputs.previous
     generation = policy.metadata.generation or 0
@@ -110,8 +116,9 @@ def defer_minor_changes(
     seconds_since: float,
     period_seconds: float,
 ) -> tuple[PolicyStatus, float | None]:
-    """The part of a computed status to write now, and the seconds until the rest may be written. ``seconds_since``: the
-    last change of the status; ``period_seconds``: between changes of bytes and percentages.
+    """The part of a computed status to write now, and the seconds until the rest may be written.
+    ``seconds_since``: the last change of the status; ``period_seconds``: between changes of bytes
+    and percentages.
     """
     if previous is None or _major(previous) != _major(computed) or _first_hits(previous, computed):
         return computed, None
@@ -127,12 +134,13 @@ def defer_minor_changes(
 
 
 def _ready(conditions: Sequence[ConditionUpdate], no_reports: bool) -> ConditionUpdate:
-    """Ready with the most useful reason: what is wrong, else what is in progress, else that the policy is in force.
-    ``no_reports``: no attached pod can be polled.
+    """Ready with the most useful reason: what is wrong, else what is in progress, else that the
+    policy is in force. ``no_reports``: no attached pod can be polled.
     """
     by_type = {condition.type: condition for condition in conditions}
     attached = by_type["Attached"]
-    # Without an engine that reports, the state of tiers is unknown. That is a consequence and not the cause.
+    # Without an engine that reports, the state of tiers is unknown. That is a consequence and not
+    # the cause.
     consequences = (
         {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" or no_reports else set()
     )
@@ -209,8 +217,9 @@ def _tier_text(tier: TierStatus) -> str:
 
 
 def _first_hits(previous: PolicyStatus, computed: PolicyStatus) -> bool:
-    """Whether there are hits after a time without: people test whether tiers work, and a short test is over before the
-    next period. That hits stop is written after a period, so this does not write more than once a period.
+    """Whether there are hits after a time without: people test whether tiers work, and a short test
+    is over before the next period. That hits stop is written after a period, so this does not write
+    more than once a period.
     """
     return not _hits(previous) and bool(_hits(computed))
 
@@ -252,7 +261,9 @@ def _with_usage(status: PolicyStatus, source: PolicyStatus | None) -> PolicyStat
 
 
 def _with_messages(status: PolicyStatus, source: PolicyStatus | None) -> PolicyStatus:
-    """``status`` with the messages of ``source`` in conditions about pods and in skipped pods; None: without."""
+    """``status`` with the messages of ``source`` in conditions about pods and in skipped pods;
+    None: without.
+    """
     messages = {
         each.type: each.message
         for each in (source.conditions if source is not None else None) or ()

@@ -1,17 +1,19 @@
-"""The conditions of a policy, the input that the pod reconciler gets from the plan, and the conditions Accepted and
-StorageReady. Pure.
+"""The conditions of a policy, the input that the pod reconciler gets from the plan, and the
+conditions Accepted and StorageReady. Pure.
 
-During a reconcile a condition is a ``ConditionUpdate``, without times and generation; ``serialize.to_conditions`` adds
-them. ``Ready`` says whether pods of the policy have working tiers. Conditions that only say that a newer state has not
-reached every pod (``UpToDate``, ``Tuned``) do not make a policy unready.
+During a reconcile a condition is a ``ConditionUpdate``, without times and generation;
+``serialize.to_conditions`` adds them. ``Ready`` says whether pods of the policy have working tiers.
+Conditions that only say that a newer state has not reached every pod (``UpToDate``, ``Tuned``) do
+not make a policy unready.
 
-Reasons of ``Accepted``: ``Accepted``, ``PartlyExpressed`` (True: the connector has no equivalent of some fields),
-``PartlyApplied`` (True: the API server rejected an object that pods do not need); ``Invalid``, ``VolumeNotAllowed``,
-``Unsupported``, ``TooLarge`` (False: no pod is injected).
+Reasons of ``Accepted``: ``Accepted``, ``PartlyExpressed`` (True: the connector has no equivalent of
+some fields), ``PartlyApplied`` (True: the API server rejected an object that pods do not need);
+``Invalid``, ``VolumeNotAllowed``, ``Unsupported``, ``TooLarge`` (False: no pod is injected).
 
-Reasons of ``StorageReady``: ``NoClaims``, ``Bound`` (True); ``ClaimPending`` (Unknown: pods are injected, and wait for
-the claim); ``ClaimMissing``, ``ClaimLost``, ``ClaimTerminating``, ``ClaimNotShared``, ``ApplyRefused``, ``NotAccepted``
-(False: pods are injected without network volumes).
+Reasons of ``StorageReady``: ``NoClaims``, ``Bound`` (True); ``ClaimPending`` (Unknown: pods are
+injected, and wait for the claim); ``ClaimMissing``, ``ClaimLost``, ``ClaimTerminating``,
+``ClaimNotShared``, ``ApplyRefused``, ``NotAccepted`` (False: pods are injected without network
+volumes).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 ACCEPTED = "Accepted"
 STORAGE_READY = "StorageReady"
 READY_ORDER = ("Accepted", "StorageReady", "EnginesCompatible", "Attached", "TiersHealthy")
-"""The conditions that decide Ready. The first one that is not True gives the reason: what must be fixed first."""
+"""The conditions that decide Ready. The first one that is not True gives the reason: what must be
+fixed first.
+"""
 READY_MESSAGE = "The policy is in force."
 SHARED_MODES = frozenset({"ReadWriteMany"})
 
@@ -51,10 +55,11 @@ class ConditionUpdate:
 class ReconcileInput:
     """What the pod reconciler needs to know about a policy after its plan was applied.
 
-    ``accepted``: False: nothing was applied, and new pods are not injected. ``conditions``: Accepted and StorageReady.
-    ``pods``: those that this policy governs, in no order. ``governed_by_others``: for each pod that the selector matches
-    and another policy governs, that policy's name. ``claims``: by tier, of tiers that have one. ``live_generation``: of
-    the live ConfigMap. ``token``: bearer token of the policy's pods; None while the Secret is missing.
+    ``accepted``: False: nothing was applied, and new pods are not injected. ``conditions``:
+    Accepted and StorageReady. ``pods``: those that this policy governs, in no order.
+    ``governed_by_others``: for each pod that the selector matches and another policy governs, that
+    policy's name. ``claims``: by tier, of tiers that have one. ``live_generation``: of the live
+    ConfigMap. ``token``: bearer token of the policy's pods; None while the Secret is missing.
     """
 
     structural_hash: str
@@ -97,7 +102,9 @@ def not_accepted(
 
 
 def accepted(gaps: Sequence[FieldError]) -> ConditionUpdate:
-    """Accepted of a policy that is applied. ``gaps``: fields that its connector has no equivalent of."""
+    """Accepted of a policy that is applied. ``gaps``: fields that its connector has no equivalent
+    of.
+    """
     if gaps:
         message = "; ".join(gap.message for gap in gaps)
         return ConditionUpdate(ACCEPTED, "True", PolicyReason.PARTLY_EXPRESSED.value, message)
@@ -122,8 +129,8 @@ def storage_ready(
     found: Mapping[str, Object],
     created: frozenset[str],
 ) -> ConditionUpdate:
-    """StorageReady from the state of the claims. ``claims``: names by tier; ``found``: existing claims by name;
-    ``created``: names of claims that the operator creates.
+    """StorageReady from the state of the claims. ``claims``: names by tier; ``found``: existing
+    claims by name; ``created``: names of claims that the operator creates.
 
     The worst claim gives status and reason. The message names every claim that is not bound.
     """

@@ -1,6 +1,7 @@
 """Conditions about pods: Attached, UpToDate, Tuned, EnginesCompatible, TiersHealthy. Pure.
 
-A message contains nothing that changes while the state does not, since a changed message is a status write.
+A message contains nothing that changes while the state does not, since a changed message is a
+status write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ ENGINE_CONDITIONS = "Engine"
 
 @dataclass(frozen=True, slots=True)
 class ObservedPods:
-    """What a reconcile found out about a policy's pods. ``views``: pods that are not terminating, sorted by name."""
+    """What a reconcile found out about a policy's pods. ``views``: pods that are not terminating,
+    sorted by name.
+    """
 
     views: Sequence[PodView] = ()
     failures: Sequence[InjectionFailure] = ()

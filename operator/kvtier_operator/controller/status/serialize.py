@@ -41,7 +41,9 @@ def parse_status(cached: CachedPolicy) -> PolicyStatus | None:
 def invalid_policy_status(
     cached: CachedPolicy, conditions: Iterable[ConditionUpdate], now: float
 ) -> PolicyStatus:
-    """The status of a policy whose document is invalid: ``conditions`` say why, the rest stays as it is in force."""
+    """The status of a policy whose document is invalid: ``conditions`` say why, the rest stays as
+    it is in force.
+    """
     previous = parse_status(cached)
     return (previous or PolicyStatus()).model_copy(
         update={
@@ -59,9 +61,11 @@ def to_conditions(
     generation: int,
     now: float,
 ) -> list[Condition]:
-    """Conditions as the API defines them; adds ``Ready`` if it is missing. ``now``: seconds since 1970.
+    """Conditions as the API defines them; adds ``Ready`` if it is missing. ``now``: seconds since
+    1970.
 
-    A condition whose status does not change keeps its transition time, so equal input gives equal conditions.
+    A condition whose status does not change keeps its transition time, so equal input gives equal
+    conditions.
     """
     found = {update.type: update for update in updates}
     if "Ready" not in found:
@@ -103,8 +107,8 @@ def apply_body(
 ) -> dict[str, Any]:
     """The body of a status apply that succeeds only if the policy still has that version.
 
-    The uid alone does not suffice: the API server ignores it in an apply to the status, and would write the status to
-    another policy of the same name.
+    The uid alone does not suffice: the API server ignores it in an apply to the status, and would
+    write the status to another policy of the same name.
     """
     source = cached.raw["metadata"]
     metadata = {"name": source["name"], "namespace": source["namespace"], "uid": cached.uid}

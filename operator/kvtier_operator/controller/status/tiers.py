@@ -1,8 +1,8 @@
 """Combines the pods' reports about a tier into the tier's status. Pure.
 
-Pods that share a directory all report the whole directory. Used and capacity bytes are therefore the largest that a pod
-reports with ``sharing: Cluster``, the largest of each node, summed over nodes, with ``sharing: Node``, and the sum over
-all pods otherwise.
+Pods that share a directory all report the whole directory. Used and capacity bytes are therefore
+the largest that a pod reports with ``sharing: Cluster``, the largest of each node, summed over
+nodes, with ``sharing: Node``, and the sum over all pods otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import MAX_NUMBER, TierReport
 
 STEP_PERCENT = 5
-"""Bytes and percentages are rounded to such steps, so that not every stored object leads to a status write."""
+"""Bytes and percentages are rounded to such steps, so that not every stored object leads to a
+status write.
+"""
 SEVERITY = (TierState.HEALTHY, TierState.UNKNOWN, TierState.DEGRADED, TierState.BREAKER_OPEN)
 
 
@@ -37,7 +39,9 @@ def tier_statuses(
 
 
 def hit_percent(pods: Sequence[PodView]) -> int | None:
-    """Share of the prompt tokens of the last five minutes that were loaded from any tier; None if there were none."""
+    """Share of the prompt tokens of the last five minutes that were loaded from any tier; None if
+    there were none.
+    """
     prompt_tokens = sum(pod.report.prompt_tokens or 0 for pod in pods if pod.report is not None)
     hits = sum(
         tier.hit_tokens or 0 for pod in pods if pod.report is not None for tier in pod.report.tiers
@@ -103,7 +107,9 @@ def _bytes(tier: Tier, reports: list[tuple[PodView, TierReport]]) -> tuple[int, 
 
 
 def _location(tier: Tier, pod: PodView) -> str:
-    """Identifies where the pod's bytes of the tier are stored: pods with the same location share them."""
+    """Identifies where the pod's bytes of the tier are stored: pods with the same location share
+    them.
+    """
     if tier.memory is not None:
         return pod.uid
     if tier.lmcache is not None:
