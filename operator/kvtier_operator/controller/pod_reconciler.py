@@ -330,7 +330,8 @@ class _PodReconcile:
                 self._policy_event(
                     WARNING,
                     EventReason.SUSPENDED.value,
-                    f"{entry.kind} {entry.name}: new pods get no tiers until {entry.until} ({entry.reason})",
+                    f"{entry.kind} {entry.name}: new pods get no tiers until {entry.until} "
+                    f"({entry.reason})",
                 )
         self.events += policy_events(self.policy, previous, status)
         self.events += pod_events(pods.views, self.history.pod_states)

@@ -94,7 +94,10 @@ async def _apply(desired: Desired, client: Client, cache: NotingCache) -> str:
         existing = await get_existing(client, desired.kind, desired.body)
         if existing is not None:
             if is_foreign(existing):
-                return f"another {desired.kind.kind} has this name; rename or delete it, or rename the policy"
+                return (
+                    f"another {desired.kind.kind} has this name; rename or delete it, "
+                    "or rename the policy"
+                )
             cache.note(desired.kind, existing)
             body = with_current_spec(desired.body, existing)
             if is_terminating(existing) or not differs(body, existing):

@@ -132,9 +132,15 @@ def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]
             continue
         directory = sub_path(policy, tier, allowed)
         if directory is None:
-            message = f"its data stays in {location}, which it shared with others, and is evicted with theirs"
+            message = (
+                f"its data stays in {location}, which it shared with others, "
+                "and is evicted with theirs"
+            )
         else:
-            message = f"directory {directory} stays in {location} with its data; delete it once no pod uses it"
+            message = (
+                f"directory {directory} stays in {location} with its data; "
+                "delete it once no pod uses it"
+            )
         found.append(
             Event(
                 policy_reference(policy),

@@ -218,15 +218,15 @@ def _skipped(policy: KVTierPolicy, pod: Pod, injection_enabled: bool | None) -> 
         )
     elif injection_enabled is False:
         message = (
-            f"namespace {pod.metadata.namespace} does not have the label kvtier.io/inject=enabled, so the API server "
-            "does not call the webhook; add the label and replace the pod"
+            f"namespace {pod.metadata.namespace} does not have the label kvtier.io/inject=enabled, "
+            "so the API server does not call the webhook; add the label and replace the pod"
         )
     elif created is not None and policy_created is not None and created <= policy_created:
         message = "the pod is older than the policy; replace it to attach it"
     else:
         message = (
-            "when the pod was created, the webhook was not called, did not answer, or did not know the policy yet; "
-            "replace the pod"
+            "when the pod was created, the webhook was not called, did not answer, "
+            "or did not know the policy yet; replace the pod"
         )
     return PodView(pod, PodState.SKIPPED, Reason.MISSED.value, message)
 
@@ -288,14 +288,16 @@ def _state(
 
 def _not_attached_message(container: str, report: PodReport) -> str:
     if report.sessions_refused:
-        return "tierd rejected the engine's sessions, most often because of a version mismatch; see tierd's log"
+        return "tierd rejected the engine's sessions, most often because of a version mismatch; "
+            "see tierd's log"
     if not report.started:
         cause = report.conditions[0][1] if report.conditions else "see its log"
         return f"tierd has no host pool yet: {cause}"
     if report.schedulers + report.workers + report.unready == 0:
         return (
-            f"tierd is running and {container} is ready, but no engine process has attached: the plugin was not loaded, "
-            "or this vLLM version is not supported; search the engine's log for kvtier"
+            f"tierd is running and {container} is ready, but no engine process has attached: "
+            "the plugin was not loaded, or this vLLM version is not supported; "
+            "search the engine's log for kvtier"
         )
     return "some of the engine's processes have not attached; search the engine's log for kvtier"
 
