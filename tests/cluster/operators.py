@@ -13,7 +13,7 @@ from typing import Any
 import images
 from charts import NAMESPACE, Release, without_definition
 from nodes import make_namespace, ok, wait_for
-from standing_in import STORAGE_GID, Place
+from stub_engine_pods import STORAGE_GID, Place
 
 DEAD_EXPORT = {"server": "192.0.2.1", "exportPrefix": "/kv"}
 """A server that never answers (an address for documentation)."""

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import QUICK, Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import QUICK, Place, PlayedTierd, controlled, told
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
@@ -20,8 +20,8 @@ Sentence = tuple[str, str, str]
 
 NO_POD = "The selector matches no running pod."
 IN_FORCE = "The policy is in force."
-RECOMPUTED = "Its hits are recomputed meanwhile."
-LATER = "a kubelet passes changes on within about two minutes."
+RECOMPUTED = "Engines recompute what the tier cannot serve."
+LATER = "the kubelet updates mounted ConfigMaps within about two minutes."
 ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has block size 7"}]}
 
 
@@ -48,7 +48,7 @@ async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
         raise AssertionError(f"{error}; these are {wrong}") from None
 
 
-def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
+def test_messages_from_no_pod_to_unreachable_pods(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy()
@@ -68,14 +68,14 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
             tierd.document = status_document(generation=1)
             await where.deployment(where.injected(tierd.port, written), replicas=2)
             one, two = (pod["metadata"]["name"] for pod in await where.pods(2))
-            begun = f"0 of 2 pods attached; {one}, {two}: the container vllm is starting."
+            starting = f"0 of 2 pods attached; {one}, {two}: container vllm is starting."
             await says(
                 where,
                 {
-                    "Ready": ("False", "Starting", f"Attached: {begun}"),
-                    "Attached": ("False", "Starting", begun),
+                    "Ready": ("False", "Starting", f"Attached: {starting}"),
+                    "Attached": ("False", "Starting", starting),
                     "EnginesCompatible": ("Unknown", "NotReported", "No engine has attached yet."),
-                    "TiersHealthy": ("Unknown", "NotReported", "No pod says how ram is."),
+                    "TiersHealthy": ("Unknown", "NotReported", "No pod reports the state of ram."),
                 },
             )
             await where.run(one)
@@ -111,12 +111,12 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                     "EnginesCompatible": (
                         "True",
                         "Compatible",
-                        "Every engine that attached was accepted.",
+                        "Every engine that attached is compatible.",
                     ),
                     "TiersHealthy": (
                         "True",
                         "Healthy",
-                        "Every tier of every pod that answers is healthy.",
+                        "Every tier of every reporting pod is healthy.",
                     ),
                 },
             )
@@ -133,7 +133,7 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
             found = await where.until("UpToDate", "False", "Outdated")
             newer = found["status"]["structuralHash"]
             assert newer != written
-            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. They change when they are replaced."
+            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. Replace the pods to update them."
             await says(
                 where,
                 {
@@ -142,19 +142,19 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                 },
             )
             await tierd.stop()
-            silent = f"0 of 2 pods attached; {one}, {two} cannot be asked: no connection."
+            unreachable = f"0 of 2 pods attached; {one}, {two} cannot be polled: connection failed."
             await says(
                 where,
                 {
-                    "Ready": ("Unknown", "Unreachable", f"Attached: {silent}"),
-                    "Attached": ("Unknown", "Unreachable", silent),
+                    "Ready": ("Unknown", "Unreachable", f"Attached: {unreachable}"),
+                    "Attached": ("Unknown", "Unreachable", unreachable),
                 },
             )
 
     tell(story)
 
 
-def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
+def test_messages_of_a_pod_are_reported_with_its_name(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy(attach={"startTimeoutSeconds": 10})
@@ -177,41 +177,46 @@ def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
                     expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
                 await says(where, expected)
 
-            ill = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
+            unhealthy = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
             await reports(
                 "TiersHealthy",
                 "Degraded",
-                ill,
+                unhealthy,
                 tier_document("ram", "Degraded", lastError="no space left"),
             )
-            ill = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
-            await reports("TiersHealthy", "BreakerOpen", ill, tier_document("ram", "BreakerOpen"))
+            unhealthy = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
+            await reports(
+                "TiersHealthy", "BreakerOpen", unhealthy, tier_document("ram", "BreakerOpen")
+            )
             for kind in ("PoolMissing", "TierNotServed"):
-                said = [{"type": kind, "message": "no space for 1 GiB"}]
-                await reports("TiersHealthy", kind, f"{name}: no space for 1 GiB", conditions=said)
+                reported = [{"type": kind, "message": "no space for 1 GiB"}]
+                await reports(
+                    "TiersHealthy", kind, f"{name}: no space for 1 GiB", conditions=reported
+                )
             off = f"{name}: group 3 has block size 7"
             await reports("EnginesCompatible", "EngineUnsupported", off, **ENGINE_OFF)
-            refused = f"{name} refused live values: ram.loadWeight: 0"
+            rejected = f"{name} rejected live values: ram.loadWeight: 0"
             await reports(
                 "Tuned",
                 "LiveValuesRefused",
-                refused,
+                rejected,
                 ready="True",
                 liveRefusals=["ram.loadWeight: 0"],
             )
-            nobody = (
-                f"0 of 1 pod attached; {name}: tierd serves and vllm is ready, but no engine process has attached: the plugin "
-                "was not loaded, or this vLLM version is not supported; the engine's log has lines that name kvtier."
+            not_attached = (
+                f"0 of 1 pod attached; {name}: tierd is running and vllm is ready, but no engine "
+                "process has attached: the plugin was not loaded, or this vLLM version is not "
+                "supported; search the engine's log for kvtier."
             )
-            await reports("Attached", "NotAttached", nobody, sessions="none")
+            await reports("Attached", "NotAttached", not_attached, sessions="none")
 
     tell(story)
 
 
-def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
+def test_the_first_hits_are_in_the_columns_before_the_next_period(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
-    """With the period that ships, of five minutes: a person who tries it looks at once."""
+    """With the default period of five minutes."""
 
     async def story(where: Place) -> None:
         sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
@@ -234,7 +239,7 @@ def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
                 return bool((await where.columns())["Hit%"] == 35)
 
             await until("hits are shown", shown)
-            # That there are none any more is no news for five minutes.
+            # The end of the hits is written after five minutes.
             tierd.document = status_document(
                 tier_document("ram", hitTokens=0), generation=1, promptTokens=0
             )

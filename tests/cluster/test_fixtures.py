@@ -23,7 +23,7 @@ def _deployment(image: str) -> dict[str, Any]:
     }
 
 
-def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_when_the_helper_says_so(
+def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_on_demand(
     full_api: Any, nodes: ModuleType
 ) -> None:
     namespace = nodes.make_namespace(full_api, "fixtures")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from nodes import ok, wait_for
 from serving import EnginePod, ask, container_status, engine_deployment
-from standing_in import STORAGE_GID
+from stub_engine_pods import STORAGE_GID
 
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
@@ -201,17 +201,17 @@ def _delete_pod(
     seen.gone_after_thaw_seconds = time.monotonic() - begun
 
 
-def test_a_request_whose_hit_lies_there_waits_at_most_its_clock(frozen: Frozen) -> None:
+def test_a_request_with_a_hit_in_hanging_storage_waits_at_most_its_deadline(frozen: Frozen) -> None:
     assert frozen.hit_seconds < CLOCK_SECONDS + SLACK_SECONDS
     assert frozen.answers[0] == frozen.expected[0]
 
 
-def test_its_clock_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
+def test_the_deadline_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds > (FIRST_CLOCK_SECONDS + CLOCK_SECONDS) / 2
 
 
-def test_a_later_hit_waits_at_most_the_shorter_clock_that_was_applied_meanwhile(
+def test_a_later_hit_waits_at_most_the_shorter_deadline_that_was_applied_since(
     frozen: Frozen,
 ) -> None:
     assert frozen.live_change
@@ -224,11 +224,13 @@ def test_no_other_request_is_delayed(frozen: Frozen) -> None:
     assert max(frozen.other_seconds) < SLACK_SECONDS
 
 
-def test_the_engines_container_ends_as_usual(frozen: Frozen) -> None:
+def test_the_engines_container_terminates_normally(frozen: Frozen) -> None:
     assert frozen.container_end_seconds < 30
 
 
-def test_the_pod_stays_until_the_storage_thaws_and_that_is_reported(frozen: Frozen) -> None:
+def test_the_pod_stays_until_the_storage_recovers_and_is_reported_as_overdue(
+    frozen: Frozen,
+) -> None:
     assert frozen.still_there_before_thaw
     for word in ("node-1", "frozen", "tier disk"):
         assert word in frozen.event

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, skipped, told
+from tests.cluster.status_fixtures import Place, PlayedTierd, controlled, skipped, told
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
@@ -66,7 +66,7 @@ async def started(case: TierdTestbed) -> int:
     return int(await until("tierd serves", serves))
 
 
-def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_seen(
+def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
     tell: Tell, case: TierdTestbed
 ) -> None:
     async def story(where: Place) -> None:
@@ -127,19 +127,19 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
                 # Another version of the connector.
                 case.engine(protocol="0.0.1/1")
                 found = await where.until("EnginesCompatible", "False", "SessionsRefused")
-                assert "another version" in condition(found, "EnginesCompatible")["message"]
+                assert "a version mismatch" in condition(found, "EnginesCompatible")["message"]
 
                 # And nobody answers: then nothing is known, which is not the same as not attached.
                 end(tierd)
                 found = await where.until("Attached", "Unknown", "Unreachable")
-                assert "no connection" in condition(found, "Attached")["message"]
+                assert "connection failed" in condition(found, "Attached")["message"]
             finally:
                 end(tierd)
 
     tell(story)
 
 
-def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_their_reasons(
+def test_skipped_and_missed_pods_are_listed_with_their_reasons(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
     async def story(where: Place) -> None:
@@ -159,7 +159,7 @@ def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_the
                 "the command sets --kv-transfer-config",
             )
             assert listed["missed"][0] == "Missed"
-            assert "is not labelled kvtier.io/inject=enabled" in listed["missed"][1]
+            assert "does not have the label kvtier.io/inject=enabled" in listed["missed"][1]
             assert found["status"]["pods"]["skipped"] == 2
             columns = await where.columns()
             assert (columns["Ready"], columns["Reason"], columns["Pods"]) == (
@@ -173,7 +173,7 @@ def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_the
     told(story, full_cluster, full_api, nodes, labels={})
 
 
-def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tell) -> None:
+def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where) as controller:
             await where.policy(**SHORT)
@@ -235,7 +235,7 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
             assert controller.queue.failures((where.namespace, "chat")) == 0
             tierd.body = b"[" * 200_000
             found = await where.until("Attached", "Unknown", "Unreachable")
-            assert "malformed answer: no JSON" in condition(found, "Attached")["message"]
+            assert "malformed answer: not JSON" in condition(found, "Attached")["message"]
 
             async def none() -> bool:
                 return (await where.columns())["Pods"] == "0/3"
@@ -245,7 +245,7 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
     tell(story)
 
 
-def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> None:
+def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy(**SHORT)
@@ -277,7 +277,7 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
             )
             found = await where.until("Attached", "False", "EngineCrashed")
             assert (
-                "vllm does not stay up: it ends with exit code 1"
+                "vllm keeps crashing: it exits with code 1"
                 in condition(found, "Attached")["message"]
             )
             await where.events("EngineCrashed")
@@ -296,7 +296,7 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
     tell(story)
 
 
-def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell: Tell) -> None:
+def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(tell: Tell) -> None:
     async def story(where: Place) -> None:
         older = await where.policy()
         body = {**older, "metadata": {"name": "older", "namespace": where.namespace}}
@@ -313,7 +313,7 @@ def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell:
             await where.policy()
             found = await where.until("Ready", "False", "Conflicted")
             assert (
-                "1 pod that the selector matches belongs to an older policy: older."
+                "1 pod that the selector matches is governed by an older policy: older."
                 in condition(found, "Attached")["message"]
             )
             assert (await where.columns())["Pods"] == "0/0"

@@ -55,7 +55,7 @@ class Meanwhile(FaultyClient):
             self.seen = await self.client.get(kind, metadata["namespace"], metadata["name"])
 
 
-def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(
+def test_a_recreated_policy_does_not_get_the_status_of_its_predecessor(
     told: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -88,7 +88,7 @@ def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(
     told(story)
 
 
-def test_a_policy_that_is_changed_while_it_is_looked_at_is_reported_about_nevertheless(
+def test_a_policy_that_changes_during_its_reconcile_still_gets_a_status(
     told: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -103,7 +103,9 @@ def test_a_policy_that_is_changed_while_it_is_looked_at_is_reported_about_nevert
     told(story)
 
 
-def test_a_conflict_costs_no_status_until_the_resync(told: Callable[[Story], None]) -> None:
+def test_a_conflict_does_not_delay_the_status_until_the_resync(
+    told: Callable[[Story], None],
+) -> None:
     """Nothing else happens to the policy, so nothing else would bring it about."""
 
     async def story(client: ApiClient, namespace: str) -> None:

@@ -42,7 +42,7 @@ class CachedPolicy:
 
 
 def parse_policy(raw: Object) -> CachedPolicy:
-    """Parses a policy as the API server sends it. Does not raise: an invalid policy has ``errors``."""
+    """Parses a policy as the API server sends it. An invalid policy has ``errors``."""
     try:
         return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
     except InvalidDocumentError as error:

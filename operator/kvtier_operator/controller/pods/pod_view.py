@@ -288,8 +288,10 @@ def _state(
 
 def _not_attached_message(container: str, report: PodReport) -> str:
     if report.sessions_refused:
-        return "tierd rejected the engine's sessions, most often because of a version mismatch; "
+        return (
+            "tierd rejected the engine's sessions, most often because of a version mismatch; "
             "see tierd's log"
+        )
     if not report.started:
         cause = report.conditions[0][1] if report.conditions else "see its log"
         return f"tierd has no host pool yet: {cause}"

@@ -179,8 +179,7 @@ def _claim_state(
     cluster = tier.file_system is not None and tier.file_system.sharing is Sharing.CLUSTER
     if cluster and not created and not SHARED_MODES.intersection(modes):
         message = (
-            f"{where} has accessModes {', '.join(modes)}"
-        message += "; sharing: Cluster needs ReadWriteMany"
+            f"{where} has accessModes {', '.join(modes)}; sharing: Cluster needs ReadWriteMany"
         )
         return "False", PolicyReason.CLAIM_NOT_SHARED, message
     if phase == "Lost":

@@ -17,7 +17,7 @@ EXPORT = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
 
 
-def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log(
+def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_log(
     kubernetes_cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
@@ -39,7 +39,7 @@ def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log
 
                 (event,) = await until("an Event says what stays", told)
             words = (
-                f"tier shared: directory {namespace}/{uids['chat']} in nas.example:/kv/chat stays"
+                f"tier shared: directory {namespace}/{uids['chat']} stays in nas.example:/kv/chat"
             )
             assert event["message"].startswith(words)
             assert event["involvedObject"]["uid"] == uids["chat"]

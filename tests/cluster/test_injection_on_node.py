@@ -18,10 +18,10 @@ pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def engines() -> ModuleType:
-    """The module ``standing_in``."""
-    import standing_in
+    """The module ``stub_engine_pods``."""
+    import stub_engine_pods
 
-    return standing_in
+    return stub_engine_pods
 
 
 def test_an_attached_engine_stores_and_loads(operator_on_node: Any, engines: ModuleType) -> None:
@@ -39,7 +39,7 @@ def test_an_attached_engine_stores_and_loads(operator_on_node: Any, engines: Mod
 # Storage
 
 
-def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
+def test_an_unreachable_storage_server_delays_only_the_first_pod(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("server-away") as place:
@@ -56,7 +56,7 @@ def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
         nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
 
 
-def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
+def test_a_pod_without_a_tiers_claim_gets_the_other_tiers(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("claim-missing") as place:
@@ -75,7 +75,7 @@ def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
 # The sidecar
 
 
-def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
+def test_a_missing_sidecar_image_delays_only_the_first_pod(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     operator_on_node.upgrade(images={"tierd": "registry.local/none:1"})
@@ -95,7 +95,7 @@ def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
         operator_on_node.upgrade()
 
 
-def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
+def test_a_crashing_sidecar_does_not_prevent_the_engine_from_starting(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType, tmp_path: Path
 ) -> None:
     archive = images.crashing(tmp_path)
@@ -221,7 +221,7 @@ def test_ram_under_the_restricted_pod_security_standard_is_attached(
 # Memory
 
 
-def test_a_killed_daemon_comes_back_with_its_ram_while_the_engine_is_at_its_memory_limit(
+def test_a_killed_tierd_recovers_its_memory_tier_while_the_engine_is_at_its_memory_limit(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("pressure") as place:
@@ -287,7 +287,7 @@ def test_files_belong_to_the_storage_group_and_the_run_volume_to_both(
 # Policies
 
 
-def test_a_deleted_policy_leaves_running_pods_alone_and_a_new_one_of_its_name_serves_new_pods(
+def test_a_deleted_policy_does_not_affect_running_pods_and_its_successor_serves_new_pods(
     operator_on_node: Any, engines: ModuleType
 ) -> None:
     with operator_on_node.namespace("again") as place:

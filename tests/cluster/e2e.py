@@ -25,7 +25,7 @@ from charts import Release, without_definition
 from nodes import make_namespace, ok, wait_for
 from rest import Api
 from serving import EnginePod, ask, container_status, engine_deployment
-from standing_in import STORAGE_GID
+from stub_engine_pods import STORAGE_GID
 
 from kvtier.cli.demo_display import Display
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -63,7 +63,7 @@ class Told:
 
 
 @dataclass(slots=True)
-class WholeLoop:
+class EndToEndRun:
     """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images_loaded``: they
     are on the node already."""
 

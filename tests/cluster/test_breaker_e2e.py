@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.cluster import admission
 from tests.cluster.admission import WebhookProcess
-from tests.cluster.status_world import Place, controlled, told
+from tests.cluster.status_fixtures import Place, controlled, told
 from tests.support.controllers import condition, until
 from tests.support.pods import bare_pod
 
@@ -50,7 +50,7 @@ async def known(where: Place) -> None:
     await until("the webhook injects", attached)
 
 
-def test_the_next_pod_of_an_owner_whose_pod_was_kept_down_starts_as_it_was_written(
+def test_the_replacement_of_a_blocked_pod_is_not_injected(
     full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess
 ) -> None:
     async def story(where: Place) -> None:
@@ -97,7 +97,7 @@ def test_the_next_pod_of_an_owner_whose_pod_was_kept_down_starts_as_it_was_writt
                 return policy if [pod["reason"] for pod in pods] == ["Suspended"] else None
 
             status = await until("the pod is listed with its reason", listed)
-            assert "left alone" in condition(status, "Attached")["message"]
+            assert "get no tiers" in condition(status, "Attached")["message"]
             told_of = {
                 each["involvedObject"]["name"] for each in await where.events("StuckPodDeleted")
             }

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import Place, PlayedTierd, controlled, told
 from tests.support import controllers
 from tests.support.controllers import condition, file_tier, policy, running, settings, until
 from tests.support.pods import status_document
@@ -51,7 +51,7 @@ async def _is_gone(client: ApiClient, namespace: str) -> bool:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3, 2.0], ids=["at once", "in the middle", "at rest"])
-def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_leaves_nothing(
+def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
     full_cluster: Any, pause: float
 ) -> None:
     async def story() -> None:
@@ -97,7 +97,7 @@ def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_l
     asyncio.run(story())
 
 
-def test_a_policy_that_is_renamed_takes_over_the_pods_as_outdated_ones(tell: Tell) -> None:
+def test_a_renamed_policy_takes_over_the_pods_as_outdated(tell: Tell) -> None:
     """There is no renaming: another is made and the first is deleted. Running pods stay as they are."""
 
     async def story(where: Place) -> None:

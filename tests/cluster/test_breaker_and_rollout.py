@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import Place, PlayedTierd, controlled, told
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document
 
@@ -36,7 +36,7 @@ def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
     return lambda story: told(story, full_cluster, full_api, nodes)
 
 
-def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_ends_with_its_time(
+def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
     tell: Tell,
 ) -> None:
     async def story(where: Place) -> None:
@@ -75,7 +75,7 @@ def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_en
     tell(story)
 
 
-def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner(
+def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
     tell: Tell,
 ) -> None:
     async def story(where: Place) -> None:
@@ -99,7 +99,7 @@ def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner
     tell(story)
 
 
-def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell) -> None:
+def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with controlled(where):
             await where.policy(**SHORT)
@@ -116,7 +116,7 @@ def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell
     tell(story)
 
 
-def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
+def test_an_overdue_pod_is_reported_with_node_and_mount(
     tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtier_operator.controller.pods import terminating
@@ -149,7 +149,7 @@ def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
             await where.pods()
             status = await where.until("TiersHealthy", "False", "StuckTerminating")
             message = condition(status, "TiersHealthy")["message"]
-            assert f"pod {name} on node {where.node} should be gone" in message
+            assert f"pod {name} on node {where.node} still exists" in message
             assert "hostPath /mnt/disk (tier disk)" in message
             told_about = {
                 event["involvedObject"]["name"] for event in await where.events("StuckTerminating")
@@ -166,7 +166,7 @@ async def replica_sets(where: Place, name: str) -> list[Object]:
     return [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == name]
 
 
-def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: Tell) -> None:
+def test_outdated_deployments_are_restarted_one_at_a_time_and_once(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy()
@@ -242,7 +242,7 @@ def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: T
     tell(story)
 
 
-def test_what_is_not_restarted_says_why(tell: Tell) -> None:
+def test_an_owner_that_is_not_restarted_gives_the_reason(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy(**RESTARTING)
@@ -258,14 +258,14 @@ def test_what_is_not_restarted_says_why(tell: Tell) -> None:
             await where.client.create(PODS, where.namespace, body)
             found = await where.until("UpToDate", "False", "RestartUnsupported")
             assert (
-                "pod alone is not restarted: nobody would replace it"
+                "KVTier does not restart pod alone: it has no owner that would replace it"
                 in condition(found, "UpToDate")["message"]
             )
 
     tell(story)
 
 
-def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
+def test_a_group_with_different_structures_is_mixed(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where):
             await where.policy()
@@ -291,7 +291,7 @@ def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
     tell(story)
 
 
-def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
+def test_changing_bytes_cause_few_status_writes(tell: Tell) -> None:
     async def story(where: Place) -> None:
         async with PlayedTierd() as tierd, controlled(where, {"controller": {"pollSeconds": 0.1}}):
             await where.policy()
@@ -320,7 +320,7 @@ def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
     tell(story)
 
 
-def test_the_status_is_refused_by_nobody(tell: Tell) -> None:
+def test_the_api_server_accepts_the_status(tell: Tell) -> None:
     """Every field that is written fits the definition: the API server prunes what it does not know, so what was written is read
     back whole."""
 

@@ -46,7 +46,7 @@ def deployment(
                             # A command that tells of vLLM, as an engine's does.
                             "command": [
                                 "/usr/local/bin/python3",
-                                "/stand-in/stand_in_engine.py",
+                                "/stand-in/stub_engine.py",
                                 "vllm",
                                 "serve",
                             ],
@@ -110,13 +110,13 @@ class Place:
 
     def prepare(self) -> None:
         """Gives the namespace what pods of the stand-in engine mount."""
-        text = Path(__file__).with_name("stand_in_engine.py").read_text(encoding="utf-8")
+        text = Path(__file__).with_name("stub_engine.py").read_text(encoding="utf-8")
         self.apply(
             {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
                 "metadata": {"name": "stand-in"},
-                "data": {"stand_in_engine.py": text},
+                "data": {"stub_engine.py": text},
             }
         )
 
