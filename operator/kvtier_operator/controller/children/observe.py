@@ -46,7 +46,7 @@ def parse_policy(raw: Object) -> CachedPolicy:
     try:
         return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
     except InvalidDocumentError as error:
-        return CachedPolicy(raw, None, tuple(error.refusals))
+        return CachedPolicy(raw, None, tuple(error.errors))
 
 
 @dataclass(frozen=True, slots=True)

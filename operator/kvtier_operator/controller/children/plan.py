@@ -141,7 +141,7 @@ def validation_errors(
     policy: KVTierPolicy, settings: Settings
 ) -> tuple[PolicyReason, list[FieldError]] | None:
     """Why a policy with a valid document cannot be applied, or None."""
-    not_allowed = allowlist.refusals(policy, settings.allowed_volumes)
+    not_allowed = allowlist.volume_errors(policy, settings.allowed_volumes)
     if not_allowed:
         return PolicyReason.VOLUME_NOT_ALLOWED, not_allowed
     unsupported = connectors.impossible(policy)
@@ -150,7 +150,9 @@ def validation_errors(
     try:
         structural_text(structural(policy, pod_placement(policy)))
     except ConfigurationError as error:
-        return PolicyReason.TOO_LARGE, [FieldError(error.field, str(error.value), error.accepted)]
+        return PolicyReason.TOO_LARGE, [
+            FieldError.malformed(error.field, f"{error.value}; must be {error.accepted}")
+        ]
     return None
 
 
