@@ -1,4 +1,4 @@
-"""`make demo-cluster`: the whole loop on a cluster that comes up for it on this machine, with a table and a result at the end.
+"""`make demo-cluster`: the end-to-end run on a new cluster on this machine, with a table of results.
 
     python tests/cluster/demo_cluster.py [--json]
 
@@ -101,8 +101,8 @@ def _show(loop: EndToEndRun, display: Display) -> None:
         headings,
         rows,
     )
-    print(loop.told.get)
-    print(loop.told.describe)
+    print(loop.output.get)
+    print(loop.output.describe)
 
 
 def _stop(_: int, __: FrameType | None) -> None:

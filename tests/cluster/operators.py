@@ -167,7 +167,7 @@ def trusted(cluster: Any) -> bool:
 
 def explain(cluster: Any) -> str:
     """What the operator's pods say."""
-    told = [cluster.kubectl("-n", NAMESPACE, "describe", "pods", check=False)[-6000:]]
+    parts = [cluster.kubectl("-n", NAMESPACE, "describe", "pods", check=False)[-6000:]]
     for component in ("controller", "webhook"):
         options = (
             "-n",
@@ -177,5 +177,5 @@ def explain(cluster: Any) -> str:
             f"app.kubernetes.io/component={component}",
             "--tail=40",
         )
-        told.append(f"--- {component}\n" + cluster.kubectl(*options, check=False)[-6000:])
-    return "\n".join(told)
+        parts.append(f"--- {component}\n" + cluster.kubectl(*options, check=False)[-6000:])
+    return "\n".join(parts)

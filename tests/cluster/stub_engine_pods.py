@@ -1,4 +1,4 @@
-"""Pods of the stand-in engine, and the policies that give them tiers."""
+"""Pods of the stub engine, and policies for them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Place:
 
     def explain(self) -> str:
         """What a person would look at first."""
-        told = [
+        parts = [
             self._cluster.kubectl("-n", self.namespace, "describe", "pods,kvtp", check=False)[
                 -8000:
             ]
@@ -213,8 +213,10 @@ class Place:
                 container,
                 "--tail=30",
             )
-            told.append(f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-4000:])
-        return "\n".join(told)
+            parts.append(
+                f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-4000:]
+            )
+        return "\n".join(parts)
 
 
 def seen(pod: Mapping[str, Any]) -> dict[str, Any]:

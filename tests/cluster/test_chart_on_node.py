@@ -1,4 +1,4 @@
-"""The chart's life beside an engine that serves: upgraded with another definition, uninstalled, installed again."""
+"""Upgrading, uninstalling and reinstalling the chart while an engine serves."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
         assert after["metadata"]["uid"] == pod["metadata"]["uid"]
         assert {each["restartCount"] for each in _statuses(after)} == {0}
         # An operator that was upgraded or came back outdates nobody.
-        told = place.policy()["status"]["pods"]
-        assert (told["attached"], told["current"], told.get("outdated", 0)) == (1, 1, 0)
+        counts = place.policy()["status"]["pods"]
+        assert (counts["attached"], counts["current"], counts.get("outdated", 0)) == (1, 1, 0)
 
 
 def _pods(cluster: Any) -> str:

@@ -1,4 +1,4 @@
-"""What conditions say about pods, word for word, on a real API server: what a person reads is tried here."""
+"""The exact messages of conditions about pods, on a real API server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_fixtures import QUICK, Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import (
+    QUICK,
+    FakeTierdServer,
+    StatusNamespace,
+    run_story,
+    running_controller,
+)
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
 from kvtier_operator.kube.resources import POLICIES
 
-Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 Sentence = tuple[str, str, str]
 """Status, reason, message."""
 
@@ -26,12 +32,12 @@ ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has bl
 
 
 @pytest.fixture
-def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
     """Runs a story in a labelled namespace of its own."""
-    return lambda story: told(story, full_cluster, full_api, nodes)
+    return lambda story: run_story(story, full_cluster, full_api, nodes)
 
 
-async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
+async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
     """Waits until the conditions are these; the failure shows those that are not."""
     wrong: dict[str, Any] = {}
 
@@ -48,9 +54,9 @@ async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
         raise AssertionError(f"{error}; these are {wrong}") from None
 
 
-def test_messages_from_no_pod_to_unreachable_pods(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             await says(
                 where,
@@ -151,12 +157,12 @@ def test_messages_from_no_pod_to_unreachable_pods(tell: Tell) -> None:
                 },
             )
 
-    tell(story)
+    run(story)
 
 
-def test_messages_of_a_pod_are_reported_with_its_name(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10})
             found = await where.until("Attached", "Unknown", "NoPods")
             await where.deployment(where.injected(tierd.port, found["status"]["structuralHash"]))
@@ -210,7 +216,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(tell: Tell) -> None:
             )
             await reports("Attached", "NotAttached", not_attached, sessions="none")
 
-    tell(story)
+    run(story)
 
 
 def test_the_first_hits_are_in_the_columns_before_the_next_period(
@@ -218,9 +224,9 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
 ) -> None:
     """With the default period of five minutes."""
 
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
-        async with PlayedTierd() as tierd, controlled(where, sections):
+        async with FakeTierdServer() as tierd, running_controller(where, sections):
             await where.policy()
             found = await where.until("Attached", "Unknown", "NoPods")
             tierd.document = status_document(
@@ -246,4 +252,4 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
             await asyncio.sleep(3 * QUICK["pollSeconds"])
             assert (await where.columns())["Hit%"] == 35
 
-    told(story, full_cluster, full_api, nodes)
+    run_story(story, full_cluster, full_api, nodes)

@@ -1,4 +1,4 @@
-"""The controller with exactly the rights that the code names: nothing is forbidden, and without any one rule something is."""
+"""The controller with the permissions that the code declares: all are sufficient, and each is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvtier-operator controller`` as a process: it works, tells how it is, stops when asked to, and survives SIGKILL."""
+"""``kvtier-operator controller`` as a process: health, shutdown, and recovery from SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole loop, for real: `make demo-cluster` does the same and shows it."""
+"""End-to-end test. `make demo-cluster` runs the same steps and prints the results."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untou
 
 
 def test_kubectl_shows_the_result(loop: Any) -> None:
-    headings, row = loop[0].told.get.splitlines()
+    headings, row = loop[0].output.get.splitlines()
     assert headings.split()[:4] == ["NAME", "READY", "REASON", "PODS"]
     assert row.split()[1] == "True"
     assert "1/1" in row
     for word in ("Attached", "StorageReady", "TiersHealthy", "Tuned", "disk", "ram", "Events"):
-        assert word in loop[0].told.describe
+        assert word in loop[0].output.describe

@@ -1,4 +1,4 @@
-"""The clusters that other tests stand on: nothing runs without a node, pods run with one."""
+"""The clusters of the other tests: pods run only with a node."""
 
 from __future__ import annotations
 

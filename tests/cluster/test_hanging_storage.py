@@ -1,4 +1,4 @@
-"""A file tier whose storage hangs so that not even SIGKILL ends a wait for it, under the real vLLM in a pod."""
+"""A file tier on storage that hangs in uninterruptible I/O, with the real vLLM in a pod."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Frozen:
     other_seconds: list[float] = field(default_factory=list)
     live_change: bool = False
     container_end_seconds: float = 0.0
-    told: str = ""
+    conditions: str = ""
     event: str = ""
     still_there_before_thaw: bool = False
     gone_after_thaw_seconds: float = 0.0
@@ -141,7 +141,7 @@ def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Fro
         {
             name: value
             for name, value in asdict(seen).items()
-            if name not in ("expected", "answers", "told")
+            if name not in ("expected", "answers", "conditions")
         }
     )
     return seen
@@ -192,7 +192,7 @@ def _delete_pod(
         "the policy tells of the pod", lambda: place.events("StuckTerminating"), 180, period=1
     )
     seen.event = found[0]["message"]
-    seen.told = json.dumps(place.policy()["status"]["conditions"])
+    seen.conditions = json.dumps(place.policy()["status"]["conditions"])
     seen.still_there_before_thaw = installed.api.request("GET", path)[0] == 200
     ok(installed.api.request("GET", path))
     storage.release()
@@ -234,5 +234,5 @@ def test_the_pod_stays_until_the_storage_recovers_and_is_reported_as_overdue(
     assert frozen.still_there_before_thaw
     for word in ("node-1", "frozen", "tier disk"):
         assert word in frozen.event
-    assert "StuckTerminating" in frozen.told
+    assert "StuckTerminating" in frozen.conditions
     assert frozen.gone_after_thaw_seconds < POD_GONE_SECONDS

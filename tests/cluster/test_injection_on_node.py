@@ -1,5 +1,6 @@
-"""What was seen to keep an engine from starting, or to hurt one that runs, on a real node: each ends with the engine serving, and
-with the reason told. The engine is a stand-in that starts in a second and attaches as vLLM's connector does.
+"""Injection on a real node under conditions that could prevent an engine from starting or harm a running
+one: each test ends with a serving engine and a reported reason. A stub engine starts in a second and
+attaches as vLLM's connector does.
 """
 
 from __future__ import annotations
@@ -120,20 +121,20 @@ def test_a_crashing_sidecar_does_not_prevent_the_engine_from_starting(
         operator_on_node.upgrade()
 
 
-# What the API server would refuse
+# Pods that the API server would reject
 
 
-def _refused(
+def _rejected(
     place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str, Any], *words: str
 ) -> None:
-    """The engine starts without tiers, and pod and policy say what would have been refused."""
+    """The engine starts without tiers; pod and policy report what would have been rejected."""
     place.apply(body)
     pod = place.ready()
     assert not engines.injected(pod)
-    told = engines.skip_annotation(pod)
-    assert told["reason"] == "WouldBeRefused"
+    annotation = engines.skip_annotation(pod)
+    assert annotation["reason"] == "WouldBeRefused"
     for word in words:
-        assert word in told["message"]
+        assert word in annotation["message"]
     skipped = nodes.wait_for("the policy names the pod", place.skipped, 30)
     assert skipped[0]["name"] == pod["metadata"]["name"]
     assert skipped[0]["reason"] == "WouldBeRefused"
@@ -153,7 +154,7 @@ def test_a_limit_range_that_the_sidecar_exceeds(
             }
         )
         place.apply_policy(engines.policy())
-        _refused(place, engines, nodes, engines.deployment(), "small", "512Mi")
+        _rejected(place, engines, nodes, engines.deployment(), "small", "512Mi")
 
 
 def test_a_quota_on_limits_without_headroom(
@@ -170,7 +171,7 @@ def test_a_quota_on_limits_without_headroom(
             }
         )
         place.apply_policy(engines.policy())
-        _refused(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
+        _rejected(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
 
 
 def test_pod_level_memory_without_headroom(
@@ -179,7 +180,7 @@ def test_pod_level_memory_without_headroom(
     with operator_on_node.namespace("pod-level") as place:
         place.apply_policy(engines.policy())
         resources = {"limits": {"memory": "512Mi"}, "requests": {"memory": "128Mi"}}
-        _refused(place, engines, nodes, engines.deployment(pod={"resources": resources}), "512Mi")
+        _rejected(place, engines, nodes, engines.deployment(pod={"resources": resources}), "512Mi")
 
 
 def test_a_host_path_under_the_baseline_pod_security_standard(
@@ -190,7 +191,7 @@ def test_a_host_path_under_the_baseline_pod_security_standard(
     ) as place:
         volume = {"hostPath": {"path": str(operator_on_node.directory("baseline"))}}
         place.apply_policy(engines.policy(engines.memory(), engines.files(volume)))
-        _refused(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
+        _rejected(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
 
 
 RESTRICTED = {

@@ -1,4 +1,4 @@
-"""A policy that is deleted: the directory that it leaves is told of, on a real API server."""
+"""Deleting a policy on a real API server: its orphaned directory is reported."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_lo
                     uids[name] = found["metadata"]["uid"]
                     await client.delete(POLICIES, namespace, name, uid=uids[name])
 
-                async def told() -> list[Any]:
+                async def posted() -> list[Any]:
                     events = await client.list(EVENTS, namespace)
                     return [each for each in events if each["reason"] == "DataLeft"]
 
-                (event,) = await until("an Event says what stays", told)
+                (event,) = await until("an Event says what stays", posted)
             words = (
                 f"tier shared: directory {namespace}/{uids['chat']} stays in nas.example:/kv/chat"
             )

@@ -1,4 +1,4 @@
-"""The controller on a real API server: what a policy brings about, changes, and leaves."""
+"""The controller on a real API server: the objects of a policy over its life."""
 
 from __future__ import annotations
 

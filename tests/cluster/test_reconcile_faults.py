@@ -1,4 +1,4 @@
-"""The controller when it is killed, refused, kept waiting, cut off or doubled: it comes to the same objects."""
+"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges to the same objects."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class MalformedReportError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of one pod. ``hit_tokens``: prompt tokens loaded from it in the last five minutes."""
+    """One tier of one pod. ``hit_tokens``: prompt tokens loaded from it, last five minutes."""
 
     name: str
     state: TierState

@@ -165,8 +165,9 @@ def _claim_state(
         volume = tier.file_system.volume if tier.file_system is not None else None
         if volume is not None and volume.nfs is not None:
             hint = (
-                "the operator may not create volumes (storage.createVolumes); ask an administrator to create "
-                f"a PersistentVolume for {volume.nfs.server}:{volume.nfs.path} and this claim"
+                "the operator may not create volumes (storage.createVolumes); "
+                "ask an administrator to create a PersistentVolume for "
+                f"{volume.nfs.server}:{volume.nfs.path} and this claim"
             )
         else:
             hint = "create it"

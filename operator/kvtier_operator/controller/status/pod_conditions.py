@@ -73,7 +73,10 @@ def attached(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> 
         owners = join_names(
             f"{each.kind} {each.name} until {each.until}" for each in pods.suspended
         )
-        message = f"Injection prevented pods from starting, so new pods get no tiers: {owners}. {progress}."
+        message = (
+            f"Injection prevented pods from starting, so new pods get no tiers: {owners}. "
+            f"{progress}."
+        )
         return answer("False", entry.reason or Reason.CONTAINER_NOT_STARTED.value, message)
     if not pods.views:
         if plan.governed_by_others:
@@ -116,14 +119,20 @@ def _caveat(policy: KVTierPolicy) -> str:
     mounts = any(tier.memory is None for tier in policy.spec.tiers)
     if not mounts or (engine.connector is Connector.KVTIER and engine.daemon is Daemon.SIDECAR):
         return ""
-    return " The engine's container mounts the tiers, so a hanging mount can prevent it from terminating."
+    return (
+        " The engine's container mounts the tiers, "
+        "so a hanging mount can prevent it from terminating."
+    )
 
 
 def _conflict(plan: ReconcileInput) -> str:
     others = join_names(plan.governed_by_others)
     number = len(plan.governed_by_others)
     verb = "is" if number == 1 else "are"
-    return f"{plural(number, 'pod')} that the selector matches {verb} governed by an older policy: {others}."
+    return (
+        f"{plural(number, 'pod')} that the selector matches {verb} governed "
+        f"by an older policy: {others}."
+    )
 
 
 def up_to_date(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> ConditionUpdate:

@@ -30,7 +30,7 @@ def worst_state(states: Iterable[TierState]) -> TierState:
 def tier_statuses(
     policy: KVTierPolicy, pods: Sequence[PodView], claims: Mapping[str, str]
 ) -> list[TierStatus]:
-    """One entry per tier, in the policy's order. Outdated pods count too: their bytes are in use."""
+    """One entry per tier, in the policy's order. Outdated pods count: their bytes are in use."""
     prompt_tokens = sum(pod.report.prompt_tokens or 0 for pod in pods if pod.report is not None)
     return [
         _status(tier, _reports(tier.name, pods), prompt_tokens, claims.get(tier.name))
