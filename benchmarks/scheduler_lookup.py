@@ -49,7 +49,7 @@ class _Client:
     def __init__(self) -> None:
         self.sent: list[Message] = []
 
-    def start(self) -> None:
+    def start(self, heartbeat: object) -> None:
         """Attached from the beginning."""
 
     def send(self, message: Message) -> bool:

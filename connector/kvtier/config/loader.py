@@ -46,7 +46,7 @@ _log = logging.getLogger("kvtier.config")
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRefusal:
+class RejectedValue:
     """A live value that was not taken: its dotted field, what stood there, what is accepted."""
 
     field: str
@@ -67,18 +67,18 @@ def load(
 
     Raises ``ConfigurationError`` where the structural document cannot be read or is not accepted.
     """
-    topology, refusals = load_with_refusals(directory, deadline_seconds, structural=structural)
+    topology, refusals = load_with_rejections(directory, deadline_seconds, structural=structural)
     for refusal in refusals:
         _log.warning("%s in %s: %s", LIVE_FILE, directory, refusal)
     return topology
 
 
-def load_with_refusals(
+def load_with_rejections(
     directory: Path | str,
     deadline_seconds: float = READ_SECONDS,
     *,
     structural: Path | str | None = None,
-) -> tuple[Topology, list[LiveRefusal]]:
+) -> tuple[Topology, list[RejectedValue]]:
     """As ``load``, with the live values that were refused."""
     document = load_structural(structural or Path(directory) / STRUCTURAL_FILE, deadline_seconds)
     live, refusals = load_live(
@@ -197,7 +197,7 @@ def _paths(structural: Structural) -> list[tuple[str, str]]:
 
 def load_live(
     path: Path | str, previous: Live, structural: Structural, deadline_seconds: float = READ_SECONDS
-) -> tuple[Live, list[LiveRefusal]]:
+) -> tuple[Live, list[RejectedValue]]:
     """The live values in force after reading ``path``, and what in it was refused. Never raises for what a file holds.
 
     A file that is not there changes nothing and is no refusal; one that cannot be read changes nothing and is one.
@@ -208,14 +208,14 @@ def load_live(
         return previous, []
     except OSError as error:
         return previous, [
-            LiveRefusal(LIVE_FILE, error.strerror or str(error), "a readable live document")
+            RejectedValue(LIVE_FILE, error.strerror or str(error), "a readable live document")
         ]
     return merge_live(content, previous, structural)
 
 
 def merge_live(
     content: bytes, previous: Live, structural: Structural
-) -> tuple[Live, list[LiveRefusal]]:
+) -> tuple[Live, list[RejectedValue]]:
     """``content`` over ``previous``, value by value.
 
     Tiers that ``structural`` lacks are ignored (the policy may have one more already); tiers and fields that are not
@@ -224,7 +224,7 @@ def merge_live(
     try:
         document = parse_json(content)
     except ValueError as error:
-        return previous, [LiveRefusal(LIVE_FILE, str(error), "a JSON object")]
+        return previous, [RejectedValue(LIVE_FILE, str(error), "a JSON object")]
     merge = _Merge()
     try:
         values = merge.fields(
@@ -238,7 +238,7 @@ def merge_live(
             values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
     except RecursionError:
         # Writing a value takes a little more depth than reading it did.
-        return previous, [LiveRefusal(LIVE_FILE, "nested too deeply", "a JSON object")]
+        return previous, [RejectedValue(LIVE_FILE, "nested too deeply", "a JSON object")]
     return previous.model_copy(update=values), merge.refusals
 
 
@@ -290,10 +290,10 @@ class _Merge:
     """Takes single values into models and collects what was refused."""
 
     def __init__(self) -> None:
-        self.refusals: list[LiveRefusal] = []
+        self.refusals: list[RejectedValue] = []
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:
-        self.refusals.append(LiveRefusal(field, _shown(value), accepted))
+        self.refusals.append(RejectedValue(field, _shown(value), accepted))
 
     def model(self, model: type[Part], previous: Part, given: Any, prefix: str) -> Part:
         if not isinstance(given, dict):

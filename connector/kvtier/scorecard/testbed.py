@@ -205,7 +205,7 @@ class FaultTestbed:
                     return time.monotonic() - begun
         return None
 
-    def daemon_lives(self) -> bool:
+    def is_daemon_running(self) -> bool:
         """Whether the daemon that was started last serves."""
         return self.case.tierd_pid() == self.pid and bool(self.case.status())
 

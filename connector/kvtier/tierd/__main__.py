@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.processes import ProcessIdentity, pid_namespace
-from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
+from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, DaemonOptions, TierDaemon
 from kvtier.tierd.tier_factory import WrapTier
 
 TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)
@@ -84,7 +84,7 @@ def _process(text: str) -> ProcessIdentity:
     return ProcessIdentity(int(pid), int(start), pid_namespace())
 
 
-def run(options: Options) -> int:
+def run(options: DaemonOptions) -> int:
     """Runs a daemon in this process, whose main thread this must be; returns the exit status."""
     try:
         daemon = TierDaemon(options)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = No
     given = parser().parse_args(arguments)
     logging.basicConfig(level=given.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     return run(
-        Options(
+        DaemonOptions(
             topology_directory=given.topology.absolute(),
             run_directory=None if given.run_directory is None else given.run_directory.absolute(),
             spawned_by_engine=given.spawned_by_engine,

@@ -2,8 +2,8 @@
 
 What waits to be sent, per session: tierd's loop never waits for a reader.
 
-ZeroMQ keeps ``SEND_MESSAGES`` per connection; beyond that a bounded queue here. A session whose queue is full, or has not moved for
-``LOST_SECONDS``, is lost: a process that does not read for that long does not run.
+ZeroMQ keeps ``SEND_QUEUE_MESSAGES`` per connection; beyond that a bounded queue here. A session whose queue is full, or has not progress_at for
+``SESSION_TIMEOUT_SECONDS``, is lost: a process that does not read for that long does not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.tierd.wire import LOST_SECONDS, Message, encode
+from kvtier.tierd.wire import SESSION_TIMEOUT_SECONDS, Message, encode
 
 HIGH_WATER_MESSAGES = 4096
 FIRST_RETRY_SECONDS = 0.2
@@ -80,12 +80,12 @@ class Connection:
             ended = True
         return ended
 
-    def close(self, last_word: bytes = b"") -> None:
-        """Ends it, after ``last_word`` if the peer takes it. Returns at once."""
+    def close(self, final_message: bytes = b"") -> None:
+        """Ends it, after ``final_message`` if the peer takes it. Returns at once."""
         linger = 0
-        if last_word:
+        if final_message:
             try:
-                self._socket.send(last_word, zmq.NOBLOCK)
+                self._socket.send(final_message, zmq.NOBLOCK)
                 linger = CLOSE_MILLISECONDS
             except zmq.ZMQError:
                 linger = 0
@@ -96,16 +96,16 @@ class Connection:
         self._socket.close(linger)
 
 
-SEND_MESSAGES = 256
+SEND_QUEUE_MESSAGES = 256
 QUEUE_MESSAGES = 8_192
 
 
 class _Queue:
-    __slots__ = ("messages", "moved")
+    __slots__ = ("messages", "progress_at")
 
     def __init__(self, now: float) -> None:
         self.messages: deque[bytes] = deque()
-        self.moved = now
+        self.progress_at = now
 
 
 class Outbox:
@@ -117,11 +117,11 @@ class Outbox:
         self.failed: dict[bytes, str] = {}
 
     @property
-    def blocked(self) -> bool:
+    def has_queued(self) -> bool:
         """Whether anything waits."""
         return bool(self._queues)
 
-    def waiting(self, route: bytes) -> int:
+    def queued(self, route: bytes) -> int:
         """How many messages wait for one session."""
         queue = self._queues.get(route)
         return 0 if queue is None else len(queue.messages)
@@ -144,11 +144,11 @@ class Outbox:
         for route, queue in list(self._queues.items()):
             while queue.messages and self._try_send(route, queue.messages[0]):
                 queue.messages.popleft()
-                queue.moved = now
+                queue.progress_at = now
             if not queue.messages:
                 self._queues.pop(route, None)
-            elif now - queue.moved > LOST_SECONDS:
-                self._fail(route, f"it has read nothing for {LOST_SECONDS:g} s")
+            elif now - queue.progress_at > SESSION_TIMEOUT_SECONDS:
+                self._fail(route, f"it has read nothing for {SESSION_TIMEOUT_SECONDS:g} s")
 
     def forget(self, route: bytes) -> None:
         """Drops what waits for a session."""

@@ -8,7 +8,7 @@ States::
     absent ──socket connects, Hello──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
                                           └─────Refused────▶ refused ──30 s──▶ absent
 
-*Lost* is: no word for ``LOST_SECONDS``, the peer's socket is gone, tierd said ``Bye``, or the queue towards it is full. Each loss is
+*Lost* is: no word for ``SESSION_TIMEOUT_SECONDS``, the peer's socket is gone, tierd said ``Bye``, or the queue towards it is full. Each loss is
 reported once through ``on_lost``; nothing is sent or received until ``reattach`` says that everything of the lost epoch is behind
 the caller (DATAPATH 4), because tierd gives the slots to others on that word.
 """
@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -30,9 +31,9 @@ import zmq
 from kvtier.tierd.channel import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
 from kvtier.tierd.run_directory import is_private
 from kvtier.tierd.wire import (
-    BEAT_SECONDS,
-    LOST_SECONDS,
+    HEARTBEAT_SECONDS,
     PROTOCOL,
+    SESSION_TIMEOUT_SECONDS,
     SOCKET_NAME,
     Bye,
     FromDaemon,
@@ -67,13 +68,29 @@ class ClientState(Enum):
     CLOSED = "closed"
 
 
-class TierdClient:
-    """One session after another with whatever tierd lives in ``run_directory``.
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client attaches.
 
-    ``hello`` is called on the I/O thread before every attempt. ``sink`` gets every message except beats, ``on_lost`` the reason of each
-    loss, both on the I/O thread and in order. They must not block for long: heartbeats go out from the same thread. ``reattach``:
-    "manual" (after a loss, wait for ``reattach()``) or "auto" (do not wait; only for a process that copies nothing). ``private``: nothing is said
-    to whatever serves in a directory that others may write to.
+    ``auto_reattach``: after a loss, attach again without waiting for ``reattach``; only for a process that copies
+    nothing. ``require_private``: do not attach in a run directory that other users may write to, because another process
+    could answer there in tierd's place.
+    """
+
+    auto_reattach: bool = False
+    require_private: bool = False
+    session_timeout_seconds: float = SESSION_TIMEOUT_SECONDS
+    refused_retry_seconds: float = REFUSED_RETRY_SECONDS
+
+
+DEFAULT_OPTIONS = ClientOptions()
+
+
+class TierdClient:
+    """Attaches this process to the tierd of ``run_directory``, and attaches again when the session is lost.
+
+    ``hello`` makes the first message of each session. ``sink`` receives every message except heartbeats, ``on_lost`` the
+    reason of each loss. All three run on the I/O thread, in order, and must not block: it also sends the heartbeats.
     """
 
     def __init__(
@@ -82,24 +99,17 @@ class TierdClient:
         hello: Callable[[], Hello],
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
-        reattach: str = "manual",
+        options: ClientOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
-        lost_seconds: float = LOST_SECONDS,
-        refused_retry_seconds: float = REFUSED_RETRY_SECONDS,
-        private: bool = False,
     ) -> None:
-        if reattach not in ("manual", "auto"):
-            raise ValueError(f"reattach: {reattach!r} is not accepted; 'manual' or 'auto'")
         self._run_directory = Path(run_directory)
-        self._private = private
+        self._options = options
         self._endpoint = f"ipc://{self._run_directory / SOCKET_NAME}"
         self._hello = hello
         self._sink = sink
         self._on_lost = on_lost
-        self._auto = reattach == "auto"
+        self._make_heartbeat: Callable[[], Heartbeat] = Heartbeat
         self._clock = clock
-        self._lost_seconds = lost_seconds
-        self._refused_retry_seconds = refused_retry_seconds
 
         self.ready: Ready | None = None
         """The last ``Ready`` of this session; None without one."""
@@ -107,8 +117,6 @@ class TierdClient:
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
         """Why tierd refused; empty unless the state is REFUSED."""
-        self.beat: Callable[[], Heartbeat] = Heartbeat
-        """Makes each heartbeat; called on the I/O thread. Set it before ``start``."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
             "lost": 0,
@@ -122,7 +130,7 @@ class TierdClient:
         self._outgoing: deque[bytes] = deque()
         self._overflow = False
         self._drained_epoch = 0
-        self._may_attach = True
+        self._reattach_allowed = True
         self._closing = False
         self._lock = threading.Lock()
         """Guards the hand-over between callers and the I/O thread: queue against state. Never held during I/O."""
@@ -132,17 +140,18 @@ class TierdClient:
 
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connection: Connection | None = None
-        self._heard = 0.0
-        self._next_beat = 0.0
+        self._last_received_at = 0.0
+        self._next_heartbeat_at = 0.0
         self._retry_at = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     # Any thread.
 
-    def start(self) -> None:
-        """Starts the I/O thread. Call once, in the process that is to be attached."""
+    def start(self, heartbeat: Callable[[], Heartbeat] = Heartbeat) -> None:
+        """Starts the I/O thread, which calls ``heartbeat`` for each heartbeat. Call once, in the process to attach."""
         if self._thread is not None:
             raise RuntimeError("the client has been started")
+        self._make_heartbeat = heartbeat
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvtier-client", daemon=True)
         self._thread.start()
@@ -187,7 +196,7 @@ class TierdClient:
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
             # A call that comes twice must not speak for the next loss.
-            self._may_attach = self._may_attach or self.state is ClientState.WAITING
+            self._reattach_allowed = self._reattach_allowed or self.state is ClientState.WAITING
         self._wake()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
@@ -216,7 +225,7 @@ class TierdClient:
     def _run(self) -> None:
         self._context = zmq.Context()
         try:
-            while not (self._closing and self._finished()):
+            while not (self._closing and self._close_session()):
                 self._wait()
                 self._step()
         finally:
@@ -233,11 +242,13 @@ class TierdClient:
         poller = zmq.Poller()
         poller.register(self._wake_descriptor, zmq.POLLIN)
         if self._connection is not None:
-            until = self._heard + self._lost_seconds
+            until = self._last_received_at + self._options.session_timeout_seconds
             if self.state is ClientState.ATTACHED:
-                until = min(until, self._next_beat)
+                until = min(until, self._next_heartbeat_at)
             self._connection.register(poller, until_connected=self.state is ClientState.ABSENT)
-        elif self.state is ClientState.WAITING and not (self._may_attach or self._auto):
+        elif self.state is ClientState.WAITING and not (
+            self._reattach_allowed or self._options.auto_reattach
+        ):
             until = now + _IDLE_SECONDS
         else:
             until = self._retry_at
@@ -261,26 +272,31 @@ class TierdClient:
         if self._connection is not connection:
             return
         if disconnected and self.state is not ClientState.ABSENT:
-            self._lose("the connection is closed")
+            self._session_lost("the connection is closed")
         elif self.state is ClientState.ABSENT:
-            self._greet(connection, now)
+            self._send_hello(connection, now)
         elif self.state is ClientState.ATTACHED:
             self._send_queued(connection, now)
-        if self._connection is connection and self._clock() - self._heard > self._lost_seconds:
+        if (
+            self._connection is connection
+            and self._clock() - self._last_received_at > self._options.session_timeout_seconds
+        ):
             if self.state is ClientState.ABSENT:
-                self._heard = now  # Nobody is there yet; ZeroMQ goes on trying.
+                self._last_received_at = now  # Nobody is there yet; ZeroMQ goes on trying.
             else:
-                self._lose(f"no word for {self._lost_seconds:g} s")
+                self._session_lost(f"no word for {self._options.session_timeout_seconds:g} s")
 
     def _try_connect(self, now: float) -> None:
         with self._lock:
-            if self.state is ClientState.WAITING and not (self._may_attach or self._auto):
+            if self.state is ClientState.WAITING and not (
+                self._reattach_allowed or self._options.auto_reattach
+            ):
                 return
             if now < self._retry_at or self._context is None:
                 return
             self.state = ClientState.ABSENT
             self.refusal = ""
-        if self._private and not self._may_enter():
+        if self._options.require_private and not self._is_trusted():
             self._retry_later(now)
             return
         try:
@@ -289,9 +305,9 @@ class TierdClient:
             _log.error("%s: %s", self._endpoint, error)
             self._retry_later(now)
             return
-        self._heard = now
+        self._last_received_at = now
 
-    def _may_enter(self) -> bool:
+    def _is_trusted(self) -> bool:
         """Looked at before each connection: once the directory is this user's, nobody else can put another one in its place."""
         try:
             if is_private(self._run_directory):
@@ -306,7 +322,7 @@ class TierdClient:
         self.counters["foreign"] += 1
         return False
 
-    def _greet(self, connection: Connection, now: float) -> None:
+    def _send_hello(self, connection: Connection, now: float) -> None:
         if not connection.writable:
             return
         try:
@@ -327,32 +343,32 @@ class TierdClient:
             self._retry_later(now)
             return
         self.state = ClientState.GREETING
-        self._heard = now
-        self._next_beat = now + BEAT_SECONDS
+        self._last_received_at = now
+        self._next_heartbeat_at = now + HEARTBEAT_SECONDS
 
     def _send_queued(self, connection: Connection, now: float) -> None:
         if self._overflow:
-            self._lose("the queue towards it is full")
+            self._session_lost("the queue towards it is full")
             return
         try:
             while self._outgoing and connection.send(self._outgoing[0]):
                 self._outgoing.popleft()
             if self._outgoing:
                 # tierd does not read. Its silence, or a full queue, decides.
-                self._next_beat = now + _FULL_RETRY_SECONDS
-            elif now >= self._next_beat:
-                self._next_beat = now + BEAT_SECONDS
-                connection.send(encode(self._beat_now()))
+                self._next_heartbeat_at = now + _FULL_RETRY_SECONDS
+            elif now >= self._next_heartbeat_at:
+                self._next_heartbeat_at = now + HEARTBEAT_SECONDS
+                connection.send(encode(self._next_heartbeat()))
         except zmq.ZMQError as error:
-            self._lose(str(error))
+            self._session_lost(str(error))
 
-    def _beat_now(self) -> Heartbeat:
+    def _next_heartbeat(self) -> Heartbeat:
         try:
-            return self.beat()
+            return self._make_heartbeat()
         except Exception as error:  # noqa: BLE001
             # As in ``_call``.
             self.counters["callback_failed"] += 1
-            _log.exception("beat failed: %s", error)
+            _log.exception("making a heartbeat failed: %s", error)
             return Heartbeat()
 
     def _receive(self, connection: Connection) -> None:
@@ -360,29 +376,29 @@ class TierdClient:
             data = connection.receive()
             if data is None:
                 return
-            self._heard = self._clock()
+            self._last_received_at = self._clock()
             try:
                 message = decode_from_daemon(data)
             except msgspec.MsgspecError as error:
                 self.counters["undecodable"] += 1
-                self._refuse(f"tierd sent what this version ({PROTOCOL}) cannot read: {error}")
+                self._rejected(f"tierd sent what this version ({PROTOCOL}) cannot read: {error}")
                 return
-            self._take(message)
+            self._handle(message)
             if self._connection is not connection:
                 return
 
-    def _take(self, message: FromDaemon) -> None:
+    def _handle(self, message: FromDaemon) -> None:
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, Bye):
-            self._lose(f"it ended the session: {message.reason or 'no reason given'}")
+            self._session_lost(f"it ended the session: {message.reason or 'no reason given'}")
             return
         if isinstance(message, Refused):
-            self._refuse(message.reason)
+            self._rejected(message.reason)
             return
         if isinstance(message, Welcome):
             if message.protocol != PROTOCOL:
-                self._refuse(f"tierd is version {message.protocol}, this connector is {PROTOCOL}")
+                self._rejected(f"tierd is version {message.protocol}, this connector is {PROTOCOL}")
                 return
             with self._lock:
                 self._outgoing.clear()
@@ -390,7 +406,7 @@ class TierdClient:
                 self.welcome = message
                 self.ready = None
                 self.refusal = ""
-                self._may_attach = self._auto
+                self._reattach_allowed = self._options.auto_reattach
                 self.state = ClientState.ATTACHED
             self._retry_seconds = FIRST_RETRY_SECONDS
         elif self.state is not ClientState.ATTACHED:
@@ -407,7 +423,7 @@ class TierdClient:
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)
 
-    def _lose(self, reason: str) -> None:
+    def _session_lost(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         with self._lock:
             self.state = ClientState.WAITING if was_attached else ClientState.ABSENT
@@ -425,17 +441,17 @@ class TierdClient:
             _log.warning("tierd is lost: %s", reason)
             self._call(lambda: self._on_lost(reason))
 
-    def _refuse(self, reason: str) -> None:
+    def _rejected(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         if was_attached:
-            self._lose(f"it refuses: {reason}")
+            self._session_lost(f"it refuses: {reason}")
         self._disconnect()
         with self._lock:
             self.refusal = reason
             self._outgoing.clear()
             # After a session, draining comes first; then its own time limit holds as well.
             self.state = ClientState.WAITING if was_attached else ClientState.REFUSED
-        self._retry_at = self._clock() + self._refused_retry_seconds
+        self._retry_at = self._clock() + self._options.refused_retry_seconds
         self.counters["refused"] += 1
         _log.warning("tierd refuses this process, which serves without tiers: %s", reason)
         if not was_attached:
@@ -446,12 +462,12 @@ class TierdClient:
         self._retry_at = now + self._retry_seconds
         self._retry_seconds = min(LAST_RETRY_SECONDS, self._retry_seconds * 2)
 
-    def _disconnect(self, last_word: bytes = b"") -> None:
+    def _disconnect(self, final_message: bytes = b"") -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close(last_word)
+            connection.close(final_message)
 
-    def _finished(self) -> bool:
+    def _close_session(self) -> bool:
         """Closing: says ``Bye`` once the queue is empty; True when there is nothing left to do."""
         if self._connection is None or self.state not in (
             ClientState.ATTACHED,

@@ -3,7 +3,7 @@
 Each attached worker has a small file in ``sessions/``: written before it is welcomed, removed when it said ``Bye`` or is proven gone.
 A new tierd finds those whose workers may still be copying into slots that it knows nothing about. It is *fenced* until each of
 them has said that every epoch up to the file's is drained, or is provably gone, or, where processes cannot be seen, for
-``BLIND_SECONDS`` (DATAPATH 4).
+``UNVERIFIABLE_TIMEOUT_SECONDS`` (DATAPATH 4).
 
 Slots into which threads of dead tierds may still be reading.
 
@@ -11,7 +11,7 @@ The kernel lets go of a thread in a hung mount only when the mount answers. Unti
 first thread is a zombie, the other one waits in the kernel, and when the answer comes it is written where the read was told to, which
 is a slot of the pool. So each tierd notes the slots that it reads into, in a file of its own::
 
-    reads/<epoch>     locked for as long as any thread of its tierd lives; records of ``RECORD_BYTES``: offset and size of a slot, start and
+    reads/<epoch>     locked for as long as any thread of its tierd lives; records of ``READ_RECORD_BYTES``: offset and size of a slot, start and
                       number of slots of its segment; all zero: none
 
 A lock that can be taken is the proof that nobody reads into those slots any more, also between containers, where process ids mean nothing.
@@ -35,7 +35,7 @@ from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.run_directory import open_shared
 
-BLIND_SECONDS = 60.0
+UNVERIFIABLE_TIMEOUT_SECONDS = 60.0
 """How long a process that cannot be seen is waited for. Copies last milliseconds; a frozen container thaws or is killed."""
 _TEMPORARY_PREFIX = "."
 _log = logging.getLogger("kvtier.tierd")
@@ -125,20 +125,20 @@ class StartupFence:
         self,
         files: SessionFiles,
         now: float,
-        fate: Callable[[ProcessIdentity], Liveness],
-        blind_seconds: float = BLIND_SECONDS,
+        liveness: Callable[[ProcessIdentity], Liveness],
+        unverifiable_timeout_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS,
     ) -> None:
         self._files = files
-        self._fate = fate
-        self._deadline = now + blind_seconds
+        self._liveness = liveness
+        self._deadline = now + unverifiable_timeout_seconds
         self.waiting = files.read()
 
     @property
-    def closed(self) -> bool:
+    def is_active(self) -> bool:
         """Whether anybody still has to be waited for."""
         return bool(self.waiting)
 
-    def hello(self, worker: AttachedWorker, drained_epoch: int) -> None:
+    def worker_attached(self, worker: AttachedWorker, drained_epoch: int) -> None:
         """A worker attaches and says up to which epoch it has drained."""
         self._resolve(
             lambda other: (
@@ -155,8 +155,10 @@ class StartupFence:
             return
 
         def over(worker: AttachedWorker) -> bool:
-            fate = self._fate(worker.process)
-            return fate is Liveness.GONE or (fate is Liveness.UNKNOWN and now >= self._deadline)
+            liveness = self._liveness(worker.process)
+            return liveness is Liveness.GONE or (
+                liveness is Liveness.UNKNOWN and now >= self._deadline
+            )
 
         self._resolve(over)
 
@@ -170,18 +172,18 @@ class StartupFence:
         self.waiting = left
 
 
-DIRECTORY_NAME = "reads"
-_RECORD = struct.Struct("<QQQQ")
-RECORD_BYTES = _RECORD.size
-_EMPTY = bytes(RECORD_BYTES)
-_MAX_BYTES = 16 << 20
+READS_DIRECTORY_NAME = "reads"
+_READ_RECORD = struct.Struct("<QQQQ")
+READ_RECORD_BYTES = _READ_RECORD.size
+_EMPTY_RECORD = bytes(READ_RECORD_BYTES)
+_MAX_READ_LOG_BYTES = 16 << 20
 
 
-class ReadsFile:
+class ReadLogFile:
     """The file of the living tierd, as the store's ``ReadLog``. Raises ``OSError`` where it cannot be made."""
 
     def __init__(self, run_directory: Path, epoch: int, mode: int) -> None:
-        directory = run_directory / DIRECTORY_NAME
+        directory = run_directory / READS_DIRECTORY_NAME
         directory.mkdir(exist_ok=True)
         self.path = directory / str(epoch)
         # Never closed before the process ends: every thread holds it open, and the last one lets go of the lock.
@@ -194,14 +196,14 @@ class ReadsFile:
     def begin(self, place: SlotLocation) -> bool:
         """A read into this slot is about to begin; False if that cannot be noted, and it must not."""
         number = self._free.pop() if self._free else len(self._numbers)
-        data = _RECORD.pack(
+        data = _READ_RECORD.pack(
             place.offset, place.slot_bytes, place.segment_start, place.segment_slots
         )
         try:
-            written = os.pwrite(self._descriptor, data, number * RECORD_BYTES)
+            written = os.pwrite(self._descriptor, data, number * READ_RECORD_BYTES)
         except OSError:
             written = 0
-        if written != RECORD_BYTES:
+        if written != READ_RECORD_BYTES:
             self._free.append(number)
             return False
         self._numbers[place.offset] = number
@@ -212,10 +214,10 @@ class ReadsFile:
         number = self._numbers.pop(offset, None)
         if number is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._descriptor, _EMPTY, number * RECORD_BYTES)
+                os.pwrite(self._descriptor, _EMPTY_RECORD, number * READ_RECORD_BYTES)
             self._free.append(number)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The process ends: the file goes too, unless a read hangs."""
         if not self._numbers:
             self.path.unlink(missing_ok=True)
@@ -228,21 +230,21 @@ class OrphanedReadsFile:
     path: Path
     places: tuple[SlotLocation, ...]
 
-    def over(self) -> bool:
+    def is_released(self) -> bool:
         """Whether no thread of it lives any more; then its file goes."""
-        return _take_away(self.path)
+        return _remove_if_released(self.path)
 
 
 def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[OrphanedReadsFile]:
     """The dead tierds of this run directory that are not quite gone. The caller holds the lock of the one living tierd."""
     found = []
-    for path in sorted((run_directory / DIRECTORY_NAME).glob("*")):
+    for path in sorted((run_directory / READS_DIRECTORY_NAME).glob("*")):
         if path == own or not path.is_file() or path.is_symlink():
             # What is no file is none of a tierd's, and no reason not to start.
             continue
-        if _take_away(path):
+        if _remove_if_released(path):
             continue
-        places = _places(path)
+        places = _read_places(path)
         _log.warning(
             "a thread of an earlier tierd hangs in a call; %d slots are left to it", len(places)
         )
@@ -250,7 +252,7 @@ def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[Or
     return found
 
 
-def _take_away(path: Path) -> bool:
+def _remove_if_released(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -268,8 +270,10 @@ def _take_away(path: Path) -> bool:
     return True
 
 
-def _places(path: Path) -> tuple[SlotLocation, ...]:
-    data = path.read_bytes()[:_MAX_BYTES]
-    whole = len(data) // RECORD_BYTES * RECORD_BYTES
-    records = (_RECORD.unpack_from(data, start) for start in range(0, whole, RECORD_BYTES))
+def _read_places(path: Path) -> tuple[SlotLocation, ...]:
+    data = path.read_bytes()[:_MAX_READ_LOG_BYTES]
+    whole = len(data) // READ_RECORD_BYTES * READ_RECORD_BYTES
+    records = (
+        _READ_RECORD.unpack_from(data, start) for start in range(0, whole, READ_RECORD_BYTES)
+    )
     return tuple(SlotLocation(*record) for record in records if any(record))

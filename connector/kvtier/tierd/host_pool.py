@@ -254,7 +254,7 @@ def _remove_namespaces(run_directory: Path, but: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-class PoolStart:
+class PoolAllocation:
     """Allocates the pool on a thread of its own, after making room: dead engines' pools are removed first. ``done`` is called on
     that thread at the end, whatever came of it: ``error`` says why there is no ``pool``."""
 

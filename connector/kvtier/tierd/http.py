@@ -48,10 +48,10 @@ OPEN_PATHS = frozenset({"/healthz"})
 """Answered without a token: kubelets have none."""
 
 
-class Guard(Protocol):
+class Authorizer(Protocol):
     """Who may ask."""
 
-    def accepts(self, authorization: bytes) -> bool:
+    def authorizes(self, authorization: bytes) -> bool:
         """Whether the value of the ``Authorization`` header (empty: none) is good. Any thread."""
         ...
 
@@ -68,15 +68,15 @@ def text_response(status: int, message: str) -> HttpResponse:
 class HttpServer:
     """Serves ``routes`` (path -> what to answer, called on a request's thread) until ``close``.
 
-    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one. ``guard``: asked before every path but ``OPEN_PATHS``;
+    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one. ``authorizer``: asked before every path but ``OPEN_PATHS``;
     None: everybody may ask.
     """
 
     def __init__(
-        self, host: str, port: int, routes: dict[str, Route], guard: Guard | None = None
+        self, host: str, port: int, routes: dict[str, Route], authorizer: Authorizer | None = None
     ) -> None:
         self._routes = routes
-        self._guard = guard
+        self._authorizer = authorizer
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
         self._listener.settimeout(_ACCEPT_SECONDS)
@@ -146,8 +146,8 @@ class HttpServer:
         route = self._routes.get(target.decode("latin-1"))
         if route is None:
             return text_response(404, "there are " + ", ".join(self._routes)), method == b"GET"
-        guard = None if target.decode("latin-1") in OPEN_PATHS else self._guard
-        if guard is not None and not guard.accepts(_header(request, b"authorization")):
+        authorizer = None if target.decode("latin-1") in OPEN_PATHS else self._authorizer
+        if authorizer is not None and not authorizer.authorizes(_header(request, b"authorization")):
             return text_response(401, "a bearer token is expected"), method == b"GET"
         try:
             return route(), method == b"GET"
@@ -199,12 +199,12 @@ def _render(answer: HttpResponse, with_body: bool) -> bytes:
 
 
 MAX_TOKEN_BYTES = 4_096
-LOOK_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
 _PREFIX = b"bearer "
-_Seen = tuple[int, int, int, int] | None
+_Stamp = tuple[int, int, int, int] | None
 
 
-class Token:
+class BearerToken:
     """Any thread may ask."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -212,31 +212,31 @@ class Token:
         self._clock = clock
         self._lock = threading.Lock()
         """Guards the look at the file, so that eight clients do not read it at once."""
-        self._seen: _Seen = None
-        self._looked = -LOOK_SECONDS
+        self._stamp: _Stamp = None
+        self._refreshed_at = -REFRESH_SECONDS
         self._token = b""
 
-    def accepts(self, authorization: bytes) -> bool:
+    def authorizes(self, authorization: bytes) -> bool:
         """Whether the value of an ``Authorization`` header carries the token. Takes as long for a wrong one as for the right one."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_SECONDS:
-                self._looked = now
-                self._look()
+            if now - self._refreshed_at >= REFRESH_SECONDS:
+                self._refreshed_at = now
+                self._refresh()
             token = self._token
         given = authorization.strip()
         value = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
         same = hmac.compare_digest(value, token)
         return same and bool(token)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             status = os.stat(self._path)
         except OSError:
-            self._seen, self._token = None, b""
+            self._stamp, self._token = None, b""
             return
-        seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-        if seen == self._seen:
+        stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if stamp == self._stamp:
             return
         try:
             self._token = read_bounded(self._path, limit_bytes=MAX_TOKEN_BYTES).strip()
@@ -244,4 +244,4 @@ class Token:
             _log.error("the token cannot be read: %s", error)
             self._token = b""
             return
-        self._seen = seen
+        self._stamp = stamp

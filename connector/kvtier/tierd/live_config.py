@@ -1,7 +1,7 @@
 """Follows ``live.json``: each value is taken or refused by itself, what was refused keeps its last good value.
 
 Polling instead of notification, because what happens below a ConfigMap mount (a symlink ``..data`` is swapped) or on NFS is not
-seen by every notification mechanism, and one look a second costs nothing. On a thread of its own, because a look at a dead mount
+stamp by every notification mechanism, and one look a second costs nothing. On a thread of its own, because a look at a dead mount
 does not come back.
 """
 
@@ -12,16 +12,22 @@ import os
 import threading
 from pathlib import Path
 
-from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE, LiveRefusal, load_live, load_structural
+from kvtier.config.loader import (
+    LIVE_FILE,
+    STRUCTURAL_FILE,
+    RejectedValue,
+    load_live,
+    load_structural,
+)
 from kvtier.config.models import Live, Structural
 from kvtier.errors import ConfigurationError
 
 POLL_SECONDS = 1.0
 _log = logging.getLogger("kvtier.tierd")
-_Seen = tuple[int, int, int, int] | None
+_Stamp = tuple[int, int, int, int] | None
 
 
-class LiveFollower:
+class LiveConfigWatcher:
     """The live document of one topology directory.
 
     The attributes may be read by any thread: each is replaced as a whole. ``poll`` is called by the follower's thread, or
@@ -32,19 +38,19 @@ class LiveFollower:
         self, directory: Path, structural: Structural, watch_structural: bool = False
     ) -> None:
         self._structural_path = directory / STRUCTURAL_FILE if watch_structural else None
-        self._structural_seen: _Seen = None
+        self._structural_stamp: _Stamp = None
         self.structural_changed = ""
         """In what the structural document that is there at present is not the one in force; empty: in nothing."""
         self._path = directory / LIVE_FILE
         self._structural = structural
-        self._seen: _Seen = None
-        self._read_again = False
-        self._logged: set[LiveRefusal] = set()
+        self._stamp: _Stamp = None
+        self._retry = False
+        self._logged: set[RejectedValue] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.live: Live = structural.live
         """The values in force."""
-        self.refusals: tuple[LiveRefusal, ...] = ()
+        self.refusals: tuple[RejectedValue, ...] = ()
         """What the document that is there at present asks for and does not get."""
         self.refused_total = 0
 
@@ -65,17 +71,17 @@ class LiveFollower:
         """Looks at the file, and reads it where it is another one than last time; True if values changed."""
         # The look comes before the reading: a file replaced in between is read again at the next look.
         self._poll_structural()
-        seen = self._look(self._path)
-        if seen == self._seen and not self._read_again:
+        stamp = self._stamp_of(self._path)
+        if stamp == self._stamp and not self._retry:
             return False
         before = self.live
         live, refusals = load_live(self._path, before, self._structural)
         whole = live is before and any(refusal.field == LIVE_FILE for refusal in refusals)
-        if not (whole and self._read_again and seen == self._seen):
+        if not (whole and self._retry and stamp == self._stamp):
             self._report(refusals)
         # A file that could not be read at all may be readable without looking different.
-        self._read_again = whole and seen is not None
-        self._seen = seen
+        self._retry = whole and stamp is not None
+        self._stamp = stamp
         self.live = live
         if live == before:
             return False
@@ -86,10 +92,10 @@ class LiveFollower:
         """What is structural never changes in a pod's life: a document that does is not followed, and reported."""
         if self._structural_path is None:
             return
-        seen = self._look(self._structural_path)
-        if seen == self._structural_seen or seen is None:
+        stamp = self._stamp_of(self._structural_path)
+        if stamp == self._structural_stamp or stamp is None:
             return
-        self._structural_seen = seen
+        self._structural_stamp = stamp
         changed = ""
         try:
             if load_structural(self._structural_path) != self._structural:
@@ -101,14 +107,14 @@ class LiveFollower:
         self.structural_changed = changed
 
     @staticmethod
-    def _look(path: Path) -> _Seen:
+    def _stamp_of(path: Path) -> _Stamp:
         try:
             status = os.stat(path)
         except OSError:
             return None
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _report(self, refusals: list[LiveRefusal]) -> None:
+    def _report(self, refusals: list[RejectedValue]) -> None:
         for refusal in refusals:
             if refusal not in self._logged:
                 _log.warning("%s: %s", self._path, refusal)

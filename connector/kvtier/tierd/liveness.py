@@ -12,7 +12,7 @@ Why flock(2), on a descriptor that is closed at exec and in forked children:
 * A child made by fork(2) without exec shares the open file and would hold the lock on: late proof, never early.
   Children that Python makes close it (``os.register_at_fork``); the parent's descriptor is unaffected.
 * Devices are released in the same sweep as the lock, on Linux from the highest descriptor to the lowest. A low
-  descriptor is therefore reserved early (``reserve``, when vLLM loads plugins and no device is open), and the lock is
+  descriptor is therefore reserved early (``reserve_descriptor``, when vLLM loads plugins and no device is open), and the lock is
   put there. ``SETTLE_SECONDS`` pass between the release of the lock and the proof, which covers the rest of the sweep.
 """
 
@@ -43,7 +43,7 @@ class _OwnLock:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """``own_lock`` may be called by the I/O threads of several clients."""
+        """``hold_peer_lock`` may be called by the I/O threads of several clients."""
         self.reserved = -1
         self.held: dict[Path, tuple[str, int]] = {}
 
@@ -60,7 +60,7 @@ _own = _OwnLock()
 os.register_at_fork(after_in_child=_own.after_fork)
 
 
-def reserve() -> None:
+def reserve_descriptor() -> None:
     """Sets a low descriptor aside for this process's lock. Any number of times; what fails costs only the order (see above)."""
     with _own.lock:
         if _own.reserved >= 0:
@@ -71,7 +71,7 @@ def reserve() -> None:
             _log.debug("no descriptor set aside: %s", error)
 
 
-def own_lock(run_directory: Path) -> str:
+def hold_peer_lock(run_directory: Path) -> str:
     """Name of the lock that this process holds in ``run_directory``, and until it ends; taken at the first call. Empty where that is not possible: then its
     end cannot be proven from another container, and is waited for.
     """
@@ -129,7 +129,7 @@ def open_directory(directory: Path) -> None:
     directory.chmod(0o777)
 
 
-def is_held(directory: Path, name: str) -> bool | None:
+def is_lock_held(directory: Path, name: str) -> bool | None:
     """Whether somebody holds the lock; None: that cannot be told, as there is no such file."""
     if not name or not _NAME_CHARACTERS.issuperset(name):
         return None
@@ -169,7 +169,7 @@ class PeerLiveness:
         seen = self._visible(process)
         if seen is not Liveness.UNKNOWN or not process.lock:
             return seen
-        held = is_held(self._directory, process.lock)
+        held = is_lock_held(self._directory, process.lock)
         if held is None:
             return Liveness.UNKNOWN
         if held:
@@ -192,7 +192,7 @@ class PeerLiveness:
                 if (
                     entry.name not in in_use
                     and age > LEFTOVER_SECONDS
-                    and is_held(self._directory, entry.name) is False
+                    and is_lock_held(self._directory, entry.name) is False
                 ):
                     os.unlink(entry.path)
                     self._free_since.pop(entry.name, None)

@@ -1,6 +1,6 @@
 """Keeps the schedulers' replicas up to date: snapshots, deltas in order, and announcements of keys that leave RAM.
 
-Changes of one turn of the loop are joined per key, so that a delta names each key's bits once: either added or removed. An
+Changes of one turn of the loop are pending per key, so that a delta names each key's bits once: either added or removed. An
 announcement goes out after every change before it. A snapshot is sent a few pieces per turn; what happens meanwhile waits behind it.
 
 What tierd holds, as the scheduler side knows it: a plain dictionary, fed by tierd's ordered deltas, used as a hint only.
@@ -20,29 +20,29 @@ from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usabl
 
 SNAPSHOT_KEYS = 4096
 """Keys in one message: about 170 KB, a few milliseconds to encode."""
-PIECES_PER_TURN = 4
-MAX_WAITING = 4096
+PIECES_PER_CALL = 4
+MAX_DEFERRED = 4096
 """Changes that wait behind a snapshot; beyond it a new snapshot says it shorter."""
 FORGET_SECONDS = 1.0
 """The store gives up waiting for acknowledgements after 100 ms; what is remembered longer is of no use."""
 Change = tuple[bytes, int]
 
 
-class _ReplicaPublisher:
+class _ReplicaFeed:
     """One scheduler's. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
 
-    __slots__ = ("first", "namespace", "sequence", "snapshot", "waiting")
+    __slots__ = ("deferred", "first", "namespace", "sequence", "snapshot")
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.sequence = 0
         self.snapshot: Iterator[Change] | None = None
         self.first = True
-        self.waiting: deque[tuple[list[Change], list[Change]] | EvictionNotice] = deque()
+        self.deferred: deque[tuple[list[Change], list[Change]] | EvictionNotice] = deque()
 
 
 class ReplicaPublisher:
-    """All feeds, by the route of the scheduler's session. Owner's thread only.
+    """All publisher, by the route of the scheduler's session. Owner's thread only.
 
     ``presence(namespace)`` is a snapshot of the store; ``left(token)`` tells the store that every scheduler knows;
     ``usable()`` are the bits that count.
@@ -59,8 +59,8 @@ class ReplicaPublisher:
         self._presence = presence
         self._left = left
         self._usable = usable
-        self._feeds: dict[bytes, _ReplicaPublisher] = {}
-        self._joined: dict[str, dict[bytes, tuple[int, int]]] = {}
+        self._feeds: dict[bytes, _ReplicaFeed] = {}
+        self._pending: dict[str, dict[bytes, tuple[int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
     def start(self, route: bytes, namespace: str) -> None:
@@ -68,31 +68,31 @@ class ReplicaPublisher:
         self.flush()
         feed = self._feeds.get(route)
         if feed is None:
-            feed = self._feeds[route] = _ReplicaPublisher(namespace)
+            feed = self._feeds[route] = _ReplicaFeed(namespace)
         feed.namespace = namespace
         self._send(route, Usable(bits=self._usable()))
-        self._begin_snapshot(feed)
+        self._start_snapshot(feed)
 
     def stop(self, route: bytes) -> None:
         """The scheduler is not there any more; nobody waits for its acknowledgements."""
         self._feeds.pop(route, None)
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
-            self.acknowledged(route, token)
+            self.acknowledge(route, token)
 
-    def changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
+    def presence_changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
         """Bits of a key were set or cleared."""
-        joined = self._joined.setdefault(namespace, {})
-        added, removed = joined.get(key, (0, 0))
-        joined[key] = (
+        pending = self._pending.setdefault(namespace, {})
+        added, removed = pending.get(key, (0, 0))
+        pending[key] = (
             (added | bits, removed & ~bits) if present else (added & ~bits, removed | bits)
         )
 
-    def usable(self) -> None:
+    def usable_tiers_changed(self) -> None:
         """The bits that count have changed."""
         for route in self._feeds:
             self._send(route, Usable(bits=self._usable()))
 
-    def leaving(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
+    def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
         """Keys are about to leave RAM."""
         self.flush()
         routes = {route for route, feed in self._feeds.items() if feed.namespace == namespace}
@@ -104,7 +104,7 @@ class ReplicaPublisher:
         for route in routes:
             self._emit(route, self._feeds[route], message)
 
-    def acknowledged(self, route: bytes, token: int) -> None:
+    def acknowledge(self, route: bytes, token: int) -> None:
         """A scheduler does not offer the keys of this announcement any more."""
         found = self._tokens.get(token)
         if found is None:
@@ -115,11 +115,11 @@ class ReplicaPublisher:
             self._left(token)
 
     def flush(self) -> None:
-        """Sends the changes joined so far."""
-        if not self._joined:
+        """Sends the changes pending so far."""
+        if not self._pending:
             return
-        joined, self._joined = self._joined, {}
-        for namespace, keys in joined.items():
+        pending, self._pending = self._pending, {}
+        for namespace, keys in pending.items():
             routes = [route for route, feed in self._feeds.items() if feed.namespace == namespace]
             if not routes:
                 continue
@@ -130,7 +130,7 @@ class ReplicaPublisher:
                 for route in routes:
                     self._emit(route, self._feeds[route], (added, removed))
 
-    def turn(self, now: float) -> bool:
+    def publish(self, now: float) -> bool:
         """Once per turn of the loop: sends changes and the next pieces of snapshots. True: there is more to send."""
         self.flush()
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
@@ -142,13 +142,13 @@ class ReplicaPublisher:
                 busy = busy or feed.snapshot is not None
         return busy
 
-    def _begin_snapshot(self, feed: _ReplicaPublisher) -> None:
+    def _start_snapshot(self, feed: _ReplicaFeed) -> None:
         feed.snapshot = iter(self._presence(feed.namespace))
         feed.first = True
-        feed.waiting.clear()
+        feed.deferred.clear()
 
-    def _continue_snapshot(self, route: bytes, feed: _ReplicaPublisher) -> None:
-        for _ in range(PIECES_PER_TURN):
+    def _continue_snapshot(self, route: bytes, feed: _ReplicaFeed) -> None:
+        for _ in range(PIECES_PER_CALL):
             snapshot = feed.snapshot
             if snapshot is None:
                 break
@@ -159,21 +159,21 @@ class ReplicaPublisher:
             if len(piece) < SNAPSHOT_KEYS:
                 feed.snapshot = None
         if feed.snapshot is None:
-            while feed.waiting:
-                item = feed.waiting.popleft()
+            while feed.deferred:
+                item = feed.deferred.popleft()
                 self._emit(route, feed, item)
 
     def _emit(
         self,
         route: bytes,
-        feed: _ReplicaPublisher,
+        feed: _ReplicaFeed,
         item: tuple[list[Change], list[Change]] | EvictionNotice,
     ) -> None:
         if feed.snapshot is not None:
-            if len(feed.waiting) >= MAX_WAITING:
-                self._begin_snapshot(feed)
+            if len(feed.deferred) >= MAX_DEFERRED:
+                self._start_snapshot(feed)
                 return
-            feed.waiting.append(item)
+            feed.deferred.append(item)
         elif isinstance(item, EvictionNotice):
             self._send(route, item)
         else:
@@ -182,7 +182,7 @@ class ReplicaPublisher:
     def _delta(
         self,
         route: bytes,
-        feed: _ReplicaPublisher,
+        feed: _ReplicaFeed,
         added: list[Change],
         removed: list[Change],
         snapshot: bool,
@@ -210,9 +210,9 @@ class Replica:
     """
 
     __slots__ = (
-        "_asked",
         "_bits",
         "_next_sequence",
+        "_resync_requested",
         "get_bits",
         "removals",
         "stale",
@@ -222,7 +222,7 @@ class Replica:
     def __init__(self) -> None:
         self._bits: dict[bytes, int] = {}
         self._next_sequence = 1
-        self._asked = False
+        self._resync_requested = False
         self.removals = 0
         self.stale = False
         self.usable_bits = ALL_BITS
@@ -243,7 +243,7 @@ class Replica:
             self.removals += 1
             self._bits.clear()
         self._next_sequence = 1
-        self._asked = False
+        self._resync_requested = False
         self.stale = False
         self.usable_bits = ALL_BITS
 
@@ -262,14 +262,14 @@ class Replica:
                 self._remove(key, RAM_BITS)
             return EvictionAck(token=message.token)
         if message.sequence != self._next_sequence:
-            self._lose()
+            self._invalidate()
         self._next_sequence = message.sequence + 1
         if message.snapshot:
             if self._bits:
                 self.removals += 1
                 self._bits.clear()
             self.stale = False
-            self._asked = False
+            self._resync_requested = False
         if self.stale:
             # Without what is missing, a removal could be undone and an addition be long gone.
             return None
@@ -280,11 +280,11 @@ class Replica:
             self._remove(key, removed)
         return None
 
-    def wants_resync(self) -> bool:
+    def needs_resync(self) -> bool:
         """True once per gap: the caller sends ``Resync``, and a snapshot follows."""
-        if not self.stale or self._asked:
+        if not self.stale or self._resync_requested:
             return False
-        self._asked = True
+        self._resync_requested = True
         return True
 
     def _remove(self, key: bytes, removed: int) -> None:
@@ -298,9 +298,9 @@ class Replica:
         else:
             del self._bits[key]
 
-    def _lose(self) -> None:
+    def _invalidate(self) -> None:
         if self._bits:
             self.removals += 1
             self._bits.clear()
         self.stale = True
-        self._asked = False
+        self._resync_requested = False

@@ -19,18 +19,18 @@ from kvtier.files import replace_file
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
-from kvtier.tierd.http import Guard, HttpResponse, HttpServer, Route, text_response
-from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, text_response
+from kvtier.tierd.live_config import LiveConfigWatcher
 from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
     Condition,
-    Hits,
+    HitCounters,
     SessionStatus,
     Snapshot,
     TierStatus,
-    Tokens,
+    TokenCounts,
     metrics_text,
     status_json,
 )
@@ -50,13 +50,13 @@ class SnapshotInputs:
 
     epoch: int
     live: Live
-    follower: LiveFollower
+    live_config: LiveConfigWatcher
     built: BuiltTiers
     pool: PoolFile | None
     pool_error: str
     store: TierStore | None
     sessions: Sessions
-    hits: Hits
+    hits: HitCounters
     fenced: bool
     draining: bool
     awaited_workers: int
@@ -80,9 +80,9 @@ class Reporter:
         structural: Structural,
         run_directory: Path,
         clock: Callable[[], float],
-        guard: Guard | None = None,
+        authorizer: Authorizer | None = None,
     ) -> None:
-        self._guard = guard
+        self._authorizer = authorizer
         self._structural = structural
         self._run_directory = run_directory
         self._clock = clock
@@ -94,14 +94,14 @@ class Reporter:
         self._snapshot = Snapshot(version=__version__)
         self._snapshot_at = clock()
 
-    def turn(self, now: float, facts: Callable[[], SnapshotInputs]) -> None:
+    def update(self, now: float, inputs: Callable[[], SnapshotInputs]) -> None:
         """Once per turn of the loop."""
         if now >= self._next_http and self._http is None:
             self._next_http = now + HTTP_RETRY_SECONDS
             self._start_http()
         if now >= self._next_snapshot:
             self._next_snapshot = now + SNAPSHOT_SECONDS
-            self._snapshot = self._take(facts())
+            self._snapshot = self._handle(inputs())
             self._snapshot_at = now
 
     @property
@@ -139,12 +139,12 @@ class Reporter:
         found = routes(lambda: self._snapshot, self._health)
         self._port_taken = ""
         try:
-            return HttpServer(host, port, found, self._guard)
+            return HttpServer(host, port, found, self._authorizer)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
         # Other pods of this node (with hostNetwork), or other containers of this pod, may have the port for as long as they live.
-        server = HttpServer(host, 0, found, self._guard)
+        server = HttpServer(host, 0, found, self._authorizer)
         self._port_taken = (
             f"{host} port {port} is taken; port {server.address[1]} is served instead"
         )
@@ -158,39 +158,39 @@ class Reporter:
             return text_response(503, f"the loop has not gone round for {age:.1f} s")
         return text_response(200, "ok")
 
-    def _take(self, facts: SnapshotInputs) -> Snapshot:
-        store = facts.store
+    def _handle(self, inputs: SnapshotInputs) -> Snapshot:
+        store = inputs.store
         pool = asdict(store.accounts()) if store is not None else {}
         if store is not None:
             pool["pinned"] = store.pinned_bytes
-        if facts.pool is not None:
-            pool["touched"] = facts.pool.touched_bytes
+        if inputs.pool is not None:
+            pool["touched"] = inputs.pool.touched_bytes
         policy = self._structural.policy
-        recent, total = facts.hits.recent(self._clock()), facts.hits.total
+        recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
             policy=f"{policy.namespace}/{policy.name}",
             content_hash=self._structural.content_hash,
-            epoch=facts.epoch,
-            fenced=facts.fenced,
+            epoch=inputs.epoch,
+            fenced=inputs.fenced,
             started=store is not None,
-            applied_generation=facts.live.generation,
-            live_refused_total=facts.follower.refused_total,
-            live_refusals=tuple(map(str, facts.follower.refusals)),
+            applied_generation=inputs.live.generation,
+            live_refused_total=inputs.live_config.refused_total,
+            live_refusals=tuple(map(str, inputs.live_config.refusals)),
             tiers=self._tiers(store, recent, total),
             prompt_tokens=recent.prompt,
             prompt_tokens_total=total.prompt,
-            sessions=_sessions(facts.sessions),
-            quarantined_processes=facts.sessions.quarantined,
-            awaited_workers=facts.awaited_workers,
+            sessions=_sessions(inputs.sessions),
+            quarantined_processes=inputs.sessions.quarantined,
+            awaited_workers=inputs.awaited_workers,
             pending_stores=0 if store is None else store.pending_stores(),
             pool=pool,
-            conditions=self._conditions(facts),
-            events=dict(facts.counters.values),
+            conditions=self._conditions(inputs),
+            events=dict(inputs.counters.values),
         )
 
     def _tiers(
-        self, store: TierStore | None, recent: Tokens, total: Tokens
+        self, store: TierStore | None, recent: TokenCounts, total: TokenCounts
     ) -> tuple[TierStatus, ...]:
         states = {state.name: state for state in store.tier_reports()} if store is not None else {}
         found = []
@@ -228,27 +228,27 @@ class Reporter:
             else {state.name: index for index, state in enumerate(store.tier_reports())}
         )
 
-    def _conditions(self, facts: SnapshotInputs) -> tuple[Condition, ...]:
-        found = list(facts.built.conditions)
-        if facts.pool_error:
-            found.append(Condition("PoolMissing", facts.pool_error))
-        if facts.pool is not None and facts.pool.size.condition:
-            found.append(Condition("PoolSmaller", facts.pool.size.condition))
+    def _conditions(self, inputs: SnapshotInputs) -> tuple[Condition, ...]:
+        found = list(inputs.built.conditions)
+        if inputs.pool_error:
+            found.append(Condition("PoolMissing", inputs.pool_error))
+        if inputs.pool is not None and inputs.pool.size.condition:
+            found.append(Condition("PoolSmaller", inputs.pool.size.condition))
         if self._http_error:
             found.append(Condition("HttpNotServed", self._http_error))
         if self._port_taken:
             found.append(Condition("HttpPortTaken", self._port_taken))
-        if facts.follower.structural_changed:
-            found.append(Condition("StructuralChanged", facts.follower.structural_changed))
-        if facts.draining:
+        if inputs.live_config.structural_changed:
+            found.append(Condition("StructuralChanged", inputs.live_config.structural_changed))
+        if inputs.draining:
             found.append(
                 Condition(
                     "Draining", "the pod ends: no more stores are taken, what is pending is written"
                 )
             )
-        if facts.follower.refusals:
+        if inputs.live_config.refusals:
             found.append(
-                Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals)))
+                Condition("LiveValuesRefused", "; ".join(map(str, inputs.live_config.refusals)))
             )
         return tuple(found)
 

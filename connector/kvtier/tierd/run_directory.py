@@ -143,7 +143,7 @@ class RunDirectory:
         self.path.mkdir(mode=0o777 if self.shared else 0o700, parents=True, exist_ok=True)
         alive = self.path / ALIVE_NAME
         try:
-            self._refuse_foreign()
+            self._check_private()
             lock = try_lock(alive, self.file_mode, shared=True)
             if lock is None:
                 return None
@@ -158,7 +158,7 @@ class RunDirectory:
             return None
         return lock
 
-    def _refuse_foreign(self) -> None:
+    def _check_private(self) -> None:
         if not self.shared and not is_private(self.path):
             raise ConfigurationError(
                 "runDirectory", str(self.path), "a directory that only this user may write to"
@@ -200,7 +200,7 @@ class RunDirectory:
         """
         path = self.path / LOCK_NAME
         lock = try_lock(path, self.file_mode)
-        if lock is None and self._set_aside(path):
+        if lock is None and self._discard_orphaned_lock(path):
             lock = try_lock(path, self.file_mode)
         if lock is not None and not _is_file(lock.descriptor, path):
             lock.close()
@@ -214,15 +214,15 @@ class RunDirectory:
             os.pwrite(lock.descriptor, text.encode(), 0)
         return lock
 
-    def _set_aside(self, path: Path) -> bool:
+    def _discard_orphaned_lock(self, path: Path) -> bool:
         """Removes the lock file of a tierd that will never run again. One at a time, so that nobody's new file is taken for the old one."""
-        if not self._holder_is_dead(path):
+        if not self._holder_exited(path):
             return False
         turn = try_lock(self.path / ASIDE_NAME, self.file_mode)
         if turn is None:
             return False
         try:
-            if not self._holder_is_dead(path):
+            if not self._holder_exited(path):
                 return False
             path.unlink(missing_ok=True)
             _log.warning("a thread of the last tierd hangs; its lock is set aside")
@@ -231,7 +231,7 @@ class RunDirectory:
             turn.close()
 
     @staticmethod
-    def _holder_is_dead(path: Path) -> bool:
+    def _holder_exited(path: Path) -> bool:
         try:
             document = json.loads(path.read_bytes())
             holder = ProcessIdentity(
@@ -241,14 +241,14 @@ class RunDirectory:
             return False
         return main_thread_exited(holder)
 
-    def daemon_lives(self) -> bool:
+    def is_daemon_running(self) -> bool:
         """Whether some process holds the daemon's lock. A look is a shared lock for a moment, so looks do not see each other."""
         try:
             lock = try_lock(self.path / LOCK_NAME, self.file_mode, shared=True)
         except OSError:
             return False
         if lock is None:
-            return not self._holder_is_dead(self.path / LOCK_NAME)
+            return not self._holder_exited(self.path / LOCK_NAME)
         lock.close()
         return False
 
@@ -256,11 +256,11 @@ class RunDirectory:
         """The right to start a tierd; None while somebody else is at it. Raises ``OSError``."""
         return try_lock(self.path / SPAWN_NAME, self.file_mode)
 
-    def beat(self, lock: FileLock) -> None:
+    def heartbeat(self, lock: FileLock) -> None:
         """tierd's loop: shows whoever looks at the lock file that it goes round."""
         os.utime(lock.descriptor)
 
-    def last_beat(self) -> int:
+    def last_heartbeat(self) -> int:
         """A number that changes with every ``beat``; 0 before the first."""
         try:
             return os.stat(self.path / LOCK_NAME).st_mtime_ns

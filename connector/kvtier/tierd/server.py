@@ -23,11 +23,16 @@ from kvtier.processes import own_identity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.channel import Outbox
 from kvtier.tierd.dispatcher import Dispatcher
-from kvtier.tierd.fencing import StartupFence
-from kvtier.tierd.sessions import EngineSessions, Session, Sessions
-from kvtier.tierd.status import Hits
+from kvtier.tierd.sessions import (
+    EngineSessions,
+    Session,
+    SessionDependencies,
+    Sessions,
+    SessionTimeouts,
+)
+from kvtier.tierd.status import HitCounters
 from kvtier.tierd.wire import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     PROTOCOL,
     Bye,
     FromEngine,
@@ -41,9 +46,9 @@ from kvtier.tierd.wire import (
 )
 
 MESSAGES_PER_TURN = 512
-MAX_EARLY = 256
+MAX_WAITING_FOR_POOL = 256
 """Processes that may wait for the pool to be allocated."""
-ASLEEP_SECONDS = 1.5
+SUSPENDED_SECONDS = 1.5
 """A turn that begins this much too late means that this process did not run; nobody's silence counts then."""
 _BLOCKED_POLL_SECONDS = 0.01
 
@@ -59,7 +64,7 @@ class Pool:
     tiers: tuple[str, ...]
 
 
-class Loop:
+class ServerLoop:
     """The protocol over one ROUTER socket, which it owns. Everything but ``wake`` belongs to the thread that calls ``turn``.
 
     ``make_sessions(host)`` builds the state machine with this loop as its host. ``fence`` is the predecessor's workers.
@@ -68,15 +73,15 @@ class Loop:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        fence: StartupFence,
-        make_sessions: Callable[[Loop], Sessions],
+        dependencies: SessionDependencies,
+        timeouts: SessionTimeouts,
         counters: StoreCounters,
         live: Live,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._clock = clock
-        self._fence = fence
+        self._fence = dependencies.fence
         self._counters = counters
         self._live = live
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -86,16 +91,16 @@ class Loop:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_descriptor, zmq.POLLIN)
         self._outbox = Outbox(socket)
-        self.sessions = make_sessions(self)
-        self.hits = Hits()
-        self.exchange: Dispatcher | None = None
+        self.sessions = Sessions(self, dependencies, counters, timeouts)
+        self.hits = HitCounters()
+        self.dispatcher: Dispatcher | None = None
         """The open store; None while the pool is being allocated."""
-        self.no_pool = ""
+        self.pool_error = ""
         """Why there never will be a pool; empty: there is one, or it is being allocated."""
         self._stopping = False
         self._pool = Pool("", 0, ())
-        self._early: dict[bytes, Hello] = {}
-        self._next_check = 0.0
+        self._waiting_for_pool: dict[bytes, Hello] = {}
+        self._next_check_at = 0.0
         self._more = False
         self._unfence: Callable[[], None] | None = None
 
@@ -109,37 +114,42 @@ class Loop:
             # Woken 2**64 times already.
             return
 
-    def begin(self, exchange: Dispatcher, pool: Pool) -> None:
-        """The pool is there: whoever waited for it is welcome."""
-        self.exchange, self._pool = exchange, pool
-        exchange.stopping = self._stopping
-        early, self._early = self._early, {}
-        for route, hello in early.items():
+    def pool_ready(
+        self, dispatcher: Dispatcher, pool: Pool, unfence: Callable[[], None] | None
+    ) -> None:
+        """The store is open: admits the processes that wait for the pool.
+
+        ``unfence`` is called once, when no worker of an earlier epoch has to be waited for; None: the store is not fenced.
+        """
+        self.dispatcher, self._pool, self._unfence = dispatcher, pool, unfence
+        if self._stopping:
+            dispatcher.stop_reservations()
+        waiting, self._waiting_for_pool = self._waiting_for_pool, {}
+        for route, hello in waiting.items():
             self.sessions.hello(route, hello, self._clock())
 
-    def stop_accepting(self) -> None:
+    def stop_sessions(self) -> None:
         """No session begins and nothing is reserved any more."""
         self._stopping = True
-        if self.exchange is not None:
-            self.exchange.stopping = True
+        self.stop_reservations()
 
-    def stop_reserving(self) -> None:
+    def stop_reservations(self) -> None:
         """Nothing is reserved any more; sessions, loads and what is pending go on."""
-        if self.exchange is not None:
-            self.exchange.stopping = True
+        if self.dispatcher is not None:
+            self.dispatcher.stop_reservations()
 
-    def give_up(self, reason: str) -> None:
+    def pool_failed(self, reason: str) -> None:
         """There will be no pool: everybody is refused, with the reason."""
-        self.no_pool = reason
-        early, self._early = self._early, {}
-        for route in early:
+        self.pool_error = reason
+        waiting, self._waiting_for_pool = self._waiting_for_pool, {}
+        for route in waiting:
             self.send(route, Refused(reason=reason))
 
     def configure(self, live: Live) -> None:
         """Live values changed."""
         self._live = live
-        if self.exchange is not None:
-            self.exchange.store.configure(live)
+        if self.dispatcher is not None:
+            self.dispatcher.store.configure(live)
         message = Settings(settings=self.settings)
         for session in self.sessions.all():
             self.send(session.route, message)
@@ -152,7 +162,7 @@ class Loop:
     @property
     def waiting_for_pool(self) -> int:
         """How many processes wait for the pool."""
-        return len(self._early)
+        return len(self._waiting_for_pool)
 
     def close(self, reason: str) -> None:
         """Says ``Bye`` to everybody. The loop must not be turned afterwards."""
@@ -163,28 +173,28 @@ class Loop:
 
     # The turn.
 
-    def turn(self, longest_wait_seconds: float) -> None:
+    def run_once(self, longest_wait_seconds: float) -> None:
         """Waits until there is something to do, at most so long, and does it."""
         self._wait(longest_wait_seconds)
         now = self._clock()
         drained = self._receive(now)
         if drained:
             self._drop_unreachable(now)
-        self._open_fence()
-        if self.exchange is not None:
-            self._more = self.exchange.turn(now)
+        self._lift_fence()
+        if self.dispatcher is not None:
+            self._more = self.dispatcher.run_once(now)
         self._outbox.flush(now)
-        if now >= self._next_check:
+        if now >= self._next_check_at:
             self._check(now, drained)
 
     def _wait(self, longest_wait_seconds: float) -> None:
         now = self._clock()
-        wait = min(longest_wait_seconds, self._next_check - now)
-        if self.exchange is not None:
-            due = self.exchange.store.next_wake()
+        wait = min(longest_wait_seconds, self._next_check_at - now)
+        if self.dispatcher is not None:
+            due = self.dispatcher.store.next_wake()
             if due is not None:
                 wait = min(wait, due - now)
-        if self._outbox.blocked:
+        if self._outbox.has_queued:
             wait = min(wait, _BLOCKED_POLL_SECONDS)
         if self._more or self._outbox.failed:
             wait = 0.0
@@ -212,7 +222,7 @@ class Loop:
             except msgspec.MsgspecError as error:
                 self._undecodable(route, error, now)
                 continue
-            self._take(route, message, now)
+            self._handle(route, message, now)
         return False
 
     def _undecodable(self, route: bytes, error: Exception, now: float) -> None:
@@ -229,23 +239,27 @@ class Loop:
         else:
             self.sessions.unreachable(session, now, "it sent what cannot be read")
 
-    def _take(self, route: bytes, message: FromEngine, now: float) -> None:
+    def _handle(self, route: bytes, message: FromEngine, now: float) -> None:
         if isinstance(message, Hello):
             self._hello(route, message, now)
             return
         session = self.sessions.get(route)
         if isinstance(message, Bye):
-            self._early.pop(route, None)
+            self._waiting_for_pool.pop(route, None)
             self.sessions.bye(route)
         elif session is not None:
-            self.sessions.heard(session, now)
+            self.sessions.touch(session, now)
             if isinstance(message, Heartbeat) and session.is_scheduler:
-                younger = session.process.start >= own_identity().start
-                self.hits.heard(
-                    session.hello.engine, message.prompt_tokens, message.loaded_tokens, now, younger
+                started_later = session.process.start >= own_identity().start
+                self.hits.record(
+                    session.hello.engine,
+                    message.prompt_tokens,
+                    message.loaded_tokens,
+                    now,
+                    started_later,
                 )
-            self._act(session, message, now)
-        elif route not in self._early:
+            self._dispatch(session, message, now)
+        elif route not in self._waiting_for_pool:
             # It speaks to a tierd that was before this one, or to a session that ended.
             self._counters.add("messages_without_session")
             self.send(route, Bye(reason="there is no such session"))
@@ -253,52 +267,54 @@ class Loop:
     def _hello(self, route: bytes, hello: Hello, now: float) -> None:
         if self._stopping:
             self._counters.add("hello_while_stopping")
-        elif self.no_pool:
-            self.send(route, Refused(reason=self.no_pool))
-        elif self.exchange is not None or hello.protocol != PROTOCOL:
+        elif self.pool_error:
+            self.send(route, Refused(reason=self.pool_error))
+        elif self.dispatcher is not None or hello.protocol != PROTOCOL:
             self.sessions.hello(route, hello, now)
-        elif len(self._early) < MAX_EARLY:
-            self._early[route] = hello
+        elif len(self._waiting_for_pool) < MAX_WAITING_FOR_POOL:
+            self._waiting_for_pool[route] = hello
             # A word, so that it goes on waiting.
             self.send(route, Heartbeat())
         else:
             self._counters.add("sessions_refused")
             self.send(
                 route,
-                Refused(reason=f"{MAX_EARLY} processes wait for the host pool, which is the limit"),
+                Refused(
+                    reason=f"{MAX_WAITING_FOR_POOL} processes wait for the host pool, which is the limit"
+                ),
             )
 
-    def _act(self, session: Session, message: FromEngine, now: float) -> None:
+    def _dispatch(self, session: Session, message: FromEngine, now: float) -> None:
         engine = self.sessions.engine_of(session)
-        if engine is not None and self.exchange is not None and not isinstance(message, Heartbeat):
-            self.exchange.act(session, engine, message, now)
+        if (
+            engine is not None
+            and self.dispatcher is not None
+            and not isinstance(message, Heartbeat)
+        ):
+            self.dispatcher.handle(session, engine, message, now)
 
     def _check(self, now: float, drained: bool) -> None:
         """Twice a second."""
-        if self._next_check and now - self._next_check > ASLEEP_SECONDS:
+        if self._next_check_at and now - self._next_check_at > SUSPENDED_SECONDS:
             self._counters.add("loop_asleep")
-            _log.warning("this process did not run for %.1f s", now - self._next_check)
-            self.sessions.forgive(now)
-        self._next_check = now + BEAT_SECONDS
+            _log.warning("this process did not run for %.1f s", now - self._next_check_at)
+            self.sessions.reset_timeouts(now)
+        self._next_check_at = now + HEARTBEAT_SECONDS
         beat = Heartbeat()
         for session in self.sessions.all():
             # Whoever has words waiting gets them first, and one more would only fill the queue.
-            if not self._outbox.waiting(session.route):
+            if not self._outbox.queued(session.route):
                 self._queue(session.route, beat)
-        for route in self._early:
+        for route in self._waiting_for_pool:
             self._queue(route, beat)
         if drained:
             self.sessions.check(now)
         self._fence.check(now)
 
-    def _open_fence(self) -> None:
-        if self.exchange is not None and self._unfence is not None and not self._fence.closed:
+    def _lift_fence(self) -> None:
+        if self.dispatcher is not None and self._unfence is not None and not self._fence.is_active:
             unfence, self._unfence = self._unfence, None
             unfence()
-
-    def unfence_with(self, unfence: Callable[[], None]) -> None:
-        """Called once when nobody of an earlier epoch has to be waited for any more."""
-        self._unfence = unfence
 
     @property
     def fenced(self) -> bool:
@@ -329,32 +345,32 @@ class Loop:
             ),
         )
 
-    def opened(self, engine: EngineSessions) -> None:
+    def engine_opened(self, engine: EngineSessions) -> None:
         """All members are there. Raises ``KVTierError``."""
-        if self.exchange is None:
+        if self.dispatcher is None:
             raise KVTierError("there is no host pool")
-        self.exchange.open(engine, self._clock())
+        self.dispatcher.open(engine, self._clock())
 
-    def closed(self, engine: EngineSessions, proven: bool) -> None:
+    def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
         """The engine is not there any more."""
-        if self.exchange is not None:
-            self.exchange.close(engine, proven)
+        if self.dispatcher is not None:
+            self.dispatcher.close(engine, proven)
 
-    def proven_gone(self, name: str) -> None:
+    def engine_confirmed_dead(self, name: str) -> None:
         """Nobody of this engine touches a slot any more."""
-        if self.exchange is not None:
-            self.exchange.store.confirm_engine_dead(name)
+        if self.dispatcher is not None:
+            self.dispatcher.store.confirm_engine_dead(name)
 
-    def dropped(self, session: Session) -> None:
+    def session_removed(self, session: Session) -> None:
         """Forgets what waits for a session, and what is waited for from it."""
         self._outbox.forget(session.route)
-        if self.exchange is not None:
-            self.exchange.dropped(session.route)
+        if self.dispatcher is not None:
+            self.dispatcher.session_removed(session.route)
 
     def _drop_unreachable(self, now: float) -> None:
         """Ends the sessions that could not be sent to, once all they said before has been read: the last word may be ``Bye``."""
         for route, reason in self._outbox.take_failed().items():
-            self._early.pop(route, None)
+            self._waiting_for_pool.pop(route, None)
             session = self.sessions.get(route)
             if session is not None:
                 self.sessions.unreachable(session, now, reason)

@@ -9,7 +9,7 @@ Every opening has an epoch of its own, larger than all before it. So a store tha
 attached to any more, even if tierd itself never went away, and a worker's "drained to epoch N" is about this engine's last life.
 
 Proof that a worker touches no slot any more is one of: its ``Bye``, a ``Hello`` of the same process that has drained the epoch, or
-that its process is gone. Without proof, slots stay in quarantine: for ``BLIND_SECONDS`` where the process cannot be seen, and for as
+that its process is gone. Without proof, slots stay in quarantine: for ``UNVERIFIABLE_TIMEOUT_SECONDS`` where the process cannot be seen, and for as
 long as it lives where it can (one that is stopped and goes on an hour later finishes its copy then).
 
 Cases of ``hello``:
@@ -33,8 +33,13 @@ from typing import Protocol
 from kvtier.errors import KVTierError
 from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import EngineInfo, StoreCounters
-from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
-from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
+from kvtier.tierd.fencing import (
+    UNVERIFIABLE_TIMEOUT_SECONDS,
+    AttachedWorker,
+    SessionFiles,
+    StartupFence,
+)
+from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, Refused
 from kvtier.tiers.base import aligned
 
 
@@ -46,7 +51,7 @@ class Session:
     number: int
     hello: Hello
     worker: AttachedWorker
-    heard: float
+    last_heard_at: float
 
     @property
     def is_scheduler(self) -> bool:
@@ -120,19 +125,19 @@ class SessionListener(Protocol):
         """The session stands."""
         ...
 
-    def opened(self, engine: EngineSessions) -> None:
+    def engine_opened(self, engine: EngineSessions) -> None:
         """All members are there. Raises ``KVTierError`` if the store does not take the engine."""
         ...
 
-    def closed(self, engine: EngineSessions, proven: bool) -> None:
+    def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
         """The engine is not there any more."""
         ...
 
-    def proven_gone(self, name: str) -> None:
+    def engine_confirmed_dead(self, name: str) -> None:
         """Nobody of this engine touches a slot any more."""
         ...
 
-    def dropped(self, session: Session) -> None:
+    def session_removed(self, session: Session) -> None:
         """Nothing is sent to this session any more."""
         ...
 
@@ -145,45 +150,66 @@ Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 _log = logging.getLogger("kvtier.tierd")
 
 
+@dataclass(frozen=True, slots=True)
+class SessionDependencies:
+    """What the sessions use.
+
+    ``derive``: namespace of an engine. ``next_epoch`` publishes and returns a larger epoch each time, and raises
+    ``OSError``. ``liveness``: what is known about a process.
+    """
+
+    files: SessionFiles
+    fence: StartupFence
+    derive: Derive
+    next_epoch: Callable[[], int]
+    liveness: Callable[[ProcessIdentity], Liveness]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTimeouts:
+    """``silence_seconds``: a session without a message for this long is lost. ``unverifiable_seconds``: quarantine of
+    slots whose process cannot be observed."""
+
+    silence_seconds: float = SESSION_TIMEOUT_SECONDS
+    unverifiable_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS
+
+
+DEFAULT_TIMEOUTS = SessionTimeouts()
+
+
 class Sessions:
-    """See the module's text. Owner's thread only. ``next_epoch`` publishes and returns a larger epoch each time (``OSError``)."""
+    """The state machine. For the thread of its owner."""
 
     def __init__(
         self,
-        host: SessionListener,
-        files: SessionFiles,
-        fence: StartupFence,
-        derive: Derive,
-        next_epoch: Callable[[], int],
-        fate: Callable[[ProcessIdentity], Liveness],
+        listener: SessionListener,
+        dependencies: SessionDependencies,
         counters: StoreCounters,
-        lost_seconds: float = LOST_SECONDS,
-        blind_seconds: float = BLIND_SECONDS,
+        timeouts: SessionTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
-        self._host = host
-        self._files = files
-        self._fence = fence
-        self._derive = derive
-        self._next_epoch = next_epoch
-        self._fate = fate
+        self._listener = listener
+        self._files = dependencies.files
+        self._fence = dependencies.fence
+        self._derive = dependencies.derive
+        self._next_epoch = dependencies.next_epoch
+        self._liveness = dependencies.liveness
         self._counters = counters
-        self._lost_seconds = lost_seconds
-        self._blind_seconds = blind_seconds
-        self._numbers = 0
-        self._routes: dict[bytes, Session] = {}
+        self._timeouts = timeouts
+        self._last_number = 0
+        self._sessions: dict[bytes, Session] = {}
         self._engines: dict[str, EngineSessions] = {}
         self._quarantines: list[SessionQuarantine] = []
         self.had_any = False
         """Whether there ever was a session."""
-        self.left_in_order = True
+        self.last_left_cleanly = True
         """Whether the session that ended last said ``Bye``."""
 
     def __len__(self) -> int:
-        return len(self._routes)
+        return len(self._sessions)
 
     def get(self, route: bytes) -> Session | None:
         """The session at an address."""
-        return self._routes.get(route)
+        return self._sessions.get(route)
 
     def engine_of(self, session: Session) -> EngineSessions | None:
         """The engine a session belongs to."""
@@ -191,7 +217,7 @@ class Sessions:
 
     def all(self) -> list[Session]:
         """Every session."""
-        return list(self._routes.values())
+        return list(self._sessions.values())
 
     def engines(self) -> Iterator[EngineSessions]:
         """Every engine, open or forming."""
@@ -200,7 +226,7 @@ class Sessions:
     def locks(self) -> set[str]:
         """Names of the locks of all processes that are attached, or have to be proven gone."""
         waiting = [session for quarantine in self._quarantines for session in quarantine.waiting]
-        return {session.process.lock for session in (*self._routes.values(), *waiting)}
+        return {session.process.lock for session in (*self._sessions.values(), *waiting)}
 
     @property
     def quarantined(self) -> int:
@@ -211,36 +237,36 @@ class Sessions:
 
     def hello(self, route: bytes, hello: Hello, now: float) -> None:
         """A process wants a session."""
-        if route in self._routes:
+        if route in self._sessions:
             self._counters.add("protocol_violations", "", "hello_twice")
             return
-        reason = self._reason_to_refuse(hello)
+        reason = self._rejection_reason(hello)
         if reason:
-            self._refuse(route, hello, reason)
+            self._reject_session(route, hello, reason)
             return
         process = ProcessIdentity(hello.pid, hello.process_start, hello.pid_namespace, hello.lock)
         if hello.role == "worker":
-            self._drained(hello, process)
+            self._worker_drained(hello, process)
         engine = self._engines.get(hello.engine)
         there = None if engine is None else engine.member(hello)
         if engine is not None and there is not None:
             if there.process == process:
-                self._attach_again(engine, there, hello, now)
+                self._reattach(engine, there, hello, now)
                 engine = self._engines.get(hello.engine)
-            elif self._fate(there.process) is Liveness.GONE:
-                self._vanished(there, now, "its process is gone", proven=True)
+            elif self._liveness(there.process) is Liveness.GONE:
+                self._session_lost(there, now, "its process is gone", proven=True)
                 engine = None
             else:
-                self._refuse(
+                self._reject_session(
                     route, hello, f"{there.title} has this part already; engine ids must be unique"
                 )
                 return
         if engine is not None and engine.ending:
-            self._end(engine, now, "another session begins")
+            self._close_engine(engine, now, "another session begins")
             engine = None
         self._join(route, hello, process, engine, now)
 
-    def _reason_to_refuse(self, hello: Hello) -> str:
+    def _rejection_reason(self, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
             return f"tierd is version {PROTOCOL}, the connector is {hello.protocol}; both must be of one version"
         if hello.role not in ("scheduler", "worker") or not hello.engine:
@@ -252,22 +278,20 @@ class Sessions:
         )
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
             return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
-        if len(self._routes) >= MAX_SESSIONS:
+        if len(self._sessions) >= MAX_SESSIONS:
             return f"{MAX_SESSIONS} sessions are open, which is the limit"
         return ""
 
-    def _refuse(self, route: bytes, hello: Hello, reason: str) -> None:
+    def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
         _log.warning("refused: %s, process %d: %s", hello.engine, hello.pid, reason)
         self._counters.add("sessions_refused")
-        self._host.send(route, Refused(reason=reason))
+        self._listener.send(route, Refused(reason=reason))
 
-    def _attach_again(
-        self, engine: EngineSessions, there: Session, hello: Hello, now: float
-    ) -> None:
+    def _reattach(self, engine: EngineSessions, there: Session, hello: Hello, now: float) -> None:
         drained = there.is_scheduler or hello.drained_epoch >= there.worker.epoch
         self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
         if engine.open or engine.ending:
-            self._end(
+            self._close_engine(
                 engine, now, f"{there.title} attached again", proven=[there] if drained else []
             )
         else:
@@ -290,12 +314,12 @@ class Sessions:
                 self._files.add(worker)
         except OSError as error:
             # Without these files the next tierd would not know whom to wait for.
-            self._refuse(route, hello, f"the run directory cannot be written: {error}")
+            self._reject_session(route, hello, f"the run directory cannot be written: {error}")
             return
         self._engines[hello.engine] = engine
-        self._numbers += 1
-        session = Session(route, self._numbers, hello, worker, now)
-        self._routes[route] = session
+        self._last_number += 1
+        session = Session(route, self._last_number, hello, worker, now)
+        self._sessions[route] = session
         if session.is_scheduler:
             engine.scheduler = session
         else:
@@ -303,7 +327,7 @@ class Sessions:
         self.had_any = True
         self._counters.add("sessions_attached", "", hello.role)
         _log.info("attached: %s, epoch %d", session.title, engine.epoch)
-        self._host.welcome(session)
+        self._listener.welcome(session)
         self._open_if_complete(engine, now)
 
     def _open_if_complete(self, engine: EngineSessions, now: float) -> None:
@@ -311,15 +335,15 @@ class Sessions:
             return
         outside = [rank for rank in engine.workers if rank >= engine.ranks]
         if outside:
-            self._reject(engine, f"ranks {outside} of {engine.ranks}")
+            self._reject_engine(engine, f"ranks {outside} of {engine.ranks}")
             return
         if len(engine.workers) < engine.ranks:
             return
         try:
             engine.info = self._describe(engine, engine.scheduler.hello)
-            self._host.opened(engine)
+            self._listener.engine_opened(engine)
         except (KVTierError, ValueError) as error:
-            self._reject(engine, str(error))
+            self._reject_engine(engine, str(error))
             return
         engine.open = True
         self._counters.add("engines_opened")
@@ -349,84 +373,86 @@ class Sessions:
             persistent=persistent,
         )
 
-    def _reject(self, engine: EngineSessions, reason: str) -> None:
+    def _reject_engine(self, engine: EngineSessions, reason: str) -> None:
         """The members contradict each other. Nothing was granted, so nothing is quarantined."""
         for session in engine.members():
-            self._refuse(session.route, session.hello, f"engine {engine.engine}: {reason}")
+            self._reject_session(session.route, session.hello, f"engine {engine.engine}: {reason}")
             self._remove(engine, session)
             self._files.remove(session.worker)
         self._engines.pop(engine.engine, None)
-        self.left_in_order = False
+        self.last_left_cleanly = False
 
     # Going on.
 
-    def heard(self, session: Session, now: float) -> None:
+    def touch(self, session: Session, now: float) -> None:
         """It said something."""
-        session.heard = now
+        session.last_heard_at = now
 
-    def forgive(self, now: float) -> None:
+    def reset_timeouts(self, now: float) -> None:
         """This process was asleep: nobody's silence counts."""
-        for session in self._routes.values():
-            session.heard = now
+        for session in self._sessions.values():
+            session.last_heard_at = now
 
     def check(self, now: float) -> None:
         """Finds sessions that are silent or whose process is gone, and processes whose quarantine ends."""
-        for session in list(self._routes.values()):
-            if session.route not in self._routes:
+        for session in list(self._sessions.values()):
+            if session.route not in self._sessions:
                 continue
-            if self._fate(session.process) is Liveness.GONE:
-                self._vanished(session, now, "its process is gone", proven=True)
-            elif now - session.heard > self._lost_seconds:
-                self._vanished(session, now, f"no word for {self._lost_seconds:g} s", proven=False)
+            if self._liveness(session.process) is Liveness.GONE:
+                self._session_lost(session, now, "its process is gone", proven=True)
+            elif now - session.last_heard_at > self._timeouts.silence_seconds:
+                self._session_lost(
+                    session, now, f"no word for {self._timeouts.silence_seconds:g} s", proven=False
+                )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
-                fate = self._fate(session.process)
-                if fate is Liveness.GONE or (
-                    fate is Liveness.UNKNOWN and now >= quarantine.deadline
+                liveness = self._liveness(session.process)
+                if liveness is Liveness.GONE or (
+                    liveness is Liveness.UNKNOWN and now >= quarantine.deadline
                 ):
-                    self._resolve(quarantine, session)
+                    self._confirm(quarantine, session)
 
     # Ending.
 
     def bye(self, route: bytes) -> None:
         """A process ends its session in order: it has drained its copies."""
-        session = self._routes.get(route)
+        session = self._sessions.get(route)
         if session is None:
             # It crossed with tierd's own; what it says about the copies holds all the same.
             for quarantine in list(self._quarantines):
                 for waiting in list(quarantine.waiting):
                     if waiting.route == route:
-                        self._resolve(quarantine, waiting)
+                        self._confirm(quarantine, waiting)
             return
         engine = self._engines[session.hello.engine]
         self._remove(engine, session)
         self._files.remove(session.worker)
-        self.left_in_order = True
+        self.last_left_cleanly = True
         _log.info("left: %s", session.title)
         if engine.open:
             engine.ending = True
             if not engine.workers:
                 # The scheduler side copies nothing, so this ends it, whether the scheduler is still there or not.
                 engine.open = False
-                self._host.closed(engine, True)
+                self._listener.engine_closed(engine, True)
         if not engine.members():
             self._engines.pop(engine.engine, None)
 
     def unreachable(self, session: Session, now: float, reason: str) -> None:
         """Its connection is closed, or it does not read what it is sent."""
-        if session.route in self._routes:
-            self._vanished(
-                session, now, reason, proven=self._fate(session.process) is Liveness.GONE
+        if session.route in self._sessions:
+            self._session_lost(
+                session, now, reason, proven=self._liveness(session.process) is Liveness.GONE
             )
 
-    def _vanished(self, session: Session, now: float, reason: str, proven: bool) -> None:
+    def _session_lost(self, session: Session, now: float, reason: str, proven: bool) -> None:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
-        self._end(
+        self._close_engine(
             engine, now, f"{session.title} vanished: {reason}", proven=[session] if proven else []
         )
 
-    def _end(
+    def _close_engine(
         self, engine: EngineSessions, now: float, reason: str, proven: list[Session] | None = None
     ) -> None:
         """Closes an engine with all its members; those not in ``proven`` are told, and may still be copying."""
@@ -437,34 +463,40 @@ class Sessions:
         for session in members:
             self._remove(engine, session)
             if session not in known:
-                self._host.send(session.route, Bye(reason=reason))
+                self._listener.send(session.route, Bye(reason=reason))
             if session.is_scheduler:
                 continue
-            if session in known or not engine.open or self._fate(session.process) is Liveness.GONE:
+            if (
+                session in known
+                or not engine.open
+                or self._liveness(session.process) is Liveness.GONE
+            ):
                 self._files.remove(session.worker)
             else:
                 waiting.append(session)
         self._engines.pop(engine.engine, None)
-        self.left_in_order = False
+        self.last_left_cleanly = False
         if not engine.open:
             return
         engine.open = False
-        self._host.closed(engine, not waiting)
+        self._listener.engine_closed(engine, not waiting)
         if waiting:
             self._quarantines.append(
-                SessionQuarantine(engine.name, waiting, now + self._blind_seconds)
+                SessionQuarantine(engine.name, waiting, now + self._timeouts.unverifiable_seconds)
             )
 
     def _remove(self, engine: EngineSessions, session: Session) -> None:
-        self._routes.pop(session.route, None)
+        self._sessions.pop(session.route, None)
         if session.is_scheduler:
             engine.scheduler = None
         else:
             engine.workers.pop(session.hello.rank, None)
-        self._host.dropped(session)
+        self._listener.session_removed(session)
 
-    def _drained(self, hello: Hello, process: ProcessIdentity) -> None:
-        self._fence.hello(AttachedWorker(hello.engine, hello.rank, 0, process), hello.drained_epoch)
+    def _worker_drained(self, hello: Hello, process: ProcessIdentity) -> None:
+        self._fence.worker_attached(
+            AttachedWorker(hello.engine, hello.rank, 0, process), hello.drained_epoch
+        )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
                 worker = session.worker
@@ -474,11 +506,11 @@ class Sessions:
                     and worker.rank == hello.rank
                     and hello.drained_epoch >= worker.epoch
                 ):
-                    self._resolve(quarantine, session)
+                    self._confirm(quarantine, session)
 
-    def _resolve(self, quarantine: SessionQuarantine, session: Session) -> None:
+    def _confirm(self, quarantine: SessionQuarantine, session: Session) -> None:
         quarantine.waiting.remove(session)
         self._files.remove(session.worker)
         if not quarantine.waiting:
             self._quarantines.remove(quarantine)
-            self._host.proven_gone(quarantine.name)
+            self._listener.engine_confirmed_dead(quarantine.name)

@@ -8,7 +8,7 @@
        (HTTP 503)                    ended
 
 If the *container* restarted, the pages of the host pool would stay charged to the pod but not to the new container,
-whose memory limit would then guard nothing. Nothing that tierd does may therefore end this process. See docs/sidecar.md.
+whose memory limit would then authorizer nothing. Nothing that tierd does may therefore end this process. See docs/sidecar.md.
 
 Everything runs on the main thread, except ``SidecarSupervisor.stop``, which may be called from any thread and from
 signal handlers.
@@ -41,7 +41,7 @@ from kvtier.processes import (
     pid_namespace,
     process_start,
 )
-from kvtier.tierd.http import HttpServer, Token, text_response
+from kvtier.tierd.http import BearerToken, HttpServer, text_response
 from kvtier.tierd.reporting import routes
 from kvtier.tierd.run_directory import RunDirectory
 from kvtier.tierd.status import Condition, Snapshot
@@ -117,7 +117,7 @@ class PlaceholderServer:
 
     def __init__(self, token_file: Path | None, port: int) -> None:
         self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  (clients are in other pods)
-        self._token = None if token_file is None else Token(token_file)
+        self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()
         self._problem = ""

@@ -21,80 +21,85 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 WINDOW_SECONDS = 300.0
-PIECE_SECONDS = 5.0
+INTERVAL_SECONDS = 5.0
 MAX_ENGINES = 256
 """Remembered, the gone ones included: one that attaches again goes on from where it was."""
 
 
 @dataclass(slots=True)
-class _Piece:
-    begun: float
+class _Interval:
+    started_at: float
     prompt: int = 0
     loaded: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """``loaded[i]``: of ``prompt`` tokens, those that came from tier i."""
 
     prompt: int = 0
     loaded: tuple[int, ...] = ()
 
     def of(self, tier: int) -> int:
-        """Tokens that came from a tier."""
+        """TokenCounts that came from a tier."""
         return self.loaded[tier] if tier < len(self.loaded) else 0
 
 
-class Hits:
+class HitCounters:
     """``recent(now)`` and ``total``: since this tierd started."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Tokens] = {}
-        self._pieces: deque[_Piece] = deque()
+        self._reported: dict[str, TokenCounts] = {}
+        self._intervals: deque[_Interval] = deque()
         self._prompt = 0
         self._loaded: list[int] = []
 
-    def heard(
-        self, engine: str, prompt: int, loaded: tuple[int, ...], now: float, younger: bool = False
+    def record(
+        self,
+        engine: str,
+        prompt: int,
+        loaded: tuple[int, ...],
+        now: float,
+        started_later: bool = False,
     ) -> None:
         """A scheduler's totals. The first ones of an engine are where counting begins, as they may be from before this tierd; unless the
-        engine is ``younger``."""
-        before = self._known.pop(engine, Tokens() if younger else None)
-        if len(self._known) >= MAX_ENGINES:
-            del self._known[next(iter(self._known))]
-        self._known[engine] = Tokens(prompt, loaded)
+        engine is ``started_later``."""
+        before = self._reported.pop(engine, TokenCounts() if started_later else None)
+        if len(self._reported) >= MAX_ENGINES:
+            del self._reported[next(iter(self._reported))]
+        self._reported[engine] = TokenCounts(prompt, loaded)
         if before is None or (before.prompt, before.loaded) == (prompt, loaded):
             return
-        piece = self._piece(now)
-        grown = max(0, prompt - before.prompt)
-        piece.prompt += grown
-        self._prompt += grown
+        interval = self._current_interval(now)
+        increase = max(0, prompt - before.prompt)
+        interval.prompt += increase
+        self._prompt += increase
         for tier, tokens in enumerate(loaded):
-            grown = max(0, tokens - before.of(tier))
-            for counts in (piece.loaded, self._loaded):
+            increase = max(0, tokens - before.of(tier))
+            for counts in (interval.loaded, self._loaded):
                 counts.extend([0] * (tier + 1 - len(counts)))
-                counts[tier] += grown
+                counts[tier] += increase
 
-    def _piece(self, now: float) -> _Piece:
-        if not self._pieces or now - self._pieces[-1].begun >= PIECE_SECONDS:
-            self._pieces.append(_Piece(now))
-        return self._pieces[-1]
+    def _current_interval(self, now: float) -> _Interval:
+        if not self._intervals or now - self._intervals[-1].started_at >= INTERVAL_SECONDS:
+            self._intervals.append(_Interval(now))
+        return self._intervals[-1]
 
-    def recent(self, now: float) -> Tokens:
+    def recent(self, now: float) -> TokenCounts:
         """Over the last five minutes."""
-        while self._pieces and now - self._pieces[0].begun > WINDOW_SECONDS:
-            self._pieces.popleft()
+        while self._intervals and now - self._intervals[0].started_at > WINDOW_SECONDS:
+            self._intervals.popleft()
         loaded: list[int] = []
-        for piece in self._pieces:
-            loaded.extend([0] * (len(piece.loaded) - len(loaded)))
-            for tier, tokens in enumerate(piece.loaded):
+        for interval in self._intervals:
+            loaded.extend([0] * (len(interval.loaded) - len(loaded)))
+            for tier, tokens in enumerate(interval.loaded):
                 loaded[tier] += tokens
-        return Tokens(sum(piece.prompt for piece in self._pieces), tuple(loaded))
+        return TokenCounts(sum(interval.prompt for interval in self._intervals), tuple(loaded))
 
     @property
-    def total(self) -> Tokens:
+    def total(self) -> TokenCounts:
         """Since this tierd started."""
-        return Tokens(self._prompt, tuple(self._loaded))
+        return TokenCounts(self._prompt, tuple(self._loaded))
 
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")

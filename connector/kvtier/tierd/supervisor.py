@@ -147,12 +147,12 @@ class EngineLauncher:
     def launch(self) -> DetachedProcess | None:
         """Holds the spawn lock until the first heartbeat. None: a tierd runs or another process starts one."""
         run = self._run_directory
-        if self._stop.is_set() or run.daemon_lives():
+        if self._stop.is_set() or run.is_daemon_running():
             return None
         self._spawn_lock = run.try_spawn_lock()
         if self._spawn_lock is None:
             return None
-        if run.daemon_lives():
+        if run.is_daemon_running():
             self.release_spawn_lock()
             return None
         # Readers of the engine's standard output expect the engine's output alone.

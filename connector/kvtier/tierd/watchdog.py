@@ -149,10 +149,10 @@ class Watchdog(Generic[Process]):
             return
         if now - self._last_step_at > self._timing.suspended:
             self._heartbeat_at = now
-        heartbeat = self._run_directory.last_beat()
+        heartbeat = self._run_directory.last_heartbeat()
         if heartbeat != self._heartbeat:
             # Opening the lock file sets its time as well: only the holder of the lock sends heartbeats.
-            self._has_heartbeat = self._has_heartbeat or self._run_directory.daemon_lives()
+            self._has_heartbeat = self._has_heartbeat or self._run_directory.is_daemon_running()
             self._heartbeat, self._heartbeat_at = heartbeat, now
             self._launcher.on_heartbeat()
             return
@@ -186,7 +186,7 @@ class Watchdog(Generic[Process]):
         self._process = process
         self._started_at = now
         # Read after the launch, which opens the lock file and so changes its time.
-        self._heartbeat = self._run_directory.last_beat()
+        self._heartbeat = self._run_directory.last_heartbeat()
         self._heartbeat_at, self._has_heartbeat = now, False
         self.counters["spawned"] += 1
         _log.info("started tierd (process %d) in %s", process.pid, self._run_directory.path)

@@ -21,9 +21,9 @@ PROTOCOL = f"{__version__}/3"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""
-LOST_SECONDS = 3.0
+SESSION_TIMEOUT_SECONDS = 3.0
 """The other end counts as gone after this long without a word; six beats, so that one slow scheduling slice is no death."""
 
 

@@ -21,7 +21,7 @@ from kvtier.config.loader import (
     load,
     load_live,
     load_structural,
-    load_with_refusals,
+    load_with_rejections,
     merge_live,
     read_bounded,
 )
@@ -223,12 +223,12 @@ class TestReading:
     def test_without_live_values_the_embedded_ones_hold(self, tmp_path: Path) -> None:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).unlink()
-        assert load_with_refusals(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
+        assert load_with_rejections(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
 
     def test_live_values_are_laid_over_the_embedded_ones(self, tmp_path: Path) -> None:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"minLoadTokens": 7, "selection": 1}')
-        topology, refusals = load_with_refusals(tmp_path)
+        topology, refusals = load_with_rejections(tmp_path)
         assert topology.live == BEFORE.model_copy(update={"min_load_tokens": 7})
         assert [refusal.field for refusal in refusals] == ["selection"]
 

@@ -27,6 +27,7 @@ from kvtier.tierd.wire import (
     Credits,
     Delta,
     EvictionNotice,
+    Heartbeat,
     Hello,
     Message,
     Promoted,
@@ -89,8 +90,9 @@ class FakeClient:
         self.sent: list[Message] = []
         self._sequence = 0
 
-    def start(self) -> None:
+    def start(self, heartbeat: Callable[[], Heartbeat]) -> None:
         """Nothing attaches by itself."""
+        self.heartbeat = heartbeat
 
     def send(self, message: Message) -> bool:
         if not self.attached or not self.accepts:

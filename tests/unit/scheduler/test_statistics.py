@@ -134,6 +134,6 @@ def test_heartbeats_say_which_prompt_tokens_were_loaded_from_which_tier_instead_
     rig.report(loads=[rig.result(job.load, 4, tiers=(0, 0, 1, 1))])
     rig.build({"r": 300 - 4 * CHUNK})
     rig.build({"r": 1})
-    beat = rig.client.beat()  # type: ignore[attr-defined]
+    beat = rig.client.heartbeat()
     assert beat.prompt_tokens == 300
     assert beat.loaded_tokens == (2 * CHUNK, 2 * CHUNK)

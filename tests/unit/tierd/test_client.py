@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import zmq
 
 from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.tierd import client as module
-from kvtier.tierd.client import ClientState, TierdClient
+from kvtier.tierd.client import ClientOptions, ClientState, TierdClient
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -100,8 +100,11 @@ class Rig:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.said: queue.Queue[Message | str] = queue.Queue()
-        self.client = TierdClient(directory, hello, self.said.put, self.said.put, **options)
-        self.client.start()
+        self.heartbeat: Callable[[], Heartbeat] = Heartbeat
+        self.client = TierdClient(
+            directory, hello, self.said.put, self.said.put, ClientOptions(**options)
+        )
+        self.client.start(lambda: self.heartbeat())
 
     def next(self) -> Message | str:
         return self.said.get(timeout=WAIT_SECONDS)
@@ -185,7 +188,7 @@ def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(
 def test_a_client_that_copies_nothing_may_attach_again_by_itself(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, reattach="auto")
+    rig = Rig(directory, auto_reattach=True)
     daemon.attach(3)
     rig.next()
     daemon.send(Bye())
@@ -197,7 +200,7 @@ def test_a_client_that_copies_nothing_may_attach_again_by_itself(
 
 def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     first = Daemon(directory)
-    rig = Rig(directory, lost_seconds=1000)
+    rig = Rig(directory, session_timeout_seconds=1000)
     first.attach()
     rig.next()
     first.close()
@@ -211,7 +214,7 @@ def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
 
 
 def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -> None:
-    rig = Rig(directory, lost_seconds=0.6)
+    rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.attach()
     rig.next()
     for _ in range(5):
@@ -228,7 +231,7 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
 def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, lost_seconds=0.6)
+    rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.receive(Hello)
     for _ in range(6):
         time.sleep(0.2)
@@ -279,7 +282,7 @@ def test_a_full_queue_is_a_loss_and_never_a_wait(
     daemon: Daemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUEUE_MESSAGES", 100)
-    rig = Rig(directory, lost_seconds=1000)
+    rig = Rig(directory, session_timeout_seconds=1000)
     daemon.attach()
     rig.next()
     big = Deliver(reservations=tuple(range(100_000)))
@@ -331,7 +334,7 @@ def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(daemon: Daemon
     def broken() -> Heartbeat:
         raise RuntimeError("no numbers")
 
-    rig.client.beat = broken
+    rig.heartbeat = broken
     daemon.receive(Heartbeat)
     daemon.receive(Heartbeat)
     assert rig.client.attached
@@ -342,7 +345,7 @@ def test_nothing_is_said_in_a_directory_that_others_may_write_to(
     daemon: Daemon, directory: Path
 ) -> None:
     directory.chmod(0o777)
-    rig = Rig(directory, private=True)
+    rig = Rig(directory, require_private=True)
     try:
         wait_for(lambda: rig.client.counters["foreign"] >= 2, "it looks again")
         assert not daemon.socket.poll(0)

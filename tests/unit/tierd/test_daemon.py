@@ -31,7 +31,7 @@ from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
-from kvtier.tierd.daemon import Options, TierDaemon
+from kvtier.tierd.daemon import DaemonOptions, TierDaemon
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -107,7 +107,7 @@ def start(case: TierdTestbed) -> Iterator[Start]:
     running: list[tuple[TierDaemon, threading.Thread]] = []
 
     def begin(serves: bool = True, **options: Any) -> TierDaemon:
-        daemon = TierDaemon(Options(case.topology_directory, **options))
+        daemon = TierDaemon(DaemonOptions(case.topology_directory, **options))
         thread = threading.Thread(target=daemon.run, daemon=True)
         thread.start()
         running.append((daemon, thread))
@@ -301,7 +301,7 @@ def test_a_port_in_use_is_a_condition_and_no_death(
             update={"http": endpoint, "daemon": daemon}
         )
         write(case.topology_directory, Topology(structural=structural, live=case.live))
-        served = TierDaemon(Options(case.topology_directory))
+        served = TierDaemon(DaemonOptions(case.topology_directory))
         thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
@@ -341,7 +341,7 @@ def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_fo
     case.files.rmdir()
     case.files.write_text("a file, where the tier's directory has to be")
     case.retune(case.live.model_copy(update={"breaker": Breaker(period_seconds=1)}))
-    daemon = TierDaemon(Options(case.topology_directory))
+    daemon = TierDaemon(DaemonOptions(case.topology_directory))
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
     try:
@@ -373,7 +373,7 @@ def test_a_second_daemon_in_the_same_directory_ends_at_once(
     case: TierdTestbed, start: Start
 ) -> None:
     start()
-    assert TierDaemon(Options(case.topology_directory)).run() == 3
+    assert TierDaemon(DaemonOptions(case.topology_directory)).run() == 3
     assert case.status()["started"]
 
 

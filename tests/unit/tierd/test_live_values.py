@@ -18,12 +18,12 @@ from kvtier.config.models import (
     PolicyIdentity,
     Structural,
 )
-from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.live_config import LiveConfigWatcher
 
 TIERS = {"ram": LiveTier(), "disk": LiveTier(capacity_bytes=1000)}
 
 
-def make(directory: Path) -> LiveFollower:
+def make(directory: Path) -> LiveConfigWatcher:
     structural = Structural(
         policy=PolicyIdentity(namespace="n", name="p"),
         content_hash="h",
@@ -34,7 +34,7 @@ def make(directory: Path) -> LiveFollower:
         ],
         live=Live(generation=1, tiers=TIERS),
     )
-    return LiveFollower(directory, structural)
+    return LiveConfigWatcher(directory, structural)
 
 
 def swap(directory: Path, version: str, document: Any) -> None:

@@ -45,12 +45,12 @@ def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgeme
 def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_once() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
-    assert not replica.wants_resync()
+    assert not replica.needs_resync()
     replica.apply(Delta(sequence=3, added=((b"b", 1),)))
     assert replica.stale
     assert (replica.get(b"a"), replica.get(b"b")) == (0, 0)
-    assert replica.wants_resync()
-    assert not replica.wants_resync()
+    assert replica.needs_resync()
+    assert not replica.needs_resync()
     replica.apply(Delta(sequence=4, added=((b"c", 1),)))
     assert replica.get(b"c") == 0
     replica.apply(Delta(sequence=5, snapshot=True, added=((b"d", 1),)))

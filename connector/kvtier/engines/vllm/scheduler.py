@@ -31,7 +31,7 @@ from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
 from kvtier.engines.vllm.tierd_session import ClientFactory, Clock, TierdSession, tierd_client
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
-from kvtier.tierd.liveness import own_lock
+from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Heartbeat, Hello
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class SchedulerSide:
             volatile_reason=self.link.volatile_reason() or identity.volatile_reason,
             writer_ranks=tuple(range(ranks)),
             ranks=ranks,
-            lock=own_lock(self._run_directory),
+            lock=hold_peer_lock(self._run_directory),
         )
 
     def bind(self, pool: BlockPool) -> None:

@@ -49,9 +49,7 @@ class SchedulerClient(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    beat: Callable[[], Heartbeat]
-
-    def start(self) -> None: ...
+    def start(self, heartbeat: Callable[[], Heartbeat]) -> None: ...
 
     def send(self, message: Message) -> bool: ...
 
@@ -73,15 +71,14 @@ def tierd_client(
     private: bool = False,
 ) -> SchedulerClient:
     """The real client. It copies nothing, so nothing has to be drained before it attaches again."""
-    from kvtier.tierd.client import TierdClient
+    from kvtier.tierd.client import ClientOptions, TierdClient
 
     return TierdClient(
         run_directory=run_directory,
         hello=hello,
         sink=sink,
         on_lost=on_lost,
-        reattach="auto",
-        private=private,
+        options=ClientOptions(auto_reattach=True, require_private=private),
     )
 
 
@@ -126,8 +123,7 @@ class TierdSession:
     def start(self, client: SchedulerClient) -> None:
         """Begins to attach."""
         self.client = client
-        client.beat = lambda: self.beat
-        client.start()
+        client.start(lambda: self.beat)
 
     # The client's I/O thread.
 
@@ -141,7 +137,7 @@ class TierdSession:
                 self._snapshot_in = client.epoch
             if answer is not None and client is not None:
                 client.send(answer)
-            if self.replica.wants_resync() and client is not None:
+            if self.replica.needs_resync() and client is not None:
                 client.send(Resync())
             return
         if isinstance(message, Ready):

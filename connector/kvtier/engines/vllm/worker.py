@@ -41,7 +41,7 @@ from kvtier.engines.vllm.worker_state import (
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
 from kvtier.processes import own_identity
-from kvtier.tierd.liveness import own_lock
+from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import Codec, CodecError, build_codec
@@ -134,11 +134,10 @@ def tierd_client(
     private: bool = False,
 ) -> WorkerClient:
     """The real client."""
-    from kvtier.tierd.client import TierdClient
+    from kvtier.tierd.client import ClientOptions, TierdClient
 
-    return TierdClient(
-        run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, private=private
-    )
+    options = ClientOptions(require_private=private)
+    return TierdClient(run_directory, hello, sink, on_lost, options)
 
 
 class WorkerSide:
@@ -271,7 +270,7 @@ class WorkerSide:
             drained_epoch=thread.drained_epoch if thread is not None else 0,
             codec=codec.text if codec is not None else "",
             shard_bytes=codec.shard_bytes if codec is not None else (),
-            lock=own_lock(Path(self._topology.structural.run_directory)),
+            lock=hold_peer_lock(Path(self._topology.structural.run_directory)),
         )
 
     def _received(self, message: Message) -> None:
