@@ -1,6 +1,6 @@
-"""Between sessions and store: what engines say becomes calls, what the store says becomes messages.
+"""Between sessions and store: turns engine messages into store calls, and store events into messages.
 
-ServerLoop's thread only. Nothing here knows sockets: ``send`` takes a message for a route.
+For the loop's thread. It knows no sockets: ``send`` sends a message to a route.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvtier.tierd.wire import (
 
 
 def _prefix_cost(message: Promote) -> PrefixCost | None:
-    """What a promotion says about its prompt."""
+    """The cost of the prompt, as the promotion describes it."""
     if not message.ends:
         return None
     prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
@@ -53,7 +53,7 @@ def _prefix_cost(message: Promote) -> PrefixCost | None:
 
 
 class Dispatcher:
-    """See the module's text. ``describe(namespace, text)`` is told what a namespace that lower tiers will hold stands for."""
+    """``describe(namespace, text)`` stores the canonical text of a namespace in the tiers that will hold its objects."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Dispatcher:
     # Engines.
 
     def open(self, engine: EngineSessions, now: float) -> None:
-        """Opens an engine in the store and tells its members. Raises ``KVTierError``."""
+        """Opens an engine in the store and announces it to its members. Raises ``KVTierError``."""
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
             raise KVTierError("the engine is not described")
@@ -100,11 +100,11 @@ class Dispatcher:
     def close(self, engine: EngineSessions, proven: bool) -> None:
         """Closes an engine in the store."""
         self._engines.pop(engine.name, None)
-        # The sessions see whether the processes live, and for how long those that cannot be seen are waited for.
+        # Sessions decide when the processes are gone, so the store's own timeout is off.
         self.store.close_engine(engine.name, proven, expires=False)
 
     def session_removed(self, route: bytes) -> None:
-        """A session is not there any more."""
+        """A session has ended."""
         self._publisher.stop(route)
 
     def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
@@ -132,12 +132,12 @@ class Dispatcher:
         self._counters.add("engines_reset")
         self._announce(engine, scheduler, now)
 
-    # What engines say.
+    # Messages of engines.
 
     def handle(
         self, session: Session, engine: EngineSessions, message: FromEngine, now: float
     ) -> None:
-        """Does what a message of a session asks for."""
+        """Handles one message of a session."""
         if session.is_scheduler:
             self._handle_scheduler(session, engine, message, now)
         else:
@@ -193,10 +193,10 @@ class Dispatcher:
         else:
             self._counters.add("protocol_violations", "", f"worker_{type(message).__name__}")
 
-    # What the store says.
+    # Events of the store.
 
     def run_once(self, now: float) -> bool:
-        """Lets the store go on and passes on what it says. True: there is more to send."""
+        """Processes completed store operations and sends their events. True: there is more to send."""
         self.store.pump()
         self._publish(self.store.take_events(), now)
         return self._publisher.publish(now)
@@ -218,7 +218,7 @@ class Dispatcher:
                 self._send_to_scheduler(event)
 
     def _describe_all(self) -> None:
-        """A tier that can be used only now could not be told when the engines opened."""
+        """A tier that became usable has missed the descriptions that were written when the engines opened."""
         for engine in self._engines.values():
             if engine.info is not None and engine.info.persistent:
                 self._describe(engine.info.namespace, engine.canonical)
@@ -231,7 +231,7 @@ class Dispatcher:
         if isinstance(event, CreditsGranted):
             self._send(route, Credits(group=event.group, slots=event.slots))
             return
-        # A scheduler that is told of a promotion must find its keys in the replica.
+        # A promotion's keys must be in the replica before its end is announced.
         self._publisher.flush()
         self._send(
             route,

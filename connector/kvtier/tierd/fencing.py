@@ -1,20 +1,20 @@
-"""Which workers a tierd has to wait for before it touches the pool of its predecessor.
+"""What a new tierd must not touch yet: slots that workers or threads of its predecessors may still access.
 
-Each attached worker has a small file in ``sessions/``: written before it is welcomed, removed when it said ``Bye`` or is proven gone.
-A new tierd finds those whose workers may still be copying into slots that it knows nothing about. It is *fenced* until each of
-them has said that every epoch up to the file's is drained, or is provably gone, or, where processes cannot be seen, for
-``UNVERIFIABLE_TIMEOUT_SECONDS`` (DATAPATH 4).
+**Workers.** Each attached worker has a file in ``sessions/``, written before its ``Welcome`` and removed after its
+``Bye`` or when it is proven gone. The files that a new tierd finds belong to workers that may still be copying into slots
+it knows nothing about. ``StartupFence`` keeps the store fenced until each of them has drained every epoch up to the
+file's, is provably gone, or, if its process cannot be observed, ``UNVERIFIABLE_TIMEOUT_SECONDS`` have passed.
 
-Slots into which threads of dead tierds may still be reading.
+**Reads.** A thread that hangs in a dead mount outlives its process: the main thread is a zombie while the other waits in
+the kernel, and when the mount answers, the data is written into the slot that the read was given. Each tierd therefore
+records the slots it reads into::
 
-The kernel lets go of a thread in a hung mount only when the mount answers. Until then a process that was killed, or has ended, stays: its
-first thread is a zombie, the other one waits in the kernel, and when the answer comes it is written where the read was told to, which
-is a slot of the pool. So each tierd notes the slots that it reads into, in a file of its own::
+    reads/<epoch>     locked while any thread of its tierd exists; records of ``READ_RECORD_BYTES``: offset and size of a
+                      slot, start and number of slots of its segment; all zero: free
 
-    reads/<epoch>     locked for as long as any thread of its tierd lives; records of ``READ_RECORD_BYTES``: offset and size of a slot, start and
-                      number of slots of its segment; all zero: none
+A lock that can be taken proves that those reads have ended, also between containers, where process ids mean nothing.
 
-A lock that can be taken is the proof that nobody reads into those slots any more, also between containers, where process ids mean nothing.
+Everything here belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.run_directory import open_shared
 
 UNVERIFIABLE_TIMEOUT_SECONDS = 60.0
-"""How long a process that cannot be seen is waited for. Copies last milliseconds; a frozen container thaws or is killed."""
+"""How long an unobservable process is waited for. Copies take milliseconds; a frozen container thaws or is killed."""
 _TEMPORARY_PREFIX = "."
 _log = logging.getLogger("kvtier.tierd")
 
@@ -52,7 +52,7 @@ class AttachedWorker:
 
 
 class SessionFiles:
-    """The files in ``sessions/``. Owner's thread only; the directory is memory-backed, so these calls are short."""
+    """The files in ``sessions/``. The directory is memory-backed, so calls are short."""
 
     def __init__(self, directory: Path, mode: int) -> None:
         self._directory = directory
@@ -65,7 +65,7 @@ class SessionFiles:
         )
 
     def add(self, worker: AttachedWorker) -> None:
-        """Raises ``OSError``; then the worker must not be welcomed."""
+        """Raises ``OSError``; the worker must then not be admitted."""
         document = {
             "engine": worker.engine,
             "rank": worker.rank,
@@ -78,15 +78,15 @@ class SessionFiles:
         replace_file(self._path(worker), json.dumps(document).encode(), self._mode)
 
     def remove(self, worker: AttachedWorker) -> None:
-        """Nothing of this worker's epoch needs waiting for any more."""
+        """The worker no longer accesses slots of its epoch."""
         try:
             self._path(worker).unlink(missing_ok=True)
         except OSError as error:
-            # The next tierd waits for somebody who is not there, and finds out.
-            _log.warning("a session file could not be removed: %s", error)
+            # The next tierd waits for it and finds that it is gone.
+            _log.warning("cannot remove session file: %s", error)
 
     def read(self) -> list[AttachedWorker]:
-        """All of them. One that cannot be read stands for a worker that cannot be seen."""
+        """All of them. An unreadable file counts as a worker whose process cannot be observed."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             if path.name.startswith(_TEMPORARY_PREFIX):
@@ -106,20 +106,20 @@ class SessionFiles:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 _log.error(
-                    "%s: %s; its worker is waited for as long as for one that cannot be seen",
+                    "cannot read session file %s: %s; waiting for its worker until the timeout",
                     path,
                     error,
                 )
                 worker = AttachedWorker(path.name, -1, 0, ProcessIdentity(0, 0, ""))
             if self._path(worker) != path:
-                # Not written by this code; what it stands for is waited for, and then it goes.
+                # Not a name that this code writes, so ``remove`` would not find it.
                 path.unlink(missing_ok=True)
             found.append(worker)
         return found
 
 
 class StartupFence:
-    """The workers of earlier epochs that have not drained. Owner's thread only."""
+    """The workers of earlier epochs that have not drained."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ class StartupFence:
 
     @property
     def is_active(self) -> bool:
-        """Whether anybody still has to be waited for."""
+        """Whether a worker has not drained."""
         return bool(self.waiting)
 
     def worker_attached(self, worker: AttachedWorker, drained_epoch: int) -> None:
-        """A worker attaches and says up to which epoch it has drained."""
+        """A worker attaches and has drained up to an epoch."""
         self._resolve(
             lambda other: (
                 other.engine == worker.engine
@@ -150,7 +150,7 @@ class StartupFence:
         )
 
     def check(self, now: float) -> None:
-        """Looks which of them are provably gone, or have been waited for long enough."""
+        """Removes workers that are provably gone or whose timeout has passed."""
         if not self.waiting:
             return
 
@@ -180,7 +180,7 @@ _MAX_READ_LOG_BYTES = 16 << 20
 
 
 class ReadLogFile:
-    """The file of the living tierd, as the store's ``ReadLog``. Raises ``OSError`` where it cannot be made."""
+    """The file of the running tierd; implements the store's ``ReadLog``. Raises ``OSError`` if it cannot be made."""
 
     def __init__(self, run_directory: Path, epoch: int, mode: int) -> None:
         directory = run_directory / READS_DIRECTORY_NAME
@@ -194,7 +194,7 @@ class ReadLogFile:
         self._free: list[int] = []
 
     def begin(self, place: SlotLocation) -> bool:
-        """A read into this slot is about to begin; False if that cannot be noted, and it must not."""
+        """Records a read into this slot. False: it cannot be recorded, so the read must not start."""
         number = self._free.pop() if self._free else len(self._numbers)
         data = _READ_RECORD.pack(
             place.offset, place.slot_bytes, place.segment_start, place.segment_slots
@@ -210,7 +210,7 @@ class ReadLogFile:
         return True
 
     def end(self, offset: int) -> None:
-        """No read into this slot runs any more. One that stays noted costs its slot, and only in the next life."""
+        """The read ended. If the record cannot be erased, the next tierd loses the slot until this process is gone."""
         number = self._numbers.pop(offset, None)
         if number is not None:
             with contextlib.suppress(OSError):
@@ -218,35 +218,35 @@ class ReadLogFile:
             self._free.append(number)
 
     def close(self) -> None:
-        """The process ends: the file goes too, unless a read hangs."""
+        """Removes the file, unless a read hangs."""
         if not self._numbers:
             self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class OrphanedReadsFile:
-    """A dead tierd of which a thread may live, and where that may write."""
+    """A previous tierd with a thread that may still read, and the slots it may write to."""
 
     path: Path
     places: tuple[SlotLocation, ...]
 
     def is_released(self) -> bool:
-        """Whether no thread of it lives any more; then its file goes."""
+        """Whether all its threads have ended. Removes the file then."""
         return _remove_if_released(self.path)
 
 
 def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[OrphanedReadsFile]:
-    """The dead tierds of this run directory that are not quite gone. The caller holds the lock of the one living tierd."""
+    """Previous tierds of this run directory with threads that have not ended. The caller holds the daemon's lock."""
     found = []
     for path in sorted((run_directory / READS_DIRECTORY_NAME).glob("*")):
         if path == own or not path.is_file() or path.is_symlink():
-            # What is no file is none of a tierd's, and no reason not to start.
+            # Not written by tierd, and no reason not to start.
             continue
         if _remove_if_released(path):
             continue
         places = _read_places(path)
         _log.warning(
-            "a thread of an earlier tierd hangs in a call; %d slots are left to it", len(places)
+            "a thread of a previous tierd hangs in a read; its %d slots are not used", len(places)
         )
         found.append(OrphanedReadsFile(path, places))
     return found

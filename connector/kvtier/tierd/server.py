@@ -1,8 +1,8 @@
-"""tierd's loop: one thread owns the socket, the sessions and the store, and never waits for anybody.
+"""tierd's event loop. One thread owns the socket, the sessions and the store, and never blocks on a peer.
 
-One turn: take what has arrived, let the store take in finished I/O, pass on what it says, send. Twice a second: heartbeats, a look at
-who is still there, a snapshot for /status. What may take long happens elsewhere: tier I/O on the store's threads, allocating the
-pool on one of its own, HTTP on its own.
+An iteration receives messages, processes completed I/O, publishes store events and sends. Twice a second it sends
+heartbeats and checks the sessions. What may take long runs on other threads: tier I/O on the store's, the allocation of
+the pool on its own, HTTP on its own.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from kvtier.tierd.wire import (
 
 MESSAGES_PER_TURN = 512
 MAX_WAITING_FOR_POOL = 256
-"""Processes that may wait for the pool to be allocated."""
+"""How many processes may wait for the allocation of the pool."""
 SUSPENDED_SECONDS = 1.5
-"""A turn that begins this much too late means that this process did not run; nobody's silence counts then."""
+"""An iteration that starts this late shows that this process did not run. Silence of sessions is not counted then."""
 _BLOCKED_POLL_SECONDS = 0.01
 
 _log = logging.getLogger("kvtier.tierd")
@@ -65,10 +65,7 @@ class Pool:
 
 
 class ServerLoop:
-    """The protocol over one ROUTER socket, which it owns. Everything but ``wake`` belongs to the thread that calls ``turn``.
-
-    ``make_sessions(host)`` builds the state machine with this loop as its host. ``fence`` is the predecessor's workers.
-    """
+    """The protocol over one ROUTER socket, which it owns. All methods except ``wake`` are for the loop's thread."""
 
     def __init__(
         self,
@@ -94,9 +91,9 @@ class ServerLoop:
         self.sessions = Sessions(self, dependencies, counters, timeouts)
         self.hits = HitCounters()
         self.dispatcher: Dispatcher | None = None
-        """The open store; None while the pool is being allocated."""
+        """Of the open store; None while the pool is being allocated."""
         self.pool_error = ""
-        """Why there never will be a pool; empty: there is one, or it is being allocated."""
+        """Why the pool could not be allocated; empty: it is allocated, or being allocated."""
         self._stopping = False
         self._pool = Pool("", 0, ())
         self._waiting_for_pool: dict[bytes, Hello] = {}
@@ -104,10 +101,10 @@ class ServerLoop:
         self._more = False
         self._unfence: Callable[[], None] | None = None
 
-    # From outside the turn.
+    # Control.
 
     def wake(self) -> None:
-        """Ends a wait. Any thread, and signal handlers."""
+        """Ends a wait. For any thread and for signal handlers."""
         try:
             os.eventfd_write(self._wake_descriptor, 1)
         except BlockingIOError:
@@ -129,24 +126,24 @@ class ServerLoop:
             self.sessions.hello(route, hello, self._clock())
 
     def stop_sessions(self) -> None:
-        """No session begins and nothing is reserved any more."""
+        """Stops new sessions and new reservations."""
         self._stopping = True
         self.stop_reservations()
 
     def stop_reservations(self) -> None:
-        """Nothing is reserved any more; sessions, loads and what is pending go on."""
+        """Stops new reservations. Sessions, loads and pending stores continue."""
         if self.dispatcher is not None:
             self.dispatcher.stop_reservations()
 
     def pool_failed(self, reason: str) -> None:
-        """There will be no pool: everybody is refused, with the reason."""
+        """The pool could not be allocated: refuses every session with the reason."""
         self.pool_error = reason
         waiting, self._waiting_for_pool = self._waiting_for_pool, {}
         for route in waiting:
             self.send(route, Refused(reason=reason))
 
     def configure(self, live: Live) -> None:
-        """Live values changed."""
+        """Applies live values and sends them to all sessions."""
         self._live = live
         if self.dispatcher is not None:
             self.dispatcher.store.configure(live)
@@ -156,7 +153,7 @@ class ServerLoop:
 
     @property
     def settings(self) -> str:
-        """The live values as they go to engines."""
+        """The live values as JSON."""
         return self._live.model_dump_json(by_alias=True)
 
     @property
@@ -165,16 +162,16 @@ class ServerLoop:
         return len(self._waiting_for_pool)
 
     def close(self, reason: str) -> None:
-        """Says ``Bye`` to everybody. The loop must not be turned afterwards."""
+        """Sends ``Bye`` to every session. Must be the last call."""
         now = self._clock()
         for session in self.sessions.all():
             self._queue(session.route, Bye(reason=reason))
         self._outbox.flush(now)
 
-    # The turn.
+    # One iteration.
 
     def run_once(self, longest_wait_seconds: float) -> None:
-        """Waits until there is something to do, at most so long, and does it."""
+        """Waits until there is work, at most ``longest_wait_seconds``, and does it."""
         self._wait(longest_wait_seconds)
         now = self._clock()
         drained = self._receive(now)
@@ -207,7 +204,7 @@ class ServerLoop:
                 return
 
     def _receive(self, now: float) -> bool:
-        """Takes messages; True if none is left."""
+        """Handles received messages; True if none is left."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -227,17 +224,17 @@ class ServerLoop:
 
     def _undecodable(self, route: bytes, error: Exception, now: float) -> None:
         self._counters.add("protocol_violations", "", "undecodable")
-        _log.error("a message cannot be read: %s", error)
+        _log.error("cannot decode message: %s", error)
         session = self.sessions.get(route)
         if session is None:
             self.send(
                 route,
                 Refused(
-                    reason=f"tierd is version {PROTOCOL} and cannot read what the connector says: {error}"
+                    reason=f"tierd has version {PROTOCOL} and cannot decode the connector's message: {error}"
                 ),
             )
         else:
-            self.sessions.unreachable(session, now, "it sent what cannot be read")
+            self.sessions.unreachable(session, now, "it sent a message that cannot be decoded")
 
     def _handle(self, route: bytes, message: FromEngine, now: float) -> None:
         if isinstance(message, Hello):
@@ -260,9 +257,9 @@ class ServerLoop:
                 )
             self._dispatch(session, message, now)
         elif route not in self._waiting_for_pool:
-            # It speaks to a tierd that was before this one, or to a session that ended.
+            # The session ended, or belonged to a previous tierd.
             self._counters.add("messages_without_session")
-            self.send(route, Bye(reason="there is no such session"))
+            self.send(route, Bye(reason="unknown session"))
 
     def _hello(self, route: bytes, hello: Hello, now: float) -> None:
         if self._stopping:
@@ -273,14 +270,14 @@ class ServerLoop:
             self.sessions.hello(route, hello, now)
         elif len(self._waiting_for_pool) < MAX_WAITING_FOR_POOL:
             self._waiting_for_pool[route] = hello
-            # A word, so that it goes on waiting.
+            # The heartbeat keeps it waiting.
             self.send(route, Heartbeat())
         else:
             self._counters.add("sessions_refused")
             self.send(
                 route,
                 Refused(
-                    reason=f"{MAX_WAITING_FOR_POOL} processes wait for the host pool, which is the limit"
+                    reason=f"too many processes wait for the host pool: at most {MAX_WAITING_FOR_POOL}"
                 ),
             )
 
@@ -294,15 +291,15 @@ class ServerLoop:
             self.dispatcher.handle(session, engine, message, now)
 
     def _check(self, now: float, drained: bool) -> None:
-        """Twice a second."""
+        """Heartbeats and timeouts, every ``HEARTBEAT_SECONDS``."""
         if self._next_check_at and now - self._next_check_at > SUSPENDED_SECONDS:
             self._counters.add("loop_asleep")
-            _log.warning("this process did not run for %.1f s", now - self._next_check_at)
+            _log.warning("process was suspended for %.1f s", now - self._next_check_at)
             self.sessions.reset_timeouts(now)
         self._next_check_at = now + HEARTBEAT_SECONDS
         beat = Heartbeat()
         for session in self.sessions.all():
-            # Whoever has words waiting gets them first, and one more would only fill the queue.
+            # A session with queued messages gets those first; a heartbeat would only fill its queue.
             if not self._outbox.queued(session.route):
                 self._queue(session.route, beat)
         for route in self._waiting_for_pool:
@@ -318,20 +315,20 @@ class ServerLoop:
 
     @property
     def fenced(self) -> bool:
-        """Whether workers of an earlier epoch are waited for."""
+        """Whether the store waits for workers of earlier epochs."""
         return self._unfence is not None
 
-    # Host of the sessions.
+    # Listener of the sessions.
 
     def _queue(self, route: bytes, message: Message) -> None:
         self._outbox.send(route, message, self._clock())
 
     def send(self, route: bytes, message: Message) -> None:
-        """Sends, or queues behind what waits already."""
+        """Sends, or queues behind earlier messages."""
         self._queue(route, message)
 
     def welcome(self, session: Session) -> None:
-        """Tells a session what it has got."""
+        """Answers ``Hello`` with the session's values."""
         self.send(
             session.route,
             Welcome(
@@ -346,29 +343,29 @@ class ServerLoop:
         )
 
     def engine_opened(self, engine: EngineSessions) -> None:
-        """All members are there. Raises ``KVTierError``."""
+        """Opens a complete engine in the store. Raises ``KVTierError``."""
         if self.dispatcher is None:
-            raise KVTierError("there is no host pool")
+            raise KVTierError("the host pool is not allocated")
         self.dispatcher.open(engine, self._clock())
 
     def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
-        """The engine is not there any more."""
+        """Closes the engine in the store."""
         if self.dispatcher is not None:
             self.dispatcher.close(engine, proven)
 
     def engine_confirmed_dead(self, name: str) -> None:
-        """Nobody of this engine touches a slot any more."""
+        """Releases the slots of a closed engine."""
         if self.dispatcher is not None:
             self.dispatcher.store.confirm_engine_dead(name)
 
     def session_removed(self, session: Session) -> None:
-        """Forgets what waits for a session, and what is waited for from it."""
+        """Drops queued messages for a session and acknowledgements expected from it."""
         self._outbox.forget(session.route)
         if self.dispatcher is not None:
             self.dispatcher.session_removed(session.route)
 
     def _drop_unreachable(self, now: float) -> None:
-        """Ends the sessions that could not be sent to, once all they said before has been read: the last word may be ``Bye``."""
+        """Ends sessions that could not be sent to. Their received messages come first: the last one may be ``Bye``."""
         for route, reason in self._outbox.take_failed().items():
             self._waiting_for_pool.pop(route, None)
             session = self.sessions.get(route)

@@ -1,25 +1,24 @@
-"""Sessions and the engines they form: what the state machine in sessions.py keeps, and what it needs from outside.
+"""Sessions and the engines they form: a state machine without sockets, for one thread.
 
-Who is attached: sessions, the engines they form, and what is left of those that went.
+One EngineCore and its workers are one *engine*. It opens in the store when all its members are attached and consistent,
+and closes as a whole: when a member is lost, the others get ``Bye``, drain, and attach again.
 
-A state machine without sockets. One EngineCore and its workers are one *engine*; it opens in the store when all of them are
-there and agree, and closes as a whole: when any member is lost, the others are told ``Bye``, drain, and attach again.
+Every opening has its own epoch, larger than all before. A store that was planned before a loss therefore names an epoch
+without workers, even if tierd did not restart; and "drained to epoch N" refers to the previous life of this engine.
 
-Every opening has an epoch of its own, larger than all before it. So a store that was planned before a loss names an epoch that no worker is
-attached to any more, even if tierd itself never went away, and a worker's "drained to epoch N" is about this engine's last life.
-
-Proof that a worker touches no slot any more is one of: its ``Bye``, a ``Hello`` of the same process that has drained the epoch, or
-that its process is gone. Without proof, slots stay in quarantine: for ``UNVERIFIABLE_TIMEOUT_SECONDS`` where the process cannot be seen, and for as
-long as it lives where it can (one that is stopped and goes on an hour later finishes its copy then).
+Proof that a worker no longer touches slots is one of: its ``Bye``; a ``Hello`` of the same process that has drained the
+epoch; the end of its process. Without proof its slots stay in quarantine: as long as an observable process lives (one
+that is stopped and continues an hour later finishes its copy then), and for ``UNVERIFIABLE_TIMEOUT_SECONDS`` if the
+process cannot be observed.
 
 Cases of ``hello``:
 
-1. another version, or a description that makes no sense: refused;
-2. the member is there already, in the same process: it attaches again. An open engine ends first;
-3. the member is there already, in a process that is gone: as if that had been noticed before, then 5;
-4. the member is there already, in another living process: refused;
-5. the engine is ending (a member has said ``Bye``): it ends, and a fresh one forms;
-6. otherwise it joins the engine that forms, which opens when it is the last one.
+1. the version differs or the description is invalid: refused;
+2. the member is attached, in the same process: it reattaches, and an open engine closes first;
+3. the member is attached in a process that is gone: the loss is handled first, then case 5;
+4. the member is attached in another process that lives: refused;
+5. the engine is ending, because a member has sent ``Bye``: it closes, and a new one forms;
+6. otherwise it joins the forming engine, which opens with its last member.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kvtier.tiers.base import aligned
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One attached process. ``route``: its address at the socket; ``heard``: when it last said something."""
+    """One attached process. ``route``: its address at the socket. ``last_heard_at``: time of its last message."""
 
     route: bytes
     number: int
@@ -72,7 +71,7 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class EngineSessions:
-    """The members that are there. ``name``: its name in the store; ``ending``: a member has said ``Bye``."""
+    """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has sent ``Bye``."""
 
     engine: str
     epoch: int
@@ -85,29 +84,29 @@ class EngineSessions:
 
     @property
     def name(self) -> str:
-        """No two openings have the same one, so that proof about one is never taken for another."""
+        """Unique per opening, so that proof about one opening never counts for another."""
         return f"{self.engine}#{self.epoch}"
 
     @property
     def ranks(self) -> int:
-        """How many workers belong to it; 0 while the scheduler is not there."""
+        """How many workers belong to it; 0 while the scheduler is not attached."""
         if self.scheduler is None:
             return 0
         hello = self.scheduler.hello
         return hello.ranks or max(hello.writer_ranks, default=0) + 1
 
     def members(self) -> list[Session]:
-        """Everybody who is there."""
+        """All attached members."""
         return ([] if self.scheduler is None else [self.scheduler]) + list(self.workers.values())
 
     def member(self, hello: Hello) -> Session | None:
-        """Who is there in the part that ``hello`` wants to play."""
+        """The attached member with the role and rank of ``hello``."""
         return self.scheduler if hello.role == "scheduler" else self.workers.get(hello.rank)
 
 
 @dataclass(slots=True, eq=False)
 class SessionQuarantine:
-    """Workers of an engine that was closed, which have not proven that they touch nothing any more."""
+    """Workers of a closed engine that may still access its slots."""
 
     name: str
     waiting: list[Session]
@@ -115,35 +114,35 @@ class SessionQuarantine:
 
 
 class SessionListener(Protocol):
-    """What happens to the outside."""
+    """What the sessions tell their owner."""
 
     def send(self, route: bytes, message: Message) -> None:
         """Sends without waiting; a session that does not read is reported later through ``unreachable``."""
         ...
 
     def welcome(self, session: Session) -> None:
-        """The session stands."""
+        """A session was admitted."""
         ...
 
     def engine_opened(self, engine: EngineSessions) -> None:
-        """All members are there. Raises ``KVTierError`` if the store does not take the engine."""
+        """All members are attached. Raises ``KVTierError`` if the store rejects the engine."""
         ...
 
     def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
-        """The engine is not there any more."""
+        """The engine closed. ``proven``: none of its workers accesses its slots."""
         ...
 
     def engine_confirmed_dead(self, name: str) -> None:
-        """Nobody of this engine touches a slot any more."""
+        """No worker of this closed engine accesses a slot."""
         ...
 
     def session_removed(self, session: Session) -> None:
-        """Nothing is sent to this session any more."""
+        """The session ended; no message follows."""
         ...
 
 
 MAX_SESSIONS = 256
-"""Processes on one machine with one pool: eight ranks of eight engines, with room."""
+"""Processes that share one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
 Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 """(identity JSON, codec texts in rank order) -> (namespace as 32 hex digits, canonical text)."""
@@ -200,9 +199,9 @@ class Sessions:
         self._engines: dict[str, EngineSessions] = {}
         self._quarantines: list[SessionQuarantine] = []
         self.had_any = False
-        """Whether there ever was a session."""
+        """Whether a session was ever admitted."""
         self.last_left_cleanly = True
-        """Whether the session that ended last said ``Bye``."""
+        """Whether the session that ended last sent ``Bye``."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -224,19 +223,19 @@ class Sessions:
         return iter(list(self._engines.values()))
 
     def locks(self) -> set[str]:
-        """Names of the locks of all processes that are attached, or have to be proven gone."""
+        """Names of the peer locks of all processes that are attached or quarantined."""
         waiting = [session for quarantine in self._quarantines for session in quarantine.waiting]
         return {session.process.lock for session in (*self._sessions.values(), *waiting)}
 
     @property
     def quarantined(self) -> int:
-        """How many processes have to be proven gone."""
+        """How many processes are in quarantine."""
         return sum(len(quarantine.waiting) for quarantine in self._quarantines)
 
-    # Beginning.
+    # Attaching.
 
     def hello(self, route: bytes, hello: Hello, now: float) -> None:
-        """A process wants a session."""
+        """Handles the first message of a process."""
         if route in self._sessions:
             self._counters.add("protocol_violations", "", "hello_twice")
             return
@@ -258,32 +257,34 @@ class Sessions:
                 engine = None
             else:
                 self._reject_session(
-                    route, hello, f"{there.title} has this part already; engine ids must be unique"
+                    route, hello, f"{there.title} is attached already; engine ids must be unique"
                 )
                 return
         if engine is not None and engine.ending:
-            self._close_engine(engine, now, "another session begins")
+            self._close_engine(engine, now, "another session starts")
             engine = None
         self._join(route, hello, process, engine, now)
 
     def _rejection_reason(self, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
-            return f"tierd is version {PROTOCOL}, the connector is {hello.protocol}; both must be of one version"
+            return f"version mismatch: tierd has {PROTOCOL}, the connector {hello.protocol}"
         if hello.role not in ("scheduler", "worker") or not hello.engine:
-            return f"role {hello.role!r} of engine {hello.engine!r}: 'scheduler' or 'worker' of a named engine attaches"
+            return (
+                f"role {hello.role!r} of engine {hello.engine!r}: must be 'scheduler' or 'worker' of a named engine"
+            )
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
-            return f"rank {hello.rank}: 0 to {MAX_RANKS - 1} are accepted"
+            return f"rank {hello.rank}: must be between 0 and {MAX_RANKS - 1}"
         writers_fit = hello.writer_ranks and all(
             0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks
         )
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
-            return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
+            return f"writer ranks {list(hello.writer_ranks)}: must be among {hello.ranks} ranks"
         if len(self._sessions) >= MAX_SESSIONS:
-            return f"{MAX_SESSIONS} sessions are open, which is the limit"
+            return f"too many sessions: at most {MAX_SESSIONS}"
         return ""
 
     def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
-        _log.warning("refused: %s, process %d: %s", hello.engine, hello.pid, reason)
+        _log.warning("refused session of engine %s (process %d): %s", hello.engine, hello.pid, reason)
         self._counters.add("sessions_refused")
         self._listener.send(route, Refused(reason=reason))
 
@@ -313,8 +314,8 @@ class Sessions:
             if hello.role == "worker":
                 self._files.add(worker)
         except OSError as error:
-            # Without these files the next tierd would not know whom to wait for.
-            self._reject_session(route, hello, f"the run directory cannot be written: {error}")
+            # Without this file the next tierd would not wait for the worker.
+            self._reject_session(route, hello, f"cannot write to the run directory: {error}")
             return
         self._engines[hello.engine] = engine
         self._last_number += 1
@@ -354,7 +355,7 @@ class Sessions:
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
             raise ValueError(
-                f"the ranks have {[len(sizes) for sizes in shards]} groups; all must have the same, at least one"
+                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, and at least 1"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
@@ -362,7 +363,7 @@ class Sessions:
         )
         persistent = not scheduler.volatile_reason
         if not persistent:
-            # What the identity does not establish can differ at the next start, even under the same text.
+            # What the identity does not cover can differ at the next start, even with the same text.
             namespace = secrets.token_hex(16)
         return EngineInfo(
             engine=engine.name,
@@ -374,7 +375,7 @@ class Sessions:
         )
 
     def _reject_engine(self, engine: EngineSessions, reason: str) -> None:
-        """The members contradict each other. Nothing was granted, so nothing is quarantined."""
+        """The members are inconsistent. Nothing was granted, so nothing is quarantined."""
         for session in engine.members():
             self._reject_session(session.route, session.hello, f"engine {engine.engine}: {reason}")
             self._remove(engine, session)
@@ -382,19 +383,19 @@ class Sessions:
         self._engines.pop(engine.engine, None)
         self.last_left_cleanly = False
 
-    # Going on.
+    # Liveness.
 
     def touch(self, session: Session, now: float) -> None:
-        """It said something."""
+        """Records that the session sent a message."""
         session.last_heard_at = now
 
     def reset_timeouts(self, now: float) -> None:
-        """This process was asleep: nobody's silence counts."""
+        """This process was suspended: silence so far does not count."""
         for session in self._sessions.values():
             session.last_heard_at = now
 
     def check(self, now: float) -> None:
-        """Finds sessions that are silent or whose process is gone, and processes whose quarantine ends."""
+        """Ends sessions that are silent or whose process is gone, and quarantines that are over."""
         for session in list(self._sessions.values()):
             if session.route not in self._sessions:
                 continue
@@ -402,7 +403,7 @@ class Sessions:
                 self._session_lost(session, now, "its process is gone", proven=True)
             elif now - session.last_heard_at > self._timeouts.silence_seconds:
                 self._session_lost(
-                    session, now, f"no word for {self._timeouts.silence_seconds:g} s", proven=False
+                    session, now, f"no message for {self._timeouts.silence_seconds:g} s", proven=False
                 )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
@@ -412,13 +413,13 @@ class Sessions:
                 ):
                     self._confirm(quarantine, session)
 
-    # Ending.
+    # Closing.
 
     def bye(self, route: bytes) -> None:
-        """A process ends its session in order: it has drained its copies."""
+        """A process ends its session: it has drained its copies."""
         session = self._sessions.get(route)
         if session is None:
-            # It crossed with tierd's own; what it says about the copies holds all the same.
+            # It crossed with tierd's own ``Bye``; the copies are drained all the same.
             for quarantine in list(self._quarantines):
                 for waiting in list(quarantine.waiting):
                     if waiting.route == route:
@@ -428,18 +429,18 @@ class Sessions:
         self._remove(engine, session)
         self._files.remove(session.worker)
         self.last_left_cleanly = True
-        _log.info("left: %s", session.title)
+        _log.info("detached: %s", session.title)
         if engine.open:
             engine.ending = True
             if not engine.workers:
-                # The scheduler side copies nothing, so this ends it, whether the scheduler is still there or not.
+                # The scheduler copies nothing, so the engine ends with its last worker.
                 engine.open = False
                 self._listener.engine_closed(engine, True)
         if not engine.members():
             self._engines.pop(engine.engine, None)
 
     def unreachable(self, session: Session, now: float, reason: str) -> None:
-        """Its connection is closed, or it does not read what it is sent."""
+        """Its connection is closed, or it does not read."""
         if session.route in self._sessions:
             self._session_lost(
                 session, now, reason, proven=self._liveness(session.process) is Liveness.GONE
@@ -449,14 +450,14 @@ class Sessions:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
         self._close_engine(
-            engine, now, f"{session.title} vanished: {reason}", proven=[session] if proven else []
+            engine, now, f"{session.title} is lost: {reason}", proven=[session] if proven else []
         )
 
     def _close_engine(
         self, engine: EngineSessions, now: float, reason: str, proven: list[Session] | None = None
     ) -> None:
-        """Closes an engine with all its members; those not in ``proven`` are told, and may still be copying."""
-        _log.warning("engine %s ends: %s", engine.engine, reason)
+        """Closes an engine and ends its sessions. Members not in ``proven`` get ``Bye`` and may still be copying."""
+        _log.warning("closed engine %s: %s", engine.engine, reason)
         known = proven or []
         members = engine.members()
         waiting = []
