@@ -1,16 +1,16 @@
-"""The engine's end of the conversation with tierd.
+"""The engine's end of a session with tierd.
 
-One I/O thread owns the socket, because ZeroMQ sockets belong to one thread. Callers put messages into a bounded queue and never wait;
-what tierd sends is handed to ``sink`` on the I/O thread.
+One I/O thread owns the socket, because a ZeroMQ socket belongs to one thread. Callers put messages into a bounded queue
+and never block; received messages go to ``sink`` on the I/O thread.
 
 States::
 
     absent ──socket connects, Hello──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
                                           └─────Refused────▶ refused ──30 s──▶ absent
 
-*Lost* is: no word for ``SESSION_TIMEOUT_SECONDS``, the peer's socket is gone, tierd said ``Bye``, or the queue towards it is full. Each loss is
-reported once through ``on_lost``; nothing is sent or received until ``reattach`` says that everything of the lost epoch is behind
-the caller (DATAPATH 4), because tierd gives the slots to others on that word.
+A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes, tierd sends ``Bye``, or the
+queue is full. Each loss is reported once through ``on_lost``. Nothing is sent or received until the caller confirms with
+``reattach`` that it has drained the lost epoch: tierd then gives its slots to others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvtier.tierd.wire import (
 )
 
 QUEUE_MESSAGES = 16_384
-"""Messages of a few hundred engine steps. If tierd has not taken that many, it is not taking any."""
+"""Messages of a few hundred engine steps. A tierd that has not read that many does not read."""
 REFUSED_RETRY_SECONDS = 30.0
 _IDLE_SECONDS = 60.0
 _FULL_RETRY_SECONDS = 0.05
@@ -58,7 +58,7 @@ _log = logging.getLogger("kvtier.tierd.client")
 
 
 class ClientState(Enum):
-    """See the module's text. ``REFUSED``: attached to nothing, and tierd has said why."""
+    """See the module. ``REFUSED``: tierd has refused the session."""
 
     ABSENT = "absent"
     GREETING = "greeting"
@@ -116,7 +116,7 @@ class TierdClient:
         self.welcome: Welcome | None = None
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
-        """Why tierd refused; empty unless the state is REFUSED."""
+        """Why tierd refused the session; empty unless the state is REFUSED."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
             "lost": 0,
@@ -133,7 +133,7 @@ class TierdClient:
         self._reattach_allowed = True
         self._closing = False
         self._lock = threading.Lock()
-        """Guards the hand-over between callers and the I/O thread: queue against state. Never held during I/O."""
+        """Guards queue and state between callers and the I/O thread. Never held during I/O."""
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._pid = 0
@@ -158,7 +158,7 @@ class TierdClient:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a session. It may end at any moment; ``send`` says whether a message got into it."""
+        """Whether there is a session. It may end at any moment; ``send`` tells whether a message was queued."""
         return self.state is ClientState.ATTACHED
 
     @property
@@ -168,9 +168,9 @@ class TierdClient:
         return 0 if welcome is None else welcome.epoch
 
     def send(self, message: Message) -> bool:
-        """Queues a message. False: there is no session, or tierd does not take what it is sent. Never blocks.
+        """Queues a message. False: there is no session, or the queue is full. Never blocks.
 
-        True is no promise that it arrives: a session that is lost takes its queue with it, and ``on_lost`` tells.
+        True does not guarantee delivery: a lost session drops its queue, and ``on_lost`` reports it.
         """
         data = encode(message)
         with self._lock:
@@ -192,15 +192,15 @@ class TierdClient:
         return accepted
 
     def reattach(self, drained_epoch: int) -> None:
-        """After a loss: no copy of any epoch up to ``drained_epoch`` runs in this process, its grants are forgotten; attach again."""
+        """After a loss: this process has drained every epoch up to ``drained_epoch``; attach again."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
-            # A call that comes twice must not speak for the next loss.
+            # A second call must not count for the next loss.
             self._reattach_allowed = self._reattach_allowed or self.state is ClientState.WAITING
         self._wake()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Sends what is queued and ``Bye``, and ends the I/O thread. Returns within the timeout, done or not."""
+        """Sends queued messages and ``Bye``, and ends the I/O thread. Returns within the timeout."""
         with self._lock:
             self._closing = True
         thread = self._thread
@@ -267,7 +267,7 @@ class TierdClient:
                 self._try_connect(now)
             return
         disconnected = connection.disconnected()
-        # What has arrived is read before silence or the end is judged: this process may have been asleep, not tierd.
+        # Received messages come before silence counts: this process may have been suspended, not tierd.
         self._receive(connection)
         if self._connection is not connection:
             return
@@ -282,9 +282,9 @@ class TierdClient:
             and self._clock() - self._last_received_at > self._options.session_timeout_seconds
         ):
             if self.state is ClientState.ABSENT:
-                self._last_received_at = now  # Nobody is there yet; ZeroMQ goes on trying.
+                self._last_received_at = now  # There is no peer yet; ZeroMQ keeps retrying.
             else:
-                self._session_lost(f"no word for {self._options.session_timeout_seconds:g} s")
+                self._session_lost(f"no message for {self._options.session_timeout_seconds:g} s")
 
     def _try_connect(self, now: float) -> None:
         with self._lock:
@@ -308,7 +308,7 @@ class TierdClient:
         self._last_received_at = now
 
     def _is_trusted(self) -> bool:
-        """Looked at before each connection: once the directory is this user's, nobody else can put another one in its place."""
+        """Checked before each connection. A directory of this user cannot be replaced by another user."""
         try:
             if is_private(self._run_directory):
                 return True
@@ -316,7 +316,7 @@ class TierdClient:
             return False
         if not self.counters["foreign"]:
             _log.warning(
-                "%s may be written to by others; this process serves without tiers",
+                "other users may write to %s: serving without tiers",
                 self._run_directory,
             )
         self.counters["foreign"] += 1
@@ -328,7 +328,7 @@ class TierdClient:
         try:
             hello = self._hello()
         except Exception as error:  # noqa: BLE001
-            # A caller's bug must not end the thread that has to report it.
+            # A bug of the caller must not end the thread.
             self.counters["callback_failed"] += 1
             _log.exception("hello failed: %s", error)
             self._retry_later(now)
@@ -339,7 +339,7 @@ class TierdClient:
             if not connection.send(encode(hello)):
                 return
         except zmq.ZMQError as error:
-            _log.warning("hello could not be sent: %s", error)
+            _log.warning("cannot send hello: %s", error)
             self._retry_later(now)
             return
         self.state = ClientState.GREETING
@@ -354,7 +354,7 @@ class TierdClient:
             while self._outgoing and connection.send(self._outgoing[0]):
                 self._outgoing.popleft()
             if self._outgoing:
-                # tierd does not read. Its silence, or a full queue, decides.
+                # tierd does not read. Silence or a full queue ends the session.
                 self._next_heartbeat_at = now + _FULL_RETRY_SECONDS
             elif now >= self._next_heartbeat_at:
                 self._next_heartbeat_at = now + HEARTBEAT_SECONDS
@@ -381,7 +381,7 @@ class TierdClient:
                 message = decode_from_daemon(data)
             except msgspec.MsgspecError as error:
                 self.counters["undecodable"] += 1
-                self._rejected(f"tierd sent what this version ({PROTOCOL}) cannot read: {error}")
+                self._rejected(f"this version ({PROTOCOL}) cannot decode a message of tierd: {error}")
                 return
             self._handle(message)
             if self._connection is not connection:
@@ -391,14 +391,14 @@ class TierdClient:
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, Bye):
-            self._session_lost(f"it ended the session: {message.reason or 'no reason given'}")
+            self._session_lost(f"tierd ended the session: {message.reason or 'no reason given'}")
             return
         if isinstance(message, Refused):
             self._rejected(message.reason)
             return
         if isinstance(message, Welcome):
             if message.protocol != PROTOCOL:
-                self._rejected(f"tierd is version {message.protocol}, this connector is {PROTOCOL}")
+                self._rejected(f"version mismatch: tierd has {message.protocol}, this connector {PROTOCOL}")
                 return
             with self._lock:
                 self._outgoing.clear()
@@ -419,7 +419,7 @@ class TierdClient:
         try:
             callback()
         except Exception as error:  # noqa: BLE001
-            # A caller's bug must not end the thread that beats for it: that would look like a death.
+            # A bug of the caller must not end the heartbeats: tierd would take the process for lost.
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)
 
@@ -438,22 +438,22 @@ class TierdClient:
         self._retry_at = self._clock() + self._retry_seconds
         self.counters["lost"] += 1
         if not self._closing:
-            _log.warning("tierd is lost: %s", reason)
+            _log.warning("lost tierd: %s", reason)
             self._call(lambda: self._on_lost(reason))
 
     def _rejected(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         if was_attached:
-            self._session_lost(f"it refuses: {reason}")
+            self._session_lost(f"tierd refused the session: {reason}")
         self._disconnect()
         with self._lock:
             self.refusal = reason
             self._outgoing.clear()
-            # After a session, draining comes first; then its own time limit holds as well.
+            # After a session the caller drains first; then the retry interval applies as well.
             self.state = ClientState.WAITING if was_attached else ClientState.REFUSED
         self._retry_at = self._clock() + self._options.refused_retry_seconds
         self.counters["refused"] += 1
-        _log.warning("tierd refuses this process, which serves without tiers: %s", reason)
+        _log.warning("tierd refused the session, serving without tiers: %s", reason)
         if not was_attached:
             self._call(lambda: self._sink(Refused(reason=reason)))
 
@@ -468,7 +468,7 @@ class TierdClient:
             connection.close(final_message)
 
     def _close_session(self) -> bool:
-        """Closing: says ``Bye`` once the queue is empty; True when there is nothing left to do."""
+        """Sends ``Bye`` once the queue is empty; True when the session is closed."""
         if self._connection is None or self.state not in (
             ClientState.ATTACHED,
             ClientState.GREETING,

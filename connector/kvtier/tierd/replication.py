@@ -1,12 +1,12 @@
-"""Keeps the schedulers' replicas up to date: snapshots, deltas in order, and announcements of keys that leave RAM.
+"""Replicates the presence of objects to the engines' schedulers.
 
-Changes of one turn of the loop are pending per key, so that a delta names each key's bits once: either added or removed. An
-announcement goes out after every change before it. A snapshot is sent a few pieces per turn; what happens meanwhile waits behind it.
+tierd's ``ReplicaPublisher`` sends each scheduler a snapshot, then deltas in order, and eviction notices. Changes of one
+loop iteration are merged per key, so that a delta names each bit of a key once. An eviction notice follows every earlier
+change. A snapshot is sent a few pieces per iteration; changes during that time wait behind it.
 
-What tierd holds, as the scheduler side knows it: a plain dictionary, fed by tierd's ordered deltas, used as a hint only.
-
-One owner: ``apply`` and ``get`` are called by the same thread, or by threads that the caller keeps apart. ``get`` is one
-dictionary lookup, because it is called for every chunk of every prompt.
+The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has one owner: ``apply`` and
+``get`` are called by one thread, or by threads that the caller synchronizes. ``get`` is one dictionary lookup, because it
+is called for every chunk of every prompt.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SNAPSHOT_KEYS = 4096
 """Keys in one message: about 170 KB, a few milliseconds to encode."""
 PIECES_PER_CALL = 4
 MAX_DEFERRED = 4096
-"""Changes that wait behind a snapshot; beyond it a new snapshot says it shorter."""
+"""Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 FORGET_SECONDS = 1.0
-"""The store gives up waiting for acknowledgements after 100 ms; what is remembered longer is of no use."""
+"""The store waits for acknowledgements for 100 ms; later ones are of no use."""
 Change = tuple[bytes, int]
 
 
 class _ReplicaFeed:
-    """One scheduler's. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
+    """One scheduler. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
 
     __slots__ = ("deferred", "first", "namespace", "sequence", "snapshot")
 
@@ -52,29 +52,29 @@ class ReplicaPublisher:
         self,
         send: Callable[[bytes, Message], None],
         presence: Callable[[str], Iterable[Change]],
-        left: Callable[[int], None],
-        usable: Callable[[], int],
+        acknowledge_eviction: Callable[[int], None],
+        usable_bits: Callable[[], int],
     ) -> None:
         self._send = send
         self._presence = presence
-        self._left = left
-        self._usable = usable
+        self._acknowledge_eviction = acknowledge_eviction
+        self._usable_bits = usable_bits
         self._feeds: dict[bytes, _ReplicaFeed] = {}
         self._pending: dict[str, dict[bytes, tuple[int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
     def start(self, route: bytes, namespace: str) -> None:
-        """A scheduler's replica begins with a snapshot. The store's events up to now must have been passed in."""
+        """Starts a scheduler's replica with a snapshot. Earlier events of the store must have been passed in."""
         self.flush()
         feed = self._feeds.get(route)
         if feed is None:
             feed = self._feeds[route] = _ReplicaFeed(namespace)
         feed.namespace = namespace
-        self._send(route, Usable(bits=self._usable()))
+        self._send(route, Usable(bits=self._usable_bits()))
         self._start_snapshot(feed)
 
     def stop(self, route: bytes) -> None:
-        """The scheduler is not there any more; nobody waits for its acknowledgements."""
+        """The scheduler is gone; its acknowledgements are not awaited."""
         self._feeds.pop(route, None)
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
             self.acknowledge(route, token)
@@ -88,16 +88,16 @@ class ReplicaPublisher:
         )
 
     def usable_tiers_changed(self) -> None:
-        """The bits that count have changed."""
+        """The tiers that may be used have changed."""
         for route in self._feeds:
-            self._send(route, Usable(bits=self._usable()))
+            self._send(route, Usable(bits=self._usable_bits()))
 
     def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
-        """Keys are about to leave RAM."""
+        """Keys are about to be evicted from RAM."""
         self.flush()
         routes = {route for route, feed in self._feeds.items() if feed.namespace == namespace}
         if not routes:
-            self._left(token)
+            self._acknowledge_eviction(token)
             return
         self._tokens[token] = (set(routes), now + FORGET_SECONDS)
         message = EvictionNotice(token=token, keys=keys)
@@ -105,14 +105,14 @@ class ReplicaPublisher:
             self._emit(route, self._feeds[route], message)
 
     def acknowledge(self, route: bytes, token: int) -> None:
-        """A scheduler does not offer the keys of this announcement any more."""
+        """A scheduler no longer offers the keys of this notice."""
         found = self._tokens.get(token)
         if found is None:
             return
         found[0].discard(route)
         if not found[0]:
             del self._tokens[token]
-            self._left(token)
+            self._acknowledge_eviction(token)
 
     def flush(self) -> None:
         """Sends the changes pending so far."""
@@ -131,7 +131,7 @@ class ReplicaPublisher:
                     self._emit(route, self._feeds[route], (added, removed))
 
     def publish(self, now: float) -> bool:
-        """Once per turn of the loop: sends changes and the next pieces of snapshots. True: there is more to send."""
+        """Once per loop iteration: sends changes and the next pieces of snapshots. True: there is more to send."""
         self.flush()
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token]
@@ -205,8 +205,8 @@ ALL_BITS = -1
 class Replica:
     """Keys (group byte + block hash) and the bits of the tiers that hold them.
 
-    ``removals`` rises whenever a bit was cleared or stopped counting, so that an answer derived from the replica can be known to be outdated.
-    ``stale``: a delta is missing; nothing is known until a snapshot has come.
+    ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers derived from the replica.
+    ``stale``: a delta is missing; the replica is empty until the next snapshot.
     """
 
     __slots__ = (
@@ -228,17 +228,17 @@ class Replica:
         self.usable_bits = ALL_BITS
         """Of tiers that may be used."""
         self.get_bits = self._bits.get
-        """``get_bits(key, 0)``: the dictionary's own method, for loops over hundreds of keys. Only ``usable_bits`` of it count."""
+        """``get_bits(key, 0)``: the dictionary's method, for loops over hundreds of keys. Mask it with ``usable_bits``."""
 
     def __len__(self) -> int:
         return len(self._bits)
 
     def get(self, key: bytes) -> int:
-        """Bits of the tiers that hold ``key`` and may be used; 0: none that is known."""
+        """Bits of the usable tiers that hold ``key``; 0: none known."""
         return self._bits.get(key, 0) & self.usable_bits
 
     def clear(self) -> None:
-        """Forgets everything: tierd was lost. The next session counts from 1 again."""
+        """Empties the replica after the loss of tierd. The next session counts from 1."""
         if self._bits:
             self.removals += 1
             self._bits.clear()
@@ -248,9 +248,9 @@ class Replica:
         self.usable_bits = ALL_BITS
 
     def apply(self, message: Delta | EvictionNotice | Usable) -> EvictionAck | None:
-        """Takes over one message of tierd. What it returns must be sent back.
+        """Applies one message. The returned message must be sent to tierd.
 
-        Keys that are leaving RAM lose its bits at once, before tierd gets the acknowledgement.
+        Evicted keys lose their RAM bits before tierd receives the acknowledgement.
         """
         if isinstance(message, Usable):
             if self.usable_bits & ~message.bits:
@@ -271,7 +271,7 @@ class Replica:
             self.stale = False
             self._resync_requested = False
         if self.stale:
-            # Without what is missing, a removal could be undone and an addition be long gone.
+            # Without the missing delta, additions and removals would be wrong.
             return None
         bits = self._bits
         for key, added in message.added:

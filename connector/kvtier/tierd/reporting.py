@@ -1,6 +1,7 @@
-"""Makes the snapshots that are shown, and keeps the HTTP server that shows them.
+"""Takes status snapshots and serves them over HTTP.
 
-An address that cannot be bound is a condition and tried again: tierd's work does not depend on being asked about it.
+``Reporter`` belongs to the loop's thread; HTTP requests are answered on other threads from the last snapshot. An address
+that cannot be bound is a condition and is retried: tierd's work does not depend on its status page.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from kvtier.tierd.tier_factory import BuiltTiers
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
 UNHEALTHY_SECONDS = 5.0
-"""Ten snapshots missed: the loop hangs, or this process does not run."""
+"""Ten missed snapshots: the loop hangs, or the process is suspended."""
 
 _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInputs:
-    """Where a snapshot comes from. ``store`` is None until the pool is allocated."""
+    """What a snapshot is taken from. ``store`` is None until the pool is allocated."""
 
     epoch: int
     live: Live
@@ -64,7 +65,7 @@ class SnapshotInputs:
 
 
 def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
-    """What is served."""
+    """The HTTP routes."""
     return {
         "/metrics": lambda: HttpResponse(200, METRICS_CONTENT_TYPE, metrics_text(snapshot())),
         "/status": lambda: HttpResponse(200, "application/json", status_json(snapshot())),
@@ -73,7 +74,7 @@ def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
 
 
 class Reporter:
-    """``turn`` and ``close`` are for the loop's thread; requests are answered on their own, from the last snapshot."""
+    """``update`` and ``close`` are for the loop's thread."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Reporter:
         self._snapshot_at = clock()
 
     def update(self, now: float, inputs: Callable[[], SnapshotInputs]) -> None:
-        """Once per turn of the loop."""
+        """Once per loop iteration: binds the address and takes a snapshot when due."""
         if now >= self._next_http and self._http is None:
             self._next_http = now + HTTP_RETRY_SECONDS
             self._start_http()
@@ -106,11 +107,11 @@ class Reporter:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The last one. Any thread."""
+        """The last snapshot. For any thread."""
         return self._snapshot
 
     def close(self) -> None:
-        """Ends answering."""
+        """Stops serving."""
         if self._http is not None:
             self._http.close()
 
@@ -121,9 +122,9 @@ class Reporter:
         except OSError as error:
             if not self._http_error:
                 _log.error(
-                    "http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error
+                    "cannot listen on %s port %d: %s; retrying", endpoint.host, endpoint.port, error
                 )
-            self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
+            self._http_error = f"cannot listen on {endpoint.host} port {endpoint.port}: {error}"
             return
         self._http, self._http_error = server, ""
         host, port = server.address
@@ -131,7 +132,7 @@ class Reporter:
         try:
             replace_file(self._run_directory / HTTP_NAME, document.encode(), 0o644)
         except OSError as error:
-            self._http_error = f"{HTTP_NAME} cannot be written: {error}"
+            self._http_error = f"cannot write {HTTP_NAME}: {error}"
             _log.error("%s", self._http_error)
 
     def _bind(self, host: str, port: int) -> HttpServer:
@@ -143,19 +144,19 @@ class Reporter:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
-        # Other pods of this node (with hostNetwork), or other containers of this pod, may have the port for as long as they live.
+        # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port indefinitely.
         server = HttpServer(host, 0, found, self._authorizer)
         self._port_taken = (
-            f"{host} port {port} is taken; port {server.address[1]} is served instead"
+            f"{host} port {port} is in use: listening on port {server.address[1]} instead"
         )
         _log.warning("http: %s", self._port_taken)
         return server
 
     def _health(self) -> HttpResponse:
-        """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
+        """Whether tierd works, not whether its tiers do: a dead disk must not restart a pod."""
         age = self._clock() - self._snapshot_at
         if age > UNHEALTHY_SECONDS:
-            return text_response(503, f"the loop has not gone round for {age:.1f} s")
+            return text_response(503, f"the event loop has not run for {age:.1f} s")
         return text_response(200, "ok")
 
     def _handle(self, inputs: SnapshotInputs) -> Snapshot:
@@ -221,7 +222,7 @@ class Reporter:
 
     @staticmethod
     def _bits(store: TierStore | None) -> dict[str, int]:
-        """Indices of tiers, as engines know them: those that were built, in order."""
+        """Index by tier name, as engines count them: the tiers that were built, in order."""
         return (
             {}
             if store is None
@@ -243,7 +244,7 @@ class Reporter:
         if inputs.draining:
             found.append(
                 Condition(
-                    "Draining", "the pod ends: no more stores are taken, what is pending is written"
+                    "Draining", "the pod is terminating: no further stores are accepted, pending ones are written"
                 )
             )
         if inputs.live_config.refusals:
@@ -270,7 +271,7 @@ def _sessions(sessions: Sessions) -> tuple[SessionStatus, ...]:
 
 
 def _engine_version(identity: str) -> str:
-    """Name and version of the engine, as a scheduler's identity says them; empty where it does not."""
+    """Name and version of the engine from a scheduler's identity; empty if it has none."""
     try:
         engine = json.loads(identity)["engine"]
         return f"{engine['name']} {engine['version']}"[:64]

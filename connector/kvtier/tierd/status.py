@@ -1,11 +1,8 @@
-"""Which share of prompts came from which tier, over the last five minutes.
+"""The status snapshot, its JSON and its metrics, and the counters of hit tokens.
 
-The schedulers count (a hit is what was loaded, not what was promised) and send totals with their heartbeats; here differences are added up
-in pieces of a few seconds. Owner's thread only.
-
-What tierd says about itself: one snapshot, made by its loop, shown as JSON and as metrics.
-
-The loop replaces the snapshot as a whole; HTTP threads read whichever is there, so asking never disturbs the data path.
+The loop replaces the snapshot as a whole and HTTP threads read the current one, so reading never disturbs the data path.
+Schedulers count hits, which are tokens that were loaded, not promised, and send totals with their heartbeats;
+``HitCounters`` adds up the differences in intervals of a few seconds, for the share of each tier in the last five minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from prometheus_client.registry import Collector
 WINDOW_SECONDS = 300.0
 INTERVAL_SECONDS = 5.0
 MAX_ENGINES = 256
-"""Remembered, the gone ones included: one that attaches again goes on from where it was."""
+"""Engines remembered, including detached ones, which continue from their last totals when they reattach."""
 
 
 @dataclass(slots=True)
@@ -35,7 +32,7 @@ class _Interval:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """``loaded[i]``: of ``prompt`` tokens, those that came from tier i."""
+    """``loaded[i]``: how many of the ``prompt`` tokens were loaded from tier i."""
 
     prompt: int = 0
     loaded: tuple[int, ...] = ()
@@ -46,7 +43,7 @@ class TokenCounts:
 
 
 class HitCounters:
-    """``recent(now)`` and ``total``: since this tierd started."""
+    """Token counts of all engines: ``recent`` over the last five minutes, ``total`` since tierd started."""
 
     def __init__(self) -> None:
         self._reported: dict[str, TokenCounts] = {}
@@ -62,8 +59,8 @@ class HitCounters:
         now: float,
         started_later: bool = False,
     ) -> None:
-        """A scheduler's totals. The first ones of an engine are where counting begins, as they may be from before this tierd; unless the
-        engine is ``started_later``."""
+        """Records a scheduler's totals. An engine's first totals are the baseline, because they may date from before this
+        tierd, unless the engine ``started_later``."""
         before = self._reported.pop(engine, TokenCounts() if started_later else None)
         if len(self._reported) >= MAX_ENGINES:
             del self._reported[next(iter(self._reported))]
@@ -108,7 +105,7 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier, as in the document's order."""
+    """One tier, in the order of the structural document."""
 
     name: str
     kind: str
@@ -217,20 +214,20 @@ class _SnapshotCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot
         used = GaugeMetricFamily(
-            "kvtier_tier_used_bytes", "Bytes a tier is charged for.", labels=["tier"]
+            "kvtier_tier_used_bytes", "Bytes used by a tier.", labels=["tier"]
         )
         capacity = GaugeMetricFamily(
             "kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"]
         )
-        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects a tier holds.", labels=["tier"])
+        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects in a tier.", labels=["tier"])
         pending = GaugeMetricFamily(
-            "kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"]
+            "kvtier_tier_pending_store_bytes", "Bytes of pending stores to a tier.", labels=["tier"]
         )
         state = GaugeMetricFamily(
-            "kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"]
+            "kvtier_tier_state", "State of a tier: 1 for the current state, else 0.", labels=["tier", "state"]
         )
         loaded = CounterMetricFamily(
-            "kvtier_loaded_tokens", "Prompt tokens that engines loaded.", labels=["tier"]
+            "kvtier_loaded_tokens", "Prompt tokens loaded from a tier instead of computed.", labels=["tier"]
         )
         for tier in snapshot.tiers:
             loaded.add_metric([tier.name], tier.hit_tokens_total)
@@ -241,24 +238,24 @@ class _SnapshotCollector(Collector):
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
         pool = GaugeMetricFamily(
-            "kvtier_pool_bytes", "Bytes of the host pool by use.", labels=["use"]
+            "kvtier_pool_bytes", "Bytes of the host pool, by use.", labels=["use"]
         )
         for use, size in snapshot.pool.items():
             pool.add_metric([use], size)
         sessions = GaugeMetricFamily(
-            "kvtier_sessions", "Attached engine processes.", labels=["role"]
+            "kvtier_sessions", "Attached engine processes, by role.", labels=["role"]
         )
         for role in ("scheduler", "worker"):
             sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
         events = CounterMetricFamily(
-            "kvtier_events", "What happened, by reason.", labels=["name", "tier", "reason"]
+            "kvtier_events", "Events, by name, tier and reason.", labels=["name", "tier", "reason"]
         )
         for labels, value in sorted(snapshot.events.items()):
             events.add_metric(list(labels), value)
-        refused = CounterMetricFamily("kvtier_live_refused", "Live values that were refused.")
+        refused = CounterMetricFamily("kvtier_live_refused", "Rejected live values.")
         refused.add_metric([], snapshot.live_refused_total)
         prompts = CounterMetricFamily(
-            "kvtier_prompt_tokens", "Prompt tokens that engines scheduled."
+            "kvtier_prompt_tokens", "Prompt tokens scheduled by engines."
         )
         prompts.add_metric([], snapshot.prompt_tokens_total)
         yield from (loaded, prompts)
@@ -266,23 +263,23 @@ class _SnapshotCollector(Collector):
         for name, text, number in (
             (
                 "kvtier_live_generation",
-                "Generation of the live values in force.",
+                "Generation of the live values in effect.",
                 snapshot.applied_generation,
             ),
-            ("kvtier_epoch", "The last epoch that was given out.", snapshot.epoch),
+            ("kvtier_epoch", "Latest epoch.", snapshot.epoch),
             (
                 "kvtier_fenced",
-                "1 while workers of an earlier epoch are waited for.",
+                "1 while tierd waits for workers of earlier epochs, else 0.",
                 int(snapshot.fenced),
             ),
             (
                 "kvtier_quarantined_processes",
-                "Processes that have to be proven gone.",
+                "Processes whose slots are in quarantine.",
                 snapshot.quarantined_processes,
             ),
             (
                 "kvtier_conditions",
-                "Conditions a person may want to act on.",
+                "Conditions that need attention.",
                 len(snapshot.conditions),
             ),
         ):
@@ -292,7 +289,7 @@ class _SnapshotCollector(Collector):
 
 
 def metrics_text(snapshot: Snapshot) -> bytes:
-    """The body of ``/metrics``. The registry is this answer's own: nothing of the process is shown by accident."""
+    """The body of ``/metrics``. Its own registry contains nothing but the snapshot."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot))
     return generate_latest(registry)
