@@ -1,9 +1,10 @@
 """The two ends of the ZeroMQ channel: the engine's ``Connection`` and tierd's ``Outbox``.
 
-An engine process has one DEALER socket, whose connection state it must observe itself. tierd has one ROUTER socket for
-all sessions and must never wait for one that does not read: ZeroMQ queues ``SEND_QUEUE_MESSAGES`` per connection, and
-beyond that the outbox queues up to ``QUEUE_MESSAGES``. A session whose queue is full, or makes no progress for
-``SESSION_TIMEOUT_SECONDS``, is lost. Each object belongs to the thread that made it.
+An engine process has one DEALER socket, whose connection state it must observe itself. tierd has
+one ROUTER socket for all sessions and must never wait for one that does not read: ZeroMQ queues
+``SEND_QUEUE_MESSAGES`` per connection, and beyond that the outbox queues up to ``QUEUE_MESSAGES``.
+A session whose queue is full, or makes no progress for ``SESSION_TIMEOUT_SECONDS``, is lost. Each
+object belongs to the thread that made it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CLOSE_MILLISECONDS = 500
 
 
 class Connection:
-    """Connects in the background and retries until a peer listens. Raises ``zmq.ZMQError`` for an invalid address."""
+    """Connects in the background and retries until a peer listens. Raises ``zmq.ZMQError`` for an
+    invalid address."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -44,7 +46,8 @@ class Connection:
             raise
 
     def register(self, poller: zmq.Poller, until_connected: bool) -> None:
-        """``until_connected``: also wake when the socket becomes writable, which later it always is."""
+        """``until_connected``: also wake when the socket becomes writable, which later it always
+        is."""
         poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if until_connected else zmq.POLLIN)
         if self._monitor is not None:
             poller.register(self._monitor, zmq.POLLIN)
@@ -70,7 +73,8 @@ class Connection:
             return None
 
     def disconnected(self) -> bool:
-        """Whether the connection was closed since the last call. Messages received before can still be read."""
+        """Whether the connection was closed since the last call. Messages received before can still
+        be read."""
         monitor, ended = self._monitor, False
         while monitor is not None:
             try:
@@ -81,7 +85,7 @@ class Connection:
         return ended
 
     def close(self, final_message: bytes = b"") -> None:
-        """Closes the connection, after ``final_message`` if the peer accepts it. Returns at once."""
+        """Closes, after ``final_message`` if the peer accepts it. Does not wait."""
         linger = 0
         if final_message:
             try:
@@ -109,7 +113,8 @@ class _Queue:
 
 
 class Outbox:
-    """Sends to sessions by route. ``failed`` collects lost sessions and reasons until the owner takes them."""
+    """Sends to sessions by route. ``failed`` collects lost sessions and reasons until the owner
+    takes them."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -160,7 +165,7 @@ class Outbox:
         return failed
 
     def _try_send(self, route: bytes, data: bytes) -> bool:
-        """False: the session does not read at present. A failed session is recorded in ``failed``."""
+        """False: the session does not read at present. ``failed`` records a failed session."""
         try:
             self._socket.send_multipart((route, data), zmq.NOBLOCK)
         except zmq.Again:

@@ -1,16 +1,17 @@
 """The engine's end of a session with tierd.
 
-One I/O thread owns the socket, because a ZeroMQ socket belongs to one thread. Callers put messages into a bounded queue
-and never block; received messages go to ``sink`` on the I/O thread.
+One I/O thread owns the socket, because a ZeroMQ socket belongs to one thread. Callers put messages
+into a bounded queue and never block; received messages go to ``sink`` on the I/O thread.
 
 States::
 
-    absent ──socket connects, Hello──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
-                                          └─────Refused────▶ refused ──30 s──▶ absent
+    absent ──connected──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
+                             └─────Refused────▶ refused ──30 s──▶ absent
 
-A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes, tierd sends ``Bye``, or the
-queue is full. Each loss is reported once through ``on_lost``. Nothing is sent or received until the caller confirms with
-``reattach`` that it has drained the lost epoch: tierd then gives its slots to others.
+A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes,
+tierd sends ``Bye``, or the queue is full. Each loss is reported once through ``on_lost``. Nothing
+is sent or received until the caller confirms with ``reattach`` that it has drained the lost epoch:
+tierd then gives its slots to others.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class ClientState(Enum):
 class ClientOptions:
     """How a client attaches.
 
-    ``auto_reattach``: after a loss, attach again without waiting for ``reattach``; only for a process that copies
-    nothing. ``require_private``: do not attach in a run directory that other users may write to, because another process
-    could answer there in tierd's place.
+    ``auto_reattach``: after a loss, attach again without waiting for ``reattach``; only for a
+    process that copies nothing. ``require_private``: do not attach in a run directory that other
+    users may write to, because another process could answer there in tierd's place.
     """
 
     auto_reattach: bool = False
@@ -87,10 +88,12 @@ DEFAULT_OPTIONS = ClientOptions()
 
 
 class TierdClient:
-    """Attaches this process to the tierd of ``run_directory``, and attaches again when the session is lost.
+    """Attaches this process to the tierd of ``run_directory``, and attaches again when the session
+    is lost.
 
-    ``hello`` makes the first message of each session. ``sink`` receives every message except heartbeats, ``on_lost`` the
-    reason of each loss. All three run on the I/O thread, in order, and must not block: it also sends the heartbeats.
+    ``hello`` makes the first message of each session. ``sink`` receives every message except
+    heartbeats, ``on_lost`` the reason of each loss. All three run on the I/O thread, in order, and
+    must not block: it also sends the heartbeats.
     """
 
     def __init__(
@@ -148,7 +151,8 @@ class TierdClient:
     # Any thread.
 
     def start(self, heartbeat: Callable[[], Heartbeat] = Heartbeat) -> None:
-        """Starts the I/O thread, which calls ``heartbeat`` for each heartbeat. Call once, in the process to attach."""
+        """Starts the I/O thread, which calls ``heartbeat`` for each heartbeat. Call once, in the
+        process to attach."""
         if self._thread is not None:
             raise RuntimeError("the client has been started")
         self._make_heartbeat = heartbeat
@@ -158,7 +162,8 @@ class TierdClient:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a session. It may end at any moment; ``send`` tells whether a message was queued."""
+        """Whether there is a session. It may end at any moment; ``send`` tells whether a message
+        was queued."""
         return self.state is ClientState.ATTACHED
 
     @property
@@ -170,7 +175,8 @@ class TierdClient:
     def send(self, message: Message) -> bool:
         """Queues a message. False: there is no session, or the queue is full. Never blocks.
 
-        True does not guarantee delivery: a lost session drops its queue, and ``on_lost`` reports it.
+        True does not guarantee delivery: a lost session drops its queue, and ``on_lost`` reports
+        it.
         """
         data = encode(message)
         with self._lock:
@@ -192,7 +198,7 @@ class TierdClient:
         return accepted
 
     def reattach(self, drained_epoch: int) -> None:
-        """After a loss: this process has drained every epoch up to ``drained_epoch``; attach again."""
+        """After a loss: attach again, as this process has drained up to ``drained_epoch``."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
             # A second call must not count for the next loss.
@@ -200,7 +206,7 @@ class TierdClient:
         self._wake()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Sends queued messages and ``Bye``, and ends the I/O thread. Returns within the timeout."""
+        """Sends queued messages and ``Bye`` and ends the I/O thread, within the timeout."""
         with self._lock:
             self._closing = True
         thread = self._thread
@@ -267,7 +273,8 @@ class TierdClient:
                 self._try_connect(now)
             return
         disconnected = connection.disconnected()
-        # Received messages come before silence counts: this process may have been suspended, not tierd.
+        # Received messages come before silence counts: this process may have been suspended, not
+        # tierd.
         self._receive(connection)
         if self._connection is not connection:
             return
@@ -308,7 +315,8 @@ class TierdClient:
         self._last_received_at = now
 
     def _is_trusted(self) -> bool:
-        """Checked before each connection. A directory of this user cannot be replaced by another user."""
+        """Checked before each connection. A directory of this user cannot be replaced by another
+        user."""
         try:
             if is_private(self._run_directory):
                 return True
@@ -381,7 +389,9 @@ class TierdClient:
                 message = decode_from_daemon(data)
             except msgspec.MsgspecError as error:
                 self.counters["undecodable"] += 1
-                self._rejected(f"this version ({PROTOCOL}) cannot decode a message of tierd: {error}")
+                self._rejected(
+                    f"this version ({PROTOCOL}) cannot decode a message of tierd: {error}"
+                )
                 return
             self._handle(message)
             if self._connection is not connection:
@@ -398,7 +408,9 @@ class TierdClient:
             return
         if isinstance(message, Welcome):
             if message.protocol != PROTOCOL:
-                self._rejected(f"version mismatch: tierd has {message.protocol}, this connector {PROTOCOL}")
+                self._rejected(
+                    f"version mismatch: tierd has {message.protocol}, this connector {PROTOCOL}"
+                )
                 return
             with self._lock:
                 self._outgoing.clear()
@@ -419,7 +431,8 @@ class TierdClient:
         try:
             callback()
         except Exception as error:  # noqa: BLE001
-            # A bug of the caller must not end the heartbeats: tierd would take the process for lost.
+            # A bug of the caller must not end the heartbeats: tierd would take the process for
+            # lost.
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)
 

@@ -1,11 +1,13 @@
-"""tierd as a process: starting, reporting, ending.
+"""tierd as a process: its start, its loop and its end.
 
-Start: join the run directory, take the lock of the one living tierd, raise the epoch, listen; allocate the pool on a thread meanwhile
-(a hundred gigabytes take a while) and keep those who say hello waiting with heartbeats; then open the store, fenced while
-workers of an earlier epoch have not drained.
+Start: join the run directory, take the lock of the one running tierd, raise the epoch and listen.
+The pool is allocated on another thread, because a hundred gigabytes take a while; processes that
+attach wait for it with heartbeats. Then the store opens, fenced while workers of earlier epochs
+have not drained.
 
-End: on SIGTERM, or, where an engine started it, when nobody is attached any more: stores that are pending are written for at most
-``DRAIN_SECONDS``, sessions are told, the run directory is removed if nobody else is in it.
+End: on SIGTERM or, if an engine started it, when no session is left. Pending stores are written for
+at most ``DRAIN_SECONDS``, sessions get ``Bye``, and the run directory is removed if no other
+process uses it.
 """
 
 from __future__ import annotations
@@ -57,15 +59,16 @@ from kvtier.tiers.checksum import preferred
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
-"""Without any store written for so long, what is pending is not waited for any more: the storage hangs, or is too slow to matter."""
+"""Without a completed store for this long, tierd stops waiting for pending ones: the storage hangs
+or is too slow."""
 CLOSE_SECONDS = 0.75
-"""For all tiers together to give back what they hold of their storage. With the above, and what is said to sessions, a tierd beside a
-hung mount has ended within three seconds."""
+"""For all tiers together to release their storage. With the limits above, tierd ends within three
+seconds beside a hung mount."""
 LINGER_SECONDS = 5.0
-"""A tierd that an engine started waits this long for a session after the last one vanished: an engine that lost tierd for a moment
-comes back within four seconds."""
+"""How long a tierd that an engine started waits for a session after the last one was lost: an
+engine reattaches within four seconds."""
 LOCK_SECONDS = 2.0
-"""How long the lock may be taken: whoever only looks whether a tierd lives holds it for a moment."""
+"""How long to retry the daemon's lock, which checks for a running tierd hold for a moment."""
 _FLUSH_MILLISECONDS = 300
 _SPAWNER_GONE_SECONDS = 5.0
 _SWEEP_SECONDS = 60.0
@@ -79,8 +82,9 @@ _log = logging.getLogger("kvtier.tierd")
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """How a tierd is run. ``fencing`` and ``unverifiable_timeout_seconds`` are as they must be; tests show what happens otherwise.
-    ``wrap_tier`` puts something around each lower tier (faults, in tests)."""
+    """How a tierd runs. ``spawner``: the process that started it. ``wrap_tier`` wraps each
+    secondary tier, for faults in tests. ``fencing`` and ``unverifiable_timeout_seconds`` differ
+    from the defaults only in tests."""
 
     topology_directory: Path
     run_directory: Path | None = None
@@ -92,13 +96,13 @@ class DaemonOptions:
     linger_seconds: float = LINGER_SECONDS
     drain_seconds: float = DRAIN_SECONDS
     structural: Path | None = None
-    """The structural document, where it is not the one in the topology directory."""
+    """The structural document, if not the one in the topology directory."""
     token_file: Path | None = None
     data_bytes: int | None = None
 
 
 class TierDaemon:
-    """One tierd. ``run`` until ``stop`` or until it is not needed any more. Raises ``KVTierError`` or ``OSError`` where it cannot start."""
+    """One tierd. Raises ``KVTierError`` or ``OSError`` if it cannot start."""
 
     def __init__(self, options: DaemonOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
@@ -133,37 +137,37 @@ class TierDaemon:
         )
         self._live = self._topology.live
 
-    # Any thread.
+    # For any thread.
 
     def stop(self) -> None:
-        """Asks for a bounded shutdown; a second time for one without draining. Also for signal handlers."""
+        """Requests the end; a second request skips draining. Also for signal handlers."""
         self._stop_requests += 1
         if self._loop is not None:
             self._loop.wake()
 
     def drain(self) -> None:
-        """Takes no more stores and writes what is pending, but goes on serving loads; ``stop`` then ends it at once. Also for
-        signal handlers."""
+        """Stops new stores and writes pending ones while loads continue; ``stop`` then ends tierd
+        at once. Also for signal handlers."""
         self._draining = True
         if self._loop is not None:
             self._loop.wake()
 
     @property
     def snapshot(self) -> Snapshot:
-        """What is shown at present."""
+        """The current status."""
         return self._reporter.snapshot
 
     # The loop's thread.
 
     def run(self) -> int:
-        """Serves until it is told, or need not go on; returns the exit status."""
+        """Serves until ``stop`` or until no engine needs it; returns the exit status."""
         run = self._run_directory
         run.join()
         lock: FileLock | None = None
         try:
             lock = self._take_lock()
             if lock is None:
-                _log.info("another tierd lives in %s", run.path)
+                _log.info("another tierd runs in %s", run.path)
                 return EXIT_ANOTHER_LIVES
             self._epoch = run.read_epoch()
             self._next_epoch()
@@ -272,7 +276,7 @@ class TierDaemon:
             read_log=self._reads,
             orphaned_reads={each.path.name: each.places for each in self._orphaned_reads},
         )
-        # One set of counters: whatever happened before the store was there is in it as well.
+        # From here on both count in the store's counters, including earlier events.
         for (name, tier, reason), value in self._counters.values.items():
             store.counters.add(name, tier, reason, value)
         self._counters.values = store.counters.values
@@ -299,7 +303,7 @@ class TierDaemon:
             loop.dispatcher.store.release_orphaned_reads(each.path.name)
 
     def _unfence(self, store: TierStore) -> None:
-        _log.info("every worker of earlier epochs has drained or is gone")
+        _log.info("unfenced: every worker of earlier epochs has drained or is gone")
         store.unfence()
 
     def _describe_namespace(self, namespace: str, canonical: str) -> None:
@@ -318,7 +322,7 @@ class TierDaemon:
     def _on_described(self, _result: object, error: BaseException | None) -> None:
         if error is not None:
             self._counters.add("namespace_descriptions_failed")
-            _log.warning("a namespace's description could not be written: %s", error)
+            _log.warning("cannot write namespace description: %s", error)
 
     def _apply_live(self, loop: ServerLoop) -> None:
         live = self._live_config.live
@@ -349,7 +353,7 @@ class TierDaemon:
         if self._empty_since is None:
             self._empty_since = now
         if not sessions.had_any:
-            # The engine may take minutes before it says hello; one that is gone never will.
+            # An engine may take minutes to attach, unless it is gone.
             spawner = self._options.spawner
             gone = (
                 os.getppid() != self._parent
@@ -419,7 +423,7 @@ class TierDaemon:
 
 
 def _close_all(tiers: Sequence[Tier]) -> None:
-    """Closes the tiers side by side. One whose storage hangs is left to itself."""
+    """Closes the tiers in parallel, without waiting for one whose storage hangs."""
 
     def close(tier: Tier) -> None:
         try:

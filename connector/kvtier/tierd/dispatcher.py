@@ -1,4 +1,5 @@
-"""Between sessions and store: turns engine messages into store calls, and store events into messages.
+"""Between sessions and store: turns engine messages into store calls, and store events into
+messages.
 
 For the loop's thread. It knows no sockets: ``send`` sends a message to a route.
 """
@@ -53,7 +54,8 @@ def _prefix_cost(message: Promote) -> PrefixCost | None:
 
 
 class Dispatcher:
-    """``describe(namespace, text)`` stores the canonical text of a namespace in the tiers that will hold its objects."""
+    """``describe(namespace, text)`` stores the canonical text of a namespace in the tiers that will
+    hold its objects."""
 
     def __init__(
         self,
@@ -88,7 +90,8 @@ class Dispatcher:
         largest = max(info.slot_bytes)
         if largest > self._pool_bytes:
             raise KVTierError(
-                f"an object has {largest} bytes, the host pool {self._pool_bytes}; the memory tier is too small"
+                f"the memory tier is too small: an object has {largest} bytes, "
+                f"the host pool {self._pool_bytes}"
             )
         self._publish(self.store.take_events(), now)
         self.store.open_engine(info)
@@ -196,7 +199,7 @@ class Dispatcher:
     # Events of the store.
 
     def run_once(self, now: float) -> bool:
-        """Processes completed store operations and sends their events. True: there is more to send."""
+        """Processes completed store operations and sends events. True: there is more to send."""
         self.store.pump()
         self._publish(self.store.take_events(), now)
         return self._publisher.publish(now)
@@ -218,7 +221,8 @@ class Dispatcher:
                 self._send_to_scheduler(event)
 
     def _describe_all(self) -> None:
-        """A tier that became usable has missed the descriptions that were written when the engines opened."""
+        """A tier that became usable has missed the descriptions that were written when the engines
+        opened."""
         for engine in self._engines.values():
             if engine.info is not None and engine.info.persistent:
                 self._describe(engine.info.namespace, engine.canonical)

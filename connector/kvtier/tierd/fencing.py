@@ -1,18 +1,22 @@
-"""What a new tierd must not touch yet: slots that workers or threads of its predecessors may still access.
+"""What a new tierd must not touch yet: slots that workers or threads of its predecessors may still
+access.
 
-**Workers.** Each attached worker has a file in ``sessions/``, written before its ``Welcome`` and removed after its
-``Bye`` or when it is proven gone. The files that a new tierd finds belong to workers that may still be copying into slots
-it knows nothing about. ``StartupFence`` keeps the store fenced until each of them has drained every epoch up to the
-file's, is provably gone, or, if its process cannot be observed, ``UNVERIFIABLE_TIMEOUT_SECONDS`` have passed.
+**Workers.** Each attached worker has a file in ``sessions/``, written before its ``Welcome`` and
+removed after its ``Bye`` or when it is proven gone. The files that a new tierd finds belong to
+workers that may still be copying into slots it knows nothing about. ``StartupFence`` keeps the
+store fenced until each of them has drained every epoch up to the file's, is provably gone, or, if
+its process cannot be observed, ``UNVERIFIABLE_TIMEOUT_SECONDS`` have passed.
 
-**Reads.** A thread that hangs in a dead mount outlives its process: the main thread is a zombie while the other waits in
-the kernel, and when the mount answers, the data is written into the slot that the read was given. Each tierd therefore
-records the slots it reads into::
+**Reads.** A thread that hangs in a dead mount outlives its process: the main thread is a zombie
+while the other waits in the kernel, and when the mount answers, the data is written into the slot
+that the read was given. Each tierd therefore records the slots it reads into::
 
-    reads/<epoch>     locked while any thread of its tierd exists; records of ``READ_RECORD_BYTES``: offset and size of a
-                      slot, start and number of slots of its segment; all zero: free
+    reads/<epoch>     locked while any thread of its tierd exists; records of
+                      ``READ_RECORD_BYTES``: offset and size of a slot, start and number of slots
+                      of its segment; all zero: free
 
-A lock that can be taken proves that those reads have ended, also between containers, where process ids mean nothing.
+A lock that can be taken proves that those reads have ended, also between containers, where process
+ids mean nothing.
 
 Everything here belongs to the loop's thread.
 """
@@ -36,7 +40,8 @@ from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.run_directory import open_shared
 
 UNVERIFIABLE_TIMEOUT_SECONDS = 60.0
-"""How long an unobservable process is waited for. Copies take milliseconds; a frozen container thaws or is killed."""
+"""How long an unobservable process is waited for. Copies take milliseconds; a frozen container
+thaws or is killed."""
 _TEMPORARY_PREFIX = "."
 _log = logging.getLogger("kvtier.tierd")
 
@@ -180,13 +185,15 @@ _MAX_READ_LOG_BYTES = 16 << 20
 
 
 class ReadLogFile:
-    """The file of the running tierd; implements the store's ``ReadLog``. Raises ``OSError`` if it cannot be made."""
+    """The file of the running tierd; implements the store's ``ReadLog``. Raises ``OSError`` if it
+    cannot be made."""
 
     def __init__(self, run_directory: Path, epoch: int, mode: int) -> None:
         directory = run_directory / READS_DIRECTORY_NAME
         directory.mkdir(exist_ok=True)
         self.path = directory / str(epoch)
-        # Never closed before the process ends: every thread holds it open, and the last one lets go of the lock.
+        # Never closed before the process ends: every thread holds it open, and the last one lets go
+        # of the lock.
         self._descriptor = open_shared(self.path, os.O_RDWR | os.O_CREAT, mode)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(self._descriptor, 0)
@@ -194,7 +201,7 @@ class ReadLogFile:
         self._free: list[int] = []
 
     def begin(self, place: SlotLocation) -> bool:
-        """Records a read into this slot. False: it cannot be recorded, so the read must not start."""
+        """Records a read into this slot. False: it is not recorded and must not start."""
         number = self._free.pop() if self._free else len(self._numbers)
         data = _READ_RECORD.pack(
             place.offset, place.slot_bytes, place.segment_start, place.segment_slots
@@ -210,7 +217,8 @@ class ReadLogFile:
         return True
 
     def end(self, offset: int) -> None:
-        """The read ended. If the record cannot be erased, the next tierd loses the slot until this process is gone."""
+        """The read ended. If the record cannot be erased, the next tierd loses the slot until this
+        process is gone."""
         number = self._numbers.pop(offset, None)
         if number is not None:
             with contextlib.suppress(OSError):
@@ -236,7 +244,8 @@ class OrphanedReadsFile:
 
 
 def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[OrphanedReadsFile]:
-    """Previous tierds of this run directory with threads that have not ended. The caller holds the daemon's lock."""
+    """Previous tierds of this run directory with threads that have not ended. The caller holds the
+    daemon's lock."""
     found = []
     for path in sorted((run_directory / READS_DIRECTORY_NAME).glob("*")):
         if path == own or not path.is_file() or path.is_symlink():

@@ -1,17 +1,19 @@
 """The host pool file: tierd allocates it, tierd and the engines map it.
 
-Every byte is allocated with ``fallocate`` before its range is published, and the file never shrinks, because a write past
-what a tmpfs can hold is a SIGBUS in the engine. An existing file is taken over as it is: workers of the previous tierd may
-have it mapped and may still be writing to it.
+Every byte is allocated with ``fallocate`` before its range is published, and the file never
+shrinks, because a write past what a tmpfs can hold is a SIGBUS in the engine. An existing file is
+taken over as it is: workers of the previous tierd may have it mapped and may still be writing to
+it.
 
 Beside the pool, a tierd leaves in the run directory what the next one needs to recover objects::
 
     slots            the slot table (kvtier/store/slot_table.py)
-    namespaces/      <namespace>.json: the canonical text of each namespace whose objects the table may name
+    namespaces/      <namespace>.json: the canonical text of each namespace in the table
 
 With ``persistence: Process`` neither exists, and files of a previous life are removed.
 
-``PoolAllocation`` does all this on its own thread, because allocating a hundred gigabytes takes a while.
+``PoolAllocation`` does all this on its own thread, because allocating a hundred gigabytes takes a
+while.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class PoolSize:
         if self.bytes >= self.wanted_bytes:
             return ""
         return (
-            f"the host pool has {self.bytes} of {self.wanted_bytes} bytes because the volume of the run "
-            "directory is full: make the volume larger than the memory tier's capacity"
+            f"the host pool has {self.bytes} of {self.wanted_bytes} bytes because the volume of "
+            "the run directory is full: make the volume larger than the memory tier's capacity"
         )
 
 
@@ -101,7 +103,8 @@ class PoolFile:
         return self.size.bytes
 
     def touch_in_background(self) -> None:
-        """Faults in every page: the first copies do not pay for it, and the memory is charged to this process."""
+        """Faults in every page: the first copies do not pay for it, and the memory is charged to
+        this process."""
         self._toucher = threading.Thread(target=self._touch, name="kvtier-touch", daemon=True)
         self._toucher.start()
 
@@ -113,7 +116,8 @@ class PoolFile:
             length = min(PIECE_BYTES, self.bytes - start)
             if populate is None or not populate(start, length):
                 populate = None
-                # Reading one byte a page maps it without changing what a worker may be writing there.
+                # Reading one byte a page maps it without changing what a worker may be writing
+                # there.
                 self.memory[start : start + length : PAGE_BYTES].tobytes()
             self.touched_bytes = start + length
 
@@ -160,7 +164,8 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
 
 
 def _populate(mapping: mmap.mmap, size: int) -> Callable[[int, int], bool] | None:
-    """``madvise(MADV_POPULATE_WRITE)``, which changes no content and runs without the GIL. None if unavailable."""
+    """``madvise(MADV_POPULATE_WRITE)``, which changes no content and runs without the GIL. None if
+    unavailable."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
         madvise = library.madvise
@@ -186,7 +191,8 @@ _SUFFIX = ".json"
 def open_table(
     run_directory: Path, mode: int, pool: PoolFile, topology: str, persists: bool
 ) -> SlotTable | None:
-    """The slot table of this pool with the records that can be recovered; None without persistence or on failure.
+    """The slot table of this pool with the records that can be recovered; None without persistence
+    or on failure.
 
     ``topology``: digest of the structural document. Reads the whole table.
     """
@@ -205,7 +211,11 @@ def open_table(
             raise
         _remove_namespaces(run_directory, {record.namespace for record in table.recovered})
     except OSError as error:
-        _log.error("cannot open slot table %s: %s; objects in RAM will not survive this process", path, error)
+        _log.error(
+            "cannot open slot table %s: %s; objects in RAM will not survive this process",
+            path,
+            error,
+        )
         return None
     if table.recovered or table.rejected:
         _log.info(
@@ -254,11 +264,13 @@ def _remove_namespaces(run_directory: Path, but: set[str]) -> None:
 class PoolAllocation:
     """Allocates the pool on its own thread, after removing abandoned run directories to make room.
 
-    ``on_finished`` is called on that thread. Then ``finished`` is true, and either ``pool`` is set or ``error`` says why
-    it is not.
+    ``on_finished`` is called on that thread. Then ``finished`` is true, and either ``pool`` is set
+    or ``error`` says why it is not.
     """
 
-    def __init__(self, run: RunDirectory, structural: Structural, on_finished: Callable[[], None]) -> None:
+    def __init__(
+        self, run: RunDirectory, structural: Structural, on_finished: Callable[[], None]
+    ) -> None:
         self.pool: PoolFile | None = None
         self.table: SlotTable | None = None
         self.error = ""

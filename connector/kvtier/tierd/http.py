@@ -1,10 +1,13 @@
-"""The HTTP server for ``/metrics``, ``/status`` and ``/healthz``: read-only, with bounds on everything a client controls.
+"""The HTTP server for ``/metrics``, ``/status`` and ``/healthz``: read-only, with bounds on
+everything a client controls.
 
-At most ``MAX_CLIENTS`` connections are served, further ones are closed. A connection carries one request of at most
-``MAX_REQUEST_BYTES``, which must arrive, and whose response must be read, within a few seconds.
+At most ``MAX_CLIENTS`` connections are served, further ones are closed. A connection carries one
+request of at most ``MAX_REQUEST_BYTES``, which must arrive, and whose response must be read, within
+a few seconds.
 
-``/status`` and ``/metrics`` may require a bearer token. Its file is read again when it changes: the kubelet updates a
-mounted Secret by swapping a symlink, within about a minute. Without a token every request is unauthorized.
+``/status`` and ``/metrics`` may require a bearer token. Its file is read again when it changes: the
+kubelet updates a mounted Secret by swapping a symlink, within about a minute. Without a token every
+request is unauthorized.
 """
 
 from __future__ import annotations
@@ -50,12 +53,21 @@ class Authorizer(Protocol):
     """Decides which requests are authorized."""
 
     def authorizes(self, authorization: bytes) -> bool:
-        """Whether the value of the ``Authorization`` header (empty: none) is valid. For any thread."""
+        """Whether the ``Authorization`` header (empty: none) is valid. For any thread."""
         ...
 
 
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
-            431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 
 
 def text_response(status: int, message: str) -> HttpResponse:
@@ -66,8 +78,8 @@ def text_response(status: int, message: str) -> HttpResponse:
 class HttpServer:
     """Serves ``routes`` (path -> handler, called on the request's thread) until ``close``.
 
-    ``address`` is the bound address. ``authorizer`` checks every path except ``OPEN_PATHS``; None: no check. Raises
-    ``OSError`` if the address cannot be bound.
+    ``address`` is the bound address. ``authorizer`` checks every path except ``OPEN_PATHS``; None:
+    no check. Raises ``OSError`` if the address cannot be bound.
     """
 
     def __init__(
@@ -138,12 +150,12 @@ class HttpServer:
             return text_response(400, "expected an HTTP/1 request"), True
         method, target = parts[0], parts[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return text_response(
-                405, "only GET and HEAD are allowed"
-            ), True
+            return text_response(405, "only GET and HEAD are allowed"), True
         route = self._routes.get(target.decode("latin-1"))
         if route is None:
-            return text_response(404, "not found; paths are " + ", ".join(self._routes)), method == b"GET"
+            return text_response(
+                404, "not found; paths are " + ", ".join(self._routes)
+            ), method == b"GET"
         authorizer = None if target.decode("latin-1") in OPEN_PATHS else self._authorizer
         if authorizer is not None and not authorizer.authorizes(_header(request, b"authorization")):
             return text_response(401, "a valid bearer token is required"), method == b"GET"
@@ -165,7 +177,7 @@ def _header(request: bytes, name: bytes) -> bytes:
 
 
 def _receive(client: socket.socket, deadline: float) -> bytes | None:
-    """The request's head; empty: too long; None: the client closed the connection or is too slow."""
+    """The request's head; empty: too long; None: the client disconnected or is too slow."""
     received = b""
     while b"\r\n\r\n" not in received:
         remaining = deadline - time.monotonic()
@@ -215,7 +227,7 @@ class BearerToken:
         self._token = b""
 
     def authorizes(self, authorization: bytes) -> bool:
-        """Whether the value of an ``Authorization`` header carries the token. Takes constant time."""
+        """Whether an ``Authorization`` header has the token. Compares in constant time."""
         with self._lock:
             now = self._clock()
             if now - self._refreshed_at >= REFRESH_SECONDS:

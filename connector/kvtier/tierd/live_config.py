@@ -1,8 +1,9 @@
-"""Follows ``live.json``: each value is validated on its own, and a rejected one keeps its last valid value.
+"""Follows ``live.json``: each value is validated on its own, and a rejected one keeps its last
+valid value.
 
-The file is polled, because notification does not work on every file system: a ConfigMap mount swaps the symlink
-``..data``, and NFS reports no changes of other hosts. Polling runs on its own thread, because a call into a dead mount
-does not return.
+The file is polled, because notification does not work on every file system: a ConfigMap mount swaps
+the symlink ``..data``, and NFS reports no changes of other hosts. Polling runs on its own thread,
+because a call into a dead mount does not return.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _Stamp = tuple[int, int, int, int] | None
 class LiveConfigWatcher:
     """The live document of one topology directory.
 
-    Any thread may read the attributes: each is replaced as a whole. ``poll`` is called by the watcher's thread, or before
-    ``start``.
+    Any thread may read the attributes: each is replaced as a whole. ``poll`` is called by the
+    watcher's thread, or before ``start``.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class LiveConfigWatcher:
 
     def poll(self) -> bool:
         """Reads the file if it changed since the last call; True if values changed."""
-        # The stamp is taken before reading: a file that is replaced in between is read again next time.
+        # The stamp is taken before reading: a file that is replaced in between is read again next
+        # time.
         self._poll_structural()
         stamp = self._stamp_of(self._path)
         if stamp == self._stamp and not self._retry:

@@ -1,12 +1,14 @@
 """Replicates the presence of objects to the engines' schedulers.
 
-tierd's ``ReplicaPublisher`` sends each scheduler a snapshot, then deltas in order, and eviction notices. Changes of one
-loop iteration are merged per key, so that a delta names each bit of a key once. An eviction notice follows every earlier
-change. A snapshot is sent a few pieces per iteration; changes during that time wait behind it.
+tierd's ``ReplicaPublisher`` sends each scheduler a snapshot, then deltas in order, and eviction
+notices. Changes of one loop iteration are merged per key, so that a delta names each bit of a key
+once. An eviction notice follows every earlier change. A snapshot is sent a few pieces per
+iteration; changes during that time wait behind it.
 
-The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has one owner: ``apply`` and
-``get`` are called by one thread, or by threads that the caller synchronizes. ``get`` is one dictionary lookup, because it
-is called for every chunk of every prompt.
+The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has
+one owner: ``apply`` and ``get`` are called by one thread, or by threads that the caller
+synchronizes. ``get`` is one dictionary lookup, because it is called for every chunk of every
+prompt.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ class _ReplicaFeed:
 
 
 class ReplicaPublisher:
-    """All publisher, by the route of the scheduler's session. Owner's thread only.
+    """All schedulers, by the route of their session. For the loop's thread.
 
-    ``presence(namespace)`` is a snapshot of the store; ``left(token)`` tells the store that every scheduler knows;
-    ``usable()`` are the bits that count.
+    ``presence(namespace)`` is a snapshot of the store. ``acknowledge_eviction(token)`` tells the
+    store that every scheduler has acknowledged a notice. ``usable_bits()``: bits of the tiers that
+    may be used.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class ReplicaPublisher:
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
     def start(self, route: bytes, namespace: str) -> None:
-        """Starts a scheduler's replica with a snapshot. Earlier events of the store must have been passed in."""
+        """Starts a scheduler's replica with a snapshot. Earlier events of the store must have been
+        passed in."""
         self.flush()
         feed = self._feeds.get(route)
         if feed is None:
@@ -115,7 +119,7 @@ class ReplicaPublisher:
             self._acknowledge_eviction(token)
 
     def flush(self) -> None:
-        """Sends the changes pending so far."""
+        """Sends the merged changes."""
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
@@ -131,7 +135,8 @@ class ReplicaPublisher:
                     self._emit(route, self._feeds[route], (added, removed))
 
     def publish(self, now: float) -> bool:
-        """Once per loop iteration: sends changes and the next pieces of snapshots. True: there is more to send."""
+        """Once per loop iteration: sends changes and the next pieces of snapshots. True: there is
+        more to send."""
         self.flush()
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token]
@@ -205,8 +210,9 @@ ALL_BITS = -1
 class Replica:
     """Keys (group byte + block hash) and the bits of the tiers that hold them.
 
-    ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers derived from the replica.
-    ``stale``: a delta is missing; the replica is empty until the next snapshot.
+    ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers
+    derived from the replica. ``stale``: a delta is missing; the replica is empty until the next
+    snapshot.
     """
 
     __slots__ = (
@@ -228,7 +234,8 @@ class Replica:
         self.usable_bits = ALL_BITS
         """Of tiers that may be used."""
         self.get_bits = self._bits.get
-        """``get_bits(key, 0)``: the dictionary's method, for loops over hundreds of keys. Mask it with ``usable_bits``."""
+        """``get_bits(key, 0)``: the dictionary's method, for loops over hundreds of keys. Mask it
+        with ``usable_bits``."""
 
     def __len__(self) -> int:
         return len(self._bits)

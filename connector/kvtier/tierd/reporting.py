@@ -1,7 +1,8 @@
 """Takes status snapshots and serves them over HTTP.
 
-``Reporter`` belongs to the loop's thread; HTTP requests are answered on other threads from the last snapshot. An address
-that cannot be bound is a condition and is retried: tierd's work does not depend on its status page.
+``Reporter`` belongs to the loop's thread; HTTP requests are answered on other threads from the last
+snapshot. An address that cannot be bound is a condition and is retried: tierd's work does not
+depend on its status page.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Reporter:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
-        # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port indefinitely.
+        # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port
+        # indefinitely.
         server = HttpServer(host, 0, found, self._authorizer)
         self._port_taken = (
             f"{host} port {port} is in use: listening on port {server.address[1]} instead"
@@ -244,7 +246,9 @@ class Reporter:
         if inputs.draining:
             found.append(
                 Condition(
-                    "Draining", "the pod is terminating: no further stores are accepted, pending ones are written"
+                    "Draining",
+                    "the pod is terminating: no further stores are accepted"
+                    ", pending ones are written",
                 )
             )
         if inputs.live_config.refusals:

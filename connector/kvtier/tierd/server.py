@@ -1,8 +1,9 @@
-"""tierd's event loop. One thread owns the socket, the sessions and the store, and never blocks on a peer.
+"""tierd's event loop. One thread owns the socket, the sessions and the store, and never blocks on a
+peer.
 
-An iteration receives messages, processes completed I/O, publishes store events and sends. Twice a second it sends
-heartbeats and checks the sessions. What may take long runs on other threads: tier I/O on the store's, the allocation of
-the pool on its own, HTTP on its own.
+An iteration receives messages, processes completed I/O, publishes store events and sends. Twice a
+second it sends heartbeats and checks the sessions. What may take long runs on other threads: tier
+I/O on the store's, the allocation of the pool on its own, HTTP on its own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ MESSAGES_PER_TURN = 512
 MAX_WAITING_FOR_POOL = 256
 """How many processes may wait for the allocation of the pool."""
 SUSPENDED_SECONDS = 1.5
-"""An iteration that starts this late shows that this process did not run. Silence of sessions is not counted then."""
+"""An iteration that starts this late shows that this process did not run. Silence of sessions is
+not counted then."""
 _BLOCKED_POLL_SECONDS = 0.01
 
 _log = logging.getLogger("kvtier.tierd")
@@ -65,7 +67,8 @@ class Pool:
 
 
 class ServerLoop:
-    """The protocol over one ROUTER socket, which it owns. All methods except ``wake`` are for the loop's thread."""
+    """The protocol over one ROUTER socket, which it owns. All methods except ``wake`` are for the
+    loop's thread."""
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class ServerLoop:
         self._counters = counters
         self._live = live
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Closed with the object, not before: I/O threads and signal handlers may wake a loop that has ended.
+        # Closed with the object, not before: I/O threads and signal handlers may wake a loop that
+        # has ended.
         weakref.finalize(self, os.close, self._wake_descriptor)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
@@ -116,7 +120,8 @@ class ServerLoop:
     ) -> None:
         """The store is open: admits the processes that wait for the pool.
 
-        ``unfence`` is called once, when no worker of an earlier epoch has to be waited for; None: the store is not fenced.
+        ``unfence`` is called once, when no worker of an earlier epoch has to be waited for; None:
+        the store is not fenced.
         """
         self.dispatcher, self._pool, self._unfence = dispatcher, pool, unfence
         if self._stopping:
@@ -195,7 +200,8 @@ class ServerLoop:
             wait = min(wait, _BLOCKED_POLL_SECONDS)
         if self._more or self._outbox.failed:
             wait = 0.0
-        # Rounded up: waking a fraction of a millisecond before something is due would spin until it is.
+        # Rounded up: waking a fraction of a millisecond before something is due would spin until it
+        # is.
         events = dict(self._poller.poll(max(0, int(wait * 1000 + 0.999))))
         if self._wake_descriptor in events:
             try:
@@ -229,9 +235,7 @@ class ServerLoop:
         if session is None:
             self.send(
                 route,
-                Refused(
-                    reason=f"tierd has version {PROTOCOL} and cannot decode the connector's message: {error}"
-                ),
+                Refused(reason=f"tierd {PROTOCOL} cannot decode the connector's message: {error}"),
             )
         else:
             self.sessions.unreachable(session, now, "it sent a message that cannot be decoded")
@@ -277,7 +281,8 @@ class ServerLoop:
             self.send(
                 route,
                 Refused(
-                    reason=f"too many processes wait for the host pool: at most {MAX_WAITING_FOR_POOL}"
+                    reason="too many processes wait for the host pool: at most "
+                    f"{MAX_WAITING_FOR_POOL}"
                 ),
             )
 
@@ -299,7 +304,8 @@ class ServerLoop:
         self._next_check_at = now + HEARTBEAT_SECONDS
         beat = Heartbeat()
         for session in self.sessions.all():
-            # A session with queued messages gets those first; a heartbeat would only fill its queue.
+            # A session with queued messages gets those first; a heartbeat would only fill its
+            # queue.
             if not self._outbox.queued(session.route):
                 self._queue(session.route, beat)
         for route in self._waiting_for_pool:
@@ -365,7 +371,8 @@ class ServerLoop:
             self.dispatcher.session_removed(session.route)
 
     def _drop_unreachable(self, now: float) -> None:
-        """Ends sessions that could not be sent to. Their received messages come first: the last one may be ``Bye``."""
+        """Ends sessions that could not be sent to. Their received messages come first: the last one
+        may be ``Bye``."""
         for route, reason in self._outbox.take_failed().items():
             self._waiting_for_pool.pop(route, None)
             session = self.sessions.get(route)

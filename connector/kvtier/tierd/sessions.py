@@ -1,15 +1,17 @@
 """Sessions and the engines they form: a state machine without sockets, for one thread.
 
-One EngineCore and its workers are one *engine*. It opens in the store when all its members are attached and consistent,
-and closes as a whole: when a member is lost, the others get ``Bye``, drain, and attach again.
+One EngineCore and its workers are one *engine*. It opens in the store when all its members are
+attached and consistent, and closes as a whole: when a member is lost, the others get ``Bye``,
+drain, and attach again.
 
-Every opening has its own epoch, larger than all before. A store that was planned before a loss therefore names an epoch
-without workers, even if tierd did not restart; and "drained to epoch N" refers to the previous life of this engine.
+Every opening has its own epoch, larger than all before. A store that was planned before a loss
+therefore names an epoch without workers, even if tierd did not restart; and "drained to epoch N"
+refers to the previous life of this engine.
 
-Proof that a worker no longer touches slots is one of: its ``Bye``; a ``Hello`` of the same process that has drained the
-epoch; the end of its process. Without proof its slots stay in quarantine: as long as an observable process lives (one
-that is stopped and continues an hour later finishes its copy then), and for ``UNVERIFIABLE_TIMEOUT_SECONDS`` if the
-process cannot be observed.
+Proof that a worker no longer touches slots is one of: its ``Bye``; a ``Hello`` of the same process
+that has drained the epoch; the end of its process. Without proof its slots stay in quarantine: as
+long as an observable process lives (one that is stopped and continues an hour later finishes its
+copy then), and for ``UNVERIFIABLE_TIMEOUT_SECONDS`` if the process cannot be observed.
 
 Cases of ``hello``:
 
@@ -44,7 +46,8 @@ from kvtier.tiers.base import aligned
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One attached process. ``route``: its address at the socket. ``last_heard_at``: time of its last message."""
+    """One attached process. ``route``: its address at the socket. ``last_heard_at``: time of its
+    last message."""
 
     route: bytes
     number: int
@@ -71,7 +74,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class EngineSessions:
-    """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has sent ``Bye``."""
+    """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has
+    sent ``Bye``."""
 
     engine: str
     epoch: int
@@ -117,7 +121,8 @@ class SessionListener(Protocol):
     """What the sessions tell their owner."""
 
     def send(self, route: bytes, message: Message) -> None:
-        """Sends without waiting; a session that does not read is reported later through ``unreachable``."""
+        """Sends without waiting; a session that does not read is reported later through
+        ``unreachable``."""
         ...
 
     def welcome(self, session: Session) -> None:
@@ -153,8 +158,8 @@ _log = logging.getLogger("kvtier.tierd")
 class SessionDependencies:
     """What the sessions use.
 
-    ``derive``: namespace of an engine. ``next_epoch`` publishes and returns a larger epoch each time, and raises
-    ``OSError``. ``liveness``: what is known about a process.
+    ``derive``: namespace of an engine. ``next_epoch`` publishes and returns a larger epoch each
+    time, and raises ``OSError``. ``liveness``: what is known about a process.
     """
 
     files: SessionFiles
@@ -166,8 +171,8 @@ class SessionDependencies:
 
 @dataclass(frozen=True, slots=True)
 class SessionTimeouts:
-    """``silence_seconds``: a session without a message for this long is lost. ``unverifiable_seconds``: quarantine of
-    slots whose process cannot be observed."""
+    """``silence_seconds``: a session without a message for this long is lost.
+    ``unverifiable_seconds``: quarantine of slots whose process cannot be observed."""
 
     silence_seconds: float = SESSION_TIMEOUT_SECONDS
     unverifiable_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS
@@ -270,7 +275,8 @@ class Sessions:
             return f"version mismatch: tierd has {PROTOCOL}, the connector {hello.protocol}"
         if hello.role not in ("scheduler", "worker") or not hello.engine:
             return (
-                f"role {hello.role!r} of engine {hello.engine!r}: must be 'scheduler' or 'worker' of a named engine"
+                f"role {hello.role!r} of engine {hello.engine!r}: must be 'scheduler' or 'worker' "
+                "of a named engine"
             )
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
             return f"rank {hello.rank}: must be between 0 and {MAX_RANKS - 1}"
@@ -284,7 +290,9 @@ class Sessions:
         return ""
 
     def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
-        _log.warning("refused session of engine %s (process %d): %s", hello.engine, hello.pid, reason)
+        _log.warning(
+            "refused session of engine %s (process %d): %s", hello.engine, hello.pid, reason
+        )
         self._counters.add("sessions_refused")
         self._listener.send(route, Refused(reason=reason))
 
@@ -355,7 +363,7 @@ class Sessions:
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
             raise ValueError(
-                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, and at least 1"
+                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, not 0"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
@@ -363,7 +371,8 @@ class Sessions:
         )
         persistent = not scheduler.volatile_reason
         if not persistent:
-            # What the identity does not cover can differ at the next start, even with the same text.
+            # What the identity does not cover can differ at the next start, even with the same
+            # text.
             namespace = secrets.token_hex(16)
         return EngineInfo(
             engine=engine.name,
@@ -403,7 +412,10 @@ class Sessions:
                 self._session_lost(session, now, "its process is gone", proven=True)
             elif now - session.last_heard_at > self._timeouts.silence_seconds:
                 self._session_lost(
-                    session, now, f"no message for {self._timeouts.silence_seconds:g} s", proven=False
+                    session,
+                    now,
+                    f"no message for {self._timeouts.silence_seconds:g} s",
+                    proven=False,
                 )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
@@ -456,7 +468,8 @@ class Sessions:
     def _close_engine(
         self, engine: EngineSessions, now: float, reason: str, proven: list[Session] | None = None
     ) -> None:
-        """Closes an engine and ends its sessions. Members not in ``proven`` get ``Bye`` and may still be copying."""
+        """Closes an engine and ends its sessions. Members not in ``proven`` get ``Bye`` and may
+        still be copying."""
         _log.warning("closed engine %s: %s", engine.engine, reason)
         known = proven or []
         members = engine.members()

@@ -1,8 +1,9 @@
 """The status snapshot, its JSON and its metrics, and the counters of hit tokens.
 
-The loop replaces the snapshot as a whole and HTTP threads read the current one, so reading never disturbs the data path.
-Schedulers count hits, which are tokens that were loaded, not promised, and send totals with their heartbeats;
-``HitCounters`` adds up the differences in intervals of a few seconds, for the share of each tier in the last five minutes.
+The loop replaces the snapshot as a whole and HTTP threads read the current one, so reading never
+disturbs the data path. Schedulers count hits, which are tokens that were loaded, not promised, and
+send totals with their heartbeats; ``HitCounters`` adds up the differences in intervals of a few
+seconds, for the share of each tier in the last five minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from prometheus_client.registry import Collector
 WINDOW_SECONDS = 300.0
 INTERVAL_SECONDS = 5.0
 MAX_ENGINES = 256
-"""Engines remembered, including detached ones, which continue from their last totals when they reattach."""
+"""Engines remembered, including detached ones, which continue from their last totals when they
+reattach."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,8 @@ class TokenCounts:
 
 
 class HitCounters:
-    """Token counts of all engines: ``recent`` over the last five minutes, ``total`` since tierd started."""
+    """Token counts of all engines: ``recent`` over the last five minutes, ``total`` since tierd
+    started."""
 
     def __init__(self) -> None:
         self._reported: dict[str, TokenCounts] = {}
@@ -59,8 +62,8 @@ class HitCounters:
         now: float,
         started_later: bool = False,
     ) -> None:
-        """Records a scheduler's totals. An engine's first totals are the baseline, because they may date from before this
-        tierd, unless the engine ``started_later``."""
+        """Records a scheduler's totals. An engine's first totals are the baseline, because they may
+        date from before this tierd, unless the engine ``started_later``."""
         before = self._reported.pop(engine, TokenCounts() if started_later else None)
         if len(self._reported) >= MAX_ENGINES:
             del self._reported[next(iter(self._reported))]
@@ -137,7 +140,8 @@ class SessionStatus:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Something a person may want to act on. ``type``: a word for programs; ``message``: a sentence."""
+    """Something a person may want to act on. ``type``: a word for programs; ``message``: a
+    sentence."""
 
     type: str
     message: str
@@ -145,7 +149,8 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier, reason)."""
+    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier,
+    reason)."""
 
     version: str = ""
     policy: str = ""
@@ -213,9 +218,7 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot
-        used = GaugeMetricFamily(
-            "kvtier_tier_used_bytes", "Bytes used by a tier.", labels=["tier"]
-        )
+        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes used by a tier.", labels=["tier"])
         capacity = GaugeMetricFamily(
             "kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"]
         )
@@ -224,10 +227,14 @@ class _SnapshotCollector(Collector):
             "kvtier_tier_pending_store_bytes", "Bytes of pending stores to a tier.", labels=["tier"]
         )
         state = GaugeMetricFamily(
-            "kvtier_tier_state", "State of a tier: 1 for the current state, else 0.", labels=["tier", "state"]
+            "kvtier_tier_state",
+            "State of a tier: 1 for the current state, else 0.",
+            labels=["tier", "state"],
         )
         loaded = CounterMetricFamily(
-            "kvtier_loaded_tokens", "Prompt tokens loaded from a tier instead of computed.", labels=["tier"]
+            "kvtier_loaded_tokens",
+            "Prompt tokens loaded from a tier instead of computed.",
+            labels=["tier"],
         )
         for tier in snapshot.tiers:
             loaded.add_metric([tier.name], tier.hit_tokens_total)
@@ -254,9 +261,7 @@ class _SnapshotCollector(Collector):
             events.add_metric(list(labels), value)
         refused = CounterMetricFamily("kvtier_live_refused", "Rejected live values.")
         refused.add_metric([], snapshot.live_refused_total)
-        prompts = CounterMetricFamily(
-            "kvtier_prompt_tokens", "Prompt tokens scheduled by engines."
-        )
+        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens scheduled by engines.")
         prompts.add_metric([], snapshot.prompt_tokens_total)
         yield from (loaded, prompts)
         yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)

@@ -1,7 +1,9 @@
-"""Builds the secondary tiers of a topology, and limits the memory that tierd may allocate beside the pool.
+"""Builds the secondary tiers of a topology, and limits the memory that tierd may allocate beside
+the pool.
 
-The sidecar's memory limit is the pool plus a fixed amount. Exceeding it makes the kernel kill the container; exceeding a
-limit of the process makes one allocation fail and at worst restarts tierd over the same pool.
+The sidecar's memory limit is the pool plus a fixed amount. Exceeding it makes the kernel kill the
+container; exceeding a limit of the process makes one allocation fail and at worst restarts tierd
+over the same pool.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ WrapTier = Callable[[Tier], Tier]
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """``tiers``: the secondary tiers, in the document's order. ``missing``: documents of those that could not be built."""
+    """``tiers``: the secondary tiers, in the document's order. ``missing``: documents of those that
+    could not be built."""
 
     tiers: tuple[Tier, ...]
     missing: tuple[TierDocument, ...]
@@ -66,8 +69,8 @@ def storage_group(gid: int | None) -> tuple[int | None, tuple[Condition, ...]]:
     return None, (
         Condition(
             "StorageGroupMissing",
-            f"this process is not in group {gid} (security.storageGid), so files belong to its own user and "
-            "group and other pods may be unable to read them: add the group to the pod's "
+            f"this process is not in group {gid} (security.storageGid), so files belong to its own "
+            "user and group and other pods may be unable to read them: add the group to the pod's "
             "securityContext.supplementalGroups",
         ),
     )
@@ -124,10 +127,11 @@ def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
 
 
 DATA_BYTES = 640 << 20
-"""The container's limit has 512 MiB for tierd and 256 MiB for indexes beside the pool. 128 MiB of them remain for the
-supervisor, code and the kernel."""
+"""The container's limit has 512 MiB for tierd and 256 MiB for indexes beside the pool. 128 MiB of
+them remain for the supervisor, code and the kernel."""
 STACK_BYTES = 1 << 20
-"""Stack of each thread. The kernel counts address space, so the usual 8 MiB would be most of the limit."""
+"""Stack of each thread. The kernel counts address space, so the usual 8 MiB would be most of the
+limit."""
 _OTHER_THREADS = 64
 
 
@@ -142,7 +146,8 @@ def data_limit(structural: Structural, data_bytes: int) -> int:
 
 
 def limit_data(structural: Structural, data_bytes: int) -> int:
-    """Limits this process before it starts threads; returns the limit in bytes, 0 if it cannot be set."""
+    """Limits this process before it starts threads; returns the limit in bytes, 0 if it cannot be
+    set."""
     limit = data_limit(structural, data_bytes)
     threading.stack_size(STACK_BYTES)
     try:

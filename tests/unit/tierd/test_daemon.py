@@ -308,7 +308,8 @@ def test_a_port_in_use_is_a_condition_and_no_death(
         pair(peers)[0].receive(Ready)
         wait_for(lambda: said in [each.type for each in served.snapshot.conditions], "it is said")
         if daemon is Daemon.SIDECAR:
-            # A pod of the host's network, or a port that the engine has: another port is served, and http.json says which.
+            # A pod of the host's network, or a port that the engine has: another port is served,
+            # and http.json says which.
             assert case.status()["conditions"][0]["type"] == said
         served.stop()
         thread.join(WAIT_SECONDS)

@@ -126,7 +126,8 @@ def test_no_depth_of_nesting_ends_the_following(tmp_path: Path, around: str) -> 
     follower = make(tmp_path)
     live = follower.live
     path = tmp_path / "live.json"
-    # From what can be read to what cannot: at the border reading succeeds and the next step may not.
+    # From what can be read to what cannot: at the border reading succeeds and the next step may
+    # not.
     for depth in range(sys.getrecursionlimit() - 100, sys.getrecursionlimit()):
         path.write_text(around % ("[" * depth + "]" * depth))
         assert not follower.poll()

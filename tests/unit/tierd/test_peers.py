@@ -31,7 +31,8 @@ if "fork" in sys.argv:
     print(child, flush=True)
 elif "exec" in sys.argv:
     print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
-number = next(n for n in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{n}").endswith(name))
+fds = os.listdir("/proc/self/fd")
+number = next(n for n in fds if os.path.realpath(f"/proc/self/fd/{n}").endswith(name))
 print(f"lock {name} {number} {fillers[0]}", flush=True)
 time.sleep(60)
 """

@@ -87,7 +87,8 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
         found = [replica.get_bits(key, 0) for key in wanted]
         best = min(best, time.perf_counter() - begin)
         assert all(found)
-    # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any more.
+    # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any
+    # more.
     assert best < 0.002
 
 

@@ -164,7 +164,7 @@ def refusals(
     try:
         structural_text(structural(policy, pod_placement(policy)))
     except ConfigurationError as error:
-        return PolicyReason.TOO_LARGE, [FieldError(error.field, str(error.value), error.accepted)]
+        return PolicyReason.TOO_LARGE, [FieldError(error.field, str(error.value), error.requirement)]
     return None
 
 
