@@ -62,7 +62,7 @@ def welcome(epoch: int = 3, protocol: str = PROTOCOL) -> Welcome:
 
 
 class Daemon:
-    """The other end. ``peer`` is whoever spoke last."""
+    """The other end. ``peer`` is the process that spoke last."""
 
     def __init__(self, directory: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -213,7 +213,7 @@ def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     second.close()
 
 
-def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -> None:
+def test_silence_loses_the_session_and_a_heartbeat_keeps_it(daemon: Daemon, directory: Path) -> None:
     rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.attach()
     rig.next()
@@ -223,7 +223,7 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
     assert rig.client.attached
     reason = rig.next()
     assert isinstance(reason, str)
-    assert "no word" in reason
+    assert "no message" in reason
     assert rig.client.counters["lost"] == 1
     rig.client.close(5)
 

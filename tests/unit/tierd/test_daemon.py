@@ -179,14 +179,14 @@ def test_a_promotion_is_answered_also_where_the_engine_is_not_open(
     assert scheduler.receive(Promoted) == Promoted(promotion=4, usable=0, outcome="failed")
 
 
-def test_who_speaks_without_a_session_is_told_that_there_is_none(
+def test_a_message_without_a_session_is_answered_with_bye(
     start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
     peer = peers(role="scheduler", protocol="0/0")
     assert isinstance(peer.receive(Refused), Refused)
     peer.send(Deliver(reservations=(1,)))
-    assert "no such session" in peer.receive(Bye).reason
+    assert "unknown session" in peer.receive(Bye).reason
 
 
 def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(

@@ -165,7 +165,7 @@ def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(
     directory = make(tmp_path)
     directory.path.mkdir()
     directory.path.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         directory.join()
     assert not list(directory.path.iterdir())
     volume = make(tmp_path, shared=True)
@@ -180,9 +180,9 @@ def test_a_directory_of_another_user_is_not_joined_and_a_link_to_one_neither(
     directory = make(tmp_path)
     directory.path.mkdir(mode=0o700)
     os.chown(directory.path, 65534, 65534)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         directory.join()
     link = make(tmp_path, "kvtier-link")
     link.path.symlink_to(tmp_path)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         link.join()
