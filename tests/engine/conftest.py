@@ -12,9 +12,9 @@ import pytest
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_testbed import (
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import write_llama
@@ -60,11 +60,13 @@ def plain(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine
 def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
     """One engine for all tests in which the daemon or its storage misbehaves. RAM does not outlive the daemon, so a new
     daemon means that everything comes from files."""
-    tuning = TestbedOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
+    tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start(kvtier_hooks=["tests.support.slow_copies:install"])
+        from tests.support.slow_copies import INSTALL  # imports torch
+
+        case.start(kvtier_hooks=[INSTALL])
         yield case
     finally:
         case.close()

@@ -13,9 +13,9 @@ from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     DAEMON_EVENTS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -37,7 +37,7 @@ class CostCase(EngineTestbed):
 
 @pytest.fixture(scope="module")
 def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
-    tuning = TestbedOptions(
+    tuning = EngineOptions(
         daemon=Daemon.SIDECAR,
         persistence="Process",
         load_timeout_seconds=LOAD_TIMEOUT_SECONDS,

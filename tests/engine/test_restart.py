@@ -13,9 +13,9 @@ from tests.support import leftover_pool
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -24,7 +24,7 @@ CHUNKS = 9
 
 @pytest.fixture(scope="module")
 def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
-    case = EngineTestbed(scratch / "restart", model, payload, TestbedOptions(daemon=Daemon.SIDECAR))
+    case = EngineTestbed(scratch / "restart", model, payload, EngineOptions(daemon=Daemon.SIDECAR))
     try:
         yield case
     finally:

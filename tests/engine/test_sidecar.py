@@ -15,9 +15,9 @@ from kvtier.config.models import Daemon
 from kvtier.harness.engine_process import ManagedProcess
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    TestbedOptions,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -30,7 +30,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         scratch / "late-sidecar",
         model,
         payload,
-        TestbedOptions(daemon=Daemon.SIDECAR, file_bytes=None),
+        EngineOptions(daemon=Daemon.SIDECAR, file_bytes=None),
     )
     try:
         yield case

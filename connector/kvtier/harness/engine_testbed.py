@@ -53,7 +53,7 @@ CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TestbedOptions:
+class EngineOptions:
     """What tests vary in a topology. Sizes in bytes."""
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -118,7 +118,7 @@ class TestbedOptions:
         )
 
 
-DEFAULT = TestbedOptions()
+DEFAULT = EngineOptions()
 NEW_TOKENS = 12
 
 
@@ -244,7 +244,7 @@ class EngineTestbed:
     """A directory of its own (``FileExistsError``), its daemon and its engine. ``close`` stops and removes everything but the directory."""
 
     def __init__(
-        self, directory: Path, model: Path, payload: Path, tuning: TestbedOptions = DEFAULT
+        self, directory: Path, model: Path, payload: Path, tuning: EngineOptions = DEFAULT
     ) -> None:
         self.directory = directory
         self.model = model

@@ -92,7 +92,7 @@ class StubEngineOptions:
     run_directory: Path
     engine: str = ""
     identity: str = "fake"
-    volatile_reason: str = ""
+    ephemeral_reason: str = ""
     object_bytes: int = 64 << 10
     copy_seconds: float = 0.0
     copy_pieces: int = 16
@@ -305,7 +305,7 @@ class StubEngine:
         self._promoted: dict[int, Promoted] = {}
         self._numbers = 0
         self.client = TierdClient(
-            options.run_directory, self._hello, self._inbox.put, self._inbox.put
+            options.run_directory, self._hello, self._inbox.put, self._inbox.put, self._heartbeat
         )
 
     def _hello(self) -> Hello:
@@ -318,18 +318,18 @@ class StubEngine:
             pid_namespace=me.pid_namespace,
             process_start=me.start,
             identity=json.dumps({"name": self.options.identity}),
-            volatile_reason=self.options.volatile_reason,
+            ephemeral_reason=self.options.ephemeral_reason,
             lock=hold_peer_lock(Path(self.options.run_directory)),
         )
 
-    def _beat(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         """Every object stands for ``OBJECT_TOKENS`` tokens of a prompt."""
         loaded, stored = self.seen.loaded * OBJECT_TOKENS, self.seen.stored * OBJECT_TOKENS
         return Heartbeat(prompt_tokens=loaded + stored, loaded_tokens=(loaded,))
 
     def start(self) -> None:
         """Attaches in the background."""
-        self.client.start(self._beat)
+        self.client.start()
         self.worker.start()
 
     def close(self, timeout_seconds: float = 5.0) -> None:

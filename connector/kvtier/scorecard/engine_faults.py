@@ -124,15 +124,15 @@ class _Scene:
         from kvtier import payload as payload_writer
         from kvtier.config.models import Daemon
         from kvtier.harness.engine_testbed import (
+            EngineOptions,
             EngineTestbed,
             ReferenceEngine,
-            TestbedOptions,
             start_reference_engine,
         )
         from kvtier.harness.tiny_model import write_llama
 
         model, payload = write_llama(home / "model", seed=0), payload_writer.write(home / "payload")
-        tuning = TestbedOptions(
+        tuning = EngineOptions(
             daemon=Daemon.SIDECAR,
             persistence="Process",
             load_timeout_seconds=CLOCK_SECONDS,

@@ -102,8 +102,8 @@ class TierdClient:
         hello: Callable[[], Hello],
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat] = Heartbeat,
         options: ClientOptions = DEFAULT_OPTIONS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_directory = Path(run_directory)
         self._options = options
@@ -111,8 +111,8 @@ class TierdClient:
         self._hello = hello
         self._sink = sink
         self._on_lost = on_lost
-        self._make_heartbeat: Callable[[], Heartbeat] = Heartbeat
-        self._clock = clock
+        self._make_heartbeat = heartbeat
+        self._clock = time.monotonic
 
         self.ready: Ready | None = None
         """The last ``Ready`` of this session; None without one."""
@@ -150,12 +150,10 @@ class TierdClient:
 
     # Any thread.
 
-    def start(self, heartbeat: Callable[[], Heartbeat] = Heartbeat) -> None:
-        """Starts the I/O thread, which calls ``heartbeat`` for each heartbeat. Call once, in the
-        process to attach."""
+    def start(self) -> None:
+        """Starts the I/O thread. Call once, in the process to attach."""
         if self._thread is not None:
             raise RuntimeError("the client has been started")
-        self._make_heartbeat = heartbeat
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvtier-client", daemon=True)
         self._thread.start()

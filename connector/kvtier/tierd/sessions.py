@@ -369,7 +369,7 @@ class Sessions:
         namespace, engine.canonical = self._derive(
             scheduler.identity, tuple(hello.codec for hello in hellos)
         )
-        persistent = not scheduler.volatile_reason
+        persistent = not scheduler.ephemeral_reason
         if not persistent:
             # What the identity does not cover can differ at the next start, even with the same
             # text.

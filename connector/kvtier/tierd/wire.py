@@ -42,7 +42,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     ``drained_epoch``: the sender has drained every epoch up to this one: no copy of it runs and its
     grants are dropped (0: never attached). The scheduler's carries ``identity`` (canonical JSON of
-    what shapes KV bytes, without the layout), ``volatile_reason`` (why the identity does not hold
+    what shapes KV bytes, without the layout), ``ephemeral_reason`` (why the identity does not hold
     across processes; empty: it does) and ``writer_ranks``; a worker's carries ``rank``, ``codec``
     (canonical text of the byte layout) and ``shard_bytes`` per group.
     """
@@ -56,7 +56,7 @@ class Hello(Message, frozen=True, kw_only=True):
     process_start: int
     drained_epoch: int = 0
     identity: str = ""
-    volatile_reason: str = ""
+    ephemeral_reason: str = ""
     writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     shard_bytes: tuple[int, ...] = ()

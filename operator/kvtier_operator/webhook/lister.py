@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api import allowlist
+from kvtier_operator.api.limits import decode_limit_range, decode_quota
+from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.validation import InvalidDocumentError, validated
 from kvtier_operator.injection.decision import AdmissionContext, PodObject
-from kvtier_operator.injection.engine_container import owner_of
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.governing import governing
 from kvtier_operator.kube.resources import (
@@ -144,13 +145,15 @@ class WebhookLister:
         known = self._policies.get(namespace, {}).get(policy.metadata.name)
         return AdmissionContext(
             namespace_labels=self.namespace_labels(namespace) or {},
-            limit_ranges=tuple(self._cache.list(LIMIT_RANGES, namespace)),
-            quotas=tuple(self._cache.list(QUOTAS, namespace)),
+            limit_ranges=tuple(
+                decode_limit_range(each) for each in self._cache.list(LIMIT_RANGES, namespace)
+            ),
+            quotas=tuple(decode_quota(each) for each in self._cache.list(QUOTAS, namespace)),
             kubelet_versions=tuple(self._kubelets),
-            siblings=self._siblings(namespace, pod),
+            siblings=tuple(decode_pod(each) for each in self._siblings(namespace, pod)),
             storage_ready=known is None or not _condition_is(known.raw, "StorageReady", "False"),
             suspended=None if known is None else self._suspended(known.raw, pod),
-            refusals=() if known is None else known.refusals,
+            policy_errors=() if known is None else known.refusals,
         )
 
     def _policy_changed(self, raw: Object, gone: bool) -> None:
@@ -180,8 +183,8 @@ class WebhookLister:
             logger.warning(
                 "policy %s/%s cannot be read: %s", metadata["namespace"], metadata["name"], error
             )
-            return WebhookPolicy(raw, None, tuple(refusal.message for refusal in error.refusals))
-        outside = allowlist.refusals(policy, self._settings.allowed_volumes)
+            return WebhookPolicy(raw, None, tuple(refusal.message for refusal in error.errors))
+        outside = allowlist.volume_errors(policy, self._settings.allowed_volumes)
         return WebhookPolicy(raw, policy, tuple(refusal.message for refusal in outside))
 
     def _node_changed(self, node: Object, gone: bool) -> None:
@@ -223,11 +226,11 @@ class WebhookLister:
         )
 
     def _suspended(self, raw: Object, pod: PodObject) -> str | None:
-        owner = owner_of(pod)
+        owner = decode_pod(pod).controller
         if owner is None:
             return None
         for entry in (raw.get("status") or {}).get("suspendedOwners") or ():
-            if entry.get("uid") == owner[2] and not self._past(entry.get("until")):
+            if entry.get("uid") == owner.uid and not self._past(entry.get("until")):
                 until = f" until {entry['until']}" if entry.get("until") else ""
                 return f"{entry.get('kind')} {entry.get('name')} is left alone{until}: {entry.get('reason') or 'a pod did not start'}"
         return None

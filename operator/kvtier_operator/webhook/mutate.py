@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.names import MIRROR_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
-from kvtier_operator.render.admission import MIRROR_ANNOTATION
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.jsonpatch import Operation, between
 from kvtier_operator.webhook.lister import WebhookLister

@@ -102,9 +102,14 @@ class Rig:
         self.said: queue.Queue[Message | str] = queue.Queue()
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         self.client = TierdClient(
-            directory, hello, self.said.put, self.said.put, ClientOptions(**options)
+            directory,
+            hello,
+            self.said.put,
+            self.said.put,
+            lambda: self.heartbeat(),
+            ClientOptions(**options),
         )
-        self.client.start(lambda: self.heartbeat())
+        self.client.start()
 
     def next(self) -> Message | str:
         return self.said.get(timeout=WAIT_SECONDS)
@@ -213,7 +218,9 @@ def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     second.close()
 
 
-def test_silence_loses_the_session_and_a_heartbeat_keeps_it(daemon: Daemon, directory: Path) -> None:
+def test_silence_loses_the_session_and_a_heartbeat_keeps_it(
+    daemon: Daemon, directory: Path
+) -> None:
     rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.attach()
     rig.next()

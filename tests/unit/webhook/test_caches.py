@@ -123,19 +123,17 @@ def test_what_is_around_a_pod_is_that_of_its_namespace() -> None:
     world.policy()
     for kind in (LIMIT_RANGES, QUOTAS):
         for namespace in (SERVING, "elsewhere"):
-            world.cache.put(
-                kind, {"metadata": {"namespace": namespace, "name": "x"}, "spec": {"of": namespace}}
-            )
+            world.cache.put(kind, {"metadata": {"namespace": namespace, "name": f"x-{namespace}"}})
     world.cache.put(NAMESPACES, {"metadata": {"name": SERVING, "labels": {"level": "baseline"}}})
     found = around(world)
     assert found.namespace_labels == {"level": "baseline"}
-    assert [entry["spec"]["of"] for entry in (*found.limit_ranges, *found.quotas)] == [
-        SERVING,
-        SERVING,
+    assert [each.metadata.name for each in (*found.limit_ranges, *found.quotas)] == [
+        f"x-{SERVING}",
+        f"x-{SERVING}",
     ]
     assert found.storage_ready
     assert found.suspended is None
-    assert found.refusals == ()
+    assert found.policy_errors == ()
 
 
 def test_versions_of_kubelets_are_those_of_nodes_that_exist() -> None:
@@ -174,9 +172,7 @@ def test_siblings_are_the_living_pods_of_the_group() -> None:
     world.cache.put(PODS, member("foreign", "g2"))
     world.cache.put(PODS, member("far", "g1", "elsewhere"))
     labels = {**LABELS, GROUP_LABEL: "g1"}
-    assert [each["metadata"]["name"] for each in around(world, labels=labels).siblings] == [
-        "leader"
-    ]
+    assert [each.metadata.name for each in around(world, labels=labels).siblings] == ["leader"]
     assert around(world).siblings == ()
     world.cache.drop(PODS, SERVING, "leader")
     assert around(world, labels=labels).siblings == ()
@@ -218,8 +214,8 @@ def test_what_the_allow_list_does_not_cover_is_among_the_refusals() -> None:
     tiers = [{"name": "ram", "memory": {"capacity": "1Gi"}}, disk("/mnt/kv/a")]
     world = World(allowedVolumes=[{"namespaces": [SERVING], "hostPath": "/mnt/other"}])
     world.policy(tiers=tiers)
-    (refusal,) = around(world).refusals
+    (refusal,) = around(world).policy_errors
     assert "/mnt/kv/a" in refusal
     allowed = World(allowedVolumes=[{"namespaces": [SERVING], "hostPath": "/mnt/kv"}])
     allowed.policy(tiers=tiers)
-    assert around(allowed).refusals == ()
+    assert around(allowed).policy_errors == ()
