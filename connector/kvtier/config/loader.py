@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvtier.config.models import (
     SCHEMA_VERSION,
-    Breaker,
+    BreakerSettings,
     Daemon,
     FileSystemTierDocument,
     Live,
@@ -242,7 +242,7 @@ def merge_live(
         )
         if "breaker" in document:
             values["breaker"] = merge.model(
-                Breaker, previous.breaker, document["breaker"], "breaker"
+                BreakerSettings, previous.breaker, document["breaker"], "breaker"
             )
         if "tiers" in document:
             values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)

@@ -69,7 +69,7 @@ class LiveTier(Document):
     sync_data: bool = False
 
 
-class Breaker(Document):
+class BreakerSettings(Document):
     """When a tier's circuit breaker opens, and for how long."""
 
     failure_threshold: Annotated[int, Field(ge=1, le=1000)] = 5
@@ -82,7 +82,7 @@ class Live(Document):
     generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
     min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
-    breaker: Breaker = Breaker()
+    breaker: BreakerSettings = BreakerSettings()
     tiers: dict[str, LiveTier]
 
 
@@ -138,7 +138,7 @@ class HttpEndpoint(Document):
     port: Annotated[int, Field(ge=0, le=65_535)] = 9_400
 
 
-class Isolation(Document):
+class IsolationSettings(Document):
     """Separates namespaces beyond the engine's identity."""
 
     salt: str = ""
@@ -160,7 +160,7 @@ class Structural(Document):
     hash_seed: str = "0"
     local_ranks: Annotated[int, Field(ge=1)] | None = None
     tiers: Annotated[list[TierDocument], Field(min_length=1, max_length=8)]
-    isolation: Isolation = Isolation()
+    isolation: IsolationSettings = IsolationSettings()
     storage_gid: int | None = None
     http: HttpEndpoint = HttpEndpoint()
     live: Live

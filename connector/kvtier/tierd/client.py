@@ -6,7 +6,7 @@ into a bounded queue and never block; received messages go to ``sink`` on the I/
 States::
 
     absent ──connected──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
-                             └─────Refused────▶ refused ──30 s──▶ absent
+                             └─────SessionRefused────▶ refused ──30 s──▶ absent
 
 A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes,
 tierd sends ``Bye``, or the queue is full. Each loss is reported once through ``on_lost``. Nothing
@@ -42,7 +42,7 @@ from kvtier.tierd.wire import (
     Hello,
     Message,
     Ready,
-    Refused,
+    SessionRefused,
     Welcome,
     decode_from_daemon,
     encode,
@@ -401,7 +401,7 @@ class TierdClient:
         if isinstance(message, Bye):
             self._session_lost(f"tierd ended the session: {message.reason or 'no reason given'}")
             return
-        if isinstance(message, Refused):
+        if isinstance(message, SessionRefused):
             self._rejected(message.reason)
             return
         if isinstance(message, Welcome):
@@ -466,7 +466,7 @@ class TierdClient:
         self.counters["refused"] += 1
         _log.warning("tierd refused the session, serving without tiers: %s", reason)
         if not was_attached:
-            self._call(lambda: self._sink(Refused(reason=reason)))
+            self._call(lambda: self._sink(SessionRefused(reason=reason)))
 
     def _retry_later(self, now: float) -> None:
         self._disconnect()

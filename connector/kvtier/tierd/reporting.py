@@ -27,11 +27,11 @@ from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
-    Condition,
     HitCounters,
     SessionStatus,
     Snapshot,
-    TierStatus,
+    StatusCondition,
+    TierSnapshot,
     TokenCounts,
     metrics_text,
     status_json,
@@ -194,7 +194,7 @@ class Reporter:
 
     def _tiers(
         self, store: TierStore | None, recent: TokenCounts, total: TokenCounts
-    ) -> tuple[TierStatus, ...]:
+    ) -> tuple[TierSnapshot, ...]:
         states = {state.name: state for state in store.tier_reports()} if store is not None else {}
         found = []
         bits = self._bits(store)
@@ -202,10 +202,10 @@ class Reporter:
             index = bits.get(document.name, len(bits))
             state = states.get(document.name)
             if state is None:
-                found.append(TierStatus(document.name, document.kind, "Unknown"))
+                found.append(TierSnapshot(document.name, document.kind, "Unknown"))
                 continue
             found.append(
-                TierStatus(
+                TierSnapshot(
                     name=document.name,
                     kind=document.kind,
                     state=state.state,
@@ -231,21 +231,23 @@ class Reporter:
             else {state.name: index for index, state in enumerate(store.tier_reports())}
         )
 
-    def _conditions(self, inputs: SnapshotInputs) -> tuple[Condition, ...]:
+    def _conditions(self, inputs: SnapshotInputs) -> tuple[StatusCondition, ...]:
         found = list(inputs.built.conditions)
         if inputs.pool_error:
-            found.append(Condition("PoolMissing", inputs.pool_error))
+            found.append(StatusCondition("PoolMissing", inputs.pool_error))
         if inputs.pool is not None and inputs.pool.size.condition:
-            found.append(Condition("PoolSmaller", inputs.pool.size.condition))
+            found.append(StatusCondition("PoolSmaller", inputs.pool.size.condition))
         if self._http_error:
-            found.append(Condition("HttpNotServed", self._http_error))
+            found.append(StatusCondition("HttpNotServed", self._http_error))
         if self._port_taken:
-            found.append(Condition("HttpPortTaken", self._port_taken))
+            found.append(StatusCondition("HttpPortTaken", self._port_taken))
         if inputs.live_config.structural_changed:
-            found.append(Condition("StructuralChanged", inputs.live_config.structural_changed))
+            found.append(
+                StatusCondition("StructuralChanged", inputs.live_config.structural_changed)
+            )
         if inputs.draining:
             found.append(
-                Condition(
+                StatusCondition(
                     "Draining",
                     "the pod is terminating: no further stores are accepted"
                     ", pending ones are written",
@@ -253,7 +255,9 @@ class Reporter:
             )
         if inputs.live_config.refusals:
             found.append(
-                Condition("LiveValuesRefused", "; ".join(map(str, inputs.live_config.refusals)))
+                StatusCondition(
+                    "LiveValuesRefused", "; ".join(map(str, inputs.live_config.refusals))
+                )
             )
         return tuple(found)
 

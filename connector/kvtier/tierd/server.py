@@ -39,9 +39,9 @@ from kvtier.tierd.wire import (
     FromEngine,
     Heartbeat,
     Hello,
+    LiveSettings,
     Message,
-    Refused,
-    Settings,
+    SessionRefused,
     Welcome,
     decode_from_engine,
 )
@@ -145,14 +145,14 @@ class ServerLoop:
         self.pool_error = reason
         waiting, self._waiting_for_pool = self._waiting_for_pool, {}
         for route in waiting:
-            self.send(route, Refused(reason=reason))
+            self.send(route, SessionRefused(reason=reason))
 
     def configure(self, live: Live) -> None:
         """Applies live values and sends them to all sessions."""
         self._live = live
         if self.dispatcher is not None:
             self.dispatcher.store.configure(live)
-        message = Settings(settings=self.settings)
+        message = LiveSettings(settings=self.settings)
         for session in self.sessions.all():
             self.send(session.route, message)
 
@@ -235,7 +235,9 @@ class ServerLoop:
         if session is None:
             self.send(
                 route,
-                Refused(reason=f"tierd {PROTOCOL} cannot decode the connector's message: {error}"),
+                SessionRefused(
+                    reason=f"tierd {PROTOCOL} cannot decode the connector's message: {error}"
+                ),
             )
         else:
             self.sessions.unreachable(session, now, "it sent a message that cannot be decoded")
@@ -269,7 +271,7 @@ class ServerLoop:
         if self._stopping:
             self._counters.add("hello_while_stopping")
         elif self.pool_error:
-            self.send(route, Refused(reason=self.pool_error))
+            self.send(route, SessionRefused(reason=self.pool_error))
         elif self.dispatcher is not None or hello.protocol != PROTOCOL:
             self.sessions.hello(route, hello, now)
         elif len(self._waiting_for_pool) < MAX_WAITING_FOR_POOL:
@@ -280,7 +282,7 @@ class ServerLoop:
             self._counters.add("sessions_refused")
             self.send(
                 route,
-                Refused(
+                SessionRefused(
                     reason="too many processes wait for the host pool: at most "
                     f"{MAX_WAITING_FOR_POOL}"
                 ),

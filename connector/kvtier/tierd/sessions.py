@@ -40,7 +40,7 @@ from kvtier.tierd.fencing import (
     SessionFiles,
     StartupFence,
 )
-from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, Refused
+from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
 from kvtier.tiers.base import aligned
 
 
@@ -294,7 +294,7 @@ class Sessions:
             "refused session of engine %s (process %d): %s", hello.engine, hello.pid, reason
         )
         self._counters.add("sessions_refused")
-        self._listener.send(route, Refused(reason=reason))
+        self._listener.send(route, SessionRefused(reason=reason))
 
     def _reattach(self, engine: EngineSessions, there: Session, hello: Hello, now: float) -> None:
         drained = there.is_scheduler or hello.drained_epoch >= there.worker.epoch

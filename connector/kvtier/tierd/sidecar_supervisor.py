@@ -45,7 +45,7 @@ from kvtier.processes import (
 from kvtier.tierd.http import BearerToken, HttpServer, text_response
 from kvtier.tierd.reporting import routes
 from kvtier.tierd.run_directory import RunDirectory
-from kvtier.tierd.status import Condition, Snapshot
+from kvtier.tierd.status import Snapshot, StatusCondition
 from kvtier.tierd.watchdog import Watchdog, WatchdogTiming, tierd_environment
 
 DRAIN_NAME = "drain"
@@ -134,7 +134,7 @@ class PlaceholderServer:
             if structural is None
             else f"{structural.policy.namespace}/{structural.policy.name}",
             content_hash="" if structural is None else structural.content_hash,
-            conditions=(Condition(condition, problem),),
+            conditions=(StatusCondition(condition, problem),),
         )
         if self._server is not None:
             return

@@ -107,7 +107,7 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True, slots=True)
-class TierStatus:
+class TierSnapshot:
     """One tier, in the order of the structural document."""
 
     name: str
@@ -139,7 +139,7 @@ class SessionStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class StatusCondition:
     """Something a person may want to act on. ``type``: a word for programs; ``message``: a
     sentence."""
 
@@ -161,7 +161,7 @@ class Snapshot:
     applied_generation: int = 0
     live_refused_total: int = 0
     live_refusals: tuple[str, ...] = ()
-    tiers: tuple[TierStatus, ...] = ()
+    tiers: tuple[TierSnapshot, ...] = ()
     prompt_tokens: int = 0
     """Of the last five minutes."""
     prompt_tokens_total: int = 0
@@ -170,7 +170,7 @@ class Snapshot:
     awaited_workers: int = 0
     pending_stores: int = 0
     pool: dict[str, int] = field(default_factory=dict)
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[StatusCondition, ...] = ()
     events: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
 

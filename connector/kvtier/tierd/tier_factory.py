@@ -26,7 +26,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.errors import KVTierError
-from kvtier.tierd.status import Condition
+from kvtier.tierd.status import StatusCondition
 from kvtier.tiers.base import Tier, TierLimits
 
 _log = logging.getLogger("kvtier.tierd")
@@ -40,7 +40,7 @@ class BuiltTiers:
 
     tiers: tuple[Tier, ...]
     missing: tuple[TierDocument, ...]
-    conditions: tuple[Condition, ...]
+    conditions: tuple[StatusCondition, ...]
 
 
 def memory_document(structural: Structural) -> MemoryTierDocument:
@@ -62,12 +62,12 @@ def limits_of(live: LiveTier) -> TierLimits:
     )
 
 
-def storage_group(gid: int | None) -> tuple[int | None, tuple[Condition, ...]]:
+def storage_group(gid: int | None) -> tuple[int | None, tuple[StatusCondition, ...]]:
     """The group that new files get, with a condition if it is not ``gid``."""
     if gid is None or gid == os.getegid() or gid in os.getgroups() or _may_change_owners():
         return gid, ()
     return None, (
-        Condition(
+        StatusCondition(
             "StorageGroupMissing",
             f"this process is not in group {gid} (security.storageGid), so files belong to its own "
             "user and group and other pods may be unable to read them: add the group to the pod's "
@@ -93,7 +93,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     missing: list[TierDocument] = []
     gid, said = storage_group(topology.structural.storage_gid)
     has_files = _file_tiers(topology) > 0
-    conditions: list[Condition] = list(said) if has_files else []
+    conditions: list[StatusCondition] = list(said) if has_files else []
     for document in topology.structural.tiers:
         if isinstance(document, MemoryTierDocument):
             continue
@@ -102,7 +102,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
         except (KVTierError, ImportError, OSError, ValueError) as error:
             _log.error("cannot build tier %s: %s", document.name, error)
             missing.append(document)
-            conditions.append(Condition("TierNotServed", f"tier {document.name}: {error}"))
+            conditions.append(StatusCondition("TierNotServed", f"tier {document.name}: {error}"))
             continue
         tiers.append(tier if wrap is None else wrap(tier))
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))

@@ -3,7 +3,7 @@
 tierd has one ZeroMQ ROUTER, each engine process one DEALER, over ``ipc://<run
 directory>/tierd.sock``. A message is one frame: a msgpack array tagged with the class name. Both
 ends must have the same version; ``Hello`` and ``Welcome`` carry it, and a difference ends the
-session with ``Refused``. Messages of one sender arrive in order. Between two senders, such as the
+session with ``SessionRefused``. Messages of one sender arrive in order. Between two senders, such as the
 scheduler and a worker of one engine, there is no order.
 
 Terms. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its
@@ -191,7 +191,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     settings: str
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class SessionRefused(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``: there is no session, for this ``reason``. The sender serves without
     tiers."""
 
@@ -207,7 +207,7 @@ class Ready(Message, frozen=True, kw_only=True):
     persistent: bool
 
 
-class Settings(Message, frozen=True, kw_only=True):
+class LiveSettings(Message, frozen=True, kw_only=True):
     """The live document changed; JSON."""
 
     settings: str
@@ -284,9 +284,9 @@ FromEngine = (
 )
 FromDaemon = (
     Welcome
-    | Refused
+    | SessionRefused
     | Ready
-    | Settings
+    | LiveSettings
     | Credits
     | Delta
     | EvictionNotice

@@ -28,7 +28,7 @@ from kvtier.tierd.wire import (
     Hello,
     Message,
     Ready,
-    Refused,
+    SessionRefused,
     Welcome,
     decode_from_engine,
     encode,
@@ -250,8 +250,8 @@ def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
 
 def test_a_refusal_is_reported_once_and_tried_again_much_later(daemon: Daemon, rig: Rig) -> None:
     daemon.receive(Hello)
-    daemon.send(Refused(reason="other version"))
-    assert rig.next() == Refused(reason="other version")
+    daemon.send(SessionRefused(reason="other version"))
+    assert rig.next() == SessionRefused(reason="other version")
     wait_for(lambda: rig.client.state is ClientState.REFUSED, "refused")
     assert rig.client.refusal == "other version"
     with pytest.raises(TimeoutError):
@@ -261,9 +261,9 @@ def test_a_refusal_is_reported_once_and_tried_again_much_later(daemon: Daemon, r
 def test_a_refused_client_tries_again_after_its_time(daemon: Daemon, directory: Path) -> None:
     rig = Rig(directory, refused_retry_seconds=0.3)
     daemon.receive(Hello)
-    daemon.send(Refused(reason="not yet"))
+    daemon.send(SessionRefused(reason="not yet"))
     daemon.attach()
-    assert rig.next() == Refused(reason="not yet")
+    assert rig.next() == SessionRefused(reason="not yet")
     assert rig.next() == welcome()
     assert rig.client.refusal == ""
     rig.client.close(5)
@@ -273,7 +273,7 @@ def test_a_welcome_of_another_version_is_refused_by_the_client(daemon: Daemon, r
     daemon.receive(Hello)
     daemon.send(welcome(protocol="9.9.9/1"))
     refused = rig.next()
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, SessionRefused)
     assert "9.9.9/1" in refused.reason
     assert PROTOCOL in refused.reason
 
@@ -281,7 +281,7 @@ def test_a_welcome_of_another_version_is_refused_by_the_client(daemon: Daemon, r
 def test_what_cannot_be_read_is_a_refusal(daemon: Daemon, rig: Rig) -> None:
     daemon.receive(Hello)
     daemon.socket.send_multipart((daemon.peer, b"\xc1 nonsense"))
-    assert isinstance(rig.next(), Refused)
+    assert isinstance(rig.next(), SessionRefused)
     assert rig.client.counters["undecodable"] == 1
 
 

@@ -98,7 +98,7 @@ def test_what_lies_only_in_tiers_that_may_not_be_used_is_not_there_until_they_ma
     removals = replica.removals
     assert replica.apply(Usable(bits=5)) is None
     assert [replica.get(key) for key in (b"a", b"b", b"c")] == [0, 1, 4]
-    # Answers that were given before do not hold any more.
+    # Earlier answers are outdated.
     assert replica.removals == removals + 1
     replica.apply(Delta(sequence=2, added=((b"d", 2),)))
     assert replica.get(b"d") == 0

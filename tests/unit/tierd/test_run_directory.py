@@ -71,7 +71,7 @@ def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) 
     assert dead._alive is not None
     dead._alive.close()  # what the kernel does when a process is killed
     foreign.path.mkdir()
-    (foreign.path / ALIVE_NAME).write_text("somebody else's")
+    (foreign.path / ALIVE_NAME).write_text("of another program")
     (tmp_path / "kvtier-file").write_text("")
     (tmp_path / "other").mkdir()
     assert remove_abandoned(own.path) == 1

@@ -13,7 +13,7 @@ from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.fencing import UNVERIFIABLE_TIMEOUT_SECONDS, SessionFiles, StartupFence
 from kvtier.tierd.sessions import EngineSessions, Session, SessionDependencies, Sessions
-from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, Refused
+from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
 
 
 def hello(
@@ -178,7 +178,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
 ) -> None:
     world.hello(b"x", message)
     (answer,) = world.to(b"x")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert word in answer.reason
     assert len(world.sessions) == 0
 
@@ -187,7 +187,7 @@ def test_members_that_contradict_each_other_are_all_refused(world: World) -> Non
     world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
     world.hello(b"w0", hello("worker", rank=0, pid=11))
     world.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(5000,)))
-    assert all(isinstance(world.to(route)[-1], Refused) for route in (b"s", b"w0", b"w1"))
+    assert all(isinstance(world.to(route)[-1], SessionRefused) for route in (b"s", b"w0", b"w1"))
     assert len(world.sessions) == 0
     assert world.files.read() == []
 
@@ -196,7 +196,7 @@ def test_what_the_store_does_not_take_is_refused(world: World) -> None:
     world.rejects = "too large"
     world.pair()
     (answer,) = world.to(b"w")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert "too large" in answer.reason
 
 
@@ -204,7 +204,7 @@ def test_an_engine_id_in_use_by_a_living_process_is_refused_to_another(world: Wo
     world.pair()
     world.hello(b"x", hello("worker", pid=99))
     (answer,) = world.to(b"x")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert "process 10" in answer.reason
     world.gone.add(10)
     world.hello(b"y", hello("worker", pid=99))

@@ -33,13 +33,13 @@ from kvtier.tierd.wire import (
     EvictionNotice,
     Heartbeat,
     Hello,
+    LiveSettings,
     Message,
     Promoted,
     Ready,
-    Refused,
     ResetCache,
     Resync,
-    Settings,
+    SessionRefused,
     Usable,
     Welcome,
 )
@@ -263,9 +263,9 @@ class TierdSession:
                 self._on_welcome(message)
             elif isinstance(message, Ready):
                 self._on_ready(message)
-            elif isinstance(message, Settings):
+            elif isinstance(message, LiveSettings):
                 self._apply_settings(message.settings)
-            elif isinstance(message, Refused):
+            elif isinstance(message, SessionRefused):
                 self._on_refused(message.reason)
             elif isinstance(message, SessionLost):
                 self._on_lost()
