@@ -151,7 +151,7 @@ def validation_errors(
         structural_text(structural(policy, pod_placement(policy)))
     except ConfigurationError as error:
         return PolicyReason.TOO_LARGE, [
-            FieldError.malformed(error.field, f"{error.value}; must be {error.accepted}")
+            FieldError.malformed(error.field, f"{error.value}; must be {error.requirement}")
         ]
     return None
 
