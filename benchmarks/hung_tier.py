@@ -72,7 +72,7 @@ def main() -> None:
     )
     model, payload = (
         write_llama(directory / "model", MODEL, seed=0),
-        payload_writer.write(directory / "payload"),
+        payload_writer.write(directory / "payload", include=("harness", "testing")),
     )
     case = EngineCase(directory / "case", model, payload, tuning)
     plain = start_plain(model, payload, directory / "plain.log", **ENGINE)

@@ -124,7 +124,8 @@ class _Scene:
         from kvtier.harness.engine_case import EngineCase, Plain, Tuning, start_plain
         from kvtier.harness.tiny_model import write_llama
 
-        model, payload = write_llama(home / "model", seed=0), payload_writer.write(home / "payload")
+        model = write_llama(home / "model", seed=0)
+        payload = payload_writer.write(home / "payload", include=("harness", "testing"))
         tuning = Tuning(
             daemon=Daemon.SIDECAR,
             persistence="Process",
