@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.errors import KVTierError
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.certs.rotate import keep_certificates
+from kvtier_operator.certs.rotate import rotate_certificates
 from kvtier_operator.controller import pod_reconciler
 from kvtier_operator.controller.children.apply import Refused, carry_out, concerns_storage
 from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data
@@ -265,7 +265,7 @@ class Controller:
         ]
         if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
             parts.append(
-                keep_certificates(self._client, self._settings, stop, metrics=self._metrics)
+                rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
             )
         running = [asyncio.ensure_future(each) for each in (*parts, _until(stop))]
         try:

@@ -14,7 +14,7 @@ from kvtier_operator.webhook.lister import WebhookLister
 SERVING = "serving"
 
 
-class Held(Cache):
+class FakeCache(Cache):
     """What was put in, told to a listener as the real cache tells it."""
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Clock:
         return self.now
 
 
-class World:
+class Fixture:
     """Everything that decisions need."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings.model_validate(settings)
-        self.cache, self.clock = Held(), Clock()
-        self.knowledge = WebhookLister(self.cache, self.settings, self.clock)
-        self.cache.listener = self.knowledge
+        self.cache, self.clock = FakeCache(), Clock()
+        self.lister = WebhookLister(self.cache, self.settings, self.clock)
+        self.cache.listener = self.lister
 
     def policy(
         self, name: str = "chat", *, created: int = 1, uid: str = "", **spec: Any
@@ -121,7 +121,7 @@ def pod(**metadata: Any) -> dict[str, Any]:
     }
 
 
-def question(
+def admission_review(
     found: Mapping[str, Any],
     operation: str = "CREATE",
     old: Mapping[str, Any] | None = None,
