@@ -18,8 +18,14 @@ from pathlib import Path
 
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon, Selection
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Requests, Tuning, start_plain
 from kvtier.harness.engine_process import DrivenEngine
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    Requests,
+    EngineOptions,
+    start_reference_engine,
+)
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,7 +69,7 @@ def main() -> None:
     """Runs both engines."""
     chosen = options(__doc__ or "", add_options)
     directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen.directory))
-    tuning = Tuning(
+    tuning = EngineOptions(
         daemon=Daemon.SIDECAR,
         persistence="Process",
         load_timeout_seconds=3,
@@ -74,8 +80,8 @@ def main() -> None:
         write_llama(directory / "model", MODEL, seed=0),
         payload_writer.write(directory / "payload", include=("harness", "testing")),
     )
-    case = EngineCase(directory / "case", model, payload, tuning)
-    plain = start_plain(model, payload, directory / "plain.log", **ENGINE)
+    case = EngineTestbed(directory / "case", model, payload, tuning)
+    plain = start_reference_engine(model, payload, directory / "plain.log", **ENGINE)
     taken: dict[str, list[float]] = {
         "fresh, without": [],
         "fresh, hung": [],

@@ -13,7 +13,7 @@ MAX_HASH_BYTES = 63
 _PREFIXES = tuple(bytes([group]) for group in range(MAX_GROUPS))
 
 
-def join(group: int, block_hash: bytes) -> bytes:
+def object_key(group: int, block_hash: bytes) -> bytes:
     """The key of a chunk of ``group`` that ends at ``block_hash``.
 
     Raises ``ProtocolError`` for a group or hash that no engine can have.
@@ -25,13 +25,13 @@ def join(group: int, block_hash: bytes) -> bytes:
     return _PREFIXES[group] + block_hash
 
 
-def split(key: bytes) -> tuple[int, bytes]:
+def split_key(key: bytes) -> tuple[int, bytes]:
     """(group, block hash) of a key. Raises ``ProtocolError`` if it is none."""
     if not 1 < len(key) <= MAX_HASH_BYTES + 1:
         raise ProtocolError(f"a key of {len(key)} bytes; 2 to {MAX_HASH_BYTES + 1} are accepted")
     return key[0], key[1:]
 
 
-def prefix(group: int) -> bytes:
+def group_prefix(group: int) -> bytes:
     """What ``join`` puts before the hash: for loops over hundreds of keys on the scheduler's thread."""
     return _PREFIXES[group]

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from blake3 import blake3
-
 from kvtier.errors import ProtocolError
+from kvtier.hashing import blake3_hex
 
 NAMESPACE_DIGITS = 32
 
 
-def canonical(value: Mapping[str, object]) -> str:
+def canonical_json(value: Mapping[str, object]) -> str:
     """JSON of which there is exactly one spelling: sorted keys, no spaces, no value that only Python knows.
 
     Raises ``ProtocolError`` for what JSON cannot hold, instead of writing its ``repr``, which may differ from start to start.
@@ -30,7 +29,7 @@ def canonical(value: Mapping[str, object]) -> str:
         raise ProtocolError(f"the identity holds what JSON cannot: {error}") from error
 
 
-def derive(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
+def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
     """Namespace (32 hex digits) and its readable text (indented JSON), from the scheduler's identity and the workers' codec texts
     in rank order. The digest covers exactly the text.
 
@@ -44,14 +43,14 @@ def derive(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
         raise ProtocolError(f"the identity is a JSON {type(identity).__name__}, not an object")
     document = {"engine": identity, "layout": _grouped([_readable(text) for text in codecs])}
     # A round trip first: what differs only in spelling must not differ in the digest.
-    normal = json.loads(canonical(document))
+    normal = json.loads(canonical_json(document))
     text = json.dumps(normal, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
-    return digest(text), text
+    return namespace_digest(text), text
 
 
-def digest(text: str) -> str:
+def namespace_digest(text: str) -> str:
     """The namespace of a canonical text."""
-    return blake3(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
+    return blake3_hex(text.encode(), NAMESPACE_DIGITS)
 
 
 def _readable(text: str) -> object:

@@ -26,7 +26,7 @@ sys.path.insert(0, "/opt/kvtier/source")
 
 from kvtier.config.loader import load
 from kvtier.errors import KVTierError
-from kvtier.harness.stub_engine import FakeEngineOptions, StubEngine
+from kvtier.harness.stub_engine import StubEngine, StubEngineOptions
 
 PORT = 8000
 OBJECT_BYTES = 256 << 10
@@ -46,7 +46,7 @@ class StandIn:
             try:
                 run = load(Path(directory)).structural.run_directory
                 self._engine = StubEngine(
-                    FakeEngineOptions(Path(run), object_bytes=OBJECT_BYTES, limit_seconds=10.0)
+                    StubEngineOptions(Path(run), object_bytes=OBJECT_BYTES, limit_seconds=10.0)
                 )
                 self._engine.start()
                 threading.Thread(target=self._keep_stepping, daemon=True).start()

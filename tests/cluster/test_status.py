@@ -18,7 +18,7 @@ from tests.cluster.status_world import Place, PlayedTierd, controlled, skipped, 
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
-from kvtier.harness.tierd_case import TierdCase, environment
+from kvtier.harness.tierd_testbed import TierdTestbed, environment
 from kvtier_operator.kube.resources import POLICIES
 
 Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
@@ -32,14 +32,14 @@ def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
     """A topology for a real tierd."""
-    found = TierdCase(tmp_path, file_bytes=64 << 20)
+    found = TierdTestbed(tmp_path, file_bytes=64 << 20)
     yield found
     found.close()
 
 
-def start_tierd(case: TierdCase, token: str) -> subprocess.Popen[bytes]:
+def start_tierd(case: TierdTestbed, token: str) -> subprocess.Popen[bytes]:
     """A real tierd that wants this token."""
     file = case.directory / "token"
     file.write_text(token)
@@ -54,7 +54,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
-async def started(case: TierdCase) -> int:
+async def started(case: TierdTestbed) -> int:
     """The port of its HTTP."""
 
     async def serves() -> int:
@@ -67,7 +67,7 @@ async def started(case: TierdCase) -> int:
 
 
 def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_seen(
-    tell: Tell, case: TierdCase
+    tell: Tell, case: TierdTestbed
 ) -> None:
     async def story(where: Place) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}

@@ -11,7 +11,12 @@ import pytest
 
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_case import EngineCase, Plain, Tuning, start_plain
+from kvtier.harness.engine_testbed import (
+    EngineTestbed,
+    ReferenceEngine,
+    EngineOptions,
+    start_reference_engine,
+)
 from kvtier.harness.tiny_model import write_llama
 
 
@@ -43,33 +48,35 @@ def payload(scratch: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path, payload: Path, scratch: Path) -> Iterator[Plain]:
-    engine = start_plain(model, payload, scratch / "plain.log")
+def plain(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
+    engine = start_reference_engine(model, payload, scratch / "plain.log")
     try:
-        yield Plain(engine.wait_ready())
+        yield ReferenceEngine(engine.wait_ready())
     finally:
         engine.kill()
 
 
 @pytest.fixture(scope="session")
-def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
+def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
     """One engine for all tests in which the daemon or its storage misbehaves. RAM does not outlive the daemon, so a new
     daemon means that everything comes from files."""
-    tuning = Tuning(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
-    case = EngineCase(scratch / "sidecar", model, payload, tuning)
+    tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
+    case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start(kvtier_hooks=["kvtier.harness.slow_copies:install"])
+        case.start(kvtier_hooks=["tests.support.slow_copies:install"])
         yield case
     finally:
         case.close()
 
 
 @pytest.fixture
-def faultless(sidecar: EngineCase) -> Iterator[EngineCase]:
+def faultless(sidecar: EngineTestbed) -> Iterator[EngineTestbed]:
     """``sidecar`` with a living daemon and no faults."""
     sidecar.set_faults()
     sidecar.wait_attached()
     yield sidecar
     sidecar.set_faults()
-    sidecar.set_copy_seconds(0)
+    from tests.support.slow_copies import set_copy_seconds  # imports torch
+
+    set_copy_seconds(sidecar, 0)

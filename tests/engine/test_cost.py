@@ -10,14 +10,20 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon, Selection
-from kvtier.harness.engine_case import CHUNK_TOKENS, DAEMON_EVENTS, EngineCase, Plain, Tuning
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    DAEMON_EVENTS,
+    EngineTestbed,
+    ReferenceEngine,
+    EngineOptions,
+)
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 16
 LOAD_TIMEOUT_SECONDS = 60
 
 
-class CostCase(EngineCase):
+class CostCase(EngineTestbed):
     """Tells how the daemon decided."""
 
     def selections(self) -> dict[str, int]:
@@ -31,7 +37,7 @@ class CostCase(EngineCase):
 
 @pytest.fixture(scope="module")
 def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
-    tuning = Tuning(
+    tuning = EngineOptions(
         daemon=Daemon.SIDECAR,
         persistence="Process",
         load_timeout_seconds=LOAD_TIMEOUT_SECONDS,
@@ -48,7 +54,7 @@ def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
 
 
 @pytest.fixture(scope="module")
-def stored(cost: CostCase, plain: Plain) -> list[list[int]]:
+def stored(cost: CostCase, plain: ReferenceEngine) -> list[list[int]]:
     """Prompts whose computation told the engine how fast it is, and which lie in files now and nowhere else."""
     prompts = [prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + i) for i in range(6)]
     for tokens in prompts:
@@ -61,7 +67,7 @@ def stored(cost: CostCase, plain: Plain) -> list[list[int]]:
 
 
 def test_the_daemon_decides_with_the_speed_that_the_engine_has_measured(
-    cost: CostCase, plain: Plain, stored: list[list[int]]
+    cost: CostCase, plain: ReferenceEngine, stored: list[list[int]]
 ) -> None:
     assert cost.requests().run(stored[0]) == plain.tokens(stored[0])
     time.sleep(1.0)
@@ -72,7 +78,7 @@ def test_the_daemon_decides_with_the_speed_that_the_engine_has_measured(
 
 
 def test_a_tier_that_hangs_costs_a_fraction_of_its_time_limit(
-    cost: CostCase, plain: Plain, stored: list[list[int]]
+    cost: CostCase, plain: ReferenceEngine, stored: list[list[int]]
 ) -> None:
     cost.set_faults(read={"hang": True})
     expected = [plain.tokens(tokens) for tokens in stored[1:4]]

@@ -8,16 +8,23 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.support.slow_copies import running_copies, set_copy_seconds, wait_copying
 
-from kvtier.harness.engine_case import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineCase, Plain
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    SNAPSHOT_SECONDS,
+    EngineTestbed,
+    ReferenceEngine,
+)
 from kvtier.harness.tiny_model import prompt
+from kvtier.transfer.engine import Direction
 
 CHUNKS = 8
 ASKS_WITHOUT_WAITING = 12
 """More than a request needs that is looked up, fails, and is looked up again; far less than an endless re-offering brings."""
 
 
-def _stored(case: EngineCase, plain: Plain, seed: int) -> list[int]:
+def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]:
     """A prompt whose chunks are in files and in no RAM, and whose blocks the GPU cache does not hold."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, seed)
     before = len(case.files())
@@ -30,7 +37,9 @@ def _stored(case: EngineCase, plain: Plain, seed: int) -> list[int]:
     return tokens
 
 
-def test_a_tier_that_fails_every_read_costs_a_miss(faultless: EngineCase, plain: Plain) -> None:
+def test_a_tier_that_fails_every_read_costs_a_miss(
+    faultless: EngineTestbed, plain: ReferenceEngine
+) -> None:
     tokens = _stored(faultless, plain, 300)
     faultless.set_faults(read={"fail": True})
     failures = faultless.tier_failures()
@@ -42,7 +51,7 @@ def test_a_tier_that_fails_every_read_costs_a_miss(faultless: EngineCase, plain:
 
 
 def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
-    faultless: EngineCase, plain: Plain
+    faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 301)
     faultless.set_faults(read={"fail_after": 3})
@@ -51,7 +60,9 @@ def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
     assert 0 < loads.tokens <= 3 * CHUNK_TOKENS
 
 
-def test_a_read_that_never_ends_is_given_up(faultless: EngineCase, plain: Plain) -> None:
+def test_a_read_that_never_ends_is_given_up(
+    faultless: EngineTestbed, plain: ReferenceEngine
+) -> None:
     tokens = _stored(faultless, plain, 302)
     faultless.set_faults(read={"hang": True})
     with faultless.loads() as loads:
@@ -60,7 +71,7 @@ def test_a_read_that_never_ends_is_given_up(faultless: EngineCase, plain: Plain)
 
 
 def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(
-    faultless: EngineCase, plain: Plain
+    faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 303)
     other = prompt(200, 304)
@@ -76,7 +87,7 @@ def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(
 
 
 def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
-    faultless: EngineCase, plain: Plain
+    faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 305)
     faultless.set_faults(read={"delay_seconds": 1.0})
@@ -92,7 +103,9 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
     assert requests.run(tokens) == plain.tokens(tokens)
 
 
-def test_a_load_that_fails_is_not_offered_again(faultless: EngineCase, plain: Plain) -> None:
+def test_a_load_that_fails_is_not_offered_again(
+    faultless: EngineTestbed, plain: ReferenceEngine
+) -> None:
     """The daemon stops after the hit was promised: the slots are never announced."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 310)
     requests = faultless.requests()
@@ -114,14 +127,14 @@ def test_a_load_that_fails_is_not_offered_again(faultless: EngineCase, plain: Pl
 
 
 @pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
-def blow(request: pytest.FixtureRequest, faultless: EngineCase) -> Iterator[signal.Signals]:
+def blow(request: pytest.FixtureRequest, faultless: EngineTestbed) -> Iterator[signal.Signals]:
     """A signal for the daemon; afterwards it is replaced."""
     yield request.param
     faultless.restart_daemon(signal.SIGKILL)
     faultless.wait_attached()
 
 
-def _lose_daemon_under_a_copy(case: EngineCase, blow: signal.Signals) -> None:
+def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None:
     """A new daemon must not touch a slot before the worker's copy is over; the engine knows only that the old one is silent."""
     os.kill(case.daemon_pid(), blow)
     if blow is signal.SIGKILL:
@@ -135,12 +148,12 @@ def _lose_daemon_under_a_copy(case: EngineCase, blow: signal.Signals) -> None:
         assert status["fenced"]
     else:
         case.wait_for(lambda: not case.drive("connector")["usable"], "the engine does not notice")
-    assert sum(case.drive("copies").values()) > 0
-    case.set_copy_seconds(0)
+    assert sum(running_copies(case).values()) > 0
+    set_copy_seconds(case, 0)
 
 
 def test_the_daemon_is_lost_while_a_request_loads(
-    faultless: EngineCase, plain: Plain, blow: signal.Signals
+    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
     requests = faultless.requests()
@@ -148,10 +161,10 @@ def test_the_daemon_is_lost_while_a_request_loads(
     faultless.settle_stores()
     faultless.empty_gpu_cache()
     failures = faultless.load_failures()
-    faultless.set_copy_seconds(3600)
+    set_copy_seconds(faultless, 3600)
     name = requests.add(tokens)
     with faultless.loads("ram") as loads:
-        faultless.wait_copying("to_device")
+        wait_copying(faultless, Direction.TO_DEVICE)
         _lose_daemon_under_a_copy(faultless, blow)
         assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
     # What was copied before the worker let go is whole; it may count as loaded or as failed, but as one of the two.
@@ -159,7 +172,7 @@ def test_the_daemon_is_lost_while_a_request_loads(
 
 
 def test_the_daemon_is_lost_while_a_request_waits(
-    faultless: EngineCase, plain: Plain, blow: signal.Signals
+    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     tokens = _stored(faultless, plain, 340 + blow)
     faultless.set_faults(read={"delay_seconds": 2.0})
@@ -171,13 +184,13 @@ def test_the_daemon_is_lost_while_a_request_waits(
 
 
 def test_the_daemon_is_lost_while_a_request_stores(
-    faultless: EngineCase, plain: Plain, blow: signal.Signals
+    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
     requests = faultless.requests()
-    faultless.set_copy_seconds(3600)
+    set_copy_seconds(faultless, 3600)
     names = [requests.add(tokens, 30) for tokens in prompts]
-    faultless.wait_copying("to_host")
+    wait_copying(faultless, Direction.TO_HOST)
     _lose_daemon_under_a_copy(faultless, blow)
     answers = requests.finish(names)
     assert [answers[name]["tokens"] for name in names] == plain.together(prompts, 30)
@@ -188,7 +201,7 @@ def test_the_daemon_is_lost_while_a_request_stores(
 
 
 def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(
-    faultless: EngineCase, plain: Plain
+    faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 390)
     requests = faultless.requests()

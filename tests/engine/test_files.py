@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    start_reference_engine,
+)
 from kvtier.harness.tiny_model import prompt, write_llama
 
 HEADER_BYTES = 4096
@@ -59,7 +64,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def damaged(sidecar: EngineCase, plain: Plain) -> dict[str, list[int]]:
+def damaged(sidecar: EngineTestbed, plain: ReferenceEngine) -> dict[str, list[int]]:
     """One stored prompt for each kind of damage, RAM emptied by a new daemon, and all of the prompt's files damaged."""
     sidecar.set_faults()
     requests = sidecar.requests()
@@ -82,7 +87,7 @@ def damaged(sidecar: EngineCase, plain: Plain) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_file_is_a_miss(
-    sidecar: EngineCase, plain: Plain, damaged: dict[str, list[int]], kind: str
+    sidecar: EngineTestbed, plain: ReferenceEngine, damaged: dict[str, list[int]], kind: str
 ) -> None:
     sidecar.empty_gpu_cache()
     failures = sidecar.tier_failures()
@@ -92,7 +97,9 @@ def test_a_damaged_file_is_a_miss(
     sidecar.wait_for(lambda: sidecar.tier_failures() > failures, "no failed read was counted")
 
 
-def test_the_chunks_before_a_damaged_one_are_loaded(faultless: EngineCase, plain: Plain) -> None:
+def test_the_chunks_before_a_damaged_one_are_loaded(
+    faultless: EngineTestbed, plain: ReferenceEngine
+) -> None:
     requests = faultless.requests()
     tokens = prompt(8 * CHUNK_TOKENS + 5, 230)
     head = tokens[: 3 * CHUNK_TOKENS + 5]
@@ -114,7 +121,7 @@ def test_the_chunks_before_a_damaged_one_are_loaded(faultless: EngineCase, plain
 
 
 def test_a_damaged_file_is_stored_again(
-    faultless: EngineCase, plain: Plain, damaged: dict[str, list[int]]
+    faultless: EngineTestbed, plain: ReferenceEngine, damaged: dict[str, list[int]]
 ) -> None:
     requests = faultless.requests()
     tokens = damaged["truncated"]
@@ -130,7 +137,7 @@ def test_a_damaged_file_is_stored_again(
 
 
 def test_another_models_objects_in_the_same_directory_are_not_used(
-    faultless: EngineCase, plain: Plain, payload: Path, scratch: Path
+    faultless: EngineTestbed, plain: ReferenceEngine, payload: Path, scratch: Path
 ) -> None:
     tokens = prompt(6 * CHUNK_TOKENS + 5, 240)
     faultless.empty_gpu_cache()
@@ -141,14 +148,14 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
     ]
 
     other_model = write_llama(scratch / "other-model", seed=7)
-    reference = start_plain(other_model, payload, scratch / "other-plain.log")
-    case = EngineCase(
+    reference = start_reference_engine(other_model, payload, scratch / "other-plain.log")
+    case = EngineTestbed(
         scratch / "other", other_model, payload, replace(faultless.tuning, daemon=Daemon.ENGINE)
     )
     case.files_root = faultless.files_root
     case.write_topology()
     try:
-        expected = Plain(reference.wait_ready()).tokens(tokens)
+        expected = ReferenceEngine(reference.wait_ready()).tokens(tokens)
         reference.stop()
         assert expected != plain.tokens(tokens)
         case.start()

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
 from kvtier.harness.engine_process import DrivenEngine
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    start_reference_engine,
+)
 from kvtier.harness.tiny_model import prompt
+from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 EXIT_SECONDS = 5.0
 CHUNKS = 6
@@ -32,7 +37,7 @@ def mount(scratch: Path) -> Iterator[FaultyMount]:
 @pytest.fixture
 def alone(model: Path, payload: Path, scratch: Path) -> Iterator[DrivenEngine]:
     """An engine without KVTier, which takes seconds to end by itself, on a busy machine many: what counts is what comes on top."""
-    engine = start_plain(model, payload, scratch / "alone.log")
+    engine = start_reference_engine(model, payload, scratch / "alone.log")
     try:
         yield engine.wait_ready()
     finally:
@@ -40,8 +45,8 @@ def alone(model: Path, payload: Path, scratch: Path) -> Iterator[DrivenEngine]:
 
 
 @pytest.fixture
-def case(model: Path, payload: Path, scratch: Path, mount: FaultyMount) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "hung", model, payload)
+def case(model: Path, payload: Path, scratch: Path, mount: FaultyMount) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "hung", model, payload)
     case.files_root = mount.path / "tier"
     case.files_root.mkdir()
     case.write_topology()
@@ -60,7 +65,7 @@ def _exit_seconds(engine: DrivenEngine) -> float:
 
 
 def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_hangs(
-    case: EngineCase, mount: FaultyMount, plain: Plain, alone: DrivenEngine
+    case: EngineTestbed, mount: FaultyMount, plain: ReferenceEngine, alone: DrivenEngine
 ) -> None:
     stored, other = (prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + index) for index in range(2))
     engine = case.start()
@@ -83,7 +88,7 @@ def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_han
     alone_seconds = _exit_seconds(alone)
     engine_seconds = _exit_seconds(engine)
     began = time.monotonic()
-    while not leader_is_dead(tierd) and time.monotonic() - began < 60:
+    while not main_thread_exited(tierd) and time.monotonic() - began < 60:
         time.sleep(0.02)
     tierd_seconds = time.monotonic() - began
     print(

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, start_plain
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    start_reference_engine,
+)
 from kvtier.harness.tiny_model import prompt, write_lora
 
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -25,17 +30,17 @@ def adapters(scratch: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def plain_lora(model: Path, payload: Path, scratch: Path) -> Iterator[Plain]:
-    engine = start_plain(model, payload, scratch / "plain-lora.log", **OPTIONS)
+def plain_lora(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
+    engine = start_reference_engine(model, payload, scratch / "plain-lora.log", **OPTIONS)
     try:
-        yield Plain(engine.wait_ready())
+        yield ReferenceEngine(engine.wait_ready())
     finally:
         engine.kill()
 
 
 @pytest.fixture(scope="module")
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "lora", model, payload)
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "lora", model, payload)
     try:
         case.start(**OPTIONS)
         case.wait_attached()
@@ -45,7 +50,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 
 
 def test_adapters_share_neither_with_the_base_model_nor_with_each_other(
-    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+    case: EngineTestbed, plain_lora: ReferenceEngine, adapters: dict[str, object]
 ) -> None:
     tokens = prompt(5 * CHUNK_TOKENS + 5, 500)
     requests = case.requests()
@@ -70,7 +75,7 @@ def test_adapters_share_neither_with_the_base_model_nor_with_each_other(
 
 
 def test_an_adapter_replaced_in_place_neither_loads_nor_stores(
-    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+    case: EngineTestbed, plain_lora: ReferenceEngine, adapters: dict[str, object]
 ) -> None:
     tokens = prompt(5 * CHUNK_TOKENS + 5, 501)
     requests = case.requests()
@@ -91,7 +96,7 @@ def test_an_adapter_replaced_in_place_neither_loads_nor_stores(
 
 
 def test_an_adapter_of_the_same_name_with_other_weights_does_not_share(
-    case: EngineCase, plain_lora: Plain, adapters: dict[str, object]
+    case: EngineTestbed, plain_lora: ReferenceEngine, adapters: dict[str, object]
 ) -> None:
     """vLLM's block hashes know an adapter by its name alone."""
     tokens = prompt(5 * CHUNK_TOKENS + 5, 502)

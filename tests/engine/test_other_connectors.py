@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.vllm_offloading import offloading_config
+from kvtier.scorecard.peer_vllm import offloading_config
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.validation import validated
 from kvtier_operator.render import connectors

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, ReferenceEngine
 from kvtier.harness.tiny_model import prompt
 from kvtier_operator.render.engine import transfer_config
 
 
 def test_preempted_requests_give_the_same_tokens(
-    model: Path, payload: Path, scratch: Path, plain: Plain
+    model: Path, payload: Path, scratch: Path, plain: ReferenceEngine
 ) -> None:
-    case = EngineCase(scratch / "preemption", model, payload)
+    case = EngineTestbed(scratch / "preemption", model, payload)
     prefix = prompt(2 * CHUNK_TOKENS, 400)
     prompts = [prefix + prompt(150 + 17 * index, 401 + index) for index in range(6)]
     try:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.engine_case import BLOCK_TOKENS, CHUNK_TOKENS, EngineCase, Plain, Requests
+from kvtier.harness.engine_testbed import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    Requests,
+)
 from kvtier.harness.tiny_model import prompt
 
 BATCHED_TOKENS = 256
@@ -15,8 +21,8 @@ BATCHED_TOKENS = 256
 
 
 @pytest.fixture(scope="module")
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "reload", model, payload)
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "reload", model, payload)
     try:
         case.start(max_num_batched_tokens=BATCHED_TOKENS)
         case.wait_attached()
@@ -26,12 +32,12 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 
 
 @pytest.fixture(scope="module")
-def requests(case: EngineCase) -> Requests:
+def requests(case: EngineTestbed) -> Requests:
     return case.requests()
 
 
 def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was_emptied(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(700, 101)
     name = requests.add(tokens)
@@ -50,7 +56,7 @@ def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was
     [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS],
 )
 def test_prompts_that_end_at_a_boundary_come_back_from_ram(
-    case: EngineCase, requests: Requests, plain: Plain, length: int
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine, length: int
 ) -> None:
     tokens = prompt(length, 110 + length)
     assert requests.run(tokens) == plain.tokens(tokens)
@@ -62,7 +68,7 @@ def test_prompts_that_end_at_a_boundary_come_back_from_ram(
 
 
 def test_a_gpu_hit_that_ends_inside_a_chunk_loads_only_the_blocks_that_miss(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(10 * CHUNK_TOKENS + 7, 120)
     start = tokens[: CHUNK_TOKENS + BLOCK_TOKENS] + prompt(5, 121)
@@ -76,7 +82,7 @@ def test_a_gpu_hit_that_ends_inside_a_chunk_loads_only_the_blocks_that_miss(
 
 
 def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(3 * CHUNK_TOKENS - 20, 130)
     answer = requests.run(tokens, 100)
@@ -90,7 +96,7 @@ def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
 
 
 def test_eight_requests_at_once_share_a_prefix(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     prefix = prompt(6 * CHUNK_TOKENS, 140)
     prompts = [prefix + prompt(70 + 10 * index, 141 + index) for index in range(8)]
@@ -103,7 +109,7 @@ def test_eight_requests_at_once_share_a_prefix(
 
 
 def test_requests_with_different_cache_salts_do_not_share(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(5 * CHUNK_TOKENS + 3, 160)
     with case.loads() as loads:
@@ -119,7 +125,7 @@ def test_requests_with_different_cache_salts_do_not_share(
 
 
 def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 170)
     name = requests.add(tokens, 200)
@@ -135,7 +141,7 @@ def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(
 
 
 def test_a_request_aborted_while_it_loads_leaves_nothing_wrong(
-    case: EngineCase, requests: Requests, plain: Plain
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 180)
     assert requests.run(tokens) == plain.tokens(tokens)

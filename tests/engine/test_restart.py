@@ -11,22 +11,29 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Tuning
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    EngineOptions,
+)
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 9
 
 
 @pytest.fixture(scope="module")
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "restart", model, payload, Tuning(daemon=Daemon.SIDECAR))
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "restart", model, payload, EngineOptions(daemon=Daemon.SIDECAR))
     try:
         yield case
     finally:
         case.close()
 
 
-def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain: Plain) -> None:
+def test_what_a_killed_engine_stored_serves_the_next_one(
+    case: EngineTestbed, plain: ReferenceEngine
+) -> None:
     """One scenario in order, because each start of an engine takes long."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 600)
     interrupted = [prompt(15 * CHUNK_TOKENS, 601 + index) for index in range(3)]
@@ -58,7 +65,7 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("kept_verified") == CHUNKS
+    assert case.daemon_events("recovered_objects_verified") == CHUNKS
 
     # Two bytes flip while nobody looks. One chunk is in a file as well, and comes from there; the other one is a miss.
     case.stop_daemon(signal.SIGKILL)
@@ -79,7 +86,7 @@ def test_what_a_killed_engine_stored_serves_the_next_one(case: EngineCase, plain
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("kept_dropped", "corrupt") == 2
+    assert case.daemon_events("recovered_objects_dropped", "corrupt") == 2
 
     # The pod is gone with its memory: files are all there is.
     assert case.engine is not None

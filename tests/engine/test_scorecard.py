@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.scorecard import engine
-from kvtier.scorecard.scorecard import Options
+from kvtier.scorecard import engine_faults
+from kvtier.scorecard.runner import ScorecardOptions
 
 FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
 
@@ -16,8 +16,11 @@ def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How fast this machine is, is not for a test to say; `kvtier faults --engine` judges it.
-    monkeypatch.setattr(engine, "DELAY_SECONDS", 30.0)
-    rows = {row.fault: row for row in engine.play(Options(tmp_path, FAULTS))}
+    monkeypatch.setattr(engine_faults, "DELAY_SECONDS", 30.0)
+    rows = {
+        row.fault: row
+        for row in engine_faults.run_engine_faults(ScorecardOptions(tmp_path, FAULTS))
+    }
     assert list(rows) == [f"engine-{name}" for name in FAULTS]
     for row in rows.values():
         if row.verdict == "skipped":
@@ -29,5 +32,5 @@ def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
 
 
 def test_the_rows_are_those_of_the_faults_that_were_named(tmp_path: Path) -> None:
-    assert engine.names(Options(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
-    assert "engine-engine-and-worker-SIGKILL" in engine.names(Options(tmp_path))
+    assert engine_faults.names(ScorecardOptions(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
+    assert "engine-engine-and-worker-SIGKILL" in engine_faults.names(ScorecardOptions(tmp_path))

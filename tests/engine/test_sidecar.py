@@ -12,17 +12,25 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Tuning
 from kvtier.harness.engine_process import ManagedProcess
+from kvtier.harness.engine_testbed import (
+    CHUNK_TOKENS,
+    EngineTestbed,
+    ReferenceEngine,
+    EngineOptions,
+)
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 6
 
 
 @pytest.fixture
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(
-        scratch / "late-sidecar", model, payload, Tuning(daemon=Daemon.SIDECAR, file_bytes=None)
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(
+        scratch / "late-sidecar",
+        model,
+        payload,
+        EngineOptions(daemon=Daemon.SIDECAR, file_bytes=None),
     )
     try:
         yield case
@@ -31,7 +39,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 
 
 def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(
-    case: EngineCase, plain: Plain
+    case: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)
     case.start()
@@ -72,5 +80,5 @@ def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(
     assert case.daemon.process.poll() is None
 
 
-def _tier(case: EngineCase) -> dict[str, int]:
+def _tier(case: EngineTestbed) -> dict[str, int]:
     return dict((case.status() or {"tiers": [{"hitTokens": -1}]})["tiers"][0])

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED, running_copies
 
-from kvtier.harness.engine_case import CHUNK_TOKENS, EngineCase, Plain, Requests
-from kvtier.harness.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, ReferenceEngine, Requests
 from kvtier.harness.tiny_model import prompt
 from kvtier.transfer.engine import Direction
 
@@ -27,12 +27,12 @@ with_and_without = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
-    case = EngineCase(scratch / "slow", model, payload)
+def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
+    case = EngineTestbed(scratch / "slow", model, payload)
     try:
         # 64 blocks of 32 tokens: three other prompts of 900 tokens have used every one of them.
         case.start(
-            kvtier_hooks=["kvtier.harness.slow_copies:install"],
+            kvtier_hooks=["tests.support.slow_copies:install"],
             kv_cache_memory_bytes=4 << 20,
             max_model_len=1024,
         )
@@ -43,7 +43,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineCase]:
 
 
 @pytest.fixture
-def requests(case: EngineCase) -> Iterator[Requests]:
+def requests(case: EngineTestbed) -> Iterator[Requests]:
     yield case.requests()
     case.drive(
         "set", variables={STORE: "0", LOAD: "0", UNDRAINED: "", UNREFERENCED: "", CUT_SLOTS: ""}
@@ -55,13 +55,13 @@ def _others(seed: int) -> list[list[int]]:
     return [prompt(900, seed + index) for index in range(3)]
 
 
-def _wait_copying(case: EngineCase, direction: Direction) -> None:
-    case.wait_for(lambda: case.drive("copies")[direction.value] > 0, "no copy has begun")
+def _wait_copying(case: EngineTestbed, direction: Direction) -> None:
+    case.wait_for(lambda: running_copies(case)[direction.value] > 0, "no copy has begun")
 
 
 @with_and_without
 def test_source_blocks_of_a_store_stay_until_they_are_copied(
-    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + kept)
     # Stored beforehand: they shall take the free blocks, and hold none for stores of their own.
@@ -84,7 +84,7 @@ def test_source_blocks_of_a_store_stay_until_they_are_copied(
 
 @with_and_without
 def test_a_load_is_over_when_its_copies_are(
-    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 730 + kept)
     assert requests.run(tokens) == plain.tokens(tokens)
@@ -113,7 +113,7 @@ def test_a_load_is_over_when_its_copies_are(
 
 @with_and_without
 def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_over(
-    case: EngineCase, requests: Requests, plain: Plain, kept: bool
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 760 + kept)
     others = _others(770 + 10 * kept)[:2]
@@ -135,7 +135,7 @@ def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_ove
 
 @pytest.mark.parametrize("left", [0, 1, 4], ids=lambda left: f"{left} chunks left")
 def test_a_load_of_which_a_part_is_gone_brings_the_rest_and_is_not_offered_again(
-    case: EngineCase, requests: Requests, plain: Plain, left: int
+    case: EngineTestbed, requests: Requests, plain: ReferenceEngine, left: int
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 790 + left)
     assert requests.run(tokens) == plain.tokens(tokens)

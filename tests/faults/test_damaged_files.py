@@ -18,12 +18,13 @@ from kvtier.errors import (
     TierUnavailableError,
 )
 from kvtier.harness.file_writers import temporaries
-from kvtier.testing.conformance import NAMESPACE, buffer, flip, make_object
-from kvtier.testing.damage import DAMAGES, Damage
+from kvtier.processes import process_tag
+from kvtier.testing.damage import DAMAGES, Damage, flip
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.format import HEADER_BYTES
-from kvtier.tiers.filesystem.walker import TEMPORARY_PREFIX, object_path, process_tag
+from kvtier.tiers.filesystem.walker import TEMPORARY_PREFIX, object_path
 
 FLIPS = 1_000
 SHARDS = (20_001, 4_096)

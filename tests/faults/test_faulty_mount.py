@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
 OWNER = """

@@ -20,16 +20,16 @@ from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.models import Daemon
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
+from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 EXIT_SECONDS = 5.0
 KEYS = list(range(6))
 
-MakeCase = Callable[..., TierdCase]
+MakeCase = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
@@ -45,10 +45,12 @@ def mount(tmp_path: Path) -> Iterator[FaultyMount]:
 
 @pytest.fixture
 def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
-    cases: list[TierdCase] = []
+    cases: list[TierdTestbed] = []
 
-    def make(**options: Any) -> TierdCase:
-        cases.append(TierdCase(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options))
+    def make(**options: Any) -> TierdTestbed:
+        cases.append(
+            TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options)
+        )
         return cases[-1]
 
     yield make
@@ -57,7 +59,7 @@ def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
         case.close()
 
 
-def on_disk_alone(case: TierdCase) -> StubEngine:
+def on_disk_alone(case: TierdTestbed) -> StubEngine:
     """An engine whose keys are in files and in no RAM."""
     case.start_tierd()
     engine = case.engine()
@@ -78,7 +80,7 @@ def ended(pid: int, number: int) -> float:
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
     began = time.monotonic()
     os.kill(pid, number)
-    while not leader_is_dead(process):
+    while not main_thread_exited(process):
         assert time.monotonic() - began < WAIT_SECONDS
         time.sleep(0.01)
     return time.monotonic() - began
@@ -159,7 +161,7 @@ def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(
     print(f"\nthe engine has ended after {seconds:.2f} s")
     assert seconds < EXIT_SECONDS
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
-    wait_for(lambda: leader_is_dead(process), "tierd ends", EXIT_SECONDS)
+    wait_for(lambda: main_thread_exited(process), "tierd ends", EXIT_SECONDS)
 
 
 def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_let_go(

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import Live, LiveTier, Selection, StorePolicy
 from kvtier.config.writer import document_text
-from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.tierd.live_config import POLL_SECONDS
 
 MIB = 1 << 20
@@ -45,8 +45,8 @@ class Mount:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    made = TierdCase(tmp_path, file_bytes=64 * MIB, memory_bytes=8 * MIB)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    made = TierdTestbed(tmp_path, file_bytes=64 * MIB, memory_bytes=8 * MIB)
     yield made
     made.close()
 
@@ -60,11 +60,11 @@ def live(generation: int, capacity: int, **changes: object) -> Live:
     )  # type: ignore[arg-type]
 
 
-def used(case: TierdCase) -> int:
+def used(case: TierdTestbed) -> int:
     return sum(path.stat().st_size for path in list(case.files.rglob("*.kv")) if path.exists())
 
 
-def held(case: TierdCase, within: int) -> Callable[[], bool]:
+def held(case: TierdTestbed, within: int) -> Callable[[], bool]:
     def check() -> bool:
         try:
             return used(case) <= within
@@ -74,7 +74,7 @@ def held(case: TierdCase, within: int) -> Callable[[], bool]:
     return check
 
 
-def test_values_change_under_load_and_a_bad_document_changes_nothing(case: TierdCase) -> None:
+def test_values_change_under_load_and_a_bad_document_changes_nothing(case: TierdTestbed) -> None:
     mount = Mount(case.topology_directory)
     mount.write(document_text(case.live))
     case.start_tierd()

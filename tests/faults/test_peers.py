@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.scorecard.peers import PEERS, Peer, PeerRow, compare
-from kvtier.scorecard.scorecard import Options
+from kvtier.scorecard.runner import ScorecardOptions
 
 STUB = """
     import os, sys
@@ -48,7 +48,9 @@ def rows_of(tmp_path: Path, peers: tuple[Peer, ...], *faults: str) -> dict[str, 
     """Rows by fault. Skips where there is no FUSE."""
     work = tmp_path / "work"
     work.mkdir()
-    rows = {row.fault: row for row in compare(Options(work, faults, seconds=1.0), peers=peers)}
+    rows = {
+        row.fault: row for row in compare(ScorecardOptions(work, faults, seconds=1.0), peers=peers)
+    }
     if any("no FUSE mount" in row.reason for row in rows.values()):
         pytest.skip(next(iter(rows.values())).reason)
     assert list(work.iterdir()) == []

@@ -14,23 +14,23 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import TierdCase, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 KEYS = list(range(8))
 
-MakeCase = Callable[..., TierdCase]
+MakeCase = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
 def make_case(tmp_path: Path) -> Iterator[MakeCase]:
     """A case in RAM alone, closed at the end."""
-    cases: list[TierdCase] = []
+    cases: list[TierdTestbed] = []
 
-    def make(**options: Any) -> TierdCase:
-        cases.append(TierdCase(tmp_path, **options))
+    def make(**options: Any) -> TierdTestbed:
+        cases.append(TierdTestbed(tmp_path, **options))
         return cases[-1]
 
     yield make
@@ -38,7 +38,7 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         case.close()
 
 
-def filled(case: TierdCase, engine: StubEngine | None = None) -> StubEngine:
+def filled(case: TierdTestbed, engine: StubEngine | None = None) -> StubEngine:
     """An engine that has stored ``KEYS``, all of them sealed."""
     case.start_tierd()
     engine = engine or case.engine()
@@ -46,7 +46,7 @@ def filled(case: TierdCase, engine: StubEngine | None = None) -> StubEngine:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
-    wait_for(lambda: case.counter("seals") >= len(KEYS), "everything is sealed")
+    wait_for(lambda: case.counter("objects_checksummed") >= len(KEYS), "everything is sealed")
     return engine
 
 
@@ -71,10 +71,12 @@ def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(
     assert engine.holds(0) == UNVERIFIED_BIT
     assert engine.load(KEYS) == len(KEYS)
     assert (engine.seen.wrong, engine.seen.misses, engine.seen.promoted) == (0, 0, len(KEYS))
-    wait_for(lambda: case.counter("kept_verified") == len(KEYS), "each is verified once")
+    wait_for(
+        lambda: case.counter("recovered_objects_verified") == len(KEYS), "each is verified once"
+    )
     assert engine.wait_for(lambda: engine.holds(0) == MEMORY_BIT, WAIT_SECONDS)
     assert engine.load(KEYS) == len(KEYS)
-    assert case.counter("kept_verified") == len(KEYS)
+    assert case.counter("recovered_objects_verified") == len(KEYS)
     # The pool is one file for as long as the pod lives.
     again = os.stat(case.run_directory / "pool")
     assert (again.st_ino, again.st_size) == (pool.st_ino, pool.st_size)
@@ -91,7 +93,7 @@ def test_a_byte_that_flipped_between_two_lives_is_a_miss(make_case: MakeCase) ->
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
     found = [engine.load([number]) for number in KEYS]
     assert (sum(found), engine.seen.wrong) == (len(KEYS) - 1, 0)
-    wait_for(lambda: case.counter("kept_dropped", "corrupt") == 1, "it is counted")
+    wait_for(lambda: case.counter("recovered_objects_dropped", "corrupt") == 1, "it is counted")
     assert engine.wait_for(lambda: not engine.holds(found.index(0)), WAIT_SECONDS)
     # And the key can be stored anew.
     assert engine.store(found.index(0))
@@ -106,7 +108,7 @@ def test_with_persistence_process_nothing_is_taken_over(make_case: MakeCase) -> 
     case.start_tierd()
     attached_again(engine)
     assert not any(engine.holds(number) for number in KEYS)
-    assert case.counter("kept") == 0
+    assert case.counter("objects_recovered") == 0
 
 
 def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: MakeCase) -> None:
@@ -117,7 +119,9 @@ def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: Mak
     case.start_tierd()
     attached_again(engine)
     assert not any(engine.holds(number) for number in KEYS)
-    wait_for(lambda: case.counter("kept_refused", "topology") == len(KEYS), "it is counted")
+    wait_for(
+        lambda: case.counter("recovered_objects_rejected", "topology") == len(KEYS), "it is counted"
+    )
 
 
 def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not_persist(
@@ -155,7 +159,7 @@ def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_kille
     case.start_tierd()
     first = case.engine_process("--keys", "6")
     wait_for(lambda: first.number("loaded") >= 20, "everything is stored and loaded")
-    wait_for(lambda: case.counter("seals") >= 6, "everything is sealed")
+    wait_for(lambda: case.counter("objects_checksummed") >= 6, "everything is sealed")
     first.kill()
     second = case.engine_process("--keys", "6", "--seed", "1")
     wait_for(lambda: second.number("loaded") >= 20, "the next engine loads")
@@ -165,7 +169,7 @@ def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_kille
     case.start_tierd()
     third = case.engine_process("--keys", "6", "--seed", "2")
     wait_for(lambda: third.number("loaded") >= 20, "the engine after that loads")
-    wait_for(lambda: case.counter("kept_verified") == 6, "each was verified")
+    wait_for(lambda: case.counter("recovered_objects_verified") == 6, "each was verified")
     seen = third.stop()
     assert (seen["stored"], seen["wrong"]) == (0, 0)
 
@@ -183,13 +187,13 @@ def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byt
             "it is attached",
         )  # type: ignore[misc]
         engine.wait_more("loaded", 40)
-        kept += case.counter("kept_verified")
+        kept += case.counter("recovered_objects_verified")
         case.kill_tierd()
         case.start_tierd()
     wait_for(lambda: engine.number("attached") >= 4 and engine.seen()["usable"], "it is attached")
     engine.wait_more("loaded", 20)
     assert kept > 0
-    assert case.counter("kept_dropped", "corrupt") == 0
+    assert case.counter("recovered_objects_dropped", "corrupt") == 0
     assert engine.stop()["wrong"] == 0
 
 
@@ -229,7 +233,7 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
         for number in KEYS:
             assert engine.wait("can_store", WAIT_SECONDS)
             assert engine.store(number)
-        wait_for(lambda: case.counter("seals") >= len(KEYS), "everything is sealed")
+        wait_for(lambda: case.counter("objects_checksummed") >= len(KEYS), "everything is sealed")
         for life in (2, 3):
             pid = case.tierd_pid()
             if life == 3:

@@ -12,7 +12,9 @@ import pytest
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.scorecard.mount import faulty_mount, unavailable
 from kvtier.scorecard.small_disks import NoDiskError, mounted
-from kvtier.testing.conformance import TierSuite, buffer, flip, make_object
+from kvtier.testing.conformance import TierSuite
+from kvtier.testing.damage import flip
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.walker import object_path

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment
-from kvtier.scorecard import scorecard
+from kvtier.harness.tierd_testbed import environment
+from kvtier.scorecard import runner
 
 PROMISED = (
     "fault",
@@ -67,15 +67,15 @@ def test_without_fuse_the_daemons_tier_is_wrapped_and_what_that_cannot_play_says
     def refuse(*_: object) -> None:
         raise OSError(19, "no such device")
 
-    monkeypatch.setattr(scorecard, "FaultyMount", refuse)
-    options = scorecard.Options(
+    monkeypatch.setattr(runner, "FaultyMount", refuse)
+    options = runner.ScorecardOptions(
         tmp_path,
         ("EIO", "hang-60s", "ENOSPC", "flips-in-flight"),
         seconds=2.0,
         hang_seconds=3.0,
         slack_seconds=20.0,
     )
-    rows = {row.fault: row for row in scorecard.play(options)}
+    rows = {row.fault: row for row in runner.run_faults(options)}
     assert "no such device" in rows["flips-in-flight"].reason
     assert rows.pop("flips-in-flight").verdict == "skipped"
     for row in rows.values():

@@ -8,21 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.scorecard import scorecard, writers
-from kvtier.scorecard.catalogue import Fault, Scene
-from kvtier.scorecard.scorecard import Options
-from kvtier.scorecard.stage import BUDGET_SECONDS, CAPACITY_BYTES, KEYS, Measured, Stage
+from kvtier.scorecard import runner, writers
+from kvtier.scorecard.catalog import Fault, FaultContext
+from kvtier.scorecard.runner import ScorecardOptions
+from kvtier.scorecard.testbed import (
+    BUDGET_SECONDS,
+    CAPACITY_BYTES,
+    KEYS,
+    FaultTestbed,
+    Measurements,
+)
 from kvtier.tiers.filesystem.layout import WORKING_PREFIX, writers_path
 
 SLACK_SECONDS = 2.0
 """Where nothing is planted, the machine may be as slow as it likes."""
 
 
-def nothing(scene: Scene, measured: Measured) -> None:
+def nothing(scene: FaultContext, measured: Measurements) -> None:
     scene.stage.stream(scene.seconds, measured)
 
 
-def wrong_bytes_in_ram(scene: Scene, measured: Measured) -> None:
+def wrong_bytes_in_ram(scene: FaultContext, measured: Measurements) -> None:
     """What the daemon believes to be sealed is something else: a lie that comes after verification."""
     pool = scene.stage.case.run_directory / "pool"
     with pool.open("r+b") as file:
@@ -33,7 +39,7 @@ def wrong_bytes_in_ram(scene: Scene, measured: Measured) -> None:
     scene.stage.stream(scene.seconds, measured)
 
 
-def too_much_in_the_directory(scene: Scene, measured: Measured) -> None:
+def too_much_in_the_directory(scene: FaultContext, measured: Measurements) -> None:
     ballast = scene.stage.below / "ballast"
     with ballast.open("wb") as file:
         file.truncate(CAPACITY_BYTES)
@@ -41,15 +47,15 @@ def too_much_in_the_directory(scene: Scene, measured: Measured) -> None:
     ballast.unlink()
 
 
-def a_daemon_that_ends(scene: Scene, measured: Measured) -> None:
+def a_daemon_that_ends(scene: FaultContext, measured: Measurements) -> None:
     os.kill(scene.stage.pid, signal.SIGKILL)
     scene.stage.stream(scene.seconds, measured)
 
 
-RECOVER = Stage.recover
+RECOVER = FaultTestbed.recover
 
 
-def recover_soon(stage: Stage, seconds: float = 15.0) -> float | None:
+def recover_soon(stage: FaultTestbed, seconds: float = 15.0) -> float | None:
     return RECOVER(stage, min(seconds, 15.0))
 
 
@@ -71,8 +77,8 @@ def test_what_a_writer_left_half_written_fails_its_row(
         return writers.Found(temporaries=len(writers.temporaries(tmp_path)))
 
     monkeypatch.setattr(writers, "run", ended)
-    row = scorecard.many_writers(2, tmp_path, Options(tmp_path))
-    assert row.verdict == scorecard.FAIL
+    row = runner.many_writers(2, tmp_path, ScorecardOptions(tmp_path))
+    assert row.verdict == runner.FAIL
     assert row.reason == "1 temporaries stay behind"
 
 
@@ -80,11 +86,11 @@ def test_each_broken_promise_fails_its_row_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        scorecard, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items())
+        runner, "FAULTS", tuple(Fault(name, "planted", play) for name, play in PLANTED.items())
     )
-    monkeypatch.setattr("kvtier.scorecard.stage.Stage.recover", recover_soon)
-    options = Options(tmp_path, tuple(PLANTED), seconds=3.0, slack_seconds=SLACK_SECONDS)
-    rows = {row.fault: row for row in scorecard.play(options)}
+    monkeypatch.setattr("kvtier.scorecard.testbed.FaultTestbed.recover", recover_soon)
+    options = ScorecardOptions(tmp_path, tuple(PLANTED), seconds=3.0, slack_seconds=SLACK_SECONDS)
+    rows = {row.fault: row for row in runner.run_faults(options)}
     assert (rows["nothing"].verdict, rows["nothing"].reason) == ("pass", "")
     assert rows["nothing"].loaded > 0
     assert rows["wrong-bytes"].wrong_bytes
@@ -95,21 +101,23 @@ def test_each_broken_promise_fails_its_row_and_no_other(
     assert "the daemon ended" in rows["crash"].reason
     assert "did not work again" in rows["crash"].reason
     assert [name for name, row in rows.items() if row.verdict != "fail"] == ["nothing"]
-    assert not scorecard.passed(rows.values())
+    assert not runner.passed(rows.values())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_load_that_waits_too_long_fails_its_row() -> None:
-    measured = Measured(loads=9, loaded=9, recovery_seconds=0.1, longest_wait=BUDGET_SECONDS + 0.11)
-    row = scorecard.judge("slow", "planted", measured)
+    measured = Measurements(
+        loads=9, loaded=9, recovery_seconds=0.1, longest_wait=BUDGET_SECONDS + 0.11
+    )
+    row = runner.judge("slow", "planted", measured)
     assert row.verdict == "fail"
     assert "beyond its clock" in row.reason
     measured.longest_wait = BUDGET_SECONDS + 0.09
-    assert scorecard.judge("slow", "planted", measured).verdict == "pass"
+    assert runner.judge("slow", "planted", measured).verdict == "pass"
 
 
 def test_a_load_that_waits_beside_an_open_breaker_fails_its_row() -> None:
-    measured = Measured(
+    measured = Measurements(
         loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3
     )
-    assert "open breaker" in scorecard.judge("open", "planted", measured).reason
+    assert "open breaker" in runner.judge("open", "planted", measured).reason

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.support.processes import heeded
 
-from kvtier.harness.tierd_case import environment, wait_for
-from kvtier.scorecard import scorecard
+from kvtier.harness.tierd_testbed import environment, wait_for
+from kvtier.scorecard import runner
 
 
 def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
@@ -24,8 +24,8 @@ def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess
 def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
     done = faults("--list")
     assert done.returncode == 0
-    assert len(set(scorecard.names())) == len(scorecard.names())
-    assert set(scorecard.names()) <= set(done.stdout.split())
+    assert len(set(runner.names())) == len(runner.names())
+    assert set(runner.names()) <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("arguments", [("--fault", "gremlins"), ("--path", "/nowhere")])

@@ -24,7 +24,7 @@ from kvtier.harness.file_writers import (
     start,
     temporaries,
 )
-from kvtier.testing.conformance import buffer
+from kvtier.testing.objects import buffer
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem.election import read_ledger, top_fence
 

@@ -19,9 +19,9 @@ from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.writer import document_text
 from kvtier.harness.engine_process import http_request
-from kvtier.harness.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
+from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
 from kvtier.scorecard.mount import faulty_mount, unavailable
-from kvtier.tierd.sidecar import DRAIN_NAME
+from kvtier.tierd.sidecar_supervisor import DRAIN_NAME
 
 Start = Callable[..., "Sidecar"]
 END_SECONDS = 5.0
@@ -31,7 +31,7 @@ END_SECONDS = 5.0
 class Sidecar:
     """``kvtier-sidecar run`` over the files of a case."""
 
-    def __init__(self, case: TierdCase, *arguments: str, umask: int = 0o077) -> None:
+    def __init__(self, case: TierdTestbed, *arguments: str, umask: int = 0o077) -> None:
         self.case = case
         self._log = (case.directory / "sidecar.log").open("ab")
         self.process = subprocess.Popen(
@@ -79,14 +79,14 @@ class Sidecar:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    made = TierdCase(tmp_path, file_bytes=64 << 20)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    made = TierdTestbed(tmp_path, file_bytes=64 << 20)
     yield made
     made.close()
 
 
 @pytest.fixture
-def start(case: TierdCase) -> Iterator[Start]:
+def start(case: TierdTestbed) -> Iterator[Start]:
     started: list[Sidecar] = []
 
     def begin(*arguments: str, **options: Any) -> Sidecar:
@@ -99,7 +99,7 @@ def start(case: TierdCase) -> Iterator[Start]:
 
 
 def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
@@ -120,12 +120,12 @@ def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
 
 
 def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
     assert sidecar.end() < END_SECONDS
-    assert "is killed" in sidecar.log()
+    assert "killing it" in sidecar.log()
 
 
 def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(
@@ -138,7 +138,7 @@ def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the
             mount = stack.enter_context(faulty_mount(tmp_path / "fuse"))
         except OSError as error:
             pytest.skip(f"no FUSE mount can be made here: {error}")
-        case = TierdCase(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")
+        case = TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")
         stack.callback(case.close)
         sidecar = Sidecar(case)
         stack.callback(sidecar.close)
@@ -160,7 +160,7 @@ def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the
 
 
 def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     sidecar.wait_serving()
@@ -190,8 +190,8 @@ def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(
     assert len(list(case.files.rglob("*.kv"))) == 1
 
 
-def test_a_request_to_drain_that_a_former_container_left_is_forgotten(
-    case: TierdCase, start: Start
+def test_a_drain_request_of_a_previous_container_is_ignored(
+    case: TierdTestbed, start: Start
 ) -> None:
     case.run_directory.mkdir(parents=True)
     (case.run_directory / DRAIN_NAME).touch()
@@ -200,14 +200,17 @@ def test_a_request_to_drain_that_a_former_container_left_is_forgotten(
     assert not case.status()["conditions"]
 
 
-def test_it_waits_for_a_document_and_says_so(case: TierdCase, start: Start) -> None:
+def test_it_waits_for_a_valid_document_and_reports_why(case: TierdTestbed, start: Start) -> None:
     structural = case.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     sidecar = start("--port", str(port))
-    wait_for(lambda: "no structural document yet" in sidecar.log(), "it says what is missing")
+    wait_for(
+        lambda: "waiting for a valid structural document" in sidecar.log(),
+        "it says what is missing",
+    )
     assert sidecar.process.poll() is None
     code, text = http_request(port, "GET", "/healthz", timeout_seconds=5)
     assert (code, "structural.json" in text) == (503, True)
@@ -215,11 +218,11 @@ def test_it_waits_for_a_document_and_says_so(case: TierdCase, start: Start) -> N
     assert [each["type"] for each in status["conditions"]] == ["TopologyNotAccepted"]
     structural.write_text(good)
     sidecar.wait_serving()
-    assert sidecar.log().count("no structural document yet") == 1
+    assert sidecar.log().count("waiting for a valid structural document") == 1
 
 
 def test_the_first_document_holds_whatever_the_annotation_becomes(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
@@ -237,14 +240,14 @@ def test_the_first_document_holds_whatever_the_annotation_becomes(
     assert json.loads((case.run_directory / "structural.json").read_text())["chunkTokens"] == 256
 
 
-def test_files_are_for_every_user_whatever_the_umask(case: TierdCase, start: Start) -> None:
+def test_files_are_for_every_user_whatever_the_umask(case: TierdTestbed, start: Start) -> None:
     start(umask=0o077).wait_serving()
     for name in ("pool", "tierd.sock", "tierd.lock", "alive", "epoch"):
         assert (case.run_directory / name).stat().st_mode & 0o777 == 0o666, name
 
 
 def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     pid = start("--data-bytes", str(300 << 20)).wait_serving()
     limits = Path(f"/proc/{pid}/limits").read_text()
@@ -255,7 +258,7 @@ def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(
 
 
 def test_with_a_token_file_nobody_is_let_in_without_its_token(
-    case: TierdCase, start: Start, tmp_path: Path
+    case: TierdTestbed, start: Start, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
     start("--token-file", str(token))

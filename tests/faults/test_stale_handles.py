@@ -11,13 +11,13 @@ import pytest
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError, TierUnavailableError
-from kvtier.testing.conformance import buffer, make_object
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.inspect import collect, verify
 from kvtier.tiers.filesystem.maintenance import make_room
-from kvtier.tiers.filesystem.walker import Found, object_path
+from kvtier.tiers.filesystem.walker import ObjectFile, object_path
 
 REF, PAYLOAD, META = make_object(1)
 FOR_EVER = 1_000
@@ -144,7 +144,7 @@ def test_by_hand_it_is_neither_corrupt_nor_removed(
 ) -> None:
     open_tier(tmp_path).close()
     path = path_in(tmp_path)
-    found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
+    found = ObjectFile(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
     with monkeypatch.context() as patch:
         fails(patch, path, "open", "unlink")
         checked = verify(tmp_path, [found], delete=True)
@@ -160,7 +160,7 @@ def test_by_hand_a_directory_that_is_gone_is_not_taken_for_one_whose_objects_wer
 ) -> None:
     open_tier(tmp_path).close()
     path = path_in(tmp_path)
-    found = Found(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
+    found = ObjectFile(REF.namespace, REF.key, path.stat().st_size, path.stat().st_mtime)
     with monkeypatch.context() as patch:
         fails(patch, path, "open", number=number)
         fails(patch, tmp_path, "stat", number=number)

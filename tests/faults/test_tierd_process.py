@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 
 from kvtier.config.models import Daemon
-from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.tierd.client import ClientState
 from kvtier.tierd.wire import PROTOCOL
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 
-MakeCase = Callable[..., TierdCase]
+MakeCase = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
 def make_case(tmp_path: Path) -> Iterator[MakeCase]:
     """Makes cases that are closed at the end."""
-    cases: list[TierdCase] = []
+    cases: list[TierdTestbed] = []
 
-    def make(**options: Any) -> TierdCase:
+    def make(**options: Any) -> TierdTestbed:
         directory = tmp_path / f"case-{len(cases)}"
         directory.mkdir()
-        case = TierdCase(directory, **options)
+        case = TierdTestbed(directory, **options)
         cases.append(case)
         return case
 

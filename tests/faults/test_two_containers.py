@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import WAIT_SECONDS, EngineProcess, TierdCase, wait_for
+from kvtier.harness.tierd_testbed import WAIT_SECONDS, StubEngineProcess, TierdTestbed, wait_for
 from kvtier.tierd.daemon import Options, TierDaemon
 
 CONTAINER = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -38,22 +38,22 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    made = TierdCase(tmp_path, memory_bytes=8 << 20)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    made = TierdTestbed(tmp_path, memory_bytes=8 << 20)
     yield made
     made.close()
 
 
-def engine_in_a_container(case: TierdCase, *arguments: str) -> EngineProcess:
+def engine_in_a_container(case: TierdTestbed, *arguments: str) -> StubEngineProcess:
     return case.engine_process(*arguments, prefix=CONTAINER)
 
 
-def first_process(engine: EngineProcess) -> int:
+def first_process(engine: StubEngineProcess) -> int:
     """Process id, as seen here, of the engine itself (``engine.pid`` is what made its namespace)."""
     return int(Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()[0])
 
 
-def nothing_is_held(case: TierdCase) -> bool:
+def nothing_is_held(case: TierdTestbed) -> bool:
     return (
         case.pool("granted")
         == case.pool("reserved")
@@ -64,7 +64,7 @@ def nothing_is_held(case: TierdCase) -> bool:
 
 
 def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for_the_next(
-    case: TierdCase,
+    case: TierdTestbed,
 ) -> None:
     case.start_tierd()
     engine = engine_in_a_container(case, "--keys", "20")
@@ -88,7 +88,9 @@ def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for
     )
 
 
-def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(case: TierdCase) -> None:
+def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(
+    case: TierdTestbed,
+) -> None:
     # A process that cannot be seen would be given up after a second here.
     daemon = TierDaemon(Options(case.topology_directory, blind_seconds=1.0))
     thread = threading.Thread(target=daemon.run, daemon=True)
@@ -111,7 +113,7 @@ def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(case: 
         thread.join(WAIT_SECONDS)
 
 
-def test_a_tierd_that_starts_after_the_engine_died_waits_for_nobody(case: TierdCase) -> None:
+def test_a_tierd_that_starts_after_the_engine_died_waits_for_nobody(case: TierdTestbed) -> None:
     case.start_tierd()
     engine = engine_in_a_container(case, "--keys", "20")
     engine.wait_more("loaded", 5)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import TierdCase
+from kvtier.harness.tierd_testbed import TierdTestbed
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 
@@ -46,7 +46,7 @@ class Client:
         directory.mkdir(parents=True)
         # The tier's root is the mount itself, as in a pod.
         (directory / "tier").symlink_to(mount)
-        self.case = TierdCase(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        self.case = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
         self.case.start_tierd(seconds=START_SECONDS)
         self.engine: StubEngine = self.case.engine()
         self.wait(lambda: self.engine.can_store, "attached")

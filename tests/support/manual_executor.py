@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.store.executor import Job
+from kvtier.store.executor import IoCall
 
 
 class ManualClock:
@@ -57,7 +57,7 @@ class ManualExecutor:
     def hold(self, call: ManualCall) -> None:
         """The call has begun and does not come back until ``run``, as on a thread that hangs."""
         call.started = True
-        if isinstance(call.call, Job):
+        if isinstance(call.call, IoCall):
             call.call.begin()
 
     def run(self, call: ManualCall) -> None:

@@ -28,7 +28,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.store.cost_model import Prefill, PrefillModel, PrefixCost
-from kvtier.store.executor import Job
+from kvtier.store.executor import IoCall
 from kvtier.store.store import TierStore
 from kvtier.store.types import EngineInfo, KeysEvicting, LoadAnnounced, PromotionEnded
 from kvtier.tiers.base import ObjectRef
@@ -216,11 +216,11 @@ class Simulation:
             self.store.pump()
             for event in self.store.take_events():
                 if isinstance(event, KeysEvicting):
-                    self.store.left(event.token)
+                    self.store.acknowledge_eviction(event.token)
                 elif isinstance(event, PromotionEnded):
                     self._ended(event)
                 elif isinstance(event, LoadAnnounced):
-                    self.store.loaded(ENGINE, 0, event.load)
+                    self.store.release_load(ENGINE, 0, event.load)
             others = [call for call in self._io.pending if not call.lane.startswith("read:")]
             for call in others:
                 self._io.run(call)
@@ -243,7 +243,7 @@ class Simulation:
                 started = True
                 self._io.hold(call)
                 job = call.call
-                if not isinstance(job, Job) or job.started_at is None:
+                if not isinstance(job, IoCall) or job.started_at is None:
                     self._io.run(call)
                     continue
                 ref = job.work.args[0] if isinstance(job.work, partial) else None

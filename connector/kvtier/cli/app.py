@@ -367,7 +367,7 @@ def faults(
     from kvtier.cli import faults as scorecard
 
     if names:
-        from kvtier.scorecard.scorecard import names as known
+        from kvtier.scorecard.runner import names as known
 
         printed("\n".join(known()))
         raise typer.Exit(0)

@@ -28,12 +28,12 @@ from kvtier.store.selection import (
     Candidate,
     CostQuery,
     Decision,
+    KeySource,
     LoadDeadline,
-    Source,
     TierLoad,
-    candidates,
-    choose,
     choose_by_cost,
+    choose_prefix,
+    prefix_candidates,
 )
 from kvtier_operator.render.documents import pod_placement, structural
 
@@ -119,12 +119,12 @@ def explain(
         ends = [start, *(source.end_tokens for source in sources)]
         tokens = [end - begin for begin, end in pairwise(ends)]
         tiers = [source.tier for source in sources]
-        decision = choose(selection, tiers, [outlook.weight for outlook in outlooks], tokens)
+        decision = choose_prefix(selection, tiers, [outlook.weight for outlook in outlooks], tokens)
         clock = LoadDeadline(limit)
         if decision.chosen is not None and decision.chosen.tokens < question.min_tokens:
             decision = Decision(
                 None,
-                tuple(candidates(tiers, [o.weight for o in outlooks], tokens)),
+                tuple(prefix_candidates(tiers, [o.weight for o in outlooks], tokens)),
                 "below_min_load_tokens",
             )
     if decision.chosen is None or decision.chosen.tiers == (0,):
@@ -160,7 +160,7 @@ def _positive(option: str, value: float) -> float:
     return value
 
 
-def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, list[Source]]:
+def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, list[KeySource]]:
     """The chunks of the prompt in prefix order, beginning where the GPU's own cache ends."""
     tiers: list[int] = []
     size = chunk * numbers.bytes_per_token
@@ -181,7 +181,9 @@ def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, l
     start = numbers.in_gpu_tokens
     if not 0 <= start <= numbers.prompt_tokens:
         raise ConfigurationError("--in-gpu", start, "a part of the prompt is")
-    sources = [Source(tier, size if tier else 0, (i + 1) * chunk) for i, tier in enumerate(tiers)]
+    sources = [
+        KeySource(tier, size if tier else 0, (i + 1) * chunk) for i, tier in enumerate(tiers)
+    ]
     return start, [source for source in sources if source.end_tokens > start]
 
 
@@ -294,7 +296,7 @@ def _candidate_json(explained: PlanExplained, candidate: Candidate) -> dict[str,
         "tokens": candidate.tokens,
         "tiers": [explained.names[tier] for tier in candidate.tiers],
         "readySeconds": finite(candidate.ready_seconds),
-        "judgedSeconds": finite(candidate.judged_seconds),
+        "judgedSeconds": finite(candidate.weighted_seconds),
         "score": candidate.score if explained.selection is Selection.WEIGHTED else None,
         "readsAtATime": candidate.parallel or None,
         "cutByTheClock": candidate.cut,
@@ -322,7 +324,7 @@ def show(explained: PlanExplained) -> None:
     table.add_row("nothing", "", *nothing, "<- chosen" if decision.chosen is None else "")
     for candidate in explained.rated:
         values = (
-            (_time(candidate.ready_seconds), _time(candidate.judged_seconds))
+            (_time(candidate.ready_seconds), _time(candidate.weighted_seconds))
             if cost
             else (str(candidate.score),)
         )

@@ -24,16 +24,16 @@ def options(
     path: Path | None, faults: Iterable[str], seconds: float, hang_seconds: float, objects: int
 ) -> Any:
     """The scorecard's options. Raises ``ConfigurationError`` for a directory or a fault that is none."""
-    from kvtier.scorecard import scorecard
+    from kvtier.scorecard import runner
 
     directory = path or Path(tempfile.gettempdir())
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise ConfigurationError("--path", str(directory), "a directory that can be written")
-    known = scorecard.names()
+    known = runner.names()
     for name in faults:
         if name not in known:
             raise ConfigurationError("--fault", name, "one of " + ", ".join(known))
-    return scorecard.Options(
+    return runner.ScorecardOptions(
         directory.absolute(),
         tuple(faults),
         seconds=seconds,
@@ -44,7 +44,7 @@ def options(
 
 def run(chosen: Any, with_engine: bool) -> list[Any]:
     """Plays everything, with a progress bar on standard error where that is a terminal."""
-    from kvtier.scorecard import engine, scorecard
+    from kvtier.scorecard import engine_faults, runner
 
     signal.signal(signal.SIGTERM, _told_to_end)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -52,12 +52,17 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
         signal.signal(signal.SIGHUP, _told_to_end)
     plays: list[tuple[list[str], Callable[[Callable[[str], None]], Iterable[Any]]]] = [
         (
-            [name for name in scorecard.names() if not chosen.faults or name in chosen.faults],
-            lambda told: scorecard.play(chosen, told),
+            [name for name in runner.names() if not chosen.faults or name in chosen.faults],
+            lambda told: runner.run_faults(chosen, told),
         )
     ]
     if with_engine:
-        plays.append((engine.names(chosen), lambda told: engine.play(chosen, told)))
+        plays.append(
+            (
+                engine_faults.names(chosen),
+                lambda told: engine_faults.run_engine_faults(chosen, told),
+            )
+        )
     rows: list[Any] = []
     columns = (
         TextColumn("{task.description}"),
@@ -92,7 +97,7 @@ def compare(chosen: Any) -> list[Any]:
     ) as progress:
         task = progress.add_task("peers", total=None)
         rows.extend(
-            peers.compare(chosen, told=lambda name: progress.update(task, description=name))
+            peers.compare(chosen, on_start=lambda name: progress.update(task, description=name))
         )
     return rows
 

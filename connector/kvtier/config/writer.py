@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.config.models import Live, Topology
+from kvtier.files import replace_file
 
 
 def document_text(document: BaseModel) -> str:
@@ -30,16 +29,3 @@ def write(directory: Path | str, topology: Topology) -> None:
 def write_live(directory: Path | str, live: Live) -> None:
     """Replaces ``live.json``. Raises ``OSError``."""
     replace_file(Path(directory) / LIVE_FILE, document_text(live).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file beside ``path`` and renames it over it, readable by all. Raises ``OSError``."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -25,8 +25,8 @@ Commands (``do``), with their arguments:
     what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
 ``set {variables}``
     sets environment variables of the engine's process.
-``copies {}``
-    copies under way by direction, where ``kvtier.harness.slow_copies`` is installed.
+``call {function}``
+    calls a function ("module:name") in the engine's process; answers with its result.
 ``asks {}``
     how many times the connector was asked for a hit, by request id.
 """
@@ -208,16 +208,19 @@ class Driver:
         """Sets environment variables."""
         os.environ.update(variables)
 
-    def copies(self) -> dict[str, int]:
-        """Copies under way."""
-        from kvtier.harness import slow_copies
-
-        slow_copies.move_due()
-        return slow_copies.running()
+    def call(self, function: str) -> Any:
+        """Calls ``function`` ("module:name") without arguments."""
+        return _function(function)()
 
     def asks(self) -> dict[str, int]:
         """How often the connector was asked for a hit, by request."""
         return dict(self.asked)
+
+
+def _function(path: str) -> Callable[[], Any]:
+    module, _, name = path.partition(":")
+    function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def main() -> None:
@@ -233,8 +236,7 @@ def main() -> None:
 
     options = json.loads(sys.argv[1])
     for hook in options.pop(HOOKS, ()):
-        module, _, function = hook.partition(":")
-        getattr(importlib.import_module(module), function)()
+        _function(hook)()
     driver = Driver(options)
     answer({"result": "ready"})
     commands = (
@@ -249,7 +251,7 @@ def main() -> None:
         "connector",
         "asks",
         "set",
-        "copies",
+        "call",
     )
     for line in sys.stdin:
         command = json.loads(line)

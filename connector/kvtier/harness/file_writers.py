@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierError, TierMissError, TierNoSpaceError
-from kvtier.testing.conformance import buffer, make_object
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier

@@ -32,12 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config.loader import load as load_topology
+from kvtier.processes import own_identity
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
+from kvtier.tierd.watchdog import WatchdogTiming
 from kvtier.tierd.wire import (
-    MEMORY_BIT,
     PROTOCOL,
     Abort,
     Cancel,
@@ -82,7 +84,7 @@ def content(key: bytes, size_bytes: int) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class FakeEngineOptions:
+class StubEngineOptions:
     """``copy_seconds``: how long one copy takes, in ``copy_pieces`` pieces. ``drains``: whether the worker ever says that it has
     drained. ``limit_seconds``: how long a load waits for its slots.
     ``strict``: a load ends with its clock, as a scheduler's does, whatever tierd says or does not say. ``protocol``: what it says its version is."""
@@ -134,7 +136,7 @@ class Job:
 class StubWorker:
     """The worker side: one thread copies between the pool and nowhere, in the order of its jobs."""
 
-    def __init__(self, options: FakeEngineOptions, engine: str, seen: Seen) -> None:
+    def __init__(self, options: StubEngineOptions, engine: str, seen: Seen) -> None:
         self._options = options
         self._engine = engine
         self._seen = seen
@@ -289,7 +291,7 @@ class StubWorker:
 class StubEngine:
     """Scheduler side and worker side. ``store`` and ``load`` are called by one thread and end within their limits."""
 
-    def __init__(self, options: FakeEngineOptions) -> None:
+    def __init__(self, options: StubEngineOptions) -> None:
         self.options = options
         self.engine = options.engine or uuid.uuid4().hex
         self.seen = Seen()
@@ -518,11 +520,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     topology = load_topology(given.topology)
     supervisor = Supervisor(
-        given.topology, topology, unresponsive_seconds=given.unresponsive_seconds
+        given.topology, topology, timing=WatchdogTiming(unresponsive=given.unresponsive_seconds)
     )
     supervisor.ensure()
     engine = StubEngine(
-        FakeEngineOptions(
+        StubEngineOptions(
             run_directory=Path(topology.structural.run_directory),
             engine=given.engine,
             identity=given.identity,

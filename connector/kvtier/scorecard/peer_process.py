@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.harness.tierd_case import environment
+from kvtier.harness.tierd_testbed import environment
 
 END_SECONDS = 10.0
 QUIET = {

@@ -22,8 +22,8 @@ from kvtier.harness.file_writers import directory_bytes
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.peer_process import Child, Reply
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES
-from kvtier.scorecard.scorecard import FAIL, PASS, SKIPPED, Options
-from kvtier.scorecard.stage import BUDGET_SECONDS
+from kvtier.scorecard.runner import FAIL, PASS, SKIPPED, ScorecardOptions
+from kvtier.scorecard.testbed import BUDGET_SECONDS
 
 OBJECTS = 36
 PAUSE_SECONDS = 0.02
@@ -157,20 +157,26 @@ class _Seen:
 
 
 def compare(
-    options: Options, told: Callable[[str], None] = lambda _: None, peers: tuple[Peer, ...] = PEERS
+    options: ScorecardOptions,
+    on_start: Callable[[str], None] = lambda _: None,
+    peers: tuple[Peer, ...] = PEERS,
 ) -> Iterator[PeerRow]:
-    """The rows, peer by peer, as they are played. ``told`` hears what begins. Everything that is made is removed."""
+    """The rows, peer by peer, as they are played. ``on_start`` is called with each fault before it starts. Everything that is made is removed."""
     wanted = [name for name in NAMES if not options.faults or name in options.faults]
     for peer in peers if wanted else ():
         home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
         try:
-            yield from _with_mount(peer, wanted, home, options, told)
+            yield from _with_mount(peer, wanted, home, options, on_start)
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
 
 def _with_mount(
-    peer: Peer, wanted: list[str], home: Path, options: Options, told: Callable[[str], None]
+    peer: Peer,
+    wanted: list[str],
+    home: Path,
+    options: ScorecardOptions,
+    on_start: Callable[[str], None],
 ) -> Iterator[PeerRow]:
     below, point = home / "below", home / "mount"
     below.mkdir()
@@ -187,7 +193,7 @@ def _with_mount(
         stack.callback(mount.close)
         stack.callback(stage.end)
         for fault in wanted:
-            told(f"{peer.name}: {fault}")
+            on_start(f"{peer.name}: {fault}")
             yield stage.play(fault)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.scorecard.stage import KEYS, Measured, Stage
+from kvtier.scorecard.testbed import KEYS, FaultTestbed, Measurements
 
 MEANS = "ext4 on a loop device"
 SIZE_BYTES = 16 << 20
@@ -76,7 +76,7 @@ def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -
             time.sleep(0.5)
 
 
-def full(stage: Stage, _: Disk, seconds: float, measured: Measured) -> None:
+def full(stage: FaultTestbed, _: Disk, seconds: float, measured: Measurements) -> None:
     """The file system is smaller than the tier's capacity."""
     end = time.monotonic() + seconds
     number = KEYS
@@ -89,7 +89,7 @@ def full(stage: Stage, _: Disk, seconds: float, measured: Measured) -> None:
     measured.recovery_seconds = stage.recover()
 
 
-def read_only(stage: Stage, disk: Disk, seconds: float, measured: Measured) -> None:
+def read_only(stage: FaultTestbed, disk: Disk, seconds: float, measured: Measurements) -> None:
     """Mounted read-only while it is used, as a kernel does after an error."""
     for number in range(24):
         stage.wait(lambda: stage.engine.can_store, "a free slot", 1)
@@ -103,7 +103,7 @@ def read_only(stage: Stage, disk: Disk, seconds: float, measured: Measured) -> N
     measured.recovery_seconds = stage.recover()
 
 
-PLAYS: dict[str, Callable[[Stage, Disk, float, Measured], None]] = {
+PLAYS: dict[str, Callable[[FaultTestbed, Disk, float, Measurements], None]] = {
     "full-disk": full,
     "read-only-disk": read_only,
 }

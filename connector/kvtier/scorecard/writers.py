@@ -17,7 +17,7 @@ from kvtier.harness.file_writers import (
     start,
     temporaries,
 )
-from kvtier.testing.conformance import buffer
+from kvtier.testing.objects import buffer
 from kvtier.tiers.base import ObjectRef
 
 COUNTS = (2, 8, 16)

@@ -13,7 +13,7 @@ from itertools import count
 
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.engines import EngineRegistry
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import Read
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SEGMENTS_PER_POOL, SlotPool
@@ -39,7 +39,7 @@ class SlotAllocator:
         self,
         shared: StoreContext,
         pool: SlotPool,
-        table: MemoryTier,
+        table: ResidentObjects,
         index: PresenceIndex,
         engines: EngineRegistry,
     ) -> None:
@@ -237,7 +237,7 @@ class SlotAllocator:
             token = next(self._tokens)
             for entry in entries:
                 self._table.leave(entry, token)
-                self._pool.move(entry.slot, SlotState.LEAVING)
+                self._pool.move(entry.slot, SlotState.EVICTING)
             if self._index.is_open(namespace):
                 until = self._shared.clock() + LEAVING_SECONDS
                 timer = self._shared.timers.at(until, partial(self._gone, token, "unanswered"))
@@ -267,11 +267,11 @@ class SlotAllocator:
             self._leaving[token][1].cancel()
             self._gone(token, "answered")
         else:
-            self._shared.count("late_left")
+            self._shared.count("late_eviction_acks")
 
     def _gone(self, token: int, reason: str) -> None:
         entries, _ = self._leaving.pop(token)
-        self._shared.count("leaving_ended", "", reason)
+        self._shared.count("eviction_notices_ended", "", reason)
         self._remove(token, entries)
 
     def _remove(self, token: int, entries: list[Entry]) -> None:
@@ -279,7 +279,7 @@ class SlotAllocator:
             if entry.leaving == token:
                 self._shared.count("evictions")
                 if entry.kept is not None:
-                    self._shared.count("kept_dropped", "", "evicted")
+                    self._shared.count("recovered_objects_dropped", "", "evicted")
                 self.discard(entry)
 
     def discard(self, entry: Entry) -> None:
@@ -293,7 +293,7 @@ class SlotAllocator:
     def rescue(self, entry: Entry) -> None:
         """A leaving object is wanted after all: it stays, and is announced again to those who were told to forget
         it."""
-        self._shared.count("evictions_taken_back")
+        self._shared.count("evictions_cancelled")
         self._table.stay(entry)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):

@@ -54,7 +54,7 @@ class Fit:
     spread: float
 
 
-def fit(samples: Sequence[Sample], alone: str) -> Fit:
+def fit_coefficients(samples: Sequence[Sample], alone: str) -> Fit:
     """Fits at least one sample. ``alone`` ("u" or "v"): which of the two explains samples that cannot tell them apart.
 
     About 0.2 ms for 32 samples.
@@ -190,7 +190,7 @@ class PrefillModel:
                 Sample(linear, quadratic, seconds, linear * 0.5 ** (age / STEPS_HALF_LIFE))
                 for age, (linear, quadratic, seconds) in enumerate(reversed(self._steps))
             ]
-            found = fit(samples, "u")
+            found = fit_coefficients(samples, "u")
             self._current = Prefill(found.a, found.b)
         return self._current
 
@@ -364,5 +364,5 @@ class TierModel:
                 samples.append(Sample(rounds, size_bytes, max(seconds, 1e-9), weight))
         if len(samples) < MIN_LOADS:
             return None
-        found = fit(samples, "v")
+        found = fit_coefficients(samples, "v")
         return TierEstimate(found.a, 1 / found.b if found.b > 0 else math.inf, found.spread)

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvtier.errors import ProtocolError
 from kvtier.store.context import StoreContext, Timer
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
@@ -67,7 +67,7 @@ def check_info(info: EngineInfo) -> None:
 class EngineRegistry:
     """Open engines by name, and the quarantine. Owner's thread only."""
 
-    def __init__(self, shared: StoreContext, pool: SlotPool, table: MemoryTier) -> None:
+    def __init__(self, shared: StoreContext, pool: SlotPool, table: ResidentObjects) -> None:
         self.open: dict[str, EngineState] = {}
         self._shared = shared
         self._pool = pool

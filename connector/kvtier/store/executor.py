@@ -25,7 +25,7 @@ _SKIPPED = object()
 Finished = Callable[[object, BaseException | None], None]
 
 
-class Job:
+class IoCall:
     """A submitted call. ``started_at`` and ``finished_at`` are written by the thread that makes it, and only read
     elsewhere."""
 
@@ -50,7 +50,7 @@ class Job:
         # item.
         self._right_to_begin = [True]
 
-    def submit(self, io: IoExecutor, lane: str) -> Job:
+    def submit(self, io: IoExecutor, lane: str) -> IoCall:
         """Hands the call to ``lane``. Owner's thread."""
         io.submit(lane, self, self._done)
         return self

@@ -22,7 +22,7 @@ from kvtier.store.state import Entry, SlotClass
 T = TypeVar("T")
 
 
-class EvictionPolicy(Protocol[T]):
+class EvictionOrder(Protocol[T]):
     """Order of eviction. Every object is admitted once, then parked and offered any number of times, then forgotten."""
 
     def admit(self, item: T) -> None:
@@ -92,7 +92,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class ArcPolicy(Generic[KeyT]):
-    """An ``EvictionPolicy`` that one long scan does not empty.
+    """An ``EvictionOrder`` that one long scan does not empty.
 
     ``name`` gives what stays the same when an object comes back as another item: the ghosts of what went are kept by it, at
     most as many as there are resident objects.
@@ -166,14 +166,14 @@ class ArcPolicy(Generic[KeyT]):
         return len(self._recent) + len(self._often)
 
 
-class MemoryTier:
+class ResidentObjects:
     """Objects in RAM. Owner's thread only. An entry that leaves is held by nobody; whoever wants it calls ``stay``
     first."""
 
-    def __init__(self, policy: Callable[[], EvictionPolicy[Entry]]) -> None:
+    def __init__(self, policy: Callable[[], EvictionOrder[Entry]]) -> None:
         self._entries: dict[tuple[str, bytes], Entry] = {}
         self._new_policy = policy
-        self._policies: dict[int, EvictionPolicy[Entry]] = {}
+        self._policies: dict[int, EvictionOrder[Entry]] = {}
         self.pinned_bytes = 0
 
     def __len__(self) -> int:
@@ -229,7 +229,7 @@ class MemoryTier:
         entry.leaving = token
         self.policy(entry.slot.segment.kind).park(entry)
 
-    def policy(self, kind: SlotClass) -> EvictionPolicy[Entry]:
+    def policy(self, kind: SlotClass) -> EvictionOrder[Entry]:
         """The order of eviction of one slot class."""
         found = self._policies.get(kind.slot_bytes)
         if found is None:

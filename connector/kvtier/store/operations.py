@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvtier.store.context import Timer
 from kvtier.store.cost_model import Batch
-from kvtier.store.executor import Job
+from kvtier.store.executor import IoCall
 from kvtier.store.secondary_tier import SecondaryTier
 from kvtier.store.selection import LoadDeadline
 from kvtier.store.state import Entry, Slot, SlotClass
@@ -32,7 +32,7 @@ class Reservation:
         self.answered: set[int] = set()
 
 
-class Load:
+class LoadRecord:
     """One announced load: its pinned entries, and the ranks that may be reading them."""
 
     __slots__ = ("entries", "ranks")
@@ -172,7 +172,7 @@ class Read:
         self.due_at: float | None = None
         """Past this it has taken longer than expected; None where nothing is expected."""
         self.slot: Slot | None = None
-        self.job: Job | None = None
+        self.job: IoCall | None = None
         self.timer: Timer | None = None
         self.late = False
         self.tried = 0
@@ -205,7 +205,7 @@ class EngineState:
         self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in kinds)
         self.reservations: dict[int, Reservation] = {}
         self.promotions: dict[int, Promotion] = {}
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, LoadRecord] = {}
 
     def key(self, group: int, block_hash: bytes) -> bytes | None:
         """The key as tiers have it; None where the engine has no such group."""

@@ -15,14 +15,14 @@ from functools import partial
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import Batch, PrefixCost
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, ProbeRead, Promotion, Read
 from kvtier.store.recovery import RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
 from kvtier.store.selection import LoadPlanner, usable_shape
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import TierReads
-from kvtier.store.types import Outcome, PromotionEnded
+from kvtier.store.types import PromotionEnded, PromotionOutcome
 
 LEASE_SECONDS = 60.0
 MAX_PROMOTIONS = 1_024
@@ -36,7 +36,7 @@ class Promotions:
     def __init__(
         self,
         shared: StoreContext,
-        table: MemoryTier,
+        table: ResidentObjects,
         lowers: SecondaryTiers,
         reads: TierReads,
         supply: SlotAllocator,
@@ -183,7 +183,7 @@ class Promotions:
         """Measures a tier that was judged too slow: one round of what it would have been read, for nobody."""
         if not self._decider.trial_due(lower):
             return
-        self._shared.count("tier_trials", lower.name)
+        self._shared.count("tier_probe_reads", lower.name)
         trial, batch = ProbeRead(), lower.model.begin(self._shared.clock())
         positions = [position for position, source in enumerate(sources) if source == lower.index]
         for position in positions[: lower.read_threads]:
@@ -358,11 +358,11 @@ class Promotions:
             usable += 1
         self._give_up(promotion, usable)
         if cancelled:
-            outcome = Outcome.CANCELLED
+            outcome = PromotionOutcome.CANCELLED
         elif usable == len(promotion.keys) and usable:
-            outcome = Outcome.WHOLE
+            outcome = PromotionOutcome.WHOLE
         else:
-            outcome = Outcome.PARTIAL if usable else Outcome.FAILED
+            outcome = PromotionOutcome.PARTIAL if usable else PromotionOutcome.FAILED
         engine, number = promotion.engine, promotion.number
         self._shared.count("promotions_ended", "", outcome.value)
         self._shared.emit(
@@ -376,7 +376,7 @@ class Promotions:
 
     def _lease_ended(self, promotion: Promotion) -> None:
         promotion.timer = None
-        self._shared.count("promotions_forgotten")
+        self._shared.count("promotion_leases_expired")
         self._drop(promotion)
 
     def _drop(self, promotion: Promotion) -> None:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.store.context import StoreContext
-from kvtier.store.executor import Job
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.executor import IoCall
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import SlotRecord, object_digest
@@ -47,7 +47,7 @@ class _Check:
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.job: Job | None = None
+        self.job: IoCall | None = None
         self.waiters: dict[tuple[RecoveryWaiter, int], None] = {}
 
 
@@ -58,7 +58,7 @@ class RecoveredObjects:
         self,
         shared: StoreContext,
         pool: SlotPool,
-        table: MemoryTier,
+        table: ResidentObjects,
         index: PresenceIndex,
         supply: SlotAllocator,
     ) -> None:
@@ -80,14 +80,14 @@ class RecoveredObjects:
                     record.offset, record.slot_bytes, record.segment_start, record.segment_slots
                 )
             if slot is None:
-                shared.count("kept_refused", "", "overlap")
+                shared.count("recovered_objects_rejected", "", "overlap")
                 shared.erase(record.offset)
                 continue
             entry = Entry(record.namespace, record.key, slot, (), True)
             entry.kept = record
             self._table.add(entry)
             self._index.change(record.namespace, record.key, UNVERIFIED_BIT, True)
-            shared.count("kept")
+            shared.count("objects_recovered")
 
     def want(
         self,
@@ -117,7 +117,7 @@ class RecoveredObjects:
             self._table.pin(entry)
             entry.shard_bytes = shard_bytes
             work = partial(self._hash, entry.slot.offset, shard_bytes, checksum)
-            check.job = Job(self._shared.clock, work, partial(self._hashed, check)).submit(
+            check.job = IoCall(self._shared.clock, work, partial(self._hashed, check)).submit(
                 self._shared.io, LANE
             )
         check.waiters[waiter, position] = None
@@ -165,10 +165,10 @@ class RecoveredObjects:
             self._table.unpin(entry)
             self._drop(entry, "corrupt")
             for waiter, position in waiters:
-                waiter.lost(position, "kept_corrupt")
+                waiter.lost(position, "recovered_corrupt")
             return
         entry.meta, entry.kept = result, None
-        self._shared.count("kept_verified")
+        self._shared.count("recovered_objects_verified")
         self._index.change(entry.namespace, entry.key, MEMORY_BIT, True)
         self._index.change(entry.namespace, entry.key, UNVERIFIED_BIT, False)
         for waiter, position in waiters:
@@ -178,5 +178,5 @@ class RecoveredObjects:
         self._table.unpin(entry)
 
     def _drop(self, entry: Entry, reason: str) -> None:
-        self._shared.count("kept_dropped", "", reason)
+        self._shared.count("recovered_objects_dropped", "", reason)
         self._supply.discard(entry)

@@ -25,9 +25,9 @@ from kvtier.config.models import Live, LiveTier
 from kvtier.errors import TierError, TierMissError, TierNoSpaceError
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.cost_model import TierModel
-from kvtier.store.executor import Job
+from kvtier.store.executor import IoCall
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.types import MEMORY_BIT, RAM_BITS, Clock, TiersUsable
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, Clock, UsableTiersChanged
 from kvtier.tiers.base import Tier, TierLimits
 
 NEGATIVE_SECONDS = 30.0
@@ -144,7 +144,7 @@ MAINTAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
+class TierSnapshot:
     """One tier as it is reported. ``state``: Healthy, Degraded, BreakerOpen or Unknown (not opened yet).
     ``since_seconds``: time of the store's clock at which the breaker last changed."""
 
@@ -347,7 +347,7 @@ class SecondaryTiers:
         if not lower.opened:
             self._submit_open(lower)
             return
-        Job(self._shared.clock, lower.tier.check, partial(self._probed, lower)).submit(
+        IoCall(self._shared.clock, lower.tier.check, partial(self._probed, lower)).submit(
             self._shared.io, f"check:{lower.name}"
         )
 
@@ -370,7 +370,7 @@ class SecondaryTiers:
             self._index.changes.put(namespace, key, lower.index, present)
 
         call = partial(lower.tier.open, announce)
-        Job(self._shared.clock, call, partial(self._open_ended, lower)).submit(
+        IoCall(self._shared.clock, call, partial(self._open_ended, lower)).submit(
             self._shared.io, f"maintain:{lower.name}"
         )
 
@@ -401,14 +401,14 @@ class SecondaryTiers:
             bits |= lower.bit if lower.usable else 0
         if bits != self.usable_bits:
             self.usable_bits = bits
-            self._shared.emit(TiersUsable(bits))
+            self._shared.emit(UsableTiersChanged(bits))
 
     def _maintain(self, lower: SecondaryTier) -> None:
         shared = self._shared
         if lower.breaker.open:
             shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
             return
-        Job(shared.clock, lower.tier.maintain, partial(self._maintained, lower)).submit(
+        IoCall(shared.clock, lower.tier.maintain, partial(self._maintained, lower)).submit(
             shared.io, f"maintain:{lower.name}"
         )
 
@@ -430,7 +430,7 @@ class SecondaryTiers:
             self._shared.count("tier_objects_not_indexed", lower.name, "", total - lower.left_out)
             lower.left_out = total
 
-    def state(self, lower: SecondaryTier) -> TierReport:
+    def state(self, lower: SecondaryTier) -> TierSnapshot:
         """The tier as it is reported."""
         if lower.breaker.open:
             state = "BreakerOpen"
@@ -439,7 +439,7 @@ class SecondaryTiers:
         else:
             state = "Degraded" if lower.breaker.failures or lower.late_reads else "Healthy"
         usage = lower.tier.usage()
-        return TierReport(
+        return TierSnapshot(
             lower.name,
             state,
             usage.used_bytes,

@@ -34,7 +34,7 @@ class Candidate:
     document order. ``slowest``: the one of least weight among them, the later one where two weigh the same.
 
     Estimates of ``Cost``, infinite where there are none: ``ready_seconds`` until the whole prompt is computed with this
-    loaded, ``judged_seconds`` the same with the tiers' weights. ``parallel``: reads of a tier at a time, 0 for as many as it
+    loaded, ``weighted_seconds`` the same with the tiers' weights. ``parallel``: reads of a tier at a time, 0 for as many as it
     has threads. ``cut``: the request's clock is expected to end it before it is through.
     """
 
@@ -44,7 +44,7 @@ class Candidate:
     slowest: int
     score: int
     ready_seconds: float = math.inf
-    judged_seconds: float = math.inf
+    weighted_seconds: float = math.inf
     parallel: int = 0
     cut: bool = False
 
@@ -83,7 +83,7 @@ class Decision:
         return f"{chosen}: {self.reason}" + (f"; instead of {rest}" if rest else "")
 
 
-def candidates(
+def prefix_candidates(
     tiers: Sequence[int], weights: Sequence[int], tokens: Sequence[int]
 ) -> list[Candidate]:
     """The prefixes worth comparing, shortest first.
@@ -105,7 +105,7 @@ def candidates(
     return found
 
 
-def choose(
+def choose_prefix(
     selection: Selection, tiers: Sequence[int], weights: Sequence[int], tokens: Sequence[int]
 ) -> Decision:
     """Chooses a prefix.
@@ -113,7 +113,7 @@ def choose(
     ``Weighted``: the most tokens x weight of the slowest tier used; ties to the earlier of the slowest tiers, then to
     the longer prefix. ``Cost``, before anything was measured: the longest (DATAPATH 3).
     """
-    found = candidates(tiers, weights, tokens)
+    found = prefix_candidates(tiers, weights, tokens)
     if not found:
         return Decision(None, (), "nothing_usable")
     if selection is Selection.WEIGHTED:
@@ -166,7 +166,7 @@ MARGIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KeySource:
     """Where one key of the prefix comes from. ``size_bytes``: to be read, 0 in RAM and where a read is under way.
     ``end_tokens``: tokens of the prompt that are there with it and all before it."""
 
@@ -193,7 +193,7 @@ class CostQuery:
     """What ``Cost`` decides about. ``tiers[t]``: outlook of tier t. ``limit_seconds``: ``loadTimeoutSeconds``.
     ``waited_seconds``: how long the request's clock has been running."""
 
-    sources: Sequence[Source]
+    sources: Sequence[KeySource]
     tiers: Sequence[TierLoad]
     start_tokens: int
     prompt_tokens: int
@@ -223,7 +223,7 @@ def choose_by_cost(question: CostQuery) -> Decision:
     ends = [question.start_tokens, *(source.end_tokens for source in question.sources)]
     tokens = [end - begin for begin, end in pairwise(ends)]
     weights = [tier.weight for tier in question.tiers]
-    usable = candidates([source.tier for source in question.sources], weights, tokens)
+    usable = prefix_candidates([source.tier for source in question.sources], weights, tokens)
     if not usable:
         return Decision(None, (), "nothing_usable")
     found = [candidate for candidate in usable if candidate.tokens >= question.min_tokens]
@@ -239,8 +239,8 @@ def choose_by_cost(question: CostQuery) -> Decision:
     best: Candidate | None = None
     least = recompute
     for candidate in rated:
-        if candidate.ready_seconds < recompute and candidate.judged_seconds < least:
-            best, least = candidate, candidate.judged_seconds
+        if candidate.ready_seconds < recompute and candidate.weighted_seconds < least:
+            best, least = candidate, candidate.weighted_seconds
     others = tuple(candidate for candidate in rated if candidate is not best)
     used = best.tiers if best is not None else ()
     too_slow = tuple(
@@ -294,14 +294,14 @@ def _expect(question: CostQuery, prefill: Prefill, candidate: Candidate, stages:
             return replace(
                 candidate,
                 ready_seconds=limit + rest,
-                judged_seconds=judged + rest,
+                weighted_seconds=judged + rest,
                 parallel=parallel,
                 cut=True,
             )
         there = source.end_tokens
     rest = prefill.seconds(there, question.prompt_tokens)
     return replace(
-        candidate, ready_seconds=ready + rest, judged_seconds=judged + rest, parallel=parallel
+        candidate, ready_seconds=ready + rest, weighted_seconds=judged + rest, parallel=parallel
     )
 
 
@@ -369,7 +369,7 @@ class LoadPlanner:
             weights = [self.memory_weight] + [
                 lower.settings.load_weight for lower in self._lowers.all
             ]
-            decision = choose(self.selection, sources, weights, [1] * len(sources))
+            decision = choose_prefix(self.selection, sources, weights, [1] * len(sources))
             clock = LoadDeadline(limit_seconds)
         self._shared.count("selections", "", decision.reason)
         if logger.isEnabledFor(logging.DEBUG):
@@ -391,7 +391,7 @@ class LoadPlanner:
         memory = TierLoad(self.memory_weight, IMMEDIATE)
         question = CostQuery(
             [
-                Source(tier, size, end, position in unproven)
+                KeySource(tier, size, end, position in unproven)
                 for position, (tier, size, end) in enumerate(
                     zip(sources, sizes, shape.ends, strict=False)
                 )

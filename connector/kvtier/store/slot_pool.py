@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvtier.store.slot_table import SlotPlace
+from kvtier.store.slot_table import SlotLocation
 from kvtier.store.state import Segment, Slot, SlotClass, SlotState
 from kvtier.store.types import Accounts
 from kvtier.tiers.base import ALIGNMENT_BYTES, aligned
@@ -64,8 +64,8 @@ class SlotPool:
         self._bytes[slot.state] -= size
         self._bytes[state] += size
         if not slot.segment.draining:
-            slot.segment.kind.leaving += (state is SlotState.LEAVING) - (
-                slot.state is SlotState.LEAVING
+            slot.segment.kind.leaving += (state is SlotState.EVICTING) - (
+                slot.state is SlotState.EVICTING
             )
         slot.state, slot.owner = state, owner
 
@@ -105,10 +105,10 @@ class SlotPool:
         return slot
 
     @staticmethod
-    def place(slot: Slot) -> SlotPlace:
+    def place(slot: Slot) -> SlotLocation:
         """Where the slot is, as ``restore`` takes it."""
         segment = slot.segment
-        return SlotPlace(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
+        return SlotLocation(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
 
     def available(self, kind: SlotClass) -> int:
         """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free
@@ -137,7 +137,7 @@ class SlotPool:
             reading=of[SlotState.READING],
             committed=of[SlotState.COMMITTED],
             quarantined=of[SlotState.QUARANTINED],
-            leaving=of[SlotState.LEAVING],
+            evicting=of[SlotState.EVICTING],
             unusable=self.pool_bytes - used - usable_room,
         )
 
@@ -221,7 +221,7 @@ class SlotPool:
         kind = segment.kind
         segment.draining = draining
         for slot in segment.slots:
-            if slot.state is SlotState.LEAVING:
+            if slot.state is SlotState.EVICTING:
                 kind.leaving += -1 if draining else 1
             elif slot.state is SlotState.FREE and draining:
                 del kind.free[slot.offset]

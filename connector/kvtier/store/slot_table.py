@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from blake3 import blake3
-
+from kvtier.hashing import blake3_digest
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta
 
 FORMAT = 1
@@ -47,18 +46,18 @@ _MAX_KEY_BYTES = 64
 _PIECE_RECORDS = 4096
 
 
-def table_bytes(pool_bytes: int) -> int:
+def slot_table_bytes(pool_bytes: int) -> int:
     """How large the table of a pool may become."""
     return min(max(pool_bytes // TABLE_SHARE, MIN_TABLE_BYTES), MAX_TABLE_BYTES)
 
 
 def object_digest(meta: ObjectMeta) -> bytes:
     """One digest for all shards of an object: that of their checksums."""
-    return blake3(b"".join(meta.checksums)).digest(DIGEST_BYTES)
+    return blake3_digest(b"".join(meta.checksums), DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlace:
+class SlotLocation:
     """A slot, and the run of equal slots that it belongs to."""
 
     offset: int
@@ -70,7 +69,7 @@ class SlotPlace:
 class ReadLog(Protocol):
     """Where tierd notes the slots that it reads into, for the case that it dies and a thread of it does not."""
 
-    def begin(self, place: SlotPlace) -> bool:
+    def begin(self, place: SlotLocation) -> bool:
         """A read is about to begin; False if it must not."""
         ...
 
@@ -113,7 +112,7 @@ class TableIdentity:
         return "pool_size" if self.pool_bytes > now.pool_bytes else ""
 
 
-def encode(record: SlotRecord, word: bytes) -> bytes:
+def encode_record(record: SlotRecord, word: bytes) -> bytes:
     """A record as it stands in the table whose random word this is."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
@@ -129,13 +128,13 @@ def encode(record: SlotRecord, word: bytes) -> bytes:
         record.digest,
         record.key,
     ).ljust(_DIGEST_AT, b"\0")
-    return body + blake3(word + body).digest(DIGEST_BYTES)
+    return body + blake3_digest(word + body, DIGEST_BYTES)
 
 
-def decode(data: bytes, word: bytes) -> SlotRecord | None:
+def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
     """The record, or None if this is none of this table, or not a whole one."""
     body = data[:_DIGEST_AT]
-    if len(data) != RECORD_BYTES or blake3(word + body).digest(DIGEST_BYTES) != data[_DIGEST_AT:]:
+    if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
         return None
     fields = _RECORD.unpack_from(body)
     _, kind, key_bytes, shards, offset, start, slots, pages, sequence, namespace, digest, key = (
@@ -169,18 +168,18 @@ class SlotTable:
         self, descriptor: int, identity: TableIdentity, namespaces: Iterable[str] | None = None
     ) -> None:
         """``namespaces``: those whose objects may be taken over; None: all."""
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self.recovered: list[SlotRecord] = []
         self._descriptor = descriptor
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
         self._next = 0
         self._sequence = 0
-        self._max_records = (table_bytes(identity.pool_bytes) - HEADER_BYTES) // RECORD_BYTES
+        self._max_records = (slot_table_bytes(identity.pool_bytes) - HEADER_BYTES) // RECORD_BYTES
         word, why = self._read_header(identity)
         if word is None:
             if why:
-                self.refused[why] = sum(1 for _ in self._pieces())
+                self.rejected[why] = sum(1 for _ in self._pieces())
             self._word = secrets.token_bytes(DIGEST_BYTES)
             # First the header: from then on nothing of the old table proves itself, whether it is cut off or not.
             self._write_header(identity)
@@ -201,7 +200,7 @@ class SlotTable:
             end = _PREFIX.size + length
             if (
                 magic != _MAGIC
-                or blake3(data[:end]).digest(DIGEST_BYTES) != data[end : end + DIGEST_BYTES]
+                or blake3_digest(data[:end], DIGEST_BYTES) != data[end : end + DIGEST_BYTES]
             ):
                 return None, "header"
             document = json.loads(text)
@@ -226,7 +225,7 @@ class SlotTable:
         }
         text = json.dumps(document).encode()
         data = _PREFIX.pack(_MAGIC, len(text)) + text
-        data += blake3(data).digest(DIGEST_BYTES)
+        data += blake3_digest(data, DIGEST_BYTES)
         os.pwrite(self._descriptor, data.ljust(HEADER_BYTES, b"\0"), 0)
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
@@ -249,13 +248,13 @@ class SlotTable:
     def _recover(self, namespaces: set[str] | None) -> None:
         used: set[int] = set()
         for number, data in self._pieces():
-            record = decode(data, self._word)
+            record = decode_record(data, self._word)
             if record is None:
-                self.refused["damaged"] += 1
+                self.rejected["damaged"] += 1
             elif namespaces is not None and record.namespace not in namespaces:
-                self.refused["namespace"] += 1
+                self.rejected["namespace"] += 1
             elif record.offset in self._numbers:
-                self.refused["overlap"] += 1
+                self.rejected["overlap"] += 1
             else:
                 self.recovered.append(record)
                 self._numbers[record.offset] = number
@@ -283,7 +282,7 @@ class SlotTable:
         else:
             return "full"
         self._sequence += 1
-        data = encode(replace(record, sequence=self._sequence), self._word)
+        data = encode_record(replace(record, sequence=self._sequence), self._word)
         try:
             self._write(number, data)
         except OSError:

@@ -15,7 +15,7 @@ class SlotState(IntEnum):
     RESERVED = 2
     READING = 3
     COMMITTED = 4
-    LEAVING = 5
+    EVICTING = 5
     QUARANTINED = 6
 
 

@@ -19,16 +19,16 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
-from kvtier.store.memory_tier import ArcPolicy, LruPolicy, MemoryTier
+from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.operations import EngineState
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.recovery import LANE as VERIFY_LANE
 from kvtier.store.recovery import RecoveredObjects
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, TierReport
+from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, TierSnapshot
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
-from kvtier.store.slot_table import ReadLog, SlotPlace, SlotRecord, SlotTable
+from kvtier.store.slot_table import ReadLog, SlotLocation, SlotRecord, SlotTable
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import OrphanedReads, TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
@@ -50,7 +50,7 @@ RESTORED_PER_PUMP = 16_384
 """Objects of the last tierd that are taken over at a time: a tenth of a second."""
 
 
-def lanes(topology: Topology) -> dict[str, int]:
+def executor_lanes(topology: Topology) -> dict[str, int]:
     """Threads per lane of the executor that a store of this topology needs."""
     found = {"hash": 2, VERIFY_LANE: 2}
     for tier in topology.structural.tiers:
@@ -77,7 +77,7 @@ class TierStore:
     order, not opened: the store opens them on their "maintain" lanes. ``fenced``: begin without touching a slot, until
     ``unfence``. ``slot_table``: where sealed objects are noted for the next tierd; what it has recovered is taken over.
     ``read_log``: where the slots that are read into are noted. ``hung``: by name of a dead tierd, slots that a thread of it may still read
-    into; they are nobody's until ``hung_over``.
+    into; they are nobody's until ``release_orphaned_reads``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TierStore:
         fenced: bool = False,
         slot_table: SlotTable | None = None,
         read_log: ReadLog | None = None,
-        hung: Mapping[str, Sequence[SlotPlace]] | None = None,
+        orphaned_reads: Mapping[str, Sequence[SlotLocation]] | None = None,
     ) -> None:
         self.epoch = epoch
         self.counters = StoreCounters()
@@ -108,9 +108,9 @@ class TierStore:
         self._memory_name = "memory" if memory_tier is None else memory_tier.name
         self._pool = SlotPool(pool_bytes)
         arc = memory_tier is not None and memory_tier.eviction_policy == "ARC"
-        self._table = MemoryTier((lambda: ArcPolicy(_name_of)) if arc else LruPolicy[Entry])
+        self._table = ResidentObjects((lambda: ArcPolicy(_name_of)) if arc else LruPolicy[Entry])
         self._index = PresenceIndex(shared, tiers)
-        threads = lanes(topology)
+        threads = executor_lanes(topology)
         read_threads = [threads.get(f"read:{tier.name}", DEFAULT_THREADS) for tier in tiers]
         self._lowers = SecondaryTiers(shared, self._index, tiers, read_threads, topology.live)
         self._engines = EngineRegistry(shared, self._pool, self._table)
@@ -123,7 +123,7 @@ class TierStore:
         self._slot_table = slot_table
         self._left: list[SlotRecord] = []
         self._reads.log = read_log
-        self._hung = OrphanedReads(shared, self._pool, hung or {})
+        self._hung = OrphanedReads(shared, self._pool, orphaned_reads or {})
         self._promotions = Promotions(
             shared, self._table, self._lowers, self._reads, self._supply, self._decider, self._kept
         )
@@ -158,9 +158,9 @@ class TierStore:
         self._hung.place()
         table = self._slot_table
         if table is not None:
-            for reason, number in table.refused.items():
-                self._shared.count("kept_refused", "", reason, number)
-            table.refused.clear()
+            for reason, number in table.rejected.items():
+                self._shared.count("recovered_objects_rejected", "", reason, number)
+            table.rejected.clear()
             self._left, table.recovered = table.recovered, []
         self._restore()
 
@@ -211,7 +211,7 @@ class TierStore:
         """An engine is not there any more; ``proven``: nor are its processes, or they have drained every copy.
 
         ``expires``: without proof its slots come back after 60 s all the same; False where the owner can see that the
-        processes live, and says ``engine_proven_gone`` in the end.
+        processes live, and says ``confirm_engine_dead`` in the end.
         """
         state = self._engine(engine)
         if state is None:
@@ -223,7 +223,7 @@ class TierStore:
         self._engines.let_go(state, slots, entries, proven, expires)
         self._index.close(state.namespace)
 
-    def engine_proven_gone(self, engine: str) -> None:
+    def confirm_engine_dead(self, engine: str) -> None:
         """The processes of engines that were closed under this name are gone: their quarantine ends."""
         self._engines.proven_gone(engine)
 
@@ -253,7 +253,7 @@ class TierStore:
         """Every worker of the pool's last tierd has drained, or is gone."""
         self._take_over()
 
-    def hung_over(self, name: str) -> None:
+    def release_orphaned_reads(self, name: str) -> None:
         """No thread of this dead tierd lives any more."""
         self._hung.over(name)
 
@@ -333,7 +333,7 @@ class TierStore:
         if state is not None:
             self._loads.begin(state, load, promotion, keys, ranks)
 
-    def loaded(self, engine: str, rank: int, load: int) -> None:
+    def release_load(self, engine: str, rank: int, load: int) -> None:
         """No copy of this load runs on this rank any more."""
         state = self._engine(engine)
         if state is not None:
@@ -341,7 +341,7 @@ class TierStore:
 
     # Presence and evictions.
 
-    def left(self, token: int) -> None:
+    def acknowledge_eviction(self, token: int) -> None:
         """Answer to ``KeysLeaving``: every scheduler of the namespace knows."""
         self._supply.left(token)
 
@@ -360,7 +360,7 @@ class TierStore:
 
     @property
     def usable_bits(self) -> int:
-        """Of RAM and the tiers that may be used at this moment; later changes are ``TiersUsable``."""
+        """Of RAM and the tiers that may be used at this moment; later changes are ``UsableTiersChanged``."""
         return self._lowers.usable_bits
 
     def bits(self, namespace: str, key: bytes) -> int:
@@ -416,11 +416,11 @@ class TierStore:
         for."""
         return len(self._sealer) + len(self._writes)
 
-    def tier_states(self) -> list[TierReport]:
+    def tier_reports(self) -> list[TierSnapshot]:
         """All tiers as they are reported, the memory tier first."""
         accounts = self._pool.accounts()
         used = accounts.pool_bytes - accounts.free - accounts.unusable
-        memory = TierReport(
+        memory = TierSnapshot(
             self._memory_name,
             "Healthy",
             used,

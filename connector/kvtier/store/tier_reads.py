@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from kvtier.errors import TierCorruptError, TierMissError
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import Batch
-from kvtier.store.executor import Job
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.executor import IoCall
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import Read, Waiter
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, reason_of
 from kvtier.store.slot_pool import SlotPool
-from kvtier.store.slot_table import ReadLog, SlotPlace
+from kvtier.store.slot_table import ReadLog, SlotLocation
 from kvtier.store.state import Entry, Slot, SlotClass, SlotState
 from kvtier.store.types import MEMORY_BIT
 from kvtier.tiers.base import ObjectMeta, ObjectRef
@@ -35,7 +35,7 @@ class OrphanedReads:
     """Those slots by the name of their tierd. Owner's thread only."""
 
     def __init__(
-        self, shared: StoreContext, pool: SlotPool, places: Mapping[str, Sequence[SlotPlace]]
+        self, shared: StoreContext, pool: SlotPool, places: Mapping[str, Sequence[SlotLocation]]
     ) -> None:
         self._shared = shared
         self._pool = pool
@@ -52,7 +52,7 @@ class OrphanedReads:
                 )
                 if slot is None:
                     # Past the end of a pool that is smaller now, or one that a tierd before that one left as well.
-                    self._shared.count("hung_reads_elsewhere")
+                    self._shared.count("orphaned_reads_unplaced")
                     continue
                 self._pool.move(slot, SlotState.QUARANTINED, OWNER)
                 slots.append(slot)
@@ -86,7 +86,7 @@ class TierReads:
         self,
         shared: StoreContext,
         pool: SlotPool,
-        table: MemoryTier,
+        table: ResidentObjects,
         index: PresenceIndex,
         lowers: SecondaryTiers,
         supply: SlotAllocator,
@@ -148,7 +148,7 @@ class TierReads:
         )
         if self.log is not None and not self.log.begin(self._pool.place(slot)):
             work = _not_noted
-        read.job = Job(shared.clock, work, partial(self._returned, read)).submit(
+        read.job = IoCall(shared.clock, work, partial(self._returned, read)).submit(
             shared.io, f"read:{lower.name}"
         )
         limit = shared.clock() + lower.settings.load_timeout_seconds

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
-from kvtier.store.memory_tier import MemoryTier
-from kvtier.store.operations import EngineState, Load, Reservation
+from kvtier.store.memory_tier import ResidentObjects
+from kvtier.store.operations import EngineState, LoadRecord, Reservation
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.recovery import RecoveredObjects
@@ -36,7 +36,7 @@ class Reservations:
         self,
         shared: StoreContext,
         pool: SlotPool,
-        table: MemoryTier,
+        table: ResidentObjects,
         index: PresenceIndex,
         supply: SlotAllocator,
         kept: RecoveredObjects,
@@ -90,10 +90,10 @@ class Reservations:
             self._table.hit(entry)
             if self.on_seen is not None:
                 self.on_seen(entry)
-            self._shared.count("stores_doomed", "", "present")
+            self._shared.count("stores_cancelled", "", "present")
             return True
         if (namespace, key) in self._pending:
-            self._shared.count("stores_doomed", "", "pending")
+            self._shared.count("stores_cancelled", "", "pending")
             return True
         return False
 
@@ -130,7 +130,7 @@ class Reservations:
         reservation.doomed = True
         # Free for others at once: the next reservation of this key has a slot of its own.
         del self._pending[reservation.namespace, reservation.key]
-        self._shared.count("stores_doomed", "", reason)
+        self._shared.count("stores_cancelled", "", reason)
 
     def _finish(self, engine: EngineState, reservation: Reservation) -> None:
         slot = reservation.slot
@@ -139,7 +139,7 @@ class Reservations:
             if self._table.get(reservation.namespace, reservation.key) is None:
                 self._commit(engine, reservation)
                 return
-            self._shared.count("stores_doomed", "", "read_meanwhile")
+            self._shared.count("stores_cancelled", "", "read_meanwhile")
         self._pool.release(slot)
 
     def _commit(self, engine: EngineState, reservation: Reservation) -> None:
@@ -181,7 +181,7 @@ class StoreLoads:
     def __init__(
         self,
         shared: StoreContext,
-        table: MemoryTier,
+        table: ResidentObjects,
         index: PresenceIndex,
         lowers: SecondaryTiers,
         promotions: Promotions,
@@ -209,7 +209,7 @@ class StoreLoads:
             shared.violation("load_twice" if ranks else "load_without_ranks")
             return
         if len(engine.loads) >= MAX_LOADS:
-            shared.count("loads_refused", "", "too_many")
+            shared.count("loads_rejected", "", "too_many")
             shared.emit(LoadAnnounced(engine.name, number, tuple(ranks), (), ()))
             return
         entries: list[Entry] = []
@@ -234,7 +234,7 @@ class StoreLoads:
             self._promotions.release(promotion)
         elif promotion_number:
             shared.count("loads_without_promotion")
-        engine.loads[number] = Load(entries, set(ranks))
+        engine.loads[number] = LoadRecord(entries, set(ranks))
         shared.count("loads")
         tiers = tuple(sources.get(entry.key, 0) for entry in entries)
         shared.emit(

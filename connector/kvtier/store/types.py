@@ -41,7 +41,7 @@ class IoExecutor(Protocol):
     def queued(self, lane: str) -> int: ...
 
 
-class Outcome(str, Enum):
+class PromotionOutcome(str, Enum):
     """How a promotion ended. Every promotion ends exactly once."""
 
     WHOLE = "whole"
@@ -96,7 +96,7 @@ class KeysEvicting:
 
 
 @dataclass(frozen=True, slots=True)
-class TiersUsable:
+class UsableTiersChanged:
     """``bits``: presence in these tiers counts; in the others it counts as absence, until this changes."""
 
     bits: int
@@ -106,7 +106,7 @@ class TiersUsable:
 class PromotionEnded:
     engine: str
     promotion: int
-    outcome: Outcome
+    outcome: PromotionOutcome
     usable: int
     tiers: tuple[int, ...]
 
@@ -123,7 +123,12 @@ class LoadAnnounced:
 
 
 StoreEvent = (
-    CreditsGranted | PresenceChanged | KeysEvicting | TiersUsable | PromotionEnded | LoadAnnounced
+    CreditsGranted
+    | PresenceChanged
+    | KeysEvicting
+    | UsableTiersChanged
+    | PromotionEnded
+    | LoadAnnounced
 )
 
 
@@ -138,7 +143,7 @@ class Accounts:
     reading: int = 0
     committed: int = 0
     quarantined: int = 0
-    leaving: int = 0
+    evicting: int = 0
     unusable: int = 0
     """Rests of the pool that no slot fits into."""
 

@@ -16,8 +16,8 @@ from functools import partial
 
 from kvtier.config.models import StorePolicy
 from kvtier.store.context import StoreContext
-from kvtier.store.executor import Job
-from kvtier.store.memory_tier import MemoryTier
+from kvtier.store.executor import IoCall
+from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
 from kvtier.tiers.base import ObjectMeta, aligned
@@ -32,7 +32,9 @@ class Checksummer:
     """Objects on their way to a checksum. Owner's thread only. ``on_sealed`` gets each object that has one, still
     pinned."""
 
-    def __init__(self, shared: StoreContext, table: MemoryTier, max_pending_bytes: int) -> None:
+    def __init__(
+        self, shared: StoreContext, table: ResidentObjects, max_pending_bytes: int
+    ) -> None:
         self.on_sealed: Callable[[Entry], None] | None = None
         self._shared = shared
         self._table = table
@@ -51,7 +53,7 @@ class Checksummer:
             return
         size = entry.slot.segment.kind.slot_bytes
         if self.pending_bytes + size > self._max_pending_bytes:
-            self._shared.count("seals_dropped", "", "too_many_pending")
+            self._shared.count("checksums_dropped", "", "too_many_pending")
             return
         self.pending_bytes += size
         entry.busy |= SEALING_BIT
@@ -65,7 +67,7 @@ class Checksummer:
             entry = self._queue.popleft()
             self._submitted += 1
             work = partial(self._hash, entry.slot.offset, entry.shard_bytes)
-            Job(self._shared.clock, work, partial(self._hashed, entry)).submit(
+            IoCall(self._shared.clock, work, partial(self._hashed, entry)).submit(
                 self._shared.io, "hash"
             )
 
@@ -84,12 +86,12 @@ class Checksummer:
         entry.busy &= ~SEALING_BIT
         if isinstance(result, ObjectMeta) and error is None:
             entry.meta = result
-            self._shared.count("seals")
+            self._shared.count("objects_checksummed")
             self._shared.record(entry)
             if self.on_sealed is not None:
                 self.on_sealed(entry)
         else:
-            self._shared.count("seals_failed")
+            self._shared.count("checksums_failed")
             if error is not None:
                 self._shared.unexpected.note("sealing", error)
         self._table.unpin(entry)
@@ -100,13 +102,17 @@ class WriteThrough:
     """Writes under way. Owner's thread only."""
 
     def __init__(
-        self, shared: StoreContext, table: MemoryTier, lowers: SecondaryTiers, max_pinned_bytes: int
+        self,
+        shared: StoreContext,
+        table: ResidentObjects,
+        lowers: SecondaryTiers,
+        max_pinned_bytes: int,
     ) -> None:
         self._shared = shared
         self._table = table
         self._lowers = lowers
         self._max_pinned_bytes = max_pinned_bytes
-        self._writes: dict[tuple[int, Entry], Job] = {}
+        self._writes: dict[tuple[int, Entry], IoCall] = {}
         self._budgets = {lower.index: WriteBudget(shared.clock) for lower in lowers.all}
 
     def __len__(self) -> int:
@@ -148,7 +154,7 @@ class WriteThrough:
         entry.busy |= lower.bit
         self._table.pin(entry)
         work = partial(lower.tier.write, entry.ref, shared.view(entry.slot.offset, size), meta)
-        job = Job(shared.clock, work, partial(self._written, lower, entry, size))
+        job = IoCall(shared.clock, work, partial(self._written, lower, entry, size))
         self._writes[lower.index, entry] = job
         job.submit(shared.io, f"write:{lower.name}")
 

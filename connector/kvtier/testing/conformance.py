@@ -7,38 +7,14 @@ def damage(self, tier, ref, tmp_path): ...    # change one stored byte of the ob
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError
-from kvtier.tiers.base import ObjectMeta, ObjectRef, Tier, TierLimits, aligned
-from kvtier.tiers.checksum import preferred
-
-NAMESPACE = "0123456789abcdef" * 2
-
-
-def buffer(size_bytes: int) -> memoryview:
-    """Page-aligned memory, as slots are."""
-    return memoryview(mmap.mmap(-1, size_bytes))
-
-
-def make_object(
-    seed: int, shards: tuple[int, ...] = (8_192,)
-) -> tuple[ObjectRef, memoryview, ObjectMeta]:
-    """An object whose bytes follow from ``seed``, in a slot of its own."""
-    payload = buffer(sum(aligned(size) for size in shards))
-    checksum, digests, start = preferred(), [], 0
-    for number, size in enumerate(shards):
-        pattern = (seed * 64 + number).to_bytes(8, "little")
-        payload[start : start + size] = (pattern * (size // 8 + 1))[:size]
-        digests.append(checksum.digest(payload[start : start + size]))
-        start += aligned(size)
-    ref = ObjectRef(NAMESPACE, bytes([0]) + seed.to_bytes(32, "big"))
-    return ref, payload, ObjectMeta(shards, checksum.kind, tuple(digests))
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
+from kvtier.tiers.base import ObjectRef, Tier, TierLimits, aligned
 
 
 class TierSuite:
@@ -255,13 +231,3 @@ class TierSuite:
         before = tier.usage()
         tier.maintain()
         assert tier.usage() == before
-
-
-def flip(path: Path, offset: int, bit: int) -> None:
-    """Flips one bit of a file, in place."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        byte = os.pread(descriptor, 1, offset)[0]
-        os.pwrite(descriptor, bytes([byte ^ 1 << bit]), offset)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,16 @@ from kvtier.tiers.base import ALIGNMENT_BYTES
 Damage = Callable[[Path], None]
 
 
+def flip(path: Path, offset: int, bit: int) -> None:
+    """Flips one bit of a file, in place."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(descriptor, 1, offset)[0]
+        os.pwrite(descriptor, bytes([byte ^ 1 << bit]), offset)
+    finally:
+        os.close(descriptor)
+
+
 def truncated(path: Path) -> None:
     """A page is missing at the end."""
     os.truncate(path, path.stat().st_size - ALIGNMENT_BYTES)

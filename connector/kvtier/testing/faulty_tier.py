@@ -24,7 +24,7 @@ MAX_HANG_SECONDS = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TierFault:
     """What happens to the operations named. ``after``: how many calls are left alone first; ``times``: how many are hit, None for all.
 
     ``kind``: "latency" (``seconds`` before the call), "hang" (until released), "unavailable", "corrupt", "vanished", "no_space", or
@@ -59,11 +59,11 @@ class FaultyTier(Tier):
         self.hanging = 0
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._fault: Fault | None = None
+        self._fault: TierFault | None = None
         self._seen = 0
         self._released = threading.Event()
 
-    def set_fault(self, fault: Fault | None) -> None:
+    def set_fault(self, fault: TierFault | None) -> None:
         """Replaces the plan; whatever hangs is let go."""
         with self._lock:
             self._released.set()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.errors import KVTierError
+from kvtier.processes import ProcessIdentity, pid_namespace
 from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
-from kvtier.tierd.liveness import ProcessIdentity, pid_namespace
 from kvtier.tierd.tier_factory import WrapTier
 
 TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)

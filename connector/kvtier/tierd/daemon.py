@@ -25,9 +25,10 @@ from kvtier import __version__
 from kvtier.config.loader import load
 from kvtier.config.models import Daemon, Topology
 from kvtier.errors import KVTierError
-from kvtier.namespace import derive
+from kvtier.namespace import derive_namespace
+from kvtier.processes import Liveness, ProcessIdentity, liveness_of
 from kvtier.store.executor import ThreadExecutor
-from kvtier.store.store import TierStore, lanes
+from kvtier.store.store import TierStore, executor_lanes
 from kvtier.store.types import StoreCounters
 from kvtier.tierd import tier_factory
 from kvtier.tierd.channel import SEND_MESSAGES
@@ -43,14 +44,7 @@ from kvtier.tierd.fencing import (
 from kvtier.tierd.host_pool import PoolStart, describe_namespace
 from kvtier.tierd.http import Token
 from kvtier.tierd.live_config import LiveFollower
-from kvtier.tierd.liveness import (
-    PEERS_NAME,
-    Liveness,
-    PeerLiveness,
-    ProcessIdentity,
-    liveness_of,
-    open_directory,
-)
+from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, open_directory
 from kvtier.tierd.reporting import Reporter, SnapshotInputs
 from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.tierd.server import Loop, Pool
@@ -220,7 +214,7 @@ class TierDaemon:
                     host,
                     files,
                     fence,
-                    derive,
+                    derive_namespace,
                     self._next_epoch,
                     peers,
                     self._counters,
@@ -272,7 +266,7 @@ class TierDaemon:
             return
         fenced = self._options.fencing and fence.closed
         pool = start.pool
-        self._io = ThreadExecutor(lanes(self._topology), wake=loop.wake)
+        self._io = ThreadExecutor(executor_lanes(self._topology), wake=loop.wake)
         store = TierStore(
             pool.bytes,
             pool.memory,
@@ -285,7 +279,7 @@ class TierDaemon:
             fenced=fenced,
             slot_table=start.table,
             read_log=self._reads,
-            hung={each.path.name: each.places for each in self._hung},
+            orphaned_reads={each.path.name: each.places for each in self._hung},
         )
         # One set of counters: whatever happened before the store was there is in it as well.
         for (name, tier, reason), value in self._counters.values.items():
@@ -308,7 +302,7 @@ class TierDaemon:
             return
         for each in [each for each in self._hung if each.over()]:
             self._hung.remove(each)
-            loop.exchange.store.hung_over(each.path.name)
+            loop.exchange.store.release_orphaned_reads(each.path.name)
 
     def _unfence(self, store: TierStore) -> None:
         _log.info("every worker of earlier epochs has drained or is gone")

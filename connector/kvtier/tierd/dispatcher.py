@@ -20,7 +20,7 @@ from kvtier.store.types import (
     PromotionEnded,
     StoreCounters,
     StoreEvent,
-    TiersUsable,
+    UsableTiersChanged,
 )
 from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.sessions import EngineSessions, Session
@@ -71,7 +71,9 @@ class Dispatcher:
         self._send = send
         self._counters = counters
         self._describe = describe
-        self._feeds = ReplicaPublisher(send, store.presence, store.left, lambda: store.usable_bits)
+        self._feeds = ReplicaPublisher(
+            send, store.presence, store.acknowledge_eviction, lambda: store.usable_bits
+        )
         self._engines: dict[str, EngineSessions] = {}
 
     # Engines.
@@ -189,7 +191,7 @@ class Dispatcher:
             for reservation in message.reservations:
                 self.store.abort(name, rank, reservation)
         elif isinstance(message, LoadReleased):
-            self.store.loaded(name, rank, message.load)
+            self.store.release_load(name, rank, message.load)
         else:
             self._counters.add("protocol_violations", "", f"worker_{type(message).__name__}")
 
@@ -207,7 +209,7 @@ class Dispatcher:
                 self._feeds.changed(event.namespace, event.key, event.bits, event.present)
             elif isinstance(event, KeysEvicting):
                 self._feeds.leaving(event.namespace, event.token, event.keys, now)
-            elif isinstance(event, TiersUsable):
+            elif isinstance(event, UsableTiersChanged):
                 self._feeds.usable()
                 self._describe_all()
             elif isinstance(event, LoadAnnounced):

@@ -30,9 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.store.slot_table import SlotPlace
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
-from kvtier.tierd.run_directory import open_shared, replace_atomically
+from kvtier.files import replace_file
+from kvtier.processes import Liveness, ProcessIdentity
+from kvtier.store.slot_table import SlotLocation
+from kvtier.tierd.run_directory import open_shared
 
 BLIND_SECONDS = 60.0
 """How long a process that cannot be seen is waited for. Copies last milliseconds; a frozen container thaws or is killed."""
@@ -74,7 +75,7 @@ class SessionFiles:
             "pidNamespace": worker.process.pid_namespace,
             "lock": worker.process.lock,
         }
-        replace_atomically(self._path(worker), json.dumps(document).encode(), self._mode)
+        replace_file(self._path(worker), json.dumps(document).encode(), self._mode)
 
     def remove(self, worker: AttachedWorker) -> None:
         """Nothing of this worker's epoch needs waiting for any more."""
@@ -190,7 +191,7 @@ class ReadsFile:
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
 
-    def begin(self, place: SlotPlace) -> bool:
+    def begin(self, place: SlotLocation) -> bool:
         """A read into this slot is about to begin; False if that cannot be noted, and it must not."""
         number = self._free.pop() if self._free else len(self._numbers)
         data = _RECORD.pack(
@@ -225,7 +226,7 @@ class OrphanedReadsFile:
     """A dead tierd of which a thread may live, and where that may write."""
 
     path: Path
-    places: tuple[SlotPlace, ...]
+    places: tuple[SlotLocation, ...]
 
     def over(self) -> bool:
         """Whether no thread of it lives any more; then its file goes."""
@@ -267,8 +268,8 @@ def _take_away(path: Path) -> bool:
     return True
 
 
-def _places(path: Path) -> tuple[SlotPlace, ...]:
+def _places(path: Path) -> tuple[SlotLocation, ...]:
     data = path.read_bytes()[:_MAX_BYTES]
     whole = len(data) // RECORD_BYTES * RECORD_BYTES
     records = (_RECORD.unpack_from(data, start) for start in range(0, whole, RECORD_BYTES))
-    return tuple(SlotPlace(*record) for record in records if any(record))
+    return tuple(SlotLocation(*record) for record in records if any(record))

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.models import Structural
-from kvtier.namespace import digest
-from kvtier.store.slot_table import SlotTable, TableIdentity, table_bytes
+from kvtier.files import replace_file
+from kvtier.namespace import namespace_digest
+from kvtier.store.slot_table import SlotTable, TableIdentity, slot_table_bytes
 from kvtier.tierd.run_directory import (
     RunDirectory,
     open_shared,
     remove_abandoned,
-    replace_atomically,
 )
 from kvtier.tierd.tier_factory import memory_document
 from kvtier.tierd.wire import POOL_NAME
@@ -141,7 +141,7 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
     piece = PIECE_BYTES
     while done < wanted and keep_going():
         volume = os.fstatvfs(descriptor)
-        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES - table_bytes(wanted)
+        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES - slot_table_bytes(wanted)
         length = min(piece, wanted - done, room // PAGE_BYTES * PAGE_BYTES)
         if length <= 0:
             break
@@ -210,11 +210,11 @@ def open_table(
     except OSError as error:
         _log.error("%s: %s; what is in RAM will not outlive this process", path, error)
         return None
-    if table.recovered or table.refused:
+    if table.recovered or table.rejected:
         _log.info(
             "%d objects of the last tierd are in the pool; not taken over: %s",
             len(table),
-            dict(table.refused),
+            dict(table.rejected),
         )
     return table
 
@@ -224,7 +224,7 @@ def describe_namespace(run_directory: Path, mode: int, namespace: str, text: str
     directory = run_directory / NAMESPACES_NAME
     try:
         directory.mkdir(exist_ok=True)
-        replace_atomically(directory / f"{namespace}{_SUFFIX}", text.encode(), mode)
+        replace_file(directory / f"{namespace}{_SUFFIX}", text.encode(), mode)
     except OSError as error:
         _log.warning(
             "%s: %s; what is stored in namespace %s does not outlive this process",
@@ -243,8 +243,8 @@ def _namespaces(run_directory: Path) -> set[str]:
         except (OSError, ValueError) as error:
             _log.warning("%s: %s", path, error)
             continue
-        if digest(text) == path.name.removesuffix(_SUFFIX):
-            found.add(digest(text))
+        if namespace_digest(text) == path.name.removesuffix(_SUFFIX):
+            found.add(namespace_digest(text))
     return found
 
 

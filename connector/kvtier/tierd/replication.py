@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.tierd.wire import RAM_BITS, Delta, EvictionAck, EvictionNotice, Message, Usable
+from kvtier.store.types import RAM_BITS
+from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
 SNAPSHOT_KEYS = 4096
 """Keys in one message: about 170 KB, a few milliseconds to encode."""

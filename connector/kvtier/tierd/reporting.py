@@ -15,12 +15,13 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.config.models import Daemon, Live, Structural
+from kvtier.files import replace_file
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
 from kvtier.tierd.http import Guard, HttpResponse, HttpServer, Route, text_response
 from kvtier.tierd.live_config import LiveFollower
-from kvtier.tierd.run_directory import HTTP_NAME, replace_atomically
+from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
@@ -128,7 +129,7 @@ class Reporter:
         host, port = server.address
         document = json.dumps({"host": host, "port": port, "pid": os.getpid()})
         try:
-            replace_atomically(self._run_directory / HTTP_NAME, document.encode(), 0o644)
+            replace_file(self._run_directory / HTTP_NAME, document.encode(), 0o644)
         except OSError as error:
             self._http_error = f"{HTTP_NAME} cannot be written: {error}"
             _log.error("%s", self._http_error)
@@ -191,7 +192,7 @@ class Reporter:
     def _tiers(
         self, store: TierStore | None, recent: Tokens, total: Tokens
     ) -> tuple[TierStatus, ...]:
-        states = {state.name: state for state in store.tier_states()} if store is not None else {}
+        states = {state.name: state for state in store.tier_reports()} if store is not None else {}
         found = []
         bits = self._bits(store)
         for document in self._structural.tiers:
@@ -224,7 +225,7 @@ class Reporter:
         return (
             {}
             if store is None
-            else {state.name: index for index, state in enumerate(store.tier_states())}
+            else {state.name: index for index, state in enumerate(store.tier_reports())}
         )
 
     def _conditions(self, facts: SnapshotInputs) -> tuple[Condition, ...]:

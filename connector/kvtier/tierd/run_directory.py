@@ -26,13 +26,13 @@ import logging
 import os
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import ConfigurationError
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, own_identity
+from kvtier.files import replace_file
+from kvtier.processes import ProcessIdentity, main_thread_exited, own_identity
 
 ALIVE_NAME = "alive"
 LOCK_NAME = "tierd.lock"
@@ -91,19 +91,6 @@ def open_shared(path: Path, flags: int, mode: int) -> int:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, mode)
         os.fchmod(descriptor, mode)
         return descriptor
-
-
-def replace_atomically(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file beside ``path`` and renames it over it. Raises ``OSError``."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            os.fchmod(file.fileno(), mode)
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def is_private(path: Path) -> bool:
@@ -252,7 +239,7 @@ class RunDirectory:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        return leader_is_dead(holder)
+        return main_thread_exited(holder)
 
     def daemon_lives(self) -> bool:
         """Whether some process holds the daemon's lock. A look is a shared lock for a moment, so looks do not see each other."""
@@ -296,7 +283,7 @@ class RunDirectory:
 
     def write_epoch(self, epoch: int) -> None:
         """Publishes an epoch before anybody is told of it. Raises ``OSError``."""
-        replace_atomically(self.path / EPOCH_NAME, str(epoch).encode(), self.file_mode)
+        replace_file(self.path / EPOCH_NAME, str(epoch).encode(), self.file_mode)
 
 
 def _is_file(descriptor: int, path: Path) -> bool:

@@ -19,11 +19,11 @@ import zmq
 
 from kvtier.config.models import Live
 from kvtier.errors import KVTierError
+from kvtier.processes import own_identity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.channel import Outbox
 from kvtier.tierd.dispatcher import Dispatcher
 from kvtier.tierd.fencing import StartupFence
-from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.sessions import EngineSessions, Session, Sessions
 from kvtier.tierd.status import Hits
 from kvtier.tierd.wire import (
@@ -343,7 +343,7 @@ class Loop:
     def proven_gone(self, name: str) -> None:
         """Nobody of this engine touches a slot any more."""
         if self.exchange is not None:
-            self.exchange.store.engine_proven_gone(name)
+            self.exchange.store.confirm_engine_dead(name)
 
     def dropped(self, session: Session) -> None:
         """Forgets what waits for a session, and what is waited for from it."""

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.errors import KVTierError
+from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import EngineInfo, StoreCounters
 from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
 from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
 from kvtier.tiers.base import aligned
 

@@ -20,9 +20,6 @@ from kvtier import __version__
 PROTOCOL = f"{__version__}/2"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
-MEMORY_BIT = 1
-KEPT_BIT = 1 << 16
-RAM_BITS = MEMORY_BIT | KEPT_BIT
 
 BEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""

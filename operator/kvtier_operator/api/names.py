@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Final
+
+from kvtier.hashing import sha256_hex
 
 PREFIX: Final = "kvtier.io/"
 INJECT_LABEL: Final = PREFIX + "inject"
@@ -48,19 +49,13 @@ FIELD_MANAGER: Final = "kvtier"
 def tier_volume(tier: str) -> str:
     """The pod's volume of a file tier; at most 63 characters."""
     name = f"kvtier-tier-{tier}"
-    return (
-        name if len(name) <= 63 else f"kvtier-tier-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
-    )
+    return name if len(name) <= 63 else f"kvtier-tier-{sha256_hex(tier, 16)}"
 
 
 def credentials_volume(tier: str) -> str:
     """The volume with the credentials of a remote tier; at most 63 characters."""
     name = f"kvtier-secret-{tier}"
-    return (
-        name
-        if len(name) <= 63
-        else f"kvtier-secret-{hashlib.sha256(tier.encode()).hexdigest()[:16]}"
-    )
+    return name if len(name) <= 63 else f"kvtier-secret-{sha256_hex(tier, 16)}"
 
 
 def token_secret(policy: str) -> str:

@@ -39,8 +39,8 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "KVTierPolicy"
 
 MAX_POLICY_NAME = 63
-"""So that the name fits a label value, and `/dev/shm/kvtier-<name>-<hash>/tierd.sock` the 107 bytes of a socket
-path."""
+"""So that the name fits a label value, and `/dev/shm/kvtier-<name>-<hash>/tierd.sock` the 107 bytes
+of a socket path."""
 
 
 def _first_is_memory(spec: PolicySpec) -> Iterator[Violation]:
@@ -226,3 +226,23 @@ class KVTierPolicy(Model):
     def namespace(self) -> str:
         """The policy's namespace; ``default`` where the document names none, as kubectl does."""
         return self.metadata.namespace or "default"
+
+    @property
+    def uid(self) -> str | None:
+        """``metadata.uid``; None for a policy that is not in the cluster."""
+        return self.metadata.uid
+
+    @property
+    def creation_timestamp(self) -> str | None:
+        """``metadata.creationTimestamp``; None for a policy that is not in the cluster."""
+        return self.metadata.creation_timestamp
+
+    @property
+    def deletion_timestamp(self) -> str | None:
+        """``metadata.deletionTimestamp``; set if the policy is being deleted."""
+        return self.metadata.deletion_timestamp
+
+    @property
+    def pod_selector(self) -> LabelSelector:
+        """``spec.podSelector``."""
+        return self.spec.pod_selector

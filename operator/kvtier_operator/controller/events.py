@@ -7,13 +7,13 @@ object. Bounded in every direction: per look, per minute, and in what is remembe
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.conditions import EventReason, Reason
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.status import Condition, PolicyStatus, TierState
@@ -56,7 +56,7 @@ class Event:
     def name(self) -> str:
         """Of the Event."""
         text = "\0".join((self.about[4], self.reason, self.message))
-        return f"{self.about[3][:200]}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return f"{self.about[3][:200]}.{sha256_hex(text, 16)}"
 
 
 def about_policy(policy: KVTierPolicy) -> tuple[str, str, str, str, str]:

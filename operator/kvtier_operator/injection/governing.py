@@ -1,35 +1,66 @@
-"""Which policy governs a pod. Pure."""
+"""Which policy governs a pod: the only implementation, used by webhook and controller. Pure.
+
+Of the policies that select a pod the oldest governs it, by creation time and then by uid. A policy
+that is being deleted governs no pod. A policy with ``attach.mode: ConfigMapOnly`` governs pods
+although it injects nothing, because a pod that a person configured must not get the sidecar of
+another policy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol, TypeVar
 
-from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.selector import matches
+from kvtier_operator.api.selector import LabelSelector, matches
 
-
-def age(policy: KVTierPolicy) -> tuple[str, str]:
-    """Sorts older policies first. Kubernetes writes times so that text sorts as time; one that was never created is
-    the youngest.
-    """
-    return (policy.metadata.creation_timestamp or "9999", policy.metadata.uid or "")
+NEVER_CREATED = "9999"
+"""Sorts after every creation time."""
 
 
-def selects(policy: KVTierPolicy, namespace: str, labels: Mapping[str, str]) -> bool:
-    """Whether the policy is about a pod with these labels. One that is being deleted is about none."""
+class SelectingPolicy(Protocol):
+    """What decides which pods a policy governs. ``KVTierPolicy`` has it; so may smaller records."""
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of the policy and of its pods."""
+
+    @property
+    def uid(self) -> str | None:
+        """None: not created yet."""
+
+    @property
+    def creation_timestamp(self) -> str | None:
+        """As Kubernetes writes times, so that text sorts as time. None: not created yet."""
+
+    @property
+    def deletion_timestamp(self) -> str | None:
+        """Set if the policy is being deleted."""
+
+    @property
+    def pod_selector(self) -> LabelSelector:
+        """Selects the pods."""
+
+
+Policy = TypeVar("Policy", bound=SelectingPolicy)
+
+
+def precedence(policy: SelectingPolicy) -> tuple[str, str]:
+    """Sort key: the policy that governs comes first. One that was never created comes last."""
+    return policy.creation_timestamp or NEVER_CREATED, policy.uid or ""
+
+
+def selects(policy: SelectingPolicy, namespace: str, labels: Mapping[str, str]) -> bool:
+    """Whether the policy selects pods with these labels and is not being deleted."""
     return (
-        policy.namespace == namespace
-        and policy.metadata.deletion_timestamp is None
-        and matches(policy.spec.pod_selector, labels)
+        not policy.deletion_timestamp
+        and policy.namespace == namespace
+        and matches(policy.pod_selector, labels)
     )
 
 
 def governing(
-    policies: Iterable[KVTierPolicy], namespace: str, labels: Mapping[str, str]
-) -> KVTierPolicy | None:
-    """Of the policies that select a pod the oldest: by creation, then by uid. A ``ConfigMapOnly`` policy takes part,
-    though it injects nothing: who writes pods by hand must not get another policy's sidecar.
-    """
-    return min(
-        (policy for policy in policies if selects(policy, namespace, labels)), key=age, default=None
-    )
+    policies: Iterable[Policy], namespace: str, labels: Mapping[str, str]
+) -> Policy | None:
+    """The policy that governs a pod with these labels, or None."""
+    selecting = (policy for policy in policies if selects(policy, namespace, labels))
+    return min(selecting, key=precedence, default=None)

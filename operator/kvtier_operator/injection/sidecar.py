@@ -5,13 +5,13 @@ Containers that are added to a pod: the payload's and tierd's. Pure.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api import names
 from kvtier_operator.api.allowlist import AllowedVolume, is_below
 from kvtier_operator.api.engine import Delivery
@@ -218,7 +218,7 @@ def sub_path(policy: KVTierPolicy, tier: Tier, allowed: Sequence[AllowedVolume])
             matching.append((len(prefix), entry.shared))
     if matching and max(matching)[1]:
         return None
-    own = policy.metadata.uid or hashlib.sha256(policy.metadata.name.encode()).hexdigest()[:16]
+    own = policy.metadata.uid or sha256_hex(policy.metadata.name, 16)
     return f"{policy.namespace}/{own}"
 
 

@@ -5,7 +5,6 @@ All Kubernetes documents of a policy for clusters without the operator (``attach
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from kvtier.config.models import (
 )
 from kvtier.config.writer import document_text
 from kvtier.errors import ConfigurationError
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
@@ -83,9 +83,7 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
 
 def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
     """Where engine and tierd of user ``uid`` meet outside Kubernetes; another user or policy meets elsewhere."""
-    digest = hashlib.sha256(
-        f"{uid}\0{policy.namespace}/{policy.metadata.name}".encode()
-    ).hexdigest()[:8]
+    digest = sha256_hex(f"{uid}\0{policy.namespace}/{policy.metadata.name}", 8)
     return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108  (memory-backed on purpose)
 
 
@@ -149,7 +147,7 @@ def content_hash(spec: PolicySpec) -> str:
         separators=(",", ":"),
         ensure_ascii=False,
     )
-    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+    return sha256_hex(canonical, 8)
 
 
 def _structural_fields(model: BaseModel) -> dict[str, Any]:

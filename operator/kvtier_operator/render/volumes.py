@@ -7,10 +7,10 @@ volume).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.fields import jsonable
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.tiers import FileSystemTier, Tier
@@ -44,7 +44,7 @@ def volume_hash(policy: KVTierPolicy, tier: Tier) -> str:
     """8 hex digits over the policy's uid and the volume as described."""
     described = jsonable(_files(tier).volume)
     text = json.dumps([policy.metadata.uid or "", described], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return sha256_hex(text, 8)
 
 
 def claim_name(policy: KVTierPolicy, tier: Tier) -> str | None:

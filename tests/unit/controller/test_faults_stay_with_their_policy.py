@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from tests.support import controllers
 from tests.unit.controller.test_plan import SETTINGS, known, settled
 
-from kvtier_operator.controller import controller
+from kvtier_operator.controller import controller as module
 from kvtier_operator.controller.children.observe import Observed
 from kvtier_operator.controller.children.plan import plan
 from kvtier_operator.controller.controller import Controller
@@ -57,7 +57,7 @@ def test_a_sweep_that_fails_is_counted_and_comes_again(monkeypatch: pytest.Monke
     async def story() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
-        monkeypatch.setattr(controller, "sweep", fails)
+        monkeypatch.setattr(module, "collect_garbage", fails)
         await controller._sweep()
         assert counted(registry, "Fault") == 1.0
 
@@ -91,7 +91,7 @@ def test_a_fault_while_telling_what_a_policy_leaves_is_counted_and_the_next_is_t
     async def story() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
-        monkeypatch.setattr(controller, "left_behind", fails_once)
+        monkeypatch.setattr(module, "orphaned_data", fails_once)
         telling = asyncio.ensure_future(controller._tell_of_leavings())
         for uid in ("u-1", "u-2"):
             controller._gone(KEY, known(uid=uid))
@@ -107,7 +107,7 @@ def test_a_fault_while_telling_what_a_policy_leaves_is_counted_and_the_next_is_t
 def test_policies_that_go_while_nothing_can_be_told_are_counted_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(controller, "MAX_LEFT", 2)
+    monkeypatch.setattr(module, "MAX_LEFT", 2)
 
     async def story() -> float:
         registry = CollectorRegistry()

@@ -20,7 +20,7 @@ from kvtier.engines.vllm.identity import (
     rope_depends_on_length,
     unstable_seed,
 )
-from kvtier.namespace import canonical
+from kvtier.namespace import canonical_json
 from kvtier.planner import Group, GroupKind, Planner
 
 SEED = "ab" * 32
@@ -98,7 +98,7 @@ def _text(
         config, planner or _planner(), structural or topology().structural, seed
     )
     assert reasons == []
-    return canonical(identity)
+    return canonical_json(identity)
 
 
 def test_the_same_engine_has_the_same_identity_wherever_its_model_lies(tmp_path: Path) -> None:

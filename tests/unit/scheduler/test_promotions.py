@@ -20,7 +20,8 @@ from kvtier.engines.vllm.scheduler_loads import (
     PINNED_SECONDS,
     VERIFY_SECONDS,
 )
-from kvtier.tierd.wire import KEPT_BIT, Cancel, Load, Promote, Usable
+from kvtier.store.types import UNVERIFIED_BIT
+from kvtier.tierd.wire import Cancel, Load, Promote, Usable
 
 
 def _waiting(rig: Rig, chunks: int = 4, bits: int = DISK) -> tuple[FakeRequest, Promote]:
@@ -201,8 +202,8 @@ def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be
 ) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 2), RAM)
-    rig.hold(request.keys(2, 1), KEPT_BIT)
-    rig.hold(request.keys(3, 1), KEPT_BIT | DISK)
+    rig.hold(request.keys(2, 1), UNVERIFIED_BIT)
+    rig.hold(request.keys(3, 1), UNVERIFIED_BIT | DISK)
     assert rig.ask(request) is None
     (promote,) = rig.client.take(Promote)
     assert len(promote.keys) == 4
@@ -216,7 +217,7 @@ def test_what_has_to_be_verified_does_not_count_as_ram_where_it_cannot_be_waited
 ) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 2), RAM)
-    rig.hold(request.keys(2, 2), KEPT_BIT)
+    rig.hold(request.keys(2, 2), UNVERIFIED_BIT)
     assert rig.ask(request) is None
     (promote,) = rig.client.take(Promote)
     rig.client.promoted(promote.promotion, 0, "failed")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
+from tests.support.dict_tier import DictTier
 from tests.support.manual_executor import ManualCall, ManualClock, ManualExecutor
 
 from kvtier.config.models import (
@@ -21,7 +22,7 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
-from kvtier.store.slot_table import SlotPlace, SlotTable, TableIdentity
+from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
     CreditsGranted,
@@ -31,7 +32,6 @@ from kvtier.store.types import (
     PromotionEnded,
     StoreEvent,
 )
-from kvtier.testing.dict_tier import DictTier
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
 from kvtier.tiers.checksum import Blake3
 
@@ -164,10 +164,10 @@ class ReadNotes:
     """Which slots are noted as being read into."""
 
     def __init__(self) -> None:
-        self.places: dict[int, SlotPlace] = {}
+        self.places: dict[int, SlotLocation] = {}
         self.full = False
 
-    def begin(self, place: SlotPlace) -> bool:
+    def begin(self, place: SlotLocation) -> bool:
         if not self.full:
             self.places[place.offset] = place
         return not self.full
@@ -203,7 +203,7 @@ class World:
         self._document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
         self._table_file = os.memfd_create("slots")
         weakref.finalize(self, os.close, self._table_file)
-        self.hung: dict[str, tuple[SlotPlace, ...]] = {}
+        self.hung: dict[str, tuple[SlotLocation, ...]] = {}
         self.store = self._make_store(fenced)
         self.events: list[StoreEvent] = []
         self.stamps: list[float] = []
@@ -230,7 +230,7 @@ class World:
             fenced=fenced,
             slot_table=self.table,
             read_log=self.notes,
-            hung=self.hung,
+            orphaned_reads=self.hung,
         )
 
     def restart(self, fenced: bool = False, hung: str = "") -> None:
@@ -246,10 +246,10 @@ class World:
         self.io.run_all("maintain:")
         self.pump()
 
-    def hung_over(self, name: str) -> None:
+    def release_orphaned_reads(self, name: str) -> None:
         """The last thread of a dead process is gone."""
         del self.hung[name]
-        self.store.hung_over(name)
+        self.store.release_orphaned_reads(name)
 
     def flip(self, offset: int) -> None:
         """One bit of the pool is not what it was."""

@@ -12,8 +12,8 @@ from kvtier.store.cost_model import IMMEDIATE, Prefill, TierEstimate
 from kvtier.store.selection import (
     MAX_CANDIDATES,
     CostQuery,
+    KeySource,
     LoadDeadline,
-    Source,
     TierLoad,
     choose_by_cost,
 )
@@ -43,7 +43,7 @@ def tier(
 def ask(
     tiers: list[int], *outlooks: TierLoad, prefill: Prefill | None = PREFILL, **other: float
 ) -> CostQuery:
-    sources = [Source(t, SIZE if t else 0, (i + 1) * CHUNK) for i, t in enumerate(tiers)]
+    sources = [KeySource(t, SIZE if t else 0, (i + 1) * CHUNK) for i, t in enumerate(tiers)]
     values = {"start_tokens": 0, "prompt_tokens": len(tiers) * CHUNK, "limit_seconds": 5.0} | other
     return CostQuery(sources, (RAM, *outlooks), prefill=prefill, **values)  # type: ignore[arg-type]
 

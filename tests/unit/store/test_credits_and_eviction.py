@@ -95,7 +95,7 @@ def test_the_least_recently_loaded_object_goes_first() -> None:
     world.engine()
     fill(world, 11)
     ready = world.load(0)
-    world.store.loaded("e", 0, ready.load)
+    world.store.release_load("e", 0, ready.load)
     fill_one_more(world)
     assert [e.keys for e in world.leaving()] == [(key(1),)]
 
@@ -105,7 +105,7 @@ def test_of_a_loaded_prefix_the_end_goes_before_the_beginning() -> None:
     world.engine()
     fill(world, 11)
     ready = world.load(*range(11))
-    world.store.loaded("e", 0, ready.load)
+    world.store.release_load("e", 0, ready.load)
     fill_one_more(world)
     assert [e.keys for e in world.leaving()] == [(key(10),)]
 
@@ -116,12 +116,12 @@ def test_a_leaving_slot_is_granted_only_after_the_schedulers_know() -> None:
     fill(world, 12)
     (leaving,) = world.leaving()
     assert world.advance(0.05) == []
-    assert world.store.accounts().leaving == PAGE
-    world.store.left(leaving.token)
+    assert world.store.accounts().evicting == PAGE
+    world.store.acknowledge_eviction(leaving.token)
     events = world.pump()
     assert PresenceChanged(NAMESPACE, key(0), 1, False) in events
-    assert world.store.accounts().leaving == 0
-    assert world.counted("leaving_ended", "", "answered") == 1
+    assert world.store.accounts().evicting == 0
+    assert world.counted("eviction_notices_ended", "", "answered") == 1
 
 
 def test_without_an_answer_a_leaving_slot_is_free_after_100_ms() -> None:
@@ -132,8 +132,8 @@ def test_without_an_answer_a_leaving_slot_is_free_after_100_ms() -> None:
     assert wake is not None
     assert wake <= world.clock.now + 0.1
     world.advance(0.1)
-    assert world.store.accounts().leaving == 0
-    assert world.counted("leaving_ended", "", "unanswered") == 1
+    assert world.store.accounts().evicting == 0
+    assert world.counted("eviction_notices_ended", "", "unanswered") == 1
 
 
 @pytest.mark.parametrize("wanted_by", ["load", "promote", "reserve"])
@@ -152,10 +152,10 @@ def test_a_leaving_object_that_is_wanted_stays_and_is_announced_again(wanted_by:
         world.reserve(0)
         world.pump()
     assert PresenceChanged(NAMESPACE, key(0), 1, True) in world.events[before:]
-    world.store.left(leaving.token)
+    world.store.acknowledge_eviction(leaving.token)
     world.pump()
     assert world.bits(0) & 1
-    assert world.counted("evictions_taken_back") == 1
+    assert world.counted("evictions_cancelled") == 1
     world.check_accounts()
 
 

@@ -12,7 +12,7 @@ from tests.unit.store.store_world import PAGE, World, block_hash, live
 from kvtier.config.models import LiveTier
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.selection import usable_shape
-from kvtier.store.types import Outcome
+from kvtier.store.types import PromotionOutcome
 from kvtier.tierd.wire import Promote, decode_from_engine, encode
 
 CHUNK = 256
@@ -66,7 +66,7 @@ def test_the_clock_ends_a_wait_after_half_of_recomputing() -> None:
     assert world.ends(number) == []
     world.advance(0.002)
     (end,) = world.ends(number)
-    assert end.outcome is Outcome.FAILED
+    assert end.outcome is PromotionOutcome.FAILED
     assert world.stamps[world.events.index(end)] == pytest.approx(began + 4 * 0.256 * 0.5)
 
 
@@ -80,7 +80,7 @@ def test_what_has_arrived_in_order_gives_back_the_time_of_computing_it() -> None
     assert world.ends(number) == []
     world.advance(0.02)
     (end,) = world.ends(number)
-    assert (end.outcome, end.usable) == (Outcome.PARTIAL, 1)
+    assert (end.outcome, end.usable) == (PromotionOutcome.PARTIAL, 1)
 
 
 def test_what_has_arrived_out_of_order_gives_nothing_back() -> None:
@@ -111,7 +111,7 @@ def test_a_tier_slower_than_recomputing_is_not_read() -> None:
     world = world_with(*range(4))
     read_loads(world, seconds=3.0)
     number = promote(world, *range(4))
-    assert [end.outcome for end in world.ends(number)] == [Outcome.FAILED]
+    assert [end.outcome for end in world.ends(number)] == [PromotionOutcome.FAILED]
     assert world.counted("selections", "", "recomputing_is_faster") == 1
     assert world.counted("tier_too_slow", "disk") == 1
 
@@ -122,7 +122,7 @@ def test_a_trial_reads_one_round_for_nobody_and_its_objects_stay() -> None:
     world.advance(31.0)
     number = promote(world, *range(12))
     assert len(world.ends(number)) == 1
-    assert world.counted("tier_trials", "disk") == len(world.calls("read:")) // 4 == 1
+    assert world.counted("tier_probe_reads", "disk") == len(world.calls("read:")) // 4 == 1
     promote(world, *range(12))
     assert len(world.calls("read:")) == 4
     world.settle("read:")
@@ -140,7 +140,7 @@ def test_a_plan_in_stages_reads_so_many_at_a_time_and_goes_on_in_order() -> None
         world.io.run(world.calls("read:")[0])
         world.pump()
         assert len(world.calls("read:")) == expected
-    assert [end.outcome for end in world.ends(number)] == [Outcome.WHOLE]
+    assert [end.outcome for end in world.ends(number)] == [PromotionOutcome.WHOLE]
 
 
 def test_a_key_that_comes_otherwise_before_its_stage_is_not_read() -> None:
@@ -149,7 +149,7 @@ def test_a_key_that_comes_otherwise_before_its_stage_is_not_read() -> None:
     number = promote(world, *range(8))
     world.put(6)
     world.settle("read:")
-    assert [end.outcome for end in world.ends(number)] == [Outcome.WHOLE]
+    assert [end.outcome for end in world.ends(number)] == [PromotionOutcome.WHOLE]
     assert world.tier.calls.count("read") == 4 * 8 + 7
 
 
@@ -160,7 +160,9 @@ def test_a_key_whose_tier_goes_before_its_stage_ends_the_prefix_there() -> None:
     world.tier.drop("a" * 32, b"\0" + block_hash(5))
     world.pump()
     world.settle("read:")
-    assert [(end.outcome, end.usable) for end in world.ends(number)] == [(Outcome.PARTIAL, 5)]
+    assert [(end.outcome, end.usable) for end in world.ends(number)] == [
+        (PromotionOutcome.PARTIAL, 5)
+    ]
     world.check_accounts()
 
 
@@ -195,7 +197,9 @@ def test_nobody_joins_a_read_that_has_gone_past_its_estimate_by_the_time_of_its_
         world.io.run(calls[0])
         world.pump()
     # It ends with what is there, instead of waiting until its clock is out for one that may never come.
-    assert [(end.outcome, end.usable) for end in world.ends(number)] == [(Outcome.PARTIAL, 6)]
+    assert [(end.outcome, end.usable) for end in world.ends(number)] == [
+        (PromotionOutcome.PARTIAL, 6)
+    ]
     assert world.counted("promotions_cut", "", "read_past_its_estimate") == 1
     assert world.ends(other) == []
     world.check_accounts()
@@ -235,7 +239,7 @@ def test_a_shape_that_cannot_be_is_counted_and_not_believed(given: PrefixCost) -
     number = promote(world, 0, 1, given=given)
     assert world.counted("protocol_violations", "", "prompt_shape") == 1
     world.settle("read:")
-    assert [end.outcome for end in world.ends(number)] == [Outcome.WHOLE]
+    assert [end.outcome for end in world.ends(number)] == [PromotionOutcome.WHOLE]
 
 
 def test_a_promotion_without_a_shape_means_what_it_always_did() -> None:

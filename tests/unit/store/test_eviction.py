@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.store.store_world import World
 
-from kvtier.store.memory_tier import ArcPolicy, EvictionPolicy, LruPolicy
+from kvtier.store.memory_tier import ArcPolicy, EvictionOrder, LruPolicy
 
 
-def lru() -> EvictionPolicy[int]:
+def lru() -> EvictionOrder[int]:
     return LruPolicy()
 
 
@@ -18,20 +18,20 @@ def arc() -> ArcPolicy[int]:
     return ArcPolicy(lambda item: item)
 
 
-def admit(policy: EvictionPolicy[int], *items: int) -> None:
+def admit(policy: EvictionOrder[int], *items: int) -> None:
     for item in items:
         policy.admit(item)
         policy.offer(item)
 
 
-def use(policy: EvictionPolicy[int], *items: int) -> None:
+def use(policy: EvictionOrder[int], *items: int) -> None:
     for item in items:
         policy.park(item)
         policy.hit(item)
         policy.offer(item)
 
 
-def evict(policy: EvictionPolicy[int]) -> int | None:
+def evict(policy: EvictionOrder[int]) -> int | None:
     victim = policy.victim()
     if victim is not None:
         policy.forget(victim)
@@ -140,7 +140,7 @@ def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  
         world.settle()
     for _ in range(2):
         ready = world.load(0, 1, 2)
-        world.store.loaded("e", 0, ready.load)
+        world.store.release_load("e", 0, ready.load)
     for chunk in range(100, 130):
         world.put(chunk)
         world.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.store.store_world import PAGE, World, live
 
 from kvtier.config.models import LiveTier
-from kvtier.store.slot_table import SlotPlace
+from kvtier.store.slot_table import SlotLocation
 
 
 def reading(*chunks: int) -> World:
@@ -61,9 +61,9 @@ def test_slots_of_hung_reads_are_quarantined_until_their_process_is_gone() -> No
         world.advance(0.11)
     assert not hung & {entry.slot.offset for entry in world.store._table.entries()}
     world.check_accounts()
-    world.hung_over("7")
+    world.release_orphaned_reads("7")
     assert world.store.accounts().quarantined == 0
-    world.store.hung_over("7")
+    world.store.release_orphaned_reads("7")
     world.check_accounts()
 
 
@@ -84,14 +84,14 @@ def test_behind_the_fence_as_well() -> None:
 def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
     world = reading(0)
     world.restart(True, hung="7")
-    world.hung_over("7")
+    world.release_orphaned_reads("7")
     world.store.unfence()
     assert world.store.accounts().quarantined == 0
 
 
 def test_a_place_that_is_not_in_this_pool_is_counted() -> None:
     world = reading()
-    world.hung["7"] = (SlotPlace(1 << 30, PAGE, 1 << 30, 4),)
+    world.hung["7"] = (SlotLocation(1 << 30, PAGE, 1 << 30, 4),)
     world.restart()
-    assert world.counted("hung_reads_elsewhere") == 1
+    assert world.counted("orphaned_reads_unplaced") == 1
     world.check_accounts()

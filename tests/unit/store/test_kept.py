@@ -7,8 +7,7 @@ from tests.unit.store.store_world import NAMESPACE, PAGE, World, block_hash, liv
 
 from kvtier.config.models import LiveTier, StorePolicy
 from kvtier.store.cost_model import Prefill, PrefixCost
-from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, Outcome, PresenceChanged
-from kvtier.tierd import wire
+from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, PresenceChanged, PromotionOutcome
 from kvtier.tiers import checksum
 
 
@@ -42,10 +41,10 @@ def test_what_was_sealed_is_announced_under_a_bit_of_its_own_and_verified_at_its
     assert world.ends(promotion) == []
     world.settle("verify")
     (end,) = world.ends(promotion)
-    assert (end.outcome, end.usable, end.tiers) == (Outcome.WHOLE, 2, (0, 0))
+    assert (end.outcome, end.usable, end.tiers) == (PromotionOutcome.WHOLE, 2, (0, 0))
     assert [world.bits(chunk) for chunk in (0, 1)] == [MEMORY_BIT, MEMORY_BIT]
     assert len(world.load(0, 1, promotion=promotion).slots) == 2
-    assert world.counted("kept_verified") == 2
+    assert world.counted("recovered_objects_verified") == 2
     world.check_accounts()
 
 
@@ -55,7 +54,7 @@ def test_a_second_hit_is_not_hashed_again() -> None:
     world.promote(0)
     world.settle("verify")
     promotion = world.promote(0)
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
     assert world.calls("verify") == []
 
 
@@ -66,8 +65,8 @@ def test_a_flipped_byte_is_a_miss_and_never_served() -> None:
     promotion = world.promote(0, 1, 2)
     world.settle("verify")
     (end,) = world.ends(promotion)
-    assert (end.outcome, end.usable) == (Outcome.PARTIAL, 1)
-    assert world.counted("kept_dropped", "", "corrupt") == 1
+    assert (end.outcome, end.usable) == (PromotionOutcome.PARTIAL, 1)
+    assert world.counted("recovered_objects_dropped", "", "corrupt") == 1
     assert world.bits(1) == 0
     assert len(world.load(0, 1, 2, promotion=promotion).slots) == 1
     world.check_accounts()
@@ -82,7 +81,7 @@ def test_a_flipped_byte_is_read_again_where_a_lower_tier_has_the_object() -> Non
     world.settle("verify")
     world.settle("read:")
     (end,) = world.ends(promotion)
-    assert (end.outcome, end.tiers) == (Outcome.WHOLE, (1, 0))
+    assert (end.outcome, end.tiers) == (PromotionOutcome.WHOLE, (1, 0))
 
 
 def test_what_was_not_sealed_is_not_taken_over() -> None:
@@ -96,13 +95,13 @@ def test_nothing_is_announced_hashed_or_evicted_before_the_fence_opens() -> None
     world = left_behind(0, fenced=True)
     world.engine()
     assert world.bits(0) == 0
-    assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
+    assert world.ends(world.promote(0))[0].outcome is PromotionOutcome.FAILED
     world.store.unfence()
     events = world.pump()
     assert PresenceChanged(NAMESPACE, b"\0" + block_hash(0), UNVERIFIED_BIT, True) in events
     promotion = world.promote(0)
     world.settle("verify")
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -124,7 +123,7 @@ def test_many_are_taken_over_a_part_at_a_time_and_no_slot_is_handed_out_before_t
     assert len(world.credits()) > 0
     promotion = world.promote(*range(6))
     world.settle("verify")
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
     world.check_accounts()
 
 
@@ -152,8 +151,8 @@ def test_an_engine_of_another_geometry_finds_nothing_under_the_same_key() -> Non
     world = left_behind(0)
     world.engine(shards=((PAGE, PAGE),))
     promotion = world.promote(0)
-    assert world.ends(promotion)[0].outcome is Outcome.FAILED
-    assert world.counted("kept_dropped", "", "geometry") == 1
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
+    assert world.counted("recovered_objects_dropped", "", "geometry") == 1
     world.check_accounts()
 
 
@@ -166,8 +165,8 @@ def test_another_number_of_ranks_in_the_same_bytes_is_another_geometry() -> None
     world.settle("hash")
     world.restart()
     world.engine(shards=((PAGE, PAGE),))
-    assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
-    assert world.counted("kept_dropped", "", "geometry") == 1
+    assert world.ends(world.promote(0))[0].outcome is PromotionOutcome.FAILED
+    assert world.counted("recovered_objects_dropped", "", "geometry") == 1
 
 
 def test_what_cannot_be_verified_here_is_dropped_and_counted(
@@ -176,8 +175,8 @@ def test_what_cannot_be_verified_here_is_dropped_and_counted(
     world = left_behind(0)
     world.engine()
     monkeypatch.setattr("kvtier.store.recovery.by_kind", lambda _: None)
-    assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
-    assert world.counted("kept_dropped", "", "unverifiable") == 1
+    assert world.ends(world.promote(0))[0].outcome is PromotionOutcome.FAILED
+    assert world.counted("recovered_objects_dropped", "", "unverifiable") == 1
     assert checksum.by_kind("blake3") is not None
 
 
@@ -186,7 +185,7 @@ def test_a_store_of_the_same_key_takes_its_place() -> None:
     world.engine()
     world.put(0)
     assert world.bits(0) == MEMORY_BIT
-    assert world.counted("kept_dropped", "", "replaced") == 1
+    assert world.counted("recovered_objects_dropped", "", "replaced") == 1
     world.check_accounts()
 
 
@@ -199,7 +198,7 @@ def test_it_makes_room_like_any_other_object_and_what_took_its_slot_is_not_mista
         world.put(chunk)
         world.settle("hash")
         world.advance(0.2)
-    assert world.counted("kept_dropped", "", "evicted") == 6
+    assert world.counted("recovered_objects_dropped", "", "evicted") == 6
     held = {e.key for e in world.store._table.entries()}
     world.restart()
     world.engine()
@@ -215,7 +214,7 @@ def test_an_object_survives_any_number_of_lives() -> None:
     world.engine()
     promotion = world.promote(0, 1)
     world.settle("verify")
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
 
 
 def test_what_came_from_a_lower_tier_is_taken_over_too() -> None:
@@ -243,7 +242,7 @@ def test_a_promotion_that_is_cancelled_leaves_it_for_the_next_hit() -> None:
     assert world.store.pinned_bytes == 0
     again = world.promote(0, 1)
     world.settle("verify")
-    assert world.ends(again)[0].outcome is Outcome.WHOLE
+    assert world.ends(again)[0].outcome is PromotionOutcome.WHOLE
 
 
 def test_two_requests_share_one_verification() -> None:
@@ -252,7 +251,7 @@ def test_two_requests_share_one_verification() -> None:
     first, second = world.promote(0), world.promote(0)
     assert len(world.calls("verify")) == 1
     world.settle("verify")
-    assert [world.ends(p)[0].outcome for p in (first, second)] == [Outcome.WHOLE] * 2
+    assert [world.ends(p)[0].outcome for p in (first, second)] == [PromotionOutcome.WHOLE] * 2
 
 
 def test_a_verification_that_takes_too_long_costs_the_clock_and_no_more() -> None:
@@ -260,7 +259,7 @@ def test_a_verification_that_takes_too_long_costs_the_clock_and_no_more() -> Non
     world.engine()
     promotion = world.promote(0, budget=0.5)
     world.advance(0.5)
-    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     world.settle("verify")
     assert world.store.pinned_bytes == 0
 
@@ -273,7 +272,7 @@ def test_under_cost_the_clock_of_what_has_to_be_verified_is_half_of_recomputing_
     world.advance(0.99)
     assert world.ends(900) == []
     world.advance(0.02)
-    assert world.ends(900)[0].outcome is Outcome.FAILED
+    assert world.ends(900)[0].outcome is PromotionOutcome.FAILED
 
 
 def test_what_is_verified_goes_to_the_tiers_that_do_not_have_it() -> None:
@@ -306,7 +305,3 @@ def test_objects_of_several_sizes_come_back_to_the_slots_they_were_in() -> None:
     assert {e.ref: e.slot.offset for e in world.store._table.entries()} == places
     world.check_accounts()
     assert world.store.accounts().committed == 4 * PAGE + 4 * 3 * PAGE
-
-
-def test_the_replica_knows_the_bits_of_the_store() -> None:
-    assert (wire.MEMORY_BIT, wire.KEPT_BIT) == (MEMORY_BIT, UNVERIFIED_BIT)

@@ -81,7 +81,7 @@ def test_a_key_that_is_present_is_not_stored_again() -> None:
     world.engine()
     first = world.put(0)
     world.put(0)
-    assert world.counted("stores_doomed", "", "present") == 1
+    assert world.counted("stores_cancelled", "", "present") == 1
     assert world.load(0).slots == (first,)
     assert world.store.accounts().committed == PAGE
 
@@ -98,7 +98,7 @@ def test_of_two_engines_that_store_a_key_at_once_the_first_to_reserve_stores_it(
     world.store.deliver("e0", 0, first)
     world.pump()
     assert world.load(0, engine="e1").slots == (slot,)
-    assert world.counted("stores_doomed", "", "pending") == 1
+    assert world.counted("stores_cancelled", "", "pending") == 1
 
 
 def test_ranks_of_two_engines_are_never_counted_together() -> None:
@@ -197,7 +197,7 @@ class TestAnEngineThatWent:
         world = World()
         world.engine()
         world.store.close_engine("e", False)
-        world.store.engine_proven_gone("e")
+        world.store.confirm_engine_dead("e")
         assert world.store.accounts().quarantined == 0
 
     def test_gives_its_slots_back_at_once_when_it_ended_in_order(self) -> None:
@@ -227,7 +227,7 @@ class TestAnEngineThatWent:
         world.engine()
         world.store.close_engine("e", False)
         world.engine()
-        world.store.engine_proven_gone("e")
+        world.store.confirm_engine_dead("e")
         accounts = world.store.accounts()
         assert (accounts.quarantined, accounts.granted) == (0, 4 * PAGE)
 

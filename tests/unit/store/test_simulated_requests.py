@@ -71,12 +71,12 @@ def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no
     tier.bytes_per_second = 1e9
     asked_at = simulation.clock.now
     reads = tier.reads
-    before = simulation.store.counters.values.get(("tier_trials", "disk", ""), 0)
+    before = simulation.store.counters.values.get(("tier_probe_reads", "disk", ""), 0)
     while (request := simulation.run(simulation.prompt(4_096))).usable == 0:
         assert request.first_token_seconds == request.recompute_seconds
         simulation.pass_time(2.0)
         assert simulation.clock.now < asked_at + 120, "a tier that has recovered is not used"
-    trials = simulation.store.counters.values["tier_trials", "disk", ""] - before
+    trials = simulation.store.counters.values["tier_probe_reads", "disk", ""] - before
     assert trials <= 1 + (simulation.clock.now - asked_at) / 30
     assert tier.reads - reads - 16 <= trials * 8
 

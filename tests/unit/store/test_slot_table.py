@@ -17,9 +17,9 @@ from kvtier.store.slot_table import (
     SlotRecord,
     SlotTable,
     TableIdentity,
-    decode,
-    encode,
-    table_bytes,
+    decode_record,
+    encode_record,
+    slot_table_bytes,
 )
 
 IDENTITY = TableIdentity(pool_bytes=1 << 30, pool_inode=7, topology="t")
@@ -67,7 +67,7 @@ def test_the_next_life_finds_what_was_added_and_not_erased_oldest_first(reopen: 
     found = reopen()
     assert [each.offset // 8192 for each in found.recovered] == [5, 9, 1]
     assert replace(found.recovered[0], sequence=0) == record(5)
-    assert not found.refused
+    assert not found.rejected
 
 
 def test_sequence_numbers_rise_from_life_to_life(reopen: Open) -> None:
@@ -101,7 +101,7 @@ def test_a_table_of_something_else_is_refused_as_a_whole(
         table.add(record(number))
     found = reopen(identity)
     assert found.recovered == []
-    assert found.refused == {reason: 3}
+    assert found.rejected == {reason: 3}
     # And the table is the new pool's from now on.
     found.add(record(9))
     assert [each.offset for each in reopen(identity).recovered] == [9 * 8192]
@@ -111,7 +111,7 @@ def test_a_pool_that_has_grown_is_taken_over(reopen: Open) -> None:
     reopen().add(record(1))
     grown = replace(IDENTITY, pool_bytes=2 << 30)
     assert len(reopen(grown).recovered) == 1
-    assert reopen().refused == {"pool_size": 1}
+    assert reopen().rejected == {"pool_size": 1}
 
 
 def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> None:
@@ -120,17 +120,19 @@ def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> No
     table.add(record(2, namespace="f" * 32))
     found = reopen(IDENTITY, {"f" * 32})
     assert [each.offset // 8192 for each in found.recovered] == [2]
-    assert found.refused == {"namespace": 1}
-    assert reopen(IDENTITY, {"f" * 32}).refused == {}
+    assert found.rejected == {"namespace": 1}
+    assert reopen(IDENTITY, {"f" * 32}).rejected == {}
 
 
 def test_two_records_of_one_slot_are_not_both_believed(reopen: Open, file: int) -> None:
     table = reopen()
     table.add(record(1))
-    os.pwrite(file, encode(record(1, key=b"\0" * 33), table._word), HEADER_BYTES + RECORD_BYTES)
+    os.pwrite(
+        file, encode_record(record(1, key=b"\0" * 33), table._word), HEADER_BYTES + RECORD_BYTES
+    )
     found = reopen()
     assert len(found.recovered) == 1
-    assert found.refused == {"overlap": 1}
+    assert found.rejected == {"overlap": 1}
 
 
 def test_a_full_table_says_so_and_goes_on(reopen: Open) -> None:
@@ -166,7 +168,7 @@ def test_a_flipped_bit_costs_its_record_and_no_other(position: int, bit: int) ->
         assert {each.offset // 8192 for each in found.recovered} == {0, 1, 2} - {
             position // RECORD_BYTES
         }
-        assert found.refused == {"damaged": 1}
+        assert found.rejected == {"damaged": 1}
         found.close()
     finally:
         os.close(file)
@@ -191,11 +193,11 @@ def test_a_table_cut_off_anywhere_gives_what_is_whole(cut: int) -> None:
 
 
 def test_a_record_of_another_table_proves_nothing() -> None:
-    assert decode(encode(record(1), b"a" * 16), b"b" * 16) is None
-    assert decode(encode(record(1), b"a" * 16), b"a" * 16) == record(1)
+    assert decode_record(encode_record(record(1), b"a" * 16), b"b" * 16) is None
+    assert decode_record(encode_record(record(1), b"a" * 16), b"a" * 16) == record(1)
 
 
 def test_a_table_takes_a_thousandth_of_the_pool_within_limits() -> None:
-    assert table_bytes(1 << 20) == 256 << 10
-    assert table_bytes(16 << 30) == 16 << 20
-    assert table_bytes(1 << 40) == 64 << 20
+    assert slot_table_bytes(1 << 20) == 256 << 10
+    assert slot_table_bytes(16 << 30) == 16 << 20
+    assert slot_table_bytes(1 << 40) == 64 << 20

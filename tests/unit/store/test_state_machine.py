@@ -29,7 +29,7 @@ from tests.unit.store.store_world import (
 
 from kvtier.config.models import LiveTier, Selection, StorePolicy
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.store.executor import Job
+from kvtier.store.executor import IoCall
 from kvtier.store.state import SlotState
 from kvtier.store.types import (
     RAM_BITS,
@@ -38,9 +38,9 @@ from kvtier.store.types import (
     EngineInfo,
     KeysEvicting,
     LoadAnnounced,
-    Outcome,
     PresenceChanged,
     PromotionEnded,
+    PromotionOutcome,
     StoreEvent,
 )
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
@@ -200,7 +200,7 @@ class Driver:
         """The memory of reads that have begun."""
         found = []
         for call in self.world.io.pending:
-            if call.started and call.lane.startswith("read:") and isinstance(call.call, Job):
+            if call.started and call.lane.startswith("read:") and isinstance(call.call, IoCall):
                 work = call.call.work
                 if isinstance(work, partial) and call.call.started_at is not None:
                     found.append(work.args[1])
@@ -263,9 +263,9 @@ class Driver:
             world.damage_table(table_flip)
         world.restart(fenced=True, hung=hung)
 
-    def hung_over(self, name: str) -> None:
+    def release_orphaned_reads(self, name: str) -> None:
         del self.orphans[name]
-        self.world.hung_over(name)
+        self.world.release_orphaned_reads(name)
 
     def scribble_orphan(self, name: str, number: int) -> None:
         for memory in self.orphans[name]:
@@ -344,8 +344,10 @@ class StoreMachine(RuleBasedStateMachine):
             engine = self.engines.get(event.engine)
             if engine is not None:
                 keys = engine.promotions[event.promotion]
-                assert (event.outcome is Outcome.WHOLE) == (event.usable == len(keys) > 0)
-                assert (event.outcome in (Outcome.FAILED, Outcome.CANCELLED)) == (event.usable == 0)
+                assert (event.outcome is PromotionOutcome.WHOLE) == (event.usable == len(keys) > 0)
+                assert (event.outcome in (PromotionOutcome.FAILED, PromotionOutcome.CANCELLED)) == (
+                    event.usable == 0
+                )
                 assert len(event.tiers) == event.usable
         elif isinstance(event, LoadAnnounced):
             engine = self.engines[event.engine]
@@ -462,7 +464,7 @@ class StoreMachine(RuleBasedStateMachine):
         name = next(iter(self.driver.orphans))
         self.do("scribble_orphan", name, number)
         if over:
-            self.do("hung_over", name)
+            self.do("release_orphaned_reads", name)
 
     @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS))
     def open_engine(self, name: str, kind: Kind) -> None:
@@ -498,7 +500,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def proven_gone(self, name: str) -> None:
         self.ghosts = [ghost for ghost in self.ghosts if ghost.info.engine != name]
-        self.do("call", "engine_proven_gone", name)
+        self.do("call", "confirm_engine_dead", name)
 
     @precondition(lambda self: self.engines)
     @rule(
@@ -676,12 +678,12 @@ class StoreMachine(RuleBasedStateMachine):
         ranks.remove(rank)
         if not ranks:
             del engine.loads[number]
-        self.do("call", "loaded", engine.info.engine, rank, number)
+        self.do("call", "release_load", engine.info.engine, rank, number)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def left(self, data: st.DataObject) -> None:
-        self.do("call", "left", data.draw(st.sampled_from(self.tokens)))
+        self.do("call", "acknowledge_eviction", data.draw(st.sampled_from(self.tokens)))
 
     @rule(number=st.integers(0, 1000))
     def run_io(self, number: int) -> None:
@@ -752,11 +754,11 @@ class StoreMachine(RuleBasedStateMachine):
         if what == "deliver":
             self.do("call", "deliver", name, 7, number)
         elif what == "loaded":
-            self.do("call", "loaded", name, 0, number)
+            self.do("call", "release_load", name, 0, number)
         elif what == "cancel":
             self.do("call", "cancel", name, number)
         elif what == "left":
-            self.do("call", "left", number + 1_000_000)
+            self.do("call", "acknowledge_eviction", number + 1_000_000)
         elif what == "engine":
             self.do("call", "deliver", "nobody", 0, number)
         elif what == "load" and name in self.engines:
@@ -782,7 +784,7 @@ class StoreMachine(RuleBasedStateMachine):
             sizes[slot.state] += size
             ranges.append((slot.offset, size))
             assert (slot.entry is not None) == (
-                slot.state in (SlotState.COMMITTED, SlotState.LEAVING)
+                slot.state in (SlotState.COMMITTED, SlotState.EVICTING)
             )
         for state in (s for s in SlotState if s is not SlotState.FREE):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
@@ -850,7 +852,7 @@ class StoreMachine(RuleBasedStateMachine):
             for number in list(engine.loads):
                 self.check_load(engine, number)
                 for rank in sorted(engine.loads[number][2]):
-                    self.do("call", "loaded", engine.info.engine, rank, number)
+                    self.do("call", "release_load", engine.info.engine, rank, number)
                 del engine.loads[number]
             for number, (_, _, _, answered) in list(engine.open.items()):
                 del engine.open[number]
@@ -859,9 +861,9 @@ class StoreMachine(RuleBasedStateMachine):
                         self.do("call", "abort", engine.info.engine, rank, number)
         self.ghosts = []
         for name in list(self.driver.orphans):
-            self.do("hung_over", name)
+            self.do("release_orphaned_reads", name)
         for name in NAMES:
-            self.do("call", "engine_proven_gone", name)
+            self.do("call", "confirm_engine_dead", name)
         for _ in range(60):
             self.do("run_lane", "")
             self.do("advance", 5.0)
@@ -871,7 +873,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert world.store.pinned_bytes == 0
         accounts = world.store.accounts()
         assert (
-            accounts.reading == accounts.reserved == accounts.quarantined == accounts.leaving == 0
+            accounts.reading == accounts.reserved == accounts.quarantined == accounts.evicting == 0
         )
         for engine in self.engines.values():
             for group, credits in enumerate(engine.credits):
@@ -888,7 +890,7 @@ class StoreMachine(RuleBasedStateMachine):
         accounts = world.store.accounts()
         assert accounts.granted == 0
         assert (
-            accounts.free + accounts.committed + accounts.leaving + accounts.unusable
+            accounts.free + accounts.committed + accounts.evicting + accounts.unusable
             == accounts.pool_bytes
         )
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.errors import TierUnavailableError
 from kvtier.store import executor
-from kvtier.store.executor import Job, ThreadExecutor
+from kvtier.store.executor import IoCall, ThreadExecutor
 
 PATIENCE_SECONDS = 30.0
 
@@ -204,7 +204,7 @@ def test_of_a_thread_that_begins_a_job_and_an_owner_that_revokes_it_exactly_one_
     ended: list[int] = []
     jobs = []
     for number in range(500):
-        job = Job(
+        job = IoCall(
             lambda: 0.0, lambda n=number: ran.append(n), lambda r, e, n=number: ended.append(n)
         )  # type: ignore[misc]
         jobs.append(job.submit(executor, "hash"))

@@ -9,7 +9,7 @@ from tests.unit.store.store_world import World, live
 from kvtier.config.models import LiveTier
 from kvtier.errors import TierNoSpaceError, TierUnavailableError, TierUnverifiableError
 from kvtier.store.context import MAX_KINDS, UnexpectedErrors
-from kvtier.store.types import RAM_BITS, Outcome, PresenceChanged, TiersUsable
+from kvtier.store.types import RAM_BITS, PresenceChanged, PromotionOutcome, UsableTiersChanged
 from kvtier.tiers.base import TierUsage
 
 
@@ -18,7 +18,7 @@ def failing(world: World) -> None:
 
 
 def state(world: World) -> str:
-    return world.store.tier_states()[1].state
+    return world.store.tier_reports()[1].state
 
 
 def broken(threshold: int = 3) -> World:
@@ -36,10 +36,10 @@ def broken(threshold: int = 3) -> World:
 def test_failures_in_a_row_open_the_breaker_and_nothing_is_read_or_written() -> None:
     world = broken()
     assert state(world) == "BreakerOpen"
-    assert world.store.tier_states()[1].cause == "unavailable"
+    assert world.store.tier_reports()[1].cause == "unavailable"
     assert world.counted("breaker_opened", "disk", "unavailable") == 1
     promotion = world.promote(9)
-    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     world.put(20)
     world.io.run_all("hash")
     world.pump()
@@ -77,7 +77,7 @@ def test_after_the_period_one_probe_decides() -> None:
     assert world.counted("breaker_closed", "disk") == 1
     promotion = world.promote(9)
     world.settle()
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
 
 
 def test_a_tier_that_has_no_room_for_its_probe_can_be_read() -> None:
@@ -90,7 +90,7 @@ def test_a_tier_that_has_no_room_for_its_probe_can_be_read() -> None:
     world.tier.fail = None
     promotion = world.promote(9)
     world.settle()
-    assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
 
 
 def test_a_period_that_is_changed_holds_for_the_breaker_that_is_open() -> None:
@@ -155,8 +155,8 @@ def test_what_waits_at_a_tier_whose_breaker_opens_is_taken_back_at_once() -> Non
     failed, waiting = world.promote(0), world.promote(1, budget=100.0)
     world.io.run(world.calls("read:")[0])
     world.pump()
-    assert world.ends(failed)[0].outcome is Outcome.FAILED
-    assert world.ends(waiting)[0].outcome is Outcome.FAILED
+    assert world.ends(failed)[0].outcome is PromotionOutcome.FAILED
+    assert world.ends(waiting)[0].outcome is PromotionOutcome.FAILED
     assert world.store.accounts().reading == 0
 
 
@@ -210,7 +210,7 @@ def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     assert state(world) == "Healthy"
     world.advance(2.0)
     assert state(world) == "BreakerOpen"
-    assert world.store.tier_states()[1].cause == "hung"
+    assert world.store.tier_reports()[1].cause == "hung"
     assert world.counted("tier_late_reads", "disk") == 1
     world.advance(30.0)
     assert world.counted("tier_late_reads", "disk") == 1
@@ -243,7 +243,7 @@ def test_a_slow_tier_is_late_only_at_three_times_its_usual_time() -> None:
         world.advance(2.0)
         world.io.run(call)
         world.pump()
-        assert world.ends(promotion)[0].outcome is Outcome.WHOLE
+        assert world.ends(promotion)[0].outcome is PromotionOutcome.WHOLE
     world.promote(2, budget=4.0)
     world.io.hold(world.calls("read:")[0])
     world.advance(5.0)
@@ -264,8 +264,8 @@ def test_half_of_the_read_threads_hung_opens_the_breaker_whatever_the_threshold(
         world.io.hold(call)
     world.advance(2.0)
     assert state(world) == "BreakerOpen"
-    assert world.store.tier_states()[1].cause == "hung"
-    assert world.store.tier_states()[1].late_reads == 2
+    assert world.store.tier_reports()[1].cause == "hung"
+    assert world.store.tier_reports()[1].late_reads == 2
     world.advance(10.0)
     world.io.run_all("check:")
     world.pump()
@@ -342,7 +342,7 @@ def test_an_error_that_is_no_tier_error_is_a_failure_like_any_other() -> None:
     world.tier.fail = lambda: ValueError("a bug")  # type: ignore[return-value, assignment]
     promotion = world.promote(0)
     world.settle()
-    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert world.counted("tier_reads_failed", "disk", "unexpected") == 1
 
 
@@ -352,7 +352,7 @@ def test_every_tier_reports_its_state(name: str) -> None:
     world.engine()
     world.put(0)
     world.settle()
-    (found,) = [tier for tier in world.store.tier_states() if tier.name == name]
+    (found,) = [tier for tier in world.store.tier_reports() if tier.name == name]
     assert found.state == "Healthy"
     assert found.objects == 1
 
@@ -365,12 +365,12 @@ def test_a_promotion_whose_deadline_opens_the_breaker_ends_once() -> None:
     world.io.hold(world.calls("read:")[1])
     world.advance(2.0)
     assert state(world) == "BreakerOpen"
-    assert [end.outcome for end in world.ends(promotion)] == [Outcome.FAILED]
+    assert [end.outcome for end in world.ends(promotion)] == [PromotionOutcome.FAILED]
     assert world.store.pinned_bytes == 0
 
 
 def usable(world: World) -> list[int]:
-    return [event.bits for event in world.events if isinstance(event, TiersUsable)]
+    return [event.bits for event in world.events if isinstance(event, UsableTiersChanged)]
 
 
 def test_schedulers_are_told_in_one_word_when_a_tier_is_given_up_and_when_it_is_back() -> None:
@@ -416,7 +416,7 @@ def test_an_error_that_nobody_raises_on_purpose_is_logged_with_its_traceback_onc
     for chunk in range(5):
         promotion = world.promote(chunk)
         world.settle()
-        assert world.ends(promotion)[0].outcome is Outcome.FAILED
+        assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert world.counted("tier_reads_failed", "disk", "unexpected") == 5
     (record,) = caplog.records
     assert record.getMessage() == "tier disk: unexpected ZeroDivisionError"
@@ -454,9 +454,9 @@ def test_an_object_whose_checksum_cannot_be_computed_is_a_miss_with_a_reason_of_
     world.tier.fail = lambda: TierUnverifiableError("written with xxh3")
     promotion = world.promote(0)
     world.settle()
-    assert world.ends(promotion)[0].outcome is Outcome.FAILED
+    assert world.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert world.counted("tier_reads_failed", "disk", "unverifiable") == 1
     assert state(world) == "Healthy"
     # Not asked for again for a while.
-    assert world.ends(world.promote(0))[0].outcome is Outcome.FAILED
+    assert world.ends(world.promote(0))[0].outcome is PromotionOutcome.FAILED
     assert world.counted("tier_reads_failed", "disk") == 1

@@ -122,10 +122,10 @@ def test_what_exceeds_the_bound_of_pending_bytes_is_dropped_and_counted() -> Non
         world.pump()
     assert len(world.calls("write:")) == 2
     assert world.counted("tier_writes_dropped", "disk", "too_many_pending") == 2
-    assert world.store.tier_states()[1].pending_store_bytes == 2 * PAGE
+    assert world.store.tier_reports()[1].pending_store_bytes == 2 * PAGE
     world.settle()
     assert len(world.tier.objects) == 2
-    assert world.store.tier_states()[1].pending_store_bytes == 0
+    assert world.store.tier_reports()[1].pending_store_bytes == 0
 
 
 def test_what_was_dropped_is_written_when_it_is_wanted_again() -> None:
@@ -163,7 +163,7 @@ def test_an_unsealed_backlog_never_pins_more_than_half_of_the_pool() -> None:
         world.put(chunk)
         world.advance(0.11)
     assert world.store.pinned_bytes == 8 * PAGE
-    assert world.counted("seals_dropped") > 0
+    assert world.counted("checksums_dropped") > 0
     world.settle()
     assert world.store.pending_stores() == 0
 
@@ -175,7 +175,7 @@ def test_a_full_tier_costs_the_write_and_does_not_open_the_breaker() -> None:
     world.put(0)
     world.settle()
     assert world.counted("tier_writes_failed", "disk", "no_space") == 1
-    assert world.store.tier_states()[1].state == "Healthy"
+    assert world.store.tier_reports()[1].state == "Healthy"
     assert world.store.pinned_bytes == 0
 
 
@@ -251,7 +251,7 @@ def test_what_was_dropped_while_a_breaker_was_open_is_written_once_it_has_closed
     world.tier.fail = TierUnavailableError("gone")
     world.put(0)
     world.settle()
-    assert world.store.tier_states()[1].state == "BreakerOpen"
+    assert world.store.tier_reports()[1].state == "BreakerOpen"
     world.tier.fail = None
     world.advance(10.0)
     world.settle()

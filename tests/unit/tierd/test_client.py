@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtier.harness.tierd_case import environment, wait_for
+from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.tierd import client as module
 from kvtier.tierd.client import ClientState, TierdClient
 from kvtier.tierd.wire import (

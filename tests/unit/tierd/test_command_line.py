@@ -13,7 +13,7 @@ from kvtier import __version__
 from kvtier.tierd.__main__ import TOKEN_VARIABLE, parser
 
 
-def test_a_daemon_that_an_engine_starts_is_told_of_its_token_by_a_variable(
+def test_a_variable_names_the_token_file_of_a_daemon_that_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = ["--topology", "/etc/kvtier/topology"]
@@ -24,12 +24,12 @@ def test_a_daemon_that_an_engine_starts_is_told_of_its_token_by_a_variable(
     assert parser().parse_args([*given, "--token-file", "/other"]).token_file == Path("/other")
 
 
-def test_a_sidecar_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    assert ended_while_importing("kvtier.tierd.sidecar_entry", "kvtier.tierd.sidecar_main") == 0
+def test_a_sidecar_exits_on_sigterm_during_its_imports() -> None:
+    assert ended_while_importing("kvtier.tierd.sidecar", "kvtier.tierd.sidecar_supervisor") == 0
 
 
-def test_the_sidecars_command_is_the_one_that_can_be_ended_at_once() -> None:
-    command = [sys.executable, "-m", "kvtier.tierd.sidecar_entry", "--version"]
+def test_the_module_runs_the_sidecar_command() -> None:
+    command = [sys.executable, "-m", "kvtier.tierd.sidecar", "--version"]
     assert (
         subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=True

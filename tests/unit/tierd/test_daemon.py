@@ -21,12 +21,17 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
-from kvtier.harness.stub_engine import OBJECT_TOKENS, FakeEngineOptions, StubEngine, block_hash
-from kvtier.harness.tierd_case import TierdCase, wait_for
+from kvtier.harness.stub_engine import (
+    OBJECT_TOKENS,
+    StubEngine,
+    StubEngineOptions,
+    block_hash,
+)
+from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
 from kvtier.tierd.daemon import Options, TierDaemon
-from kvtier.tierd.liveness import own_identity
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -56,7 +61,7 @@ WAIT_SECONDS = 20.0
 class Peer:
     """One session by hand."""
 
-    def __init__(self, case: TierdCase, **hello: Any) -> None:
+    def __init__(self, case: TierdTestbed, **hello: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -90,14 +95,14 @@ Start = Callable[..., TierDaemon]
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    found = TierdCase(tmp_path)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    found = TierdTestbed(tmp_path)
     yield found
     found.close()
 
 
 @pytest.fixture
-def start(case: TierdCase) -> Iterator[Start]:
+def start(case: TierdTestbed) -> Iterator[Start]:
     """Starts daemons in threads; they are stopped at the end."""
     running: list[tuple[TierDaemon, threading.Thread]] = []
 
@@ -119,7 +124,7 @@ def start(case: TierdCase) -> Iterator[Start]:
 
 
 @pytest.fixture
-def peers(case: TierdCase) -> Iterator[Callable[..., Peer]]:
+def peers(case: TierdTestbed) -> Iterator[Callable[..., Peer]]:
     made: list[Peer] = []
 
     def make(**hello: Any) -> Peer:
@@ -237,7 +242,7 @@ def test_objects_larger_than_the_pool_are_refused_with_the_numbers(
 
 
 def test_words_that_cannot_be_read_end_that_session_alone(
-    case: TierdCase, start: Start, peers: Callable[..., Peer]
+    case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
     first, _ = pair(peers, "first")
@@ -252,7 +257,7 @@ def test_words_that_cannot_be_read_end_that_session_alone(
 
 
 def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
-    case: TierdCase, start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+    case: TierdTestbed, start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_module, "QUEUE_MESSAGES", 50)
     start()
@@ -275,7 +280,7 @@ def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
 
 
 def test_live_values_are_pushed_to_who_is_attached(
-    case: TierdCase, start: Start, peers: Callable[..., Peer]
+    case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
     scheduler, _ = pair(peers)
@@ -288,7 +293,7 @@ def test_live_values_are_pushed_to_who_is_attached(
     ("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
 )
 def test_a_port_in_use_is_a_condition_and_no_death(
-    case: TierdCase, peers: Callable[..., Peer], daemon: Daemon, said: str
+    case: TierdTestbed, peers: Callable[..., Peer], daemon: Daemon, said: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = HttpEndpoint(port=taken.getsockname()[1])
@@ -311,7 +316,7 @@ def test_a_port_in_use_is_a_condition_and_no_death(
 
 
 def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
-    case: TierdCase, start: Start
+    case: TierdTestbed, start: Start
 ) -> None:
     tiers = [
         *case.topology.structural.tiers,
@@ -332,7 +337,7 @@ def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
 def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_for(
     tmp_path: Path,
 ) -> None:
-    case = TierdCase(tmp_path / "case", file_bytes=1 << 30)
+    case = TierdTestbed(tmp_path / "case", file_bytes=1 << 30)
     case.files.rmdir()
     case.files.write_text("a file, where the tier's directory has to be")
     case.retune(case.live.model_copy(update={"breaker": Breaker(period_seconds=1)}))
@@ -364,14 +369,16 @@ def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_fo
         case.close()
 
 
-def test_a_second_daemon_in_the_same_directory_ends_at_once(case: TierdCase, start: Start) -> None:
+def test_a_second_daemon_in_the_same_directory_ends_at_once(
+    case: TierdTestbed, start: Start
+) -> None:
     start()
     assert TierDaemon(Options(case.topology_directory)).run() == 3
     assert case.status()["started"]
 
 
 def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
-    case: TierdCase, start: Start, peers: Callable[..., Peer]
+    case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     from kvtier.tierd.wire import Load, LoadReleased
 
@@ -389,9 +396,9 @@ def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
     wait_for(lambda: case.pool("pinned") == 0, "it is not pinned any more")
 
 
-def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start) -> None:
+def test_a_fake_engine_stores_and_loads_through_it(case: TierdTestbed, start: Start) -> None:
     start()
-    engine = StubEngine(FakeEngineOptions(run_directory=case.run_directory))
+    engine = StubEngine(StubEngineOptions(run_directory=case.run_directory))
     engine.start()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait("usable", WAIT_SECONDS)
@@ -403,7 +410,9 @@ def test_a_fake_engine_stores_and_loads_through_it(case: TierdCase, start: Start
     assert case.counter("sessions_vanished") == 0
 
 
-def test_status_says_how_many_prompt_tokens_came_from_a_tier(case: TierdCase, start: Start) -> None:
+def test_status_says_how_many_prompt_tokens_came_from_a_tier(
+    case: TierdTestbed, start: Start
+) -> None:
     start()
     engine = case.engine()
     assert engine.wait("can_store", WAIT_SECONDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
 
 FAR = ProcessIdentity(7, 70, "elsewhere")
 NEAR = ProcessIdentity(8, 80, "here")

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.harness.engine_process import http_request
-from kvtier.harness.tierd_case import wait_for
+from kvtier.harness.tierd_testbed import wait_for
 from kvtier.tierd import http as module
 from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text_response
 from kvtier.tierd.status import (

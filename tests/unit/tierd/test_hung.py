@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment
-from kvtier.store.slot_table import SlotPlace
+from kvtier.harness.tierd_testbed import environment
+from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.fencing import ReadsFile, find_orphaned_reads
 
-PLACES = [SlotPlace(number * 8192, 8192, 0, 10) for number in range(4)]
+PLACES = [SlotLocation(number * 8192, 8192, 0, 10) for number in range(4)]
 _DYING = """
 import sys
 from pathlib import Path
-from kvtier.store.slot_table import SlotPlace
+from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.fencing import ReadsFile
 log = ReadsFile(Path(sys.argv[1]), 7, 0o600)
 for number in range(3):
-    log.begin(SlotPlace(number * 8192, 8192, 0, 10))
+    log.begin(SlotLocation(number * 8192, 8192, 0, 10))
 log.end(8192)
 print("noted", flush=True)
 sys.stdin.read()

@@ -11,16 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import environment, wait_for
-from kvtier.tierd.liveness import (
-    PEERS_NAME,
-    Liveness,
-    PeerLiveness,
-    ProcessIdentity,
-    is_held,
-    own_identity,
-    own_lock,
-)
+from kvtier.harness.tierd_testbed import environment, wait_for
+from kvtier.processes import Liveness, ProcessIdentity, own_identity
+from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, is_held, own_lock
 
 HOLDER = """
 import os, subprocess, sys, time

@@ -10,17 +10,17 @@ import pytest
 from kvtier.config.loader import load_for_engine
 from kvtier.config.models import Daemon, FileSystemTierDocument
 from kvtier.config.writer import document_text
-from kvtier.harness.tierd_case import TierdCase
-from kvtier.testing.conformance import make_object
+from kvtier.harness.tierd_testbed import TierdTestbed
+from kvtier.testing.objects import make_object
 from kvtier.tierd import tier_factory
-from kvtier.tierd.sidecar import first_document
+from kvtier.tierd.sidecar_supervisor import first_document
 from kvtier.tierd.tier_factory import build_tiers, storage_group
 from kvtier.tiers.filesystem import index
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> TierdCase:
-    return TierdCase(tmp_path, file_bytes=1 << 20, run_directory=tmp_path / "run")
+def case(tmp_path: Path) -> TierdTestbed:
+    return TierdTestbed(tmp_path, file_bytes=1 << 20, run_directory=tmp_path / "run")
 
 
 def test_files_are_given_a_group_that_this_process_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_files_are_given_a_group_that_this_process_is_in(monkeypatch: pytest.Mon
     assert "4000" in condition.message
 
 
-def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdCase) -> None:
+def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdTestbed) -> None:
     source, run = case.topology_directory / "structural.json", case.run_directory
     good = source.read_text()
     source.write_text('{"schemaVersion": 9}')
@@ -47,7 +47,9 @@ def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdCase) -
     assert first_document(case.topology_directory, run) == first
 
 
-def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(case: TierdCase) -> None:
+def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(
+    case: TierdTestbed,
+) -> None:
     first_document(case.topology_directory, case.run_directory)
     (case.run_directory / "structural.json").write_text("{")
     assert (
@@ -58,7 +60,7 @@ def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(case: 
 
 @pytest.mark.parametrize(("daemon", "chunk_tokens"), [(Daemon.SIDECAR, 256), (Daemon.ENGINE, 512)])
 def test_an_engine_reads_what_its_sidecar_was_told(
-    case: TierdCase, daemon: Daemon, chunk_tokens: int
+    case: TierdTestbed, daemon: Daemon, chunk_tokens: int
 ) -> None:
     first_document(case.topology_directory, case.run_directory)
     changed = case.topology.structural.model_copy(update={"chunk_tokens": 512, "daemon": daemon})
@@ -67,13 +69,13 @@ def test_an_engine_reads_what_its_sidecar_was_told(
 
 
 def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(
-    case: TierdCase,
+    case: TierdTestbed,
 ) -> None:
     assert load_for_engine(case.topology_directory).structural == case.topology.structural
 
 
-def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: TierdCase) -> None:
-    without = TierdCase(
+def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: TierdTestbed) -> None:
+    without = TierdTestbed(
         case.directory / "other", run_directory=case.run_directory
     ).topology.structural
     with_files = case.topology.structural
@@ -84,7 +86,7 @@ def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: Tier
 
 
 def test_file_tiers_share_what_a_daemon_may_index(
-    case: TierdCase, monkeypatch: pytest.MonkeyPatch
+    case: TierdTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "MAX_INDEXED_OBJECTS", 6)
     ram, *_ = case.topology.structural.tiers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_case import wait_for
+from kvtier.harness.tierd_testbed import wait_for
 from kvtier.tierd import host_pool as module
 from kvtier.tierd.host_pool import PAGE_BYTES, PoolFile
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from kvtier.harness.tierd_case import wait_for
-from kvtier.tierd.liveness import (
+from kvtier.harness.tierd_testbed import wait_for
+from kvtier.processes import (
     Liveness,
     ProcessIdentity,
     liveness_of,

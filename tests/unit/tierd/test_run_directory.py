@@ -145,7 +145,7 @@ def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
     first.join()
     kept = first.try_daemon_lock()
     monkeypatch.setattr(
-        "kvtier.tierd.run_directory.leader_is_dead", lambda holder: holder.pid == os.getpid()
+        "kvtier.tierd.run_directory.main_thread_exited", lambda holder: holder.pid == os.getpid()
     )
     assert not second.daemon_lives()
     lock = second.try_daemon_lock()

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from kvtier.errors import KVTierError
+from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.fencing import BLIND_SECONDS, SessionFiles, StartupFence
-from kvtier.tierd.liveness import Liveness, ProcessIdentity
 from kvtier.tierd.sessions import EngineSessions, Session, Sessions
 from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
-from kvtier.harness.tierd_case import TierdCase, wait_for
-from kvtier.tierd import supervisor as module
+from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.tierd.supervisor import Supervisor
+from kvtier.tierd.watchdog import DEFAULT_TIMING, WatchdogTiming
 
 LIVES = """
 import fcntl, os, sys, time
@@ -35,42 +35,39 @@ if sys.argv[3] == "hang":
 """
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.05)
-
-
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdCase]:
-    found = TierdCase(tmp_path, daemon=Daemon.ENGINE)
+def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+    found = TierdTestbed(tmp_path, daemon=Daemon.ENGINE)
     yield found
     found.close()
 
 
 def make(
-    case: TierdCase, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0
+    case: TierdTestbed, beats: int = 10_000, then: str = "end", unresponsive: float = 30.0
 ) -> Supervisor:
     command = [sys.executable, "-S", "-c", LIVES, str(case.run_directory), str(beats), then]
     return Supervisor(
-        case.topology_directory, case.topology, command=command, unresponsive_seconds=unresponsive
+        case.topology_directory,
+        case.topology,
+        command=command,
+        timing=WatchdogTiming(poll=0.02, first_backoff=0.05, unresponsive=unresponsive),
     )
 
 
 def kill_and_stop(supervisor: Supervisor) -> None:
-    child = supervisor._child
+    child = supervisor._watchdog.process
     if child is not None:
         child.kill()
         child.wait(30)
     supervisor.stop(5)
 
 
-def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCase) -> None:
+def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     assert first.child
@@ -80,7 +77,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdCas
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
 
 
-def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdCase) -> None:
+def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
     case.run_directory.mkdir(parents=True, exist_ok=True)
     case.run_directory.chmod(0o777)
     supervisor = make(case)
@@ -92,7 +89,7 @@ def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: Tier
 
 
 def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(
-    case: TierdCase,
+    case: TierdTestbed,
 ) -> None:
     supervisor = make(case)
     supervisor.ensure()
@@ -103,24 +100,24 @@ def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_o
     kill_and_stop(supervisor)
 
 
-def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdCase) -> None:
+def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdTestbed) -> None:
     supervisor = make(case, beats=1)
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawned"] >= 3, "it is started again and again")
-    assert supervisor._backoff > 0.15
+    assert supervisor._watchdog._backoff_seconds > 0.15
     kill_and_stop(supervisor)
 
 
-def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase) -> None:
+def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and first._spawn_lock is None,
+        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     first._stop.set()
-    child = first._child
+    child = first._watchdog.process
     assert child is not None
     child.kill()
     child.wait(30)
@@ -129,7 +126,7 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdCase)
     kill_and_stop(second)
 
 
-def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdCase) -> None:
+def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdTestbed) -> None:
     supervisor = make(case, beats=5, then="hang", unresponsive=0.5)
     supervisor.ensure()
     first = supervisor.child
@@ -138,31 +135,38 @@ def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdCas
     kill_and_stop(supervisor)
 
 
-def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdCase) -> None:
-    supervisor = Supervisor(case.topology_directory, case.topology, command=["/does/not/exist"])
+def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdTestbed) -> None:
+    supervisor = Supervisor(
+        case.topology_directory,
+        case.topology,
+        command=["/does/not/exist"],
+        timing=WatchdogTiming(poll=0.02, first_backoff=0.05),
+    )
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
     supervisor.stop(5)
     assert not case.run_directory.exists()
 
 
-def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(case: TierdCase) -> None:
+def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(
+    case: TierdTestbed,
+) -> None:
     case.run_directory.write_text("in the way")
     now = 0.0
     supervisor = Supervisor(
         case.topology_directory, case.topology, command=["/bin/true"], clock=lambda: now
     )
     for _ in range(5):
-        supervisor._look()
+        supervisor._watchdog.step()
     assert supervisor.counters["spawn_failed"] == 1
-    now = module.LAST_BACKOFF_SECONDS
-    supervisor._look()
+    now = DEFAULT_TIMING.last_backoff
+    supervisor._watchdog.step()
     assert supervisor.counters["spawn_failed"] == 2
     case.run_directory.unlink()
 
 
 def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
-    case = TierdCase(tmp_path, daemon=Daemon.SIDECAR)
+    case = TierdTestbed(tmp_path, daemon=Daemon.SIDECAR)
     supervisor = make(case)
     supervisor.ensure()
     supervisor.stop(5)

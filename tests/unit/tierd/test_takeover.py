@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.namespace import derive
+from kvtier.namespace import derive_namespace
 from kvtier.store.slot_table import SlotRecord, SlotTable
 from kvtier.tierd.host_pool import PoolFile, describe_namespace, open_table
 
-NAMESPACE, TEXT = derive('{"model": "m"}', ("codec",))
+NAMESPACE, TEXT = derive_namespace('{"model": "m"}', ("codec",))
 MIB = 1 << 20
 
 
@@ -52,7 +52,7 @@ def test_a_namespace_without_its_own_text_gives_nothing(pool: PoolFile, text: st
         path.write_bytes(text.encode("latin-1"))
     table = opened(pool)
     assert table.recovered == []
-    assert table.refused == {"namespace": 1}
+    assert table.rejected == {"namespace": 1}
 
 
 def test_texts_of_namespaces_of_which_nothing_is_left_go(pool: PoolFile) -> None:
@@ -65,7 +65,7 @@ def test_a_replaced_pool_file_gives_nothing(pool: PoolFile) -> None:
     with_one_object(pool)
     os.rename(pool.path, pool.path.with_suffix(".old"))
     other = PoolFile(pool.path, 2 * MIB)
-    assert opened(other).refused == {"pool_file": 1}
+    assert opened(other).rejected == {"pool_file": 1}
     other.close()
 
 
@@ -85,6 +85,6 @@ def test_a_table_full_of_nonsense_is_refused_and_begun_anew(pool: PoolFile) -> N
     (pool.path.parent / "slots").write_bytes(os.urandom(9000))
     table = opened(pool)
     assert table.recovered == []
-    assert set(table.refused) == {"header"}
+    assert set(table.rejected) == {"header"}
     with_one_object(pool)
     assert len(opened(pool).recovered) == 1

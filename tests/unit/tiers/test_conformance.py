@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.dict_tier import DictTier
 
 from kvtier.config.models import FileSystemTierDocument
-from kvtier.testing.conformance import TierSuite, flip
-from kvtier.testing.dict_tier import DictTier
+from kvtier.testing.conformance import TierSuite
+from kvtier.testing.damage import flip
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier

@@ -17,12 +17,13 @@ from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
 from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
-from kvtier.testing.conformance import flip
+from kvtier.processes import process_tag
+from kvtier.testing.damage import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.election import here
 from kvtier.tiers.filesystem.inspect import collect
-from kvtier.tiers.filesystem.walker import object_path, process_tag
+from kvtier.tiers.filesystem.walker import object_path
 
 IDENTITY = {
     "engine": {

@@ -4,6 +4,7 @@ import errno
 import threading
 
 import pytest
+from tests.support.dict_tier import DictTier
 
 from kvtier.errors import (
     TierCorruptError,
@@ -12,9 +13,8 @@ from kvtier.errors import (
     TierNoSpaceError,
     TierUnavailableError,
 )
-from kvtier.testing.conformance import buffer, make_object
-from kvtier.testing.dict_tier import DictTier
-from kvtier.testing.faulty_tier import OPERATIONS, Fault, FaultyTier
+from kvtier.testing.faulty_tier import OPERATIONS, FaultyTier, TierFault
+from kvtier.testing.objects import buffer, make_object
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def tier() -> FaultyTier:
 
 
 def test_a_fault_strikes_the_calls_it_names_and_no_other(tier: FaultyTier) -> None:
-    tier.set_fault(Fault("unavailable", ("write",), after=1, times=1))
+    tier.set_fault(TierFault("unavailable", ("write",), after=1, times=1))
     tier.write(*make_object(2))
     with pytest.raises(TierUnavailableError):
         tier.write(*make_object(3))
@@ -46,7 +46,7 @@ def test_each_kind_is_the_error_that_a_tier_raises(
     tier: FaultyTier, kind: str, error: type[TierError]
 ) -> None:
     ref, payload, meta = make_object(1)
-    tier.set_fault(Fault(kind))
+    tier.set_fault(TierFault(kind))
     with pytest.raises(error):
         tier.read(ref, buffer(payload.nbytes))
     tier.set_fault(None)
@@ -64,7 +64,7 @@ def test_each_kind_is_the_error_that_a_tier_raises(
 def test_an_error_number_becomes_what_the_file_tier_makes_of_it(
     tier: FaultyTier, number: int, error: type[TierError]
 ) -> None:
-    tier.set_fault(Fault("errno", ("write",), number=number))
+    tier.set_fault(TierFault("errno", ("write",), number=number))
     with pytest.raises(error, match=errno.errorcode[number]):
         tier.write(*make_object(2))
 
@@ -73,7 +73,7 @@ def test_a_corrupt_read_leaves_other_bytes_in_memory(tier: FaultyTier) -> None:
     ref, payload, _ = make_object(1)
     into = buffer(payload.nbytes)
     into[:] = payload
-    tier.set_fault(Fault("corrupt"))
+    tier.set_fault(TierFault("corrupt"))
     with pytest.raises(TierCorruptError):
         tier.read(ref, into)
     assert into != payload
@@ -82,7 +82,7 @@ def test_a_corrupt_read_leaves_other_bytes_in_memory(tier: FaultyTier) -> None:
 def test_latency_is_waited_for_by_the_clock_that_was_given() -> None:
     slept: list[float] = []
     tier = FaultyTier(DictTier(), slept.append)
-    tier.set_fault(Fault("latency", OPERATIONS, seconds=0.25))
+    tier.set_fault(TierFault("latency", OPERATIONS, seconds=0.25))
     tier.write(*make_object(1))
     tier.check()
     assert slept == [0.25, 0.25]
@@ -90,7 +90,7 @@ def test_latency_is_waited_for_by_the_clock_that_was_given() -> None:
 
 def test_what_hangs_is_let_go_by_the_next_plan(tier: FaultyTier) -> None:
     ref, payload, meta = make_object(1)
-    tier.set_fault(Fault("hang"))
+    tier.set_fault(TierFault("hang"))
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(tier.read(ref, buffer(payload.nbytes))))
     thread.start()
@@ -106,7 +106,7 @@ def test_what_hangs_is_let_go_by_the_next_plan(tier: FaultyTier) -> None:
 
 
 def test_closing_lets_go_of_what_hangs(tier: FaultyTier) -> None:
-    tier.set_fault(Fault("hang", ("check",)))
+    tier.set_fault(TierFault("hang", ("check",)))
     thread = threading.Thread(target=tier.check)
     thread.start()
     tier.close()

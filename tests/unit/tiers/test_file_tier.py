@@ -19,7 +19,7 @@ from kvtier.errors import (
     TierNoSpaceError,
     TierUnavailableError,
 )
-from kvtier.testing.conformance import NAMESPACE, buffer, make_object
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.io import tier_error

@@ -14,7 +14,8 @@ from tests.unit.tiers.test_keeper import hosts as hosts
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierCorruptError
-from kvtier.testing.conformance import buffer, make_object
+from kvtier.hashing import blake3_hex
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, maintenance, record
 from kvtier.tiers.filesystem.election import LEASE_SECONDS, read_ledger, read_writer
@@ -88,7 +89,7 @@ def test_what_is_no_record_stops_no_janitor(
 def signed(body: bytes) -> bytes:
     """A record with a good checksum over whatever."""
     empty = record._encoded({})
-    digest = record.blake3.blake3(body).hexdigest()[: empty.index(b" ")]
+    digest = blake3_hex(body, empty.index(b" "))
     return f"{digest} {len(body):010d}\n".encode() + body
 
 

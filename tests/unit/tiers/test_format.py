@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import TierCorruptError, TierError, TierUnverifiableError
-from kvtier.testing.conformance import buffer, make_object
+from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers import checksum
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
 from kvtier.tiers.checksum import Blake3, Xxh3

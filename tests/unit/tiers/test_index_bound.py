@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierNoSpaceError
-from kvtier.testing.conformance import NAMESPACE, buffer, make_object
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index

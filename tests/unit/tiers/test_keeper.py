@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.testing.conformance import NAMESPACE, buffer, make_object
+from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, io, maintenance, tier
 from kvtier.tiers.filesystem.election import LEASE_SECONDS

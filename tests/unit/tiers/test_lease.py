@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.processes import process_tag
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.election import (
     LEASE_SECONDS,
@@ -29,7 +30,6 @@ from kvtier.tiers.filesystem.layout import (
     seat_path,
     writers_path,
 )
-from kvtier.tiers.filesystem.walker import process_tag
 
 MODES = Modes(0o640, 0o750, None)
 

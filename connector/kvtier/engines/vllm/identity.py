@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from kvtier.config.models import Structural
-from kvtier.namespace import canonical
+from kvtier.namespace import canonical_json
 from kvtier.planner import Planner
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class IdentityBuilder:
         reason = "; ".join(reasons)
         if reason:
             logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
-        return EngineIdentity(canonical(mapping), reason)
+        return EngineIdentity(canonical_json(mapping), reason)
 
     def _wait_for_seed(self) -> str | None:
         deadline = time.monotonic() + SEED_SECONDS

@@ -30,7 +30,8 @@ from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
 from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
 from kvtier.engines.vllm.tierd_session import ClientFactory, Clock, TierdSession, tierd_client
 from kvtier.planner import Planner
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.processes import own_identity
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.wire import PROTOCOL, Heartbeat, Hello
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from kvtier.engines.vllm.scheduler_speed import CopySpeed
 from kvtier.engines.vllm.tierd_session import Clock, TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
-from kvtier.store.selection import LOSS_SHARE, choose
-from kvtier.tierd.wire import MEMORY_BIT, RAM_BITS, Cancel, Load, Promote, Promoted
+from kvtier.store.selection import LOSS_SHARE, choose_prefix
+from kvtier.store.types import MEMORY_BIT, RAM_BITS
+from kvtier.tierd.wire import Cancel, Load, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class SchedulerLoads:
         weights = [link.tier(index).load_weight for index in range(max(sources) + 1)]
         tokens = [planner.chunk_tokens] * len(bits)
         tokens[0] -= computed - planner.tokens(first)
-        chosen = choose(link.live.selection, sources, weights, tokens).chosen
+        chosen = choose_prefix(link.live.selection, sources, weights, tokens).chosen
         if chosen is None or chosen.tokens < max(1, link.live.min_load_tokens):
             return False
         if all(b & MEMORY_BIT for b in bits[: chosen.keys]):

@@ -144,7 +144,7 @@ class RequestState:
         fresh = hashes[(known + 1) * stride - 1 : whole * stride : stride]
         if adapter is not None:
             fresh = [blake3(block_hash + adapter).digest() for block_hash in fresh]
-        prefix = keys_.prefix(GROUP)
+        prefix = keys_.group_prefix(GROUP)
         self._bare += fresh
         self._keys += [prefix + block_hash for block_hash in fresh]
         return self._keys

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvtier.engines.vllm.tierd_session import Clock
-from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit
+from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit_coefficients
 
 MAX_STEPS = 64
 """Steps that are built and not reported; vLLM has a handful."""
@@ -99,4 +99,6 @@ class CopySpeed:
     def _fit(self) -> float:
         if len(self._loads) < MIN_COPIES:
             return 0.0
-        return fit([Sample(1.0, tokens, seconds, 1.0) for tokens, seconds in self._loads], "u").b
+        return fit_coefficients(
+            [Sample(1.0, tokens, seconds, 1.0) for tokens, seconds in self._loads], "u"
+        ).b

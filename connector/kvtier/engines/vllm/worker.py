@@ -40,7 +40,8 @@ from kvtier.engines.vllm.worker_state import (
 )
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
-from kvtier.tierd.liveness import own_identity, own_lock
+from kvtier.processes import own_identity
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import Codec, CodecError, build_codec

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.processes import has_exited, is_observable, process_start, process_tag
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import (
@@ -40,7 +41,6 @@ from kvtier.tiers.filesystem.layout import (
     writers_path,
 )
 from kvtier.tiers.filesystem.record import is_ledger, is_writer
-from kvtier.tiers.filesystem.walker import process_tag
 
 BEAT_SECONDS = 1.0
 LEASE_SECONDS = 10.0
@@ -55,7 +55,7 @@ BROKEN = (*GONE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 def new_holder() -> str:
     """A name for a holder in this process: boot, process-number space, process, its start, and something random."""
-    return f"{process_tag()}-{_started(os.getpid()) or 0}-{os.urandom(4).hex()}"
+    return f"{process_tag()}-{process_start(os.getpid())}-{os.urandom(4).hex()}"
 
 
 def in_this_process(holder: str) -> bool:
@@ -66,24 +66,13 @@ def in_this_process(holder: str) -> bool:
 def surely_gone(holder: str) -> bool:
     """Whether the process is known to be dead. False for one that cannot be asked from here."""
     match = _HOLDER.fullmatch(holder)
-    # The number of the first process-number space is the same on every host: another boot may be another host.
-    return match is not None and here(holder) and _started(int(match[3])) != int(match[4])
+    return match is not None and here(holder) and has_exited(int(match[3]), int(match[4]))
 
 
 def here(holder: str) -> bool:
     """Whether the process could be asked from here: it shares boot and process numbers with this one."""
     match = _HOLDER.fullmatch(holder)
-    boot, space, _ = process_tag().split("-")
-    return match is not None and match[1] == boot and match[2] == space
-
-
-def _started(pid: int) -> int | None:
-    """When a process began, in ticks since the boot; None if there is none, or only what is left of one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return match is not None and is_observable(match[1], match[2])
 
 
 class Watch:

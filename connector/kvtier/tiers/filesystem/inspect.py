@@ -48,7 +48,7 @@ from kvtier.tiers.filesystem.layout import (
 )
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.quota import limit_bytes
-from kvtier.tiers.filesystem.walker import Found, ScanReport, object_path, scan
+from kvtier.tiers.filesystem.walker import ObjectFile, ScanReport, object_path, scan
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _MAX_IDENTITY_BYTES = 1 << 20
@@ -235,7 +235,7 @@ class Verified:
         return sum(each.corrupt for each in self.bad)
 
 
-def objects_of(root: Path, now: float) -> list[Found]:
+def objects_of(root: Path, now: float) -> list[ObjectFile]:
     """Every object, by name and size."""
     return [
         found for bucket in scan(root, now, ScanReport(), sweep=False) for found in bucket.objects
@@ -244,7 +244,7 @@ def objects_of(root: Path, now: float) -> list[Found]:
 
 def verify(
     root: Path,
-    objects: list[Found],
+    objects: list[ObjectFile],
     *,
     delete: bool,
     progress: Callable[[Verified], None] = lambda _: None,
@@ -310,7 +310,7 @@ class Plan:
     """What has to go: namespaces as a whole, then objects, those first that were used longest ago."""
 
     namespaces: list[str] = field(default_factory=list)
-    objects: list[Found] = field(default_factory=list)
+    objects: list[ObjectFile] = field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -330,7 +330,7 @@ class Collected:
 
 def plan(
     found: Survey,
-    objects: list[Found],
+    objects: list[ObjectFile],
     capacity_bytes: int,
     retention_seconds: float | None,
     now: float,

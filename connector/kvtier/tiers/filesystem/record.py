@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import blake3
-
+from kvtier.hashing import blake3_hex
 from kvtier.tiers.filesystem.layout import Modes
 
 _MAX_NUMBER = (1 << 63) - 1
@@ -91,7 +90,7 @@ MAX_BYTES = 16 << 20
 
 def _encoded(document: dict[str, Any]) -> bytes:
     body = json.dumps(document, separators=(",", ":")).encode()
-    digest = blake3.blake3(body).hexdigest()[:_DIGEST_CHARACTERS]
+    digest = blake3_hex(body, _DIGEST_CHARACTERS)
     return f"{digest} {len(body):010d}\n".encode() + body
 
 
@@ -181,7 +180,7 @@ def _decoded(content: bytes) -> dict[str, Any] | None:
     try:
         digest, length = head.decode().split()
         body = body[: int(length)]
-        if blake3.blake3(body).hexdigest()[:_DIGEST_CHARACTERS] != digest:
+        if blake3_hex(body, _DIGEST_CHARACTERS) != digest:
             return None
         document = json.loads(body)
     except (ValueError, RecursionError):

@@ -11,7 +11,6 @@ bucket, and what it did not meet is looked for by name before it is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.processes import is_observable
 from kvtier.tiers.base import ALIGNMENT_BYTES, OnChange
 from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX
 from kvtier.tiers.filesystem.index import Index
@@ -36,7 +36,7 @@ _COPY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectFile:
     """One object file. ``used_at``: its modification time, which a hit refreshes now and then."""
 
     namespace: str
@@ -53,7 +53,7 @@ class Bucket:
     first: str
     second: str
     path: str
-    objects: list[Found]
+    objects: list[ObjectFile]
     other_bytes: int
     empty: bool
 
@@ -75,30 +75,12 @@ class ScanReport:
     unreadable: int = 0
 
 
-def process_tag() -> str:
-    """Names this boot, process-number space and process, for temporaries."""
-    return f"{_boot()}-{_pid_space()}-{os.getpid()}"
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return "00000000"
-
-
-def _pid_space() -> str:
-    with contextlib.suppress(OSError):
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    return "0"
-
-
 def abandoned(name: str, age_seconds: float) -> bool:
     """Whether nobody is writing this temporary any more."""
     if age_seconds > ABANDONED_SECONDS:
         return True
     match = _TEMPORARY.fullmatch(name)
-    # Another boot may be another host whose first process-number space has the same number as the one here.
-    if match is None or match[2] != _pid_space() or match[1] != _boot():
+    if match is None or not is_observable(match[1], match[2]):
         return False
     return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
 
@@ -147,7 +129,7 @@ class _Reader:
         found = self._children(path)
         if found is None:
             return None
-        objects: list[Found] = []
+        objects: list[ObjectFile] = []
         other = 0
         for entry in found:
             match = _OBJECT.fullmatch(entry.name)
@@ -164,7 +146,7 @@ class _Reader:
             whole = status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES
             if whole and _buckets(match[1]) == (first, second) and stat.S_ISREG(status.st_mode):
                 objects.append(
-                    Found(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
+                    ObjectFile(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
                 )
                 continue
             # Not a whole object, or not in its place: it can never be read. A young one may be a copy that somebody else is making.
@@ -269,7 +251,7 @@ class Pass:
         self._counted = counted
         self._touched_after = touched_after
         self._shared = shared
-        self._new: list[Found] = []
+        self._new: list[ObjectFile] = []
         self._costs = self._run(now)
         index.begin_pass()
 

@@ -5,7 +5,6 @@ Which of a policy's written fields a connector's configuration cannot say.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of, jsonable
 from kvtier_operator.api.policy import PolicySpec
@@ -55,7 +55,7 @@ def isolated(path: str, isolation: Isolation) -> str:
     if not isolation.salt and not isolation.model_revision:
         return path
     text = json.dumps([isolation.salt, isolation.model_revision])
-    return f"{path}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{path}/{sha256_hex(text, 16)}"
 
 
 Expressed = Mapping[str, object]

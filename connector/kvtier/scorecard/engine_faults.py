@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from kvtier.scorecard.mount import FaultyMount
 
 if TYPE_CHECKING:
-    from kvtier.harness.engine_case import EngineCase, Plain
-    from kvtier.scorecard.scorecard import Options, Row
+    from kvtier.harness.engine_testbed import EngineTestbed, ReferenceEngine
+    from kvtier.scorecard.runner import ScorecardOptions, ScorecardRow
 CHUNKS = 8
 RUNS = 3
 DELAY_FACTOR = 2.0
@@ -89,27 +89,29 @@ FAULTS: dict[str, EngineFault] = {
 }
 
 
-def names(options: Options) -> list[str]:
+def names(options: ScorecardOptions) -> list[str]:
     """The rows that ``play`` gives: of the faults that were named, or of all."""
     return [PREFIX + name for name in FAULTS if not options.faults or name in options.faults]
 
 
-def play(options: Options, told: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
+def run_engine_faults(
+    options: ScorecardOptions, on_start: Callable[[str], None] = lambda _: None
+) -> Iterator[ScorecardRow]:
     """The rows, one by one. Where no vLLM is installed each is skipped with that reason."""
-    from kvtier.scorecard.scorecard import SKIPPED, Row
+    from kvtier.scorecard.runner import SKIPPED, ScorecardRow
 
     wanted = [name.removeprefix(PREFIX) for name in names(options)]
     if importlib.util.find_spec("vllm") is None:
         for name in wanted:
-            yield Row(PREFIX + name, SKIPPED, "vllm is not installed", "vLLM")
+            yield ScorecardRow(PREFIX + name, SKIPPED, "vllm is not installed", "vLLM")
         return
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-engine-", dir=options.directory))
     try:
         with ExitStack() as stack:
-            told("starting vLLM with and without KVTier")
+            on_start("starting vLLM with and without KVTier")
             scene = _Scene(home, stack)
             for name in wanted:
-                told(PREFIX + name)
+                on_start(PREFIX + name)
                 yield scene.row(name, FAULTS[name])
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -121,18 +123,23 @@ class _Scene:
     def __init__(self, home: Path, stack: ExitStack) -> None:
         from kvtier import payload as payload_writer
         from kvtier.config.models import Daemon
-        from kvtier.harness.engine_case import EngineCase, Plain, Tuning, start_plain
+        from kvtier.harness.engine_testbed import (
+            EngineTestbed,
+            ReferenceEngine,
+            EngineOptions,
+            start_reference_engine,
+        )
         from kvtier.harness.tiny_model import write_llama
 
         model = write_llama(home / "model", seed=0)
         payload = payload_writer.write(home / "payload", include=("harness", "testing"))
-        tuning = Tuning(
+        tuning = EngineOptions(
             daemon=Daemon.SIDECAR,
             persistence="Process",
             load_timeout_seconds=CLOCK_SECONDS,
             failure_threshold=5,
         )
-        self.case: EngineCase = EngineCase(home / "case", model, payload, tuning)
+        self.case: EngineTestbed = EngineTestbed(home / "case", model, payload, tuning)
         self.below = home / "below"
         self.below.mkdir()
         self.mount: FaultyMount | None = None
@@ -147,17 +154,17 @@ class _Scene:
                 f"no FUSE mount can be made here: {error.strerror or error}",
                 self.case.files_root,
             )
-        engine = start_plain(model, payload, home / "plain.log")
+        engine = start_reference_engine(model, payload, home / "plain.log")
         stack.callback(engine.kill)
         stack.callback(self.case.close)
         self.case.start_daemon()
         self.case.start()
-        self.plain: Plain = Plain(engine.wait_ready())
+        self.plain: ReferenceEngine = ReferenceEngine(engine.wait_ready())
         self.seed = 1_000
         self.usual = statistics.median(self._fresh()[0] for _ in range(RUNS))
 
     def _prompt(self) -> list[int]:
-        from kvtier.harness.engine_case import CHUNK_TOKENS
+        from kvtier.harness.engine_testbed import CHUNK_TOKENS
         from kvtier.harness.tiny_model import prompt
 
         self.seed += 1
@@ -180,17 +187,17 @@ class _Scene:
         self.case.empty_gpu_cache()
         return tokens
 
-    def row(self, name: str, fault: EngineFault) -> Row:
+    def row(self, name: str, fault: EngineFault) -> ScorecardRow:
         """Plays one fault."""
         from kvtier.harness.engine_process import EngineProcessError
-        from kvtier.scorecard.scorecard import FAIL, PASS, SKIPPED, Row
+        from kvtier.scorecard.runner import FAIL, PASS, SKIPPED, ScorecardRow
 
         title, means = (
             PREFIX + name,
             "vLLM, FUSE" if fault.mount else "vLLM, files" if fault.files else "vLLM, process",
         )
         if fault.mount and self.mount is None:
-            return Row(title, SKIPPED, self.why, means)
+            return ScorecardRow(title, SKIPPED, self.why, means)
         wrong, crashes, notes = 0, 0, []
         longest = recovery = None
         try:
@@ -220,7 +227,7 @@ class _Scene:
             if not failed
             else f"{wrong} requests with other tokens, {crashes} crashes; {'; '.join(notes)}"
         )
-        return Row(
+        return ScorecardRow(
             title,
             FAIL if failed else PASS,
             reason,

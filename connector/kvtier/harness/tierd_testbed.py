@@ -32,7 +32,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write, write_live
-from kvtier.harness.stub_engine import FakeEngineOptions, StubEngine
+from kvtier.harness.stub_engine import StubEngine, StubEngineOptions
 
 WAIT_SECONDS = 60.0
 """For things that take a moment: generous, because tests share the machine."""
@@ -65,7 +65,7 @@ def wait_for(
         time.sleep(0.02)
 
 
-class EngineProcess:
+class StubEngineProcess:
     """A fake engine in a process of its own, and the last it said."""
 
     def __init__(
@@ -128,7 +128,7 @@ class EngineProcess:
         self.process.wait(WAIT_SECONDS)
 
 
-class TierdCase:
+class TierdTestbed:
     """See the module's text. ``daemon``: ``SIDECAR`` (the test starts tierd) or ``ENGINE`` (the fake engine does)."""
 
     def __init__(
@@ -149,7 +149,7 @@ class TierdCase:
         )
         self.log = directory / "tierd.log"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._engines: list[EngineProcess] = []
+        self._engines: list[StubEngineProcess] = []
         self._fakes: list[StubEngine] = []
         tiers: list[TierDocument] = [
             MemoryTierDocument(name="ram", capacity_bytes=memory_bytes, persistence=persistence)
@@ -265,16 +265,16 @@ class TierdCase:
             c["value"] for c in counters if c["name"] == name and reason in (None, c["reason"])
         )
 
-    def engine_process(self, *arguments: str, prefix: Sequence[str] = ()) -> EngineProcess:
+    def engine_process(self, *arguments: str, prefix: Sequence[str] = ()) -> StubEngineProcess:
         """Starts a fake engine in a process of its own; ``prefix``: a command that starts it (``unshare ...``)."""
         log = self.directory / f"engine-{len(self._engines)}.log"
-        engine = EngineProcess(self.topology_directory, log, *arguments, prefix=prefix)
+        engine = StubEngineProcess(self.topology_directory, log, *arguments, prefix=prefix)
         self._engines.append(engine)
         return engine
 
     def engine(self, **options: Any) -> StubEngine:
         """A fake engine in this process, attaching in the background."""
-        engine = StubEngine(FakeEngineOptions(run_directory=self.run_directory, **options))
+        engine = StubEngine(StubEngineOptions(run_directory=self.run_directory, **options))
         self._fakes.append(engine)
         engine.start()
         return engine

@@ -1,7 +1,7 @@
 """The faults of the scorecard, in the order in which they are played.
 
 Each is a function that plays one fault on a stage: it makes the fault, lets the stream run beside it, takes it away. What it measured goes into the
-``Measured`` that it is given. ``means`` says by what the fault is made.
+``Measurements`` that it is given. ``means`` says by what the fault is made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.stage import Measured, Stage
-from kvtier.scorecard.wrapper import TierWrapper
-from kvtier.tierd.liveness import ProcessIdentity, leader_is_dead, pid_namespace, process_start
+from kvtier.scorecard.testbed import FaultTestbed, Measurements
+from kvtier.scorecard.tier_faults import TierWrapper
 
 DAY_SECONDS = 86_400
 STOPPED_SECONDS = 4.0
@@ -26,16 +26,16 @@ EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class FaultContext:
     """What a fault can use. ``mount``: what makes storage misbehave, a wrapper where FUSE cannot be had. ``seconds``: how long a fault lasts; ``hang_seconds``: a hang that ends."""
 
-    stage: Stage
+    stage: FaultTestbed
     mount: FaultyMount | TierWrapper
     seconds: float
     hang_seconds: float
 
 
-Play = Callable[[Scene, Measured], None]
+Play = Callable[[FaultContext, Measurements], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Fault:
     note: str = ""
 
 
-def by_mount(seconds_of: Callable[[Scene], float], **faults: dict[str, Any]) -> Play:
+def by_mount(seconds_of: Callable[[FaultContext], float], **faults: dict[str, Any]) -> Play:
     """A fault that the mount makes."""
 
-    def play(scene: Scene, measured: Measured) -> None:
+    def play(scene: FaultContext, measured: Measurements) -> None:
         mount = scene.mount
         mount.set(**faults)
         try:
@@ -62,7 +62,7 @@ def by_mount(seconds_of: Callable[[Scene], float], **faults: dict[str, Any]) -> 
     return play
 
 
-def hang_for_ever(scene: Scene, measured: Measured) -> None:
+def hang_for_ever(scene: FaultContext, measured: Measurements) -> None:
     """Nothing comes back as long as the daemon lives: it is told to end beside the hang, and another one starts."""
     mount, stage = scene.mount, scene.stage
     mount.set(every={"hang": True})
@@ -72,7 +72,7 @@ def hang_for_ever(scene: Scene, measured: Measured) -> None:
         begun = time.monotonic()
         os.kill(stage.pid, signal.SIGTERM)
         # The kernel keeps threads that wait for the mount, and the process's entry with them; no line of the program runs any more.
-        while not leader_is_dead(process) and time.monotonic() - begun < 30:
+        while not main_thread_exited(process) and time.monotonic() - begun < 30:
             time.sleep(0.02)
         ended = time.monotonic() - begun
         measured.notes.append(f"the daemon ended {ended:.1f} s after it was told to")
@@ -92,10 +92,10 @@ READS = ("open", "read")
 WRITES = ("create", "write", "mkdir", "rename", "unlink", "truncate", "utimens")
 
 
-def by_files(damage: Callable[[Stage, list[Path]], None]) -> Play:
+def by_files(damage: Callable[[FaultTestbed, list[Path]], None]) -> Play:
     """A fault that is done to the files themselves, behind the daemon's back."""
 
-    def play(scene: Scene, measured: Measured) -> None:
+    def play(scene: FaultContext, measured: Measurements) -> None:
         files = sorted(scene.stage.below.rglob("*.kv"))
         damage(scene.stage, files)
         scene.stage.stream(scene.seconds, measured)
@@ -103,8 +103,8 @@ def by_files(damage: Callable[[Stage, list[Path]], None]) -> Play:
     return play
 
 
-def _each(change: Callable[[Path], None]) -> Callable[[Stage, list[Path]], None]:
-    def damage(_: Stage, files: list[Path]) -> None:
+def _each(change: Callable[[Path], None]) -> Callable[[FaultTestbed, list[Path]], None]:
+    def damage(_: FaultTestbed, files: list[Path]) -> None:
         for path in files:
             try:
                 change(path)
@@ -133,14 +133,14 @@ def _flip(offset: int) -> Callable[[Path], None]:
     return change
 
 
-def _wrong_key(_: Stage, files: list[Path]) -> None:
+def _wrong_key(_: FaultTestbed, files: list[Path]) -> None:
     """Each file under the name of its neighbour."""
     contents = [path.read_bytes() for path in files if path.exists()]
     for path, content in zip(files, contents[1:] + contents[:1], strict=False):
         path.write_bytes(content)
 
 
-def _wrong_namespace(_: Stage, files: list[Path]) -> None:
+def _wrong_namespace(_: FaultTestbed, files: list[Path]) -> None:
     """Files that say that they are of another namespace, otherwise in order: what a directory copied to a wrong place holds."""
     for path in files:
         if not path.exists():
@@ -157,7 +157,7 @@ def _wrong_namespace(_: Stage, files: list[Path]) -> None:
         path.write_bytes(changed + rest)
 
 
-def directory_removed(scene: Scene, measured: Measured) -> None:
+def directory_removed(scene: FaultContext, measured: Measurements) -> None:
     """The directory of the namespace, with everything in it, goes while it is used."""
     for path in scene.stage.below.iterdir():
         if path.is_dir():
@@ -165,7 +165,7 @@ def directory_removed(scene: Scene, measured: Measured) -> None:
     scene.stage.stream(scene.seconds, measured)
 
 
-def clock_jump(scene: Scene, measured: Measured) -> None:
+def clock_jump(scene: FaultContext, measured: Measurements) -> None:
     """The wall clock goes a day ahead, then two days back."""
     skew = scene.stage.case.skew_file
     try:
@@ -176,7 +176,7 @@ def clock_jump(scene: Scene, measured: Measured) -> None:
         skew.unlink(missing_ok=True)
 
 
-def daemon_killed(scene: Scene, measured: Measured) -> None:
+def daemon_killed(scene: FaultContext, measured: Measurements) -> None:
     """SIGKILL in the middle of loads and stores; a new daemon, as a supervisor starts it."""
     scene.stage.stream(scene.seconds / 3, measured)
     scene.stage.case.kill_tierd(signal.SIGKILL)
@@ -185,7 +185,7 @@ def daemon_killed(scene: Scene, measured: Measured) -> None:
     scene.stage.stream(scene.seconds / 3, measured)
 
 
-def daemon_stopped(scene: Scene, measured: Measured) -> None:
+def daemon_stopped(scene: FaultContext, measured: Measurements) -> None:
     """SIGSTOP for longer than a daemon may be silent, then SIGCONT."""
     pid = scene.stage.case.tierd_pid()
     os.kill(pid, signal.SIGSTOP)
@@ -195,7 +195,7 @@ def daemon_stopped(scene: Scene, measured: Measured) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def dead_peer(scene: Scene, measured: Measured) -> None:
+def dead_peer(scene: FaultContext, measured: Measurements) -> None:
     """Another engine on the same daemon is killed in the middle of its copies; its slots come back."""
     peer = scene.stage.case.engine_process(
         "--keys", "40", "--copy-seconds", "0.05", "--identity", "peer"
@@ -213,7 +213,7 @@ def dead_peer(scene: Scene, measured: Measured) -> None:
         measured.crashes += 1
 
 
-def bad_live_configuration(scene: Scene, measured: Measured) -> None:
+def bad_live_configuration(scene: FaultContext, measured: Measurements) -> None:
     """A document that is none, and one whose values are out of range: refused, counted, the last good values stay."""
     stage = scene.stage
     before = stage.case.status()
@@ -243,7 +243,7 @@ def bad_live_configuration(scene: Scene, measured: Measured) -> None:
         measured.crashes += 1
 
 
-def _for_seconds(scene: Scene) -> float:
+def _for_seconds(scene: FaultContext) -> float:
     return scene.seconds
 
 

@@ -53,7 +53,7 @@ CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class EngineOptions:
     """What tests vary in a topology. Sizes in bytes."""
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -118,7 +118,7 @@ class Tuning:
         )
 
 
-DEFAULT = Tuning()
+DEFAULT = EngineOptions()
 NEW_TOKENS = 12
 
 
@@ -162,7 +162,7 @@ class Requests:
         return [answers[name]["tokens"] for name in names]
 
 
-class Plain:
+class ReferenceEngine:
     """An engine without KVTier, and the answers it gave."""
 
     def __init__(self, engine: DrivenEngine) -> None:
@@ -205,7 +205,7 @@ ENGINE_OPTIONS: dict[str, object] = {
 """Options of ``vllm.LLM`` for a tiny CPU engine; every test starts from these."""
 
 
-def start_plain(
+def start_reference_engine(
     model: Path, payload: Path, log: Path, python: str = sys.executable, **options: object
 ) -> DrivenEngine:
     """Starts an engine without KVTier; does not wait for it."""
@@ -240,11 +240,11 @@ def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterat
     return (value for key, value in metrics.items() if key.startswith(name + "{") and label in key)
 
 
-class EngineCase:
+class EngineTestbed:
     """A directory of its own (``FileExistsError``), its daemon and its engine. ``close`` stops and removes everything but the directory."""
 
     def __init__(
-        self, directory: Path, model: Path, payload: Path, tuning: Tuning = DEFAULT
+        self, directory: Path, model: Path, payload: Path, tuning: EngineOptions = DEFAULT
     ) -> None:
         self.directory = directory
         self.model = model
@@ -338,21 +338,6 @@ class EngineCase:
         fresh = self.faults.with_suffix(".new")
         fresh.write_text(json.dumps(faults))
         fresh.replace(self.faults)
-
-    def set_copy_seconds(self, seconds: float) -> None:
-        """How long copies take on an engine with ``kvtier.harness.slow_copies``."""
-        from kvtier.harness.slow_copies import SECONDS  # imports torch
-
-        self.drive("set", variables={variable: str(seconds) for variable in SECONDS.values()})
-
-    def wait_copying(self, direction: str) -> None:
-        """Steps until a slow copy runs; ``direction``: "to_device" or "to_host"."""
-
-        def copying() -> bool:
-            self.drive("step")
-            return bool(self.drive("copies")[direction])
-
-        self.wait_for(copying, "no copy has begun")
 
     def daemon_pids(self) -> list[int]:
         """Process ids of the daemons that serve this topology."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.scorecard import small_disks, writers
-from kvtier.scorecard.catalogue import FAULTS, Fault, Scene
+from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.stage import BUDGET_SECONDS, Measured, Stage
-from kvtier.scorecard.wrapper import CannotPlayError, TierWrapper
+from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
+from kvtier.scorecard.tier_faults import CannotPlayError, TierWrapper
 
 ALLOWED_SECONDS = 0.1
 """DATAPATH: what a promotion may take beyond its clock."""
@@ -27,7 +27,7 @@ PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ScorecardOptions:
     """``directory``: where to work, a directory of its own below it. ``slack_seconds``: what a slow machine may add to every wait."""
 
     directory: Path
@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScorecardRow:
     """One fault's result. ``None``: was not, or could not be, measured."""
 
     fault: str
@@ -66,7 +66,9 @@ def names() -> list[str]:
     )
 
 
-def play(options: Options, told: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
+def run_faults(
+    options: ScorecardOptions, on_start: Callable[[str], None] = lambda _: None
+) -> Iterator[ScorecardRow]:
     """The rows, one by one as they are played. ``told`` hears the name of each before it begins. Everything that is made is removed."""
     wanted = [name for name in names() if not options.faults or name in options.faults]
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-", dir=options.directory))
@@ -75,21 +77,21 @@ def play(options: Options, told: Callable[[str], None] = lambda _: None) -> Iter
         if chosen:
             with _scene(home / "stage", options) as (scene, why_no_mount):
                 for fault in chosen:
-                    told(fault.name)
+                    on_start(fault.name)
                     yield _play(fault, scene, why_no_mount, options)
         for name in wanted:
             if name in small_disks.NAMES:
-                told(name)
+                on_start(name)
                 yield small_disk(name, home, options)
             elif name.startswith("writers-"):
-                told(name)
+                on_start(name)
                 yield many_writers(int(name.removeprefix("writers-")), home, options)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
 @contextmanager
-def _scene(home: Path, options: Options) -> Iterator[tuple[Scene, str]]:
+def _scene(home: Path, options: ScorecardOptions) -> Iterator[tuple[FaultContext, str]]:
     below, files = home / "below", home / "tier"
     below.mkdir(parents=True)
     files.mkdir()
@@ -103,15 +105,17 @@ def _scene(home: Path, options: Options) -> Iterator[tuple[Scene, str]]:
             mount = TierWrapper(home / "faults.json")
         stack.callback(mount.close)
         wrapped = mount.control if isinstance(mount, TierWrapper) else None
-        stage = Stage(home, below if wrapped else files, below, wrapped)
+        stage = FaultTestbed(home, below if wrapped else files, below, wrapped)
         stack.callback(stage.close)
-        yield Scene(stage, mount, options.seconds, options.hang_seconds), why
+        yield FaultContext(stage, mount, options.seconds, options.hang_seconds), why
 
 
-def _play(fault: Fault, scene: Scene, why_no_mount: str, options: Options) -> Row:
+def _play(
+    fault: Fault, scene: FaultContext, why_no_mount: str, options: ScorecardOptions
+) -> ScorecardRow:
     means = TierWrapper.means if why_no_mount and fault.means == "FUSE" else fault.means
     stage = scene.stage
-    measured = Measured()
+    measured = Measurements()
     wrong_before = stage.engine.seen.wrong
     log_before = _length(stage.case.log)
     try:
@@ -123,9 +127,11 @@ def _play(fault: Fault, scene: Scene, why_no_mount: str, options: Options) -> Ro
             measured.notes.append("the daemon ended")
         measured.recovery_seconds = stage.recover()
     except CannotPlayError as error:
-        return Row(fault.name, SKIPPED, f"{why_no_mount}; {error}", means)
+        return ScorecardRow(fault.name, SKIPPED, f"{why_no_mount}; {error}", means)
     except (OSError, TimeoutError, LookupError) as error:
-        return Row(fault.name, FAIL, f"could not be played: {type(error).__name__}: {error}", means)
+        return ScorecardRow(
+            fault.name, FAIL, f"could not be played: {type(error).__name__}: {error}", means
+        )
     finally:
         scene.mount.set()
     if (text := _traceback(stage.case.log, log_before)) is not None:
@@ -135,7 +141,9 @@ def _play(fault: Fault, scene: Scene, why_no_mount: str, options: Options) -> Ro
     return judge(fault.name, means, measured, options.slack_seconds)
 
 
-def judge(name: str, means: str, measured: Measured, slack_seconds: float = 0.0) -> Row:
+def judge(
+    name: str, means: str, measured: Measurements, slack_seconds: float = 0.0
+) -> ScorecardRow:
     """The verdict about what was measured."""
     beyond = max(0.0, measured.longest_wait - BUDGET_SECONDS)
     added = measured.longest_wait_breaker_open
@@ -157,7 +165,7 @@ def judge(name: str, means: str, measured: Measured, slack_seconds: float = 0.0)
         (measured.recovery_seconds is None, "stores and loads did not work again by themselves"),
     ]
     reasons = [text for wrong, text in problems if wrong]
-    return Row(
+    return ScorecardRow(
         name,
         FAIL if reasons else PASS,
         "; ".join(reasons),
@@ -176,15 +184,15 @@ def judge(name: str, means: str, measured: Measured, slack_seconds: float = 0.0)
     )
 
 
-def small_disk(name: str, home: Path, options: Options) -> Row:
+def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow:
     """ENOSPC and EROFS from a real file system that is small."""
     directory = home / name
     directory.mkdir()
     try:
         with small_disks.mounted(directory) as disk:
-            stage = Stage(directory / "stage", disk.path, disk.path)
+            stage = FaultTestbed(directory / "stage", disk.path, disk.path)
             try:
-                measured = Measured()
+                measured = Measurements()
                 small_disks.PLAYS[name](stage, disk, options.seconds, measured)
                 measured.wrong = stage.engine.seen.wrong
                 if not stage.daemon_lives():
@@ -192,15 +200,15 @@ def small_disk(name: str, home: Path, options: Options) -> Row:
             finally:
                 stage.close()
     except small_disks.NoDiskError as error:
-        return Row(name, SKIPPED, str(error), small_disks.MEANS)
+        return ScorecardRow(name, SKIPPED, str(error), small_disks.MEANS)
     except (OSError, TimeoutError) as error:
-        return Row(
+        return ScorecardRow(
             name, FAIL, f"could not be played: {type(error).__name__}: {error}", small_disks.MEANS
         )
     return judge(name, small_disks.MEANS, measured, options.slack_seconds)
 
 
-def many_writers(count: int, home: Path, options: Options) -> Row:
+def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:
     """Processes that write one directory, some of them killed."""
     found = writers.run(home / f"writers-{count}", count, options.writer_objects)
     problems = [
@@ -211,7 +219,7 @@ def many_writers(count: int, home: Path, options: Options) -> Row:
         (found.failed > 0, f"{found.failed} writers ended with an error"),
     ]
     reasons = [text for wrong, text in problems if wrong]
-    return Row(
+    return ScorecardRow(
         f"writers-{count}",
         FAIL if reasons else PASS,
         "; ".join(reasons),
@@ -226,7 +234,7 @@ def many_writers(count: int, home: Path, options: Options) -> Row:
     )
 
 
-def passed(rows: Iterable[Row]) -> bool:
+def passed(rows: Iterable[ScorecardRow]) -> bool:
     """Whether every row passed."""
     return all(row.verdict == PASS for row in rows)
 

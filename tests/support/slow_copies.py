@@ -1,14 +1,18 @@
-"""A copy engine for CPU that is as late as a GPU's can be: bytes move a while after ``submit``, from and to wherever the
-blocks and slots are then.
+"""A copy engine for CPU whose copies take as long as a test wants, as those of a GPU do.
 
-The plain CPU engine has moved everything when ``submit`` returns, so it cannot show what happens when blocks or slots are given to
-someone else under a running copy. This one does. ``install`` makes the connectors of this process use it; it is meant for
-``engine_driver``'s hooks. What it does is said by variables of this process's environment, looked at each time:
+The plain CPU engine has moved every byte when ``submit`` returns, so it cannot show what happens
+when blocks or slots are reused under a running copy. This one can: it moves the bytes later, from
+and to whatever the blocks and slots hold then. ``install`` makes the connectors of this process use
+it; it is a hook for ``kvtier.harness.engine_driver``. Variables of the process's environment control
+it and are read at each use:
 
-* ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), also one that has begun;
-* ``KVTIER_TEST_UNREFERENCED``: not empty: source blocks of stores are not referenced, against DATAPATH 5;
-* ``KVTIER_TEST_CUT_SLOTS``: not empty: so many keys of a load are announced, the rest is gone;
-* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as done at once, so nobody waits for them, against DATAPATH 4 and 5.
+* ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), including
+  copies that already run;
+* ``KVTIER_TEST_UNREFERENCED``: not empty: stores do not reference their source blocks;
+* ``KVTIER_TEST_CUT_SLOTS``: only that many keys of a load are announced;
+* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as complete at once, so no caller waits for them.
+
+The last three break rules of docs/datapath.md on purpose, to prove that the tests notice.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvtier.harness.engine_testbed import EngineTestbed
 from kvtier.tierd.wire import LoadReady, Message
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.cpu import CpuCopyEngine
@@ -114,7 +119,8 @@ class ForgetfulPool:
 
 
 def running() -> dict[str, int]:
-    """Copies under way in this process, by direction."""
+    """Copies under way in this process, by direction, after those that are due were made."""
+    move_due()
     total = {direction.value: 0 for direction in Direction}
     for engine in _engines:
         for direction, count in engine.running.items():
@@ -126,6 +132,27 @@ def move_due() -> None:
     """Moves what is due in every engine of this process."""
     for engine in _engines:
         engine.move_due()
+
+
+def set_copy_seconds(testbed: EngineTestbed, seconds: float) -> None:
+    """How long copies take from the next one on."""
+    testbed.drive("set", variables={variable: str(seconds) for variable in SECONDS.values()})
+
+
+def running_copies(testbed: EngineTestbed) -> dict[str, int]:
+    """Copies under way in the engine's process, by direction."""
+    counts: dict[str, int] = testbed.drive("call", function=f"{__name__}:running")
+    return counts
+
+
+def wait_copying(testbed: EngineTestbed, direction: Direction) -> None:
+    """Steps the engine until a copy in this direction runs."""
+
+    def copying() -> bool:
+        testbed.drive("step")
+        return running_copies(testbed)[direction.value] > 0
+
+    testbed.wait_for(copying, "no copy started")
 
 
 def _cut(message: Message) -> Message:

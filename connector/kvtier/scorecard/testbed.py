@@ -19,8 +19,8 @@ from typing import Self
 from kvtier.config.models import Breaker, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_case import WAIT_SECONDS, TierdCase, environment, wait_for
-from kvtier.tierd.wire import RAM_BITS
+from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
+from kvtier.store.types import RAM_BITS
 
 MIB = 1 << 20
 OBJECT_BYTES = 64 << 10
@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.25
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """What was seen while a fault was there. Seconds; ``over_budget_bytes`` above the file tier's capacity."""
 
     loads: int = 0
@@ -50,7 +50,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
 
-class SkewedCase(TierdCase):
+class SkewedTestbed(TierdTestbed):
     """A case whose daemon's wall clock can be moved; ``faults_file``: and whose lower tiers are wrapped."""
 
     faults_file: Path | None = None
@@ -87,14 +87,14 @@ class SkewedCase(TierdCase):
         return self.directory / "skew"
 
 
-class Stage:
+class FaultTestbed:
     """See the module's text. ``files``: the directory of the file tier as the daemon sees it; ``below``: the same bytes, seen past the faults."""
 
     def __init__(
         self, directory: Path, files: Path, below: Path, faults_file: Path | None = None
     ) -> None:
         self.below = below
-        self.case = SkewedCase(
+        self.case = SkewedTestbed(
             directory,
             memory_bytes=MEMORY_BYTES,
             file_bytes=CAPACITY_BYTES,
@@ -158,7 +158,7 @@ class Stage:
                     self.store(number)
             self.engine.wait_for(lambda m=missing[:8]: all(self.filed(n) for n in m), 1.0)
 
-    def stream(self, seconds: float, measured: Measured) -> None:
+    def stream(self, seconds: float, measured: Measurements) -> None:
         """Loads and stores for so long; the daemon may be anything meanwhile."""
         end = time.monotonic() + seconds
         with Sampler(self, measured) as sampler:
@@ -227,7 +227,7 @@ class Stage:
 class Sampler:
     """Looks at the directory's size and at the breaker while a stream runs, on a thread of its own."""
 
-    def __init__(self, stage: Stage, measured: Measured) -> None:
+    def __init__(self, stage: FaultTestbed, measured: Measurements) -> None:
         self._stage, self._measured = stage, measured
         self.breaker_open = False
         self._stop = threading.Event()

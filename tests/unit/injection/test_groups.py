@@ -1,4 +1,4 @@
-"""Pods of one LeaderWorkerSet group have one structure; of several policies one governs a pod."""
+"""Pods of one LeaderWorkerSet group have one structure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION, TIERD_CONTAINER
 from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
 from kvtier_operator.injection.engine_container import owner_of
-from kvtier_operator.injection.governing import governing
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.settings import Settings
 
@@ -88,42 +87,6 @@ class TestGroups:
             POLICY, pod_objects.pod(), AdmissionContext(siblings=[member("x")]), Settings()
         )
         assert isinstance(decision, Attached)
-
-
-class TestGoverning:
-    def test_the_older_policy_governs_and_then_the_uid(self) -> None:
-        def aged(name: str, created: str | None, uid: str) -> Any:
-            policy = pod_objects.policy(name=name)
-            changes = {"creation_timestamp": created, "uid": uid}
-            return policy.model_copy(
-                update={"metadata": policy.metadata.model_copy(update=changes)}
-            )
-
-        old = aged("old", "2026-01-01T00:00:00Z", "b")
-        same = aged("same", "2026-01-01T00:00:00Z", "c")
-        young = aged("young", "2026-02-01T00:00:00Z", "a")
-        unborn = aged("unborn", None, "a")
-        for order in ([old, same, young, unborn], [unborn, young, same, old]):
-            assert governing(order, "serving", {"app": "chat"}) is old
-            assert (
-                governing([each for each in order if each is not old], "serving", {"app": "chat"})
-                is same
-            )
-        assert governing([unborn], "serving", {"app": "chat"}) is unborn
-
-    def test_other_namespaces_labels_and_policies_that_go_do_not_count(self) -> None:
-        policy = pod_objects.policy()
-        going = policy.metadata.model_copy(update={"deletion_timestamp": "2026-01-01T00:00:00Z"})
-        assert governing([policy], "other", {"app": "chat"}) is None
-        assert governing([policy], "serving", {"app": "else"}) is None
-        assert (
-            governing([policy.model_copy(update={"metadata": going})], "serving", {"app": "chat"})
-            is None
-        )
-
-    def test_a_policy_for_pods_written_by_hand_keeps_others_away(self) -> None:
-        by_hand = pod_objects.policy(attach={"mode": "ConfigMapOnly"})
-        assert governing([by_hand], "serving", {"app": "chat"}) is by_hand
 
 
 def test_only_an_owner_that_controls_is_the_owner() -> None:

@@ -1,4 +1,4 @@
-"""``python -m kvtier.harness.device_release``: on a machine with an NVIDIA GPU, when a killed process's lock is free and its GPU has stopped.
+"""``python -m tests.support.device_release``: on a machine with an NVIDIA GPU, when a killed process's lock is free and its GPU has stopped.
 
 A process registers a shared file with the GPU, copies into it without a pause, and is killed. The lock that proves its end (tierd/peers.py)
 is looked at, and once it is free the file is marked all over: whatever changes a mark afterwards was written by a dead process's GPU. Once with
@@ -16,14 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespace, process_start
 from kvtier.tierd import liveness
-from kvtier.tierd.liveness import (
-    Liveness,
-    ProcessIdentity,
-    liveness_of,
-    pid_namespace,
-    process_start,
-)
 
 POOL_BYTES = 2 << 30
 PIECE_BYTES = 256 << 20
@@ -76,7 +70,7 @@ def measure(directory: Path, reserved: bool) -> dict[str, object]:
     command = [
         sys.executable,
         "-m",
-        "kvtier.harness.device_release",
+        "tests.support.device_release",
         str(directory),
         str(int(reserved)),
     ]
