@@ -202,7 +202,8 @@ class WebhookLister:
             if entry.get("uid") == owner[2] and not self._is_past(entry.get("until")):
                 until = f" until {entry['until']}" if entry.get("until") else ""
                 reason = entry.get("reason") or "a pod did not start"
-                return f"injection is suspended for {entry.get('kind')} {entry.get('name')}{until}: {reason}"
+                subject = f"{entry.get('kind')} {entry.get('name')}"
+                return f"injection is suspended for {subject}{until}: {reason}"
         return None
 
     def _is_past(self, until: str | None) -> bool:

@@ -22,8 +22,8 @@ class WebhookMetrics:
         self.registry = registry
         self.answers = Counter(
             "kvtier_webhook_answers",
-            "Admission responses, by path and result: Attached, Skipped, Unchanged, Allowed, Denied, Malformed, "
-            "Failed, Abandoned, NotReady.",
+            "Admission responses, by path and result: Attached, Skipped, Unchanged, Allowed, "
+            "Denied, Malformed, Failed, Abandoned, NotReady.",
             ["path", "result"],
             registry=registry,
         )

@@ -111,13 +111,14 @@ def _namespace_warnings(
     if settings.watch_namespaces and namespace not in settings.watch_namespaces:
         watched = ", ".join(settings.watch_namespaces)
         yield (
-            f'metadata.namespace: the operator does not watch namespace "{namespace}"; it watches: {watched}'
+            f'metadata.namespace: the operator does not watch namespace "{namespace}"; '
+            f"it watches: {watched}"
         )
     unlabelled = namespace_labels is not None and namespace_labels.get(INJECT_LABEL) != "enabled"
     if unlabelled and policy.spec.attach.mode is AttachMode.WEBHOOK:
         yield (
-            f'metadata.namespace: pods in namespace "{namespace}" do not get tiers until the namespace has the label '
-            f"{INJECT_LABEL}=enabled"
+            f'metadata.namespace: pods in namespace "{namespace}" do not get tiers until the '
+            f"namespace has the label {INJECT_LABEL}=enabled"
         )
 
 
@@ -130,22 +131,23 @@ def _conflict_warnings(
         name = other.metadata.name
         if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
             yield (
-                f'spec.podSelector: policy "{name}" selects the same pods; the older policy governs a pod that both '
-                "select"
+                f'spec.podSelector: policy "{name}" selects the same pods; the older policy '
+                "governs a pod that both select"
             )
         others_volumes = dict(_shareable_volumes(other, settings))
         common = sorted(volumes.keys() & others_volumes.keys())
         if not common:
             continue
         yield (
-            f'spec.tiers: policy "{name}" uses the same volume ({common[0]}); each policy enforces only its own '
-            "capacity, so the volume must have room for both"
+            f'spec.tiers: policy "{name}" uses the same volume ({common[0]}); each policy enforces '
+            "only its own capacity, so the volume must have room for both"
         )
         shared = [volume for volume in common if volumes[volume] and others_volumes[volume]]
         if shared and seed != other.spec.engine.hash_seed:
             yield (
-                f'spec.engine.hashSeed: {seed} differs from {other.spec.engine.hash_seed} in policy "{name}", which '
-                f"shares {shared[0]}: neither policy can reuse the other's objects"
+                f"spec.engine.hashSeed: {seed} differs from {other.spec.engine.hash_seed} in "
+                f'policy "{name}", which shares {shared[0]}: neither policy can reuse the objects '
+                "of the other"
             )
 
 

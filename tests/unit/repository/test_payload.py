@@ -58,7 +58,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """site-packages without the editable install of KVTier, whose ``.pth`` file ``-I`` would read."""
+    """site-packages without the ``.pth`` file of the editable install, which ``-I`` would read."""
     directory = tmp_path / "site-packages"
     directory.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():

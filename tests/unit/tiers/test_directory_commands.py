@@ -111,7 +111,7 @@ def test_inspect_is_readable(kvtier: Any, root: Path, tier: FileSystemTier) -> N
     assert "320.0 KiB" in out
     assert f"process {os.getpid()}, alive" in out
     tier.close()
-    assert "given back in order" in kvtier("inspect", root).out
+    assert "released" in kvtier("inspect", root).out
 
 
 def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -> None:

@@ -33,7 +33,9 @@ def decided(
     )
     if mutation is None:
         return None
-    return mutate.mutate(mutation, fixture.settings, lambda *_: decision or Attached(dict(document)))
+    return mutate.mutate(
+        mutation, fixture.settings, lambda *_: decision or Attached(dict(document))
+    )
 
 
 @pytest.fixture

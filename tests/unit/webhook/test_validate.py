@@ -1,4 +1,4 @@
-"""Policies are denied for their errors; warnings point out settings that are probably unintended."""
+"""Policies are denied for their errors; warnings point out settings that may be unintended."""
 
 from __future__ import annotations
 
