@@ -139,9 +139,22 @@ class TestRender:
     def test_writes_a_topology(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         target = tmp_path / "topology"
         outcome = kvtier(
-            "render", "-f", policy, "--topology", target, "--tier-path", f"nvme={tmp_path}/kv", "--run-directory",
-            tmp_path / "run", "--http", "[::1]:0", "--daemon", "Sidecar", "--generation", 3,
-        )  # fmt: skip
+            "render",
+            "-f",
+            policy,
+            "--topology",
+            target,
+            "--tier-path",
+            f"nvme={tmp_path}/kv",
+            "--run-directory",
+            tmp_path / "run",
+            "--http",
+            "[::1]:0",
+            "--daemon",
+            "Sidecar",
+            "--generation",
+            3,
+        )
         assert (outcome.status, outcome.out) == (0, f"{target}\n")
         document = load(target).structural
         assert document.tiers[1].model_dump()["path"] == f"{tmp_path}/kv"
@@ -195,9 +208,21 @@ class TestRender:
     ) -> None:
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         outcome = kvtier(
-            "render", "-f", policy, "--topology", tmp_path / "t", "--engine-env", "--payload", tmp_path / "p",
-            "--env", "PYTHONPATH=/x", "--env", "VLLM_PLUGINS", "--env", "PYTHONHASHSEED=3",
-        )  # fmt: skip
+            "render",
+            "-f",
+            policy,
+            "--topology",
+            tmp_path / "t",
+            "--engine-env",
+            "--payload",
+            tmp_path / "p",
+            "--env",
+            "PYTHONPATH=/x",
+            "--env",
+            "VLLM_PLUGINS",
+            "--env",
+            "PYTHONHASHSEED=3",
+        )
         assert outcome.out.splitlines() == [
             f"KVTIER_TOPOLOGY={tmp_path}/t",
             f"PYTHONPATH={tmp_path}/p:/x",
@@ -378,7 +403,8 @@ class TestPayload:
         program = (
             "import importlib.metadata as m, kvtier; "
             "print(kvtier.__file__); "
-            "print([p.value for p in m.entry_points(group='vllm.general_plugins') if p.name == 'kvtier'])"
+            "entries = m.entry_points(group='vllm.general_plugins'); "
+            "print([entry.value for entry in entries if entry.name == 'kvtier'])"
         )
         found = subprocess.run(
             [sys.executable, "-S", "-c", program],
@@ -441,8 +467,10 @@ class TestWithoutPackages:
 
     def test_rendering_needs_only_pydantic_and_yaml(self) -> None:
         program = (
-            "import sys, kvtier.payload, kvtier.cli.render, kvtier.config.loader, kvtier.config.writer;"
-            "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
+            "import sys, kvtier.payload, kvtier.cli.render;"
+            "import kvtier.config.loader, kvtier.config.writer;"
+            "import kvtier_operator.api.documents, kvtier_operator.render.engine;"
+            "import kvtier_operator.render.documents;"
             "foreign = {name.split('.')[0] for name in sys.modules} & "
             "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'msgspec', 'numpy'};"
             "print(sorted(foreign))"
