@@ -21,9 +21,9 @@ from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_process import DrivenEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     Requests,
-    EngineOptions,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama

@@ -32,7 +32,8 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.scheduler import SchedulerSide
+from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
+from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Group, GroupKind, Planner
 from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
 
@@ -44,7 +45,7 @@ DELTA_KEYS = 4096
 class _Client:
     """An attached client whose messages go nowhere."""
 
-    attached, epoch = True, 1
+    epoch = 1
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -103,16 +104,19 @@ class Bench:
         self.tokens, self.block = tokens, block
         self.planner = Planner.build([Group(GroupKind.FULL, block)], chunk, block)
         self.client = _Client()
-        self.side = SchedulerSide(
-            topology(),
+        self.scheduler = KVTierConnectorScheduler(
+            TierdSession(
+                topology(),
+                self.planner,
+                "bench/dp0",
+                lambda: EngineIdentity("{}"),
+                lambda *_: self.client,
+            ),
             self.planner,
-            "bench/dp0",
-            lambda: EngineIdentity("{}"),
-            client=lambda *_: self.client,
         )
-        self.side.start()
-        link = self.side.link
-        link.received(
+        self.scheduler.start()
+        session = self.scheduler.session
+        session.receive(
             Welcome(
                 protocol=PROTOCOL,
                 epoch=1,
@@ -123,7 +127,7 @@ class Bench:
                 settings="",
             )
         )
-        link.received(Ready(namespace="0" * 32, slot_bytes=(1 << 20,), persistent=True))
+        session.receive(Ready(namespace="0" * 32, slot_bytes=(1 << 20,), persistent=True))
         self._sequence = 0
         self._add([], snapshot=True)
         self.hold(
@@ -133,7 +137,7 @@ class Bench:
 
     def _add(self, added: list[tuple[bytes, int]], snapshot: bool = False) -> None:
         self._sequence += 1
-        self.side.link.received(
+        self.scheduler.session.receive(
             Delta(sequence=self._sequence, added=tuple(added), snapshot=snapshot)
         )
 
@@ -157,12 +161,12 @@ class Bench:
 
     def ask(self, request: Any, computed: int = 0) -> int | None:
         """The hook."""
-        return self.side.matched_tokens(request, computed)[0]
+        return self.scheduler.get_num_new_matched_tokens(request, computed)[0]
 
     def forget(self, request: Any) -> None:
         """Ends a request, with whatever it waits for."""
         request.status = SimpleNamespace(name="FINISHED_ABORTED")
-        self.side.finished(request, ([],))
+        self.scheduler.request_finished(request, ([],))
 
     def first(self, present: float, bits: int, rounds: int, expected: int | None) -> list[float]:
         """Seconds of first questions."""
@@ -196,7 +200,7 @@ class Bench:
             request = self.request(1.0, DISK)
             self.ask(request)
             promote = [message for message in self.client.sent if isinstance(message, Promote)][-1]
-            self.side.link.received(
+            self.scheduler.session.receive(
                 Promoted(promotion=promote.promotion, usable=len(promote.keys), outcome="whole")
             )
             begun = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Attached pods before a real API server: accepted where ``attach`` says so, refused exactly where it says that.
+"""Attached pods before a real API server: accepted where ``attach`` says so, refused exactly where
+it says that.
 
-Nothing runs here. Each pod first passes the server by itself, so that it has the defaults a webhook sees; then as it would
-be with its tiers. Both are dry runs: admission answers, nothing is stored.
+Nothing runs here. Each pod first passes the server by itself, so that it has the defaults a webhook
+sees; then as it would be with its tiers. Both are dry runs: admission answers, nothing is stored.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from tests.support.pod_objects import (
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
+from kvtier_operator.injection.decision import Attached, Skipped
 from kvtier_operator.injection.inject import attach
-from kvtier_operator.injection.resources import qos_class
 from kvtier_operator.settings import Images, Settings
 
 SETTINGS = Settings(
@@ -204,7 +204,7 @@ class Space:
                 lambda: all(each.get("status") for each in self._list("resourcequotas")),
             )
         found = nodes.ok(api.request("GET", f"/api/v1/namespaces/{name}"))
-        self.around = AdmissionContext(
+        self.around = pod_objects.context(
             namespace_labels=found["metadata"]["labels"],
             limit_ranges=self._list("limitranges"),
             quotas=self._list("resourcequotas"),
@@ -226,7 +226,9 @@ class Space:
         return int(status), body
 
     def by_itself(self, shape: str) -> Any:
-        """A pod as a webhook is asked about it, with the server's defaults; None where the server refuses it anyway."""
+        """A pod as a webhook is asked about it, with the server's defaults; None where the server
+        refuses it anyway.
+        """
         if shape not in self._known:
             status, body = self.create(PODS[shape])
             self._known[shape] = body if status == 201 else None
@@ -270,14 +272,14 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
                     wrong.append(
                         f"{shape}/{which} was attached, and {status}: {body.get('message')}"
                     )
-                elif body["status"]["qosClass"] != qos_class(decision.pod["spec"]):
+                elif body["status"]["qosClass"] != pod_objects.qos_class(decision.pod["spec"]):
                     wrong.append(f"{shape}/{which}: class {body['status']['qosClass']}")
                 elif by_itself["status"]["qosClass"] == "Guaranteed" != body["status"]["qosClass"]:
                     wrong.append(f"{shape}/{which} is not Guaranteed any more")
                 continue
             assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
             refused += 1
-            blindly = attach(space.policy(policy), by_itself, AdmissionContext(), SETTINGS)
+            blindly = attach(space.policy(policy), by_itself, pod_objects.context(), SETTINGS)
             if isinstance(blindly, Skipped):
                 blindly = _patched_all_the_same(space.policy(policy), by_itself)
             status, body = space.create(blindly.pod)
@@ -290,7 +292,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
 def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
     """With what the pod's own resources refuse: they are taken away for the decision and put back."""
     spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
-    decision = attach(policy, {**pod, "spec": spec}, AdmissionContext(), SETTINGS)
+    decision = attach(policy, {**pod, "spec": spec}, pod_objects.context(), SETTINGS)
     assert isinstance(decision, Attached), decision
     decision.pod["spec"]["resources"] = pod["spec"]["resources"]
     return decision

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier_operator.api.documents import load_policy
+from kvtier_operator.api.limits import decode_limit_range, decode_quota
+from kvtier_operator.api.pods import PodSpec, decode, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import PodObject
+from kvtier_operator.injection import resources
+from kvtier_operator.injection.decision import AdmissionContext, PodObject
 
 POLICY_UID = "7d8f8f3e-0000-4000-8000-000000000001"
 GUARANTEED = {"requests": {"cpu": "4", "memory": "8Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
@@ -27,8 +31,8 @@ def file_tier(name: str, volume: dict[str, Any], sharing: str = "Node") -> dict[
 def policy(
     *tiers: dict[str, Any], name: str = "chat", namespace: str = "serving", **spec: Any
 ) -> KVTierPolicy:
-    """A policy that selects ``app: chat``, with a memory tier of 1 GiB where no tiers are given. ``spec``: further fields,
-    in camelCase.
+    """A policy that selects ``app: chat``, with a memory tier of 1 GiB where no tiers are given.
+    ``spec``: further fields, in camelCase.
     """
     document = {
         "apiVersion": "kvtier.io/v1alpha1",
@@ -62,7 +66,9 @@ def engine(name: str = "vllm", **fields: Any) -> dict[str, Any]:
 def pod(
     *containers: dict[str, Any], metadata: dict[str, Any] | None = None, **spec: Any
 ) -> dict[str, Any]:
-    """A pod that the policy selects, with an engine where no containers are given. ``spec``: further fields of its spec."""
+    """A pod that the policy selects, with an engine where no containers are given. ``spec``:
+    further fields of its spec.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -74,6 +80,26 @@ def pod(
         },
         "spec": {"containers": list(containers) or [engine()], **copy.deepcopy(spec)},
     }
+
+
+def context(
+    limit_ranges: Sequence[Mapping[str, Any]] = (),
+    quotas: Sequence[Mapping[str, Any]] = (),
+    siblings: Sequence[PodObject] = (),
+    **fields: Any,
+) -> AdmissionContext:
+    """An admission context from documents."""
+    return AdmissionContext(
+        limit_ranges=[decode_limit_range(each) for each in limit_ranges],
+        quotas=[decode_quota(each) for each in quotas],
+        siblings=[decode_pod(each) for each in siblings],
+        **fields,
+    )
+
+
+def qos_class(spec: Mapping[str, Any]) -> str:
+    """The QoS class of a pod's spec."""
+    return resources.qos_class(decode(spec, PodSpec))
 
 
 def container(found: PodObject, name: str) -> dict[str, Any]:

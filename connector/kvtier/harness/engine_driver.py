@@ -193,15 +193,15 @@ class Driver:
 
     def connector(self) -> dict[str, Any]:
         """What KVTier's scheduler side says of itself."""
-        side = getattr(self.scheduler.connector, "_scheduler", None)
-        if side is None:
+        kvtier = getattr(self.scheduler.connector, "_scheduler", None)
+        if kvtier is None:
             return {}
-        ready = side.link.ready
+        ready = kvtier.session.ready
         return {
-            **side.snapshot(),
+            **kvtier.snapshot(),
             "namespace": ready.namespace if ready is not None else "",
-            "worker_epoch": side.stores.worker_epoch or 0,
-            "credits": sum(len(slots) for slots in side.link.credits),
+            "worker_epoch": kvtier.stores.worker_epoch or 0,
+            "credits": sum(len(slots) for slots in kvtier.session.credits),
         }
 
     def set(self, variables: dict[str, str]) -> None:

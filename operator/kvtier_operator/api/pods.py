@@ -3,7 +3,7 @@
 ``decode_pod`` takes a pod as the API server writes it, as JSON or as a parsed document, and returns
 frozen structs with the names of the Kubernetes API in snake case. Fields that KVTier does not read
 are ignored. A field that is missing or null has its default. A field of another type than the API's
-raises ``InvalidPodError``. All functions are pure and thread-safe.
+raises ``InvalidObjectError``. All functions are pure and thread-safe.
 
 A ``Pod`` is for reading only. The webhook's patch is made on the parsed document, so that it keeps
 every field.
@@ -24,21 +24,23 @@ numbers."""
 _POSITION = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
-class InvalidPodError(ValueError):
-    """The document is not a pod of ``v1``. The message names the field and the type that it must
-    have.
+class InvalidObjectError(ValueError):
+    """The document does not have the form of the Kubernetes API. The message names the field and
+    the type that it must have.
     """
 
 
-class _Object(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Base of all structs of this module: immutable, camel case in documents."""
+class ApiObject(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Base of the structs that documents of the Kubernetes API are decoded into: immutable, camel
+    case in documents.
+    """
 
 
-class Presence(_Object, frozen=True):
+class Presence(ApiObject, frozen=True):
     """An object of which KVTier reads only whether it is there."""
 
 
-class OwnerReference(_Object, frozen=True):
+class OwnerReference(ApiObject, frozen=True):
     """An owner of the pod. ``controller``: the owner manages the pod."""
 
     api_version: str = ""
@@ -48,7 +50,7 @@ class OwnerReference(_Object, frozen=True):
     controller: bool = False
 
 
-class PodMetadata(_Object, frozen=True):
+class PodMetadata(ApiObject, frozen=True):
     """``metadata``. Times are text as Kubernetes writes it. ``name`` and ``namespace`` are empty
     while the API server has not set them.
     """
@@ -65,7 +67,7 @@ class PodMetadata(_Object, frozen=True):
     deletion_timestamp: str | None = None
 
 
-class ResourceRequirements(_Object, frozen=True):
+class ResourceRequirements(ApiObject, frozen=True):
     """``resources`` of a container or of the pod."""
 
     requests: ResourceList = msgspec.field(default_factory=dict)
@@ -73,7 +75,7 @@ class ResourceRequirements(_Object, frozen=True):
     claims: tuple[Presence, ...] = ()
 
 
-class SecurityContext(_Object, frozen=True):
+class SecurityContext(ApiObject, frozen=True):
     """``securityContext`` of a container, or of the pod."""
 
     run_as_user: int | None = None
@@ -83,7 +85,7 @@ class SecurityContext(_Object, frozen=True):
     supplemental_groups: tuple[int, ...] = ()
 
 
-class EnvVar(_Object, frozen=True):
+class EnvVar(ApiObject, frozen=True):
     """A variable. ``value_from`` is None if the value is in the pod."""
 
     name: str = ""
@@ -91,7 +93,7 @@ class EnvVar(_Object, frozen=True):
     value_from: Presence | None = None
 
 
-class ContainerPort(_Object, frozen=True):
+class ContainerPort(ApiObject, frozen=True):
     """A port of a container."""
 
     name: str = ""
@@ -99,7 +101,7 @@ class ContainerPort(_Object, frozen=True):
     host_port: int = 0
 
 
-class VolumeMount(_Object, frozen=True):
+class VolumeMount(ApiObject, frozen=True):
     """A mount of a container."""
 
     name: str = ""
@@ -107,7 +109,7 @@ class VolumeMount(_Object, frozen=True):
     read_only: bool = False
 
 
-class Container(_Object, frozen=True):
+class Container(ApiObject, frozen=True):
     """A container, or an init container."""
 
     name: str = ""
@@ -128,44 +130,44 @@ class Container(_Object, frozen=True):
         return self.restart_policy == "Always"
 
 
-class ConfigMapSource(_Object, frozen=True):
+class ConfigMapSource(ApiObject, frozen=True):
     """A ConfigMap as a volume or as a part of a projected volume."""
 
     name: str = ""
 
 
-class VolumeProjection(_Object, frozen=True):
+class VolumeProjection(ApiObject, frozen=True):
     """A part of a projected volume."""
 
     config_map: ConfigMapSource | None = None
 
 
-class ProjectedSource(_Object, frozen=True):
+class ProjectedSource(ApiObject, frozen=True):
     """A projected volume."""
 
     sources: tuple[VolumeProjection, ...] = ()
 
 
-class EmptyDirSource(_Object, frozen=True):
+class EmptyDirSource(ApiObject, frozen=True):
     """An ``emptyDir`` volume."""
 
     medium: str = ""
     size_limit: str | int | float | None = None
 
 
-class HostPathSource(_Object, frozen=True):
+class HostPathSource(ApiObject, frozen=True):
     """A ``hostPath`` volume."""
 
     path: str = ""
 
 
-class ClaimSource(_Object, frozen=True):
+class ClaimSource(ApiObject, frozen=True):
     """A ``persistentVolumeClaim`` volume."""
 
     claim_name: str = ""
 
 
-class PodVolume(_Object, frozen=True):
+class PodVolume(ApiObject, frozen=True):
     """A volume. At most one source is set; all are None if it is one that KVTier does not read."""
 
     name: str = ""
@@ -186,7 +188,7 @@ class PodVolume(_Object, frozen=True):
         return any(source is not None for source in sources)
 
 
-class Toleration(_Object, frozen=True):
+class Toleration(ApiObject, frozen=True):
     """A toleration."""
 
     key: str = ""
@@ -195,20 +197,20 @@ class Toleration(_Object, frozen=True):
     effect: str = ""
 
 
-class PodAffinityTerm(_Object, frozen=True):
+class PodAffinityTerm(ApiObject, frozen=True):
     """A term of pod affinity or anti-affinity."""
 
     namespaces: tuple[str, ...] = ()
     namespace_selector: Presence | None = None
 
 
-class WeightedPodAffinityTerm(_Object, frozen=True):
+class WeightedPodAffinityTerm(ApiObject, frozen=True):
     """A preferred term of pod affinity or anti-affinity."""
 
     pod_affinity_term: PodAffinityTerm = PodAffinityTerm()
 
 
-class PodAffinity(_Object, frozen=True):
+class PodAffinity(ApiObject, frozen=True):
     """Pod affinity or anti-affinity."""
 
     required: tuple[PodAffinityTerm, ...] = msgspec.field(
@@ -224,26 +226,26 @@ class PodAffinity(_Object, frozen=True):
         return (*self.required, *(weighted.pod_affinity_term for weighted in self.preferred))
 
 
-class Affinity(_Object, frozen=True):
+class Affinity(ApiObject, frozen=True):
     """``affinity``, without node affinity."""
 
     pod_affinity: PodAffinity = PodAffinity()
     pod_anti_affinity: PodAffinity = PodAffinity()
 
 
-class PodOS(_Object, frozen=True):
+class PodOS(ApiObject, frozen=True):
     """``os``."""
 
     name: str = ""
 
 
-class LocalObjectReference(_Object, frozen=True):
+class LocalObjectReference(ApiObject, frozen=True):
     """The name of an object in the pod's namespace."""
 
     name: str = ""
 
 
-class PodSpec(_Object, frozen=True):
+class PodSpec(ApiObject, frozen=True):
     """``spec``. ``host_users`` is None if the pod does not set it."""
 
     containers: tuple[Container, ...] = ()
@@ -272,7 +274,7 @@ class PodSpec(_Object, frozen=True):
         return (*self.init_containers, *self.containers)
 
 
-class PodCondition(_Object, frozen=True):
+class PodCondition(ApiObject, frozen=True):
     """A condition of the pod."""
 
     type: str = ""
@@ -282,20 +284,20 @@ class PodCondition(_Object, frozen=True):
     last_transition_time: str | None = None
 
 
-class ContainerStateWaiting(_Object, frozen=True):
+class ContainerStateWaiting(ApiObject, frozen=True):
     """A container that does not run yet."""
 
     reason: str = ""
     message: str = ""
 
 
-class ContainerStateRunning(_Object, frozen=True):
+class ContainerStateRunning(ApiObject, frozen=True):
     """A container that runs."""
 
     started_at: str | None = None
 
 
-class ContainerStateTerminated(_Object, frozen=True):
+class ContainerStateTerminated(ApiObject, frozen=True):
     """A container that ended."""
 
     exit_code: int = 0
@@ -305,7 +307,7 @@ class ContainerStateTerminated(_Object, frozen=True):
     finished_at: str | None = None
 
 
-class ContainerState(_Object, frozen=True):
+class ContainerState(ApiObject, frozen=True):
     """The state of a container; at most one is set."""
 
     waiting: ContainerStateWaiting | None = None
@@ -313,7 +315,7 @@ class ContainerState(_Object, frozen=True):
     terminated: ContainerStateTerminated | None = None
 
 
-class ContainerStatus(_Object, frozen=True):
+class ContainerStatus(ApiObject, frozen=True):
     """What the kubelet reports about a container."""
 
     name: str = ""
@@ -333,7 +335,7 @@ class ContainerStatus(_Object, frozen=True):
         return ran or self.restart_count > 0
 
 
-class PodStatus(_Object, frozen=True):
+class PodStatus(ApiObject, frozen=True):
     """``status``."""
 
     phase: str = ""
@@ -360,7 +362,7 @@ class PodStatus(_Object, frozen=True):
         return next((each for each in self.all_container_statuses if each.name == name), None)
 
 
-class Pod(_Object, frozen=True):
+class Pod(ApiObject, frozen=True):
     """A pod."""
 
     metadata: PodMetadata = PodMetadata()
@@ -386,14 +388,14 @@ class Pod(_Object, frozen=True):
 
 def decode_pod(document: bytes | Mapping[str, Any]) -> Pod:
     """The pod in a document: JSON as bytes, or a parsed mapping, which is not changed. Raises
-    ``InvalidPodError``.
+    ``InvalidObjectError``.
     """
     return decode(document, Pod)
 
 
 def decode(document: bytes | Mapping[str, Any], kind: type[Decoded]) -> Decoded:
     """Like ``decode_pod``, for any struct of this form, such as a pod's part. Raises
-    ``InvalidPodError``.
+    ``InvalidObjectError``.
     """
     try:
         return _decode(document, kind)
@@ -402,12 +404,12 @@ def decode(document: bytes | Mapping[str, Any], kind: type[Decoded]) -> Decoded:
         # for it only now.
         pass
     except msgspec.DecodeError as error:
-        raise InvalidPodError(f"the document is not JSON: {error}") from None
+        raise InvalidObjectError(f"the document is not JSON: {error}") from None
     try:
         parsed = msgspec.json.decode(document) if isinstance(document, bytes) else document
         return _decode(_without_nulls(parsed), kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidPodError(_described(error)) from None
+        raise InvalidObjectError(_described(error)) from None
 
 
 def _decode(document: Any, kind: type[Decoded]) -> Decoded:

@@ -1,10 +1,10 @@
-"""What of a pod stands in the way of what would be added. Pure.
+"""What prevents injection: conflicts with the pod as it is, and admission rules that the patched
+pod violates. Pure.
 
-What the API server will refuse of a patched pod, before it does. Pure.
-
-It validates, and applies limits, quota and Pod Security, after the patch: what is injected can keep an engine's pod from
-being made at all. Each function yields sentences with the numbers. Sources of the rules: admission plugins LimitRanger,
-ResourceQuota and PodSecurity, and the validation of pod-level resources.
+The API server validates pods, and applies LimitRanges, quotas and Pod Security, after the webhook's
+patch. A pod that it would reject because of the patch is skipped. Sources of the rules: the
+admission plugins LimitRanger, ResourceQuota and PodSecurity, and the validation of pod-level
+resources. Each function yields sentences with the numbers.
 """
 
 from __future__ import annotations
@@ -12,192 +12,214 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+
+import msgspec
 
 from kvtier_operator.api.conditions import SkipReason
+from kvtier_operator.api.limits import LimitRange, LimitRangeItem
 from kvtier_operator.api.names import INJECTED_NAMES
-from kvtier_operator.injection.decision import AdmissionContext, PodObject, Skipped
-from kvtier_operator.injection.quota import over_quota
+from kvtier_operator.api.pods import Container, Pod, PodSpec, PodVolume, ResourceRequirements
+from kvtier_operator.injection.decision import AdmissionContext, Skipped
+from kvtier_operator.injection.quota import quota_violations
 from kvtier_operator.injection.resources import (
     CPU,
     MEMORY,
     Amounts,
-    amount,
-    amounts,
+    aggregated_requests,
+    container_limits,
     container_requests,
-    containers,
-    has_pod_level,
-    limits_of,
+    format_amount,
+    has_pod_level_resources,
+    parse_amount,
+    parse_amounts,
     pod_limits,
     pod_requests,
-    requests_of,
-    shown,
 )
-
-READ_ONLY_SOURCES = ("configMap", "secret", "downwardAPI", "projected", "image")
-
-
-def taken_names(pod: PodObject) -> Skipped | None:
-    """Containers and volumes that somebody wrote with KVTier's names: a pod that was attached by hand."""
-    spec = pod.get("spec") or {}
-    found = [f"container {each.get('name')}" for each in containers(spec)]
-    found += [f"volume {each.get('name')}" for each in spec.get("volumes") or ()]
-    ours = [each for each in found if each.split(" ", 1)[1].startswith(INJECTED_NAMES)]
-    if not ours:
-        return None
-    return Skipped(
-        SkipReason.ALREADY_CONFIGURED,
-        f"the pod has {', '.join(ours)} already; rename or remove what begins with {INJECTED_NAMES}",
-    )
-
-
-def mounts(
-    spec: Mapping[str, Any], engine: Mapping[str, Any], added: Sequence[Mapping[str, Any]]
-) -> Skipped | None:
-    """Mounts of the engine's container that are where something has to be mounted, or are read-only above it, so that
-    no directory to mount on can be made and the container would never start.
-    """
-    sources = {str(volume.get("name")): volume for volume in spec.get("volumes") or ()}
-    for mount in engine.get("volumeMounts") or ():
-        path = posixpath.normpath(str(mount.get("mountPath")))
-        volume = sources.get(str(mount.get("name")), {})
-        fixed = bool(mount.get("readOnly")) or any(source in volume for source in READ_ONLY_SOURCES)
-        for wanted in (str(each["mountPath"]) for each in added):
-            if path == wanted:
-                message = f"container {engine['name']} mounts {mount.get('name')} at {path}, where KVTier's own would be"
-                return Skipped(SkipReason.ALREADY_CONFIGURED, f"{message}; mount it elsewhere")
-            if fixed and (path == "/" or wanted.startswith(f"{path}/")):
-                return Skipped(
-                    SkipReason.WOULD_NOT_START,
-                    f"container {engine['name']} mounts {mount.get('name')} read-only at {path}, so nothing can be mounted at "
-                    f"{wanted}; mount it elsewhere, or writable",
-                )
-    return None
-
 
 ENFORCED_LABEL = "pod-security.kubernetes.io/enforce"
 
 
-def refusals(pod: PodObject, around: AdmissionContext) -> list[str]:
-    """Why the patched pod would be refused, in the order in which the API server would find out."""
-    spec = with_defaults(pod.get("spec") or {}, around.limit_ranges)
+def name_conflict(pod: Pod) -> Skipped | None:
+    """Containers and volumes with KVTier's names: the pod was configured by hand."""
+    found = [
+        *(f"container {each.name}" for each in pod.spec.all_containers if _is_ours(each.name)),
+        *(f"volume {each.name}" for each in pod.spec.volumes if _is_ours(each.name)),
+    ]
+    if not found:
+        return None
+    return Skipped(
+        SkipReason.ALREADY_CONFIGURED,
+        f"the pod already has {', '.join(found)}; rename or remove what begins with "
+        f"{INJECTED_NAMES}",
+    )
+
+
+def mount_conflict(spec: PodSpec, engine: Container, mount_paths: Sequence[str]) -> Skipped | None:
+    """Mounts of the engine's container that are at a path of ``mount_paths``, or read-only above
+    one. In a read-only volume the runtime cannot create the mount point, and the container never
+    starts.
+    """
+    volumes = {volume.name: volume for volume in spec.volumes}
+    for mount in engine.volume_mounts:
+        path = posixpath.normpath(mount.mount_path)
+        volume = volumes.get(mount.name, PodVolume())
+        for added in mount_paths:
+            if path == added:
+                return Skipped(
+                    SkipReason.ALREADY_CONFIGURED,
+                    f"container {engine.name} mounts {mount.name} at {path}, which KVTier needs; "
+                    "mount it elsewhere",
+                )
+            if (mount.read_only or volume.is_read_only) and (
+                path == "/" or added.startswith(f"{path}/")
+            ):
+                return Skipped(
+                    SkipReason.WOULD_NOT_START,
+                    f"container {engine.name} mounts {mount.name} read-only at {path}, which "
+                    f"prevents a mount at {added}; "
+                    "mount it elsewhere, or writable",
+                )
+    return None
+
+
+def admission_violations(patched: Pod, context: AdmissionContext) -> list[str]:
+    """Why the API server would reject the patched pod, in the order of its checks."""
+    spec = with_default_resources(patched.spec, context.limit_ranges)
     return [
-        *pod_level(spec),
-        *limit_ranges(spec, around.limit_ranges),
-        *pod_security(spec, around.namespace_labels),
-        *over_quota(spec, around.quotas),
+        *pod_level_violations(spec),
+        *limit_range_violations(spec, context.limit_ranges),
+        *pod_security_violations(spec, context.namespace_labels),
+        *quota_violations(spec, context.quotas),
     ]
 
 
-def with_defaults(spec: Mapping[str, Any], ranges: Sequence[PodObject]) -> dict[str, Any]:
-    """The spec with what LimitRanges add to containers that do not say it."""
-    default: dict[str, Any] = {}
-    default_request: dict[str, Any] = {}
-    for each in _items(ranges, "Container"):
-        default.update(each.get("default") or {})
-        default_request.update(each.get("defaultRequest") or {})
+def with_default_resources(spec: PodSpec, limit_ranges: Sequence[LimitRange]) -> PodSpec:
+    """The spec with the requests and limits that LimitRanges set where a container has none."""
+    default: dict[str, str | int | float] = {}
+    default_request: dict[str, str | int | float] = {}
+    for limit_range in limit_ranges:
+        for item in limit_range.spec.limits:
+            if item.type == "Container":
+                default.update(item.default)
+                default_request.update(item.default_request)
     if not default and not default_request:
-        return dict(spec)
+        return spec
 
-    def filled(container: Mapping[str, Any]) -> dict[str, Any]:
-        resources = container.get("resources") or {}
-        limits = {**default, **(resources.get("limits") or {})}
-        # What a container limits itself it asks for, unless it says otherwise; only then the default counts.
-        own = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        return {
-            **container,
-            "resources": {**resources, "limits": limits, "requests": {**default_request, **own}},
-        }
+    def with_defaults(container: Container) -> Container:
+        resources = container.resources
+        # A container's own limit is its default request; the LimitRange's default request comes
+        # after it.
+        requests = {**default_request, **resources.limits, **resources.requests}
+        limits = {**default, **resources.limits}
+        changed = ResourceRequirements(requests=requests, limits=limits, claims=resources.claims)
+        return msgspec.structs.replace(container, resources=changed)
 
-    return {
-        **spec,
-        **{
-            kind: [filled(each) for each in spec[kind]]
-            for kind in ("containers", "initContainers")
-            if spec.get(kind)
-        },
-    }
+    return msgspec.structs.replace(
+        spec,
+        containers=tuple(map(with_defaults, spec.containers)),
+        init_containers=tuple(map(with_defaults, spec.init_containers)),
+    )
 
 
-def pod_level(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Containers together must fit what the pod asks for, and each what the pod may use."""
-    if not has_pod_level(spec):
+def pod_level_violations(spec: PodSpec) -> Iterator[str]:
+    """The containers' requests together must fit the pod's, and each limit of a container the pod's
+    limit.
+    """
+    if not has_pod_level_resources(spec):
         return
-    resources = spec.get("resources") or {}
-    limits = amounts(resources.get("limits"))
-    requests = {**limits, **amounts(resources.get("requests"))}
-    asked = container_requests(spec)
+    limits = parse_amounts(spec.resources.limits)
+    # Without a pod-level request the pod-level limit bounds the containers' requests.
+    bounds = {**limits, **parse_amounts(spec.resources.requests)}
+    requests = aggregated_requests(spec)
     for name in (CPU, MEMORY):
-        if name in requests and asked.get(name, Fraction(0)) > requests[name]:
+        if name in bounds and requests.get(name, Fraction(0)) > bounds[name]:
             yield (
-                f"with tiers the containers ask for {shown(name, asked[name])} {name}, and the pod's own request is "
-                f"{shown(name, requests[name])} (spec.resources)"
+                f"with tiers the containers request {format_amount(name, requests[name])} {name}, "
+                "and the pod-level "
+                f"request is {format_amount(name, bounds[name])} (spec.resources)"
             )
-        for each in containers(spec):
-            value = limits_of(each).get(name)
-            if name in limits and value is not None and value > limits[name]:
+        for container in spec.all_containers:
+            limit = container_limits(container).get(name)
+            if name in limits and limit is not None and limit > limits[name]:
                 yield (
-                    f"{each['name']} needs {shown(name, value)} {name}, and the pod's own limit is "
-                    f"{shown(name, limits[name])} (spec.resources)"
+                    f"{container.name} needs {format_amount(name, limit)} {name}, and the "
+                    "pod-level limit is "
+                    f"{format_amount(name, limits[name])} (spec.resources)"
                 )
 
 
-def limit_ranges(spec: Mapping[str, Any], ranges: Sequence[PodObject]) -> Iterator[str]:
-    """Bounds of a namespace, for each container and for the pod."""
-    for limit_range in ranges:
-        name = (limit_range.get("metadata") or {}).get("name")
-        for item in (limit_range.get("spec") or {}).get("limits") or ():
-            if item.get("type") == "Container":
-                # All, not only those that were added: the engine's may have grown.
-                for each in containers(spec):
-                    for sentence in _outside(requests_of(each), limits_of(each), item):
-                        yield f"{each['name']} {sentence} per container (LimitRange {name})"
-            elif item.get("type") == "Pod":
-                for sentence in _outside(pod_requests(spec, False), pod_limits(spec, False), item):
-                    yield f"the pod with tiers {sentence} per pod (LimitRange {name})"
+def limit_range_violations(spec: PodSpec, limit_ranges: Sequence[LimitRange]) -> Iterator[str]:
+    """Bounds of the namespace, for each container and for the pod."""
+    for limit_range in limit_ranges:
+        name = limit_range.metadata.name
+        for item in limit_range.spec.limits:
+            if item.type == "Container":
+                # All containers: memoryPolicy Grow may have changed the engine's.
+                for each in spec.all_containers:
+                    for violation in _violations(
+                        container_requests(each), container_limits(each), item
+                    ):
+                        yield f"{each.name} {violation} per container (LimitRange {name})"
+            elif item.type == "Pod":
+                requests, limits = (
+                    pod_requests(spec, overhead=False),
+                    pod_limits(spec, overhead=False),
+                )
+                for violation in _violations(requests, limits, item):
+                    yield f"the pod with tiers {violation} per pod (LimitRange {name})"
 
 
-def _outside(requests: Amounts, limits: Amounts, item: Mapping[str, Any]) -> Iterator[str]:
-    for name, least in amounts(item.get("min")).items():
-        if name not in requests:
-            yield f"asks for no {name}, and at least {shown(name, least)} is wanted"
-        else:
-            lowest = min(requests[name], limits.get(name, requests[name]))
-            if lowest < least:
-                yield f"has {shown(name, lowest)} {name}, and at least {shown(name, least)} is wanted"
-    for name, most in amounts(item.get("max")).items():
-        if name not in limits:
-            yield f"has no limit of {name}, and at most {shown(name, most)} is allowed"
-        else:
-            highest = max(limits[name], requests.get(name, limits[name]))
-            if highest > most:
-                yield f"has {shown(name, highest)} {name}, and at most {shown(name, most)} is allowed"
-    for name, written in (item.get("maxLimitRequestRatio") or {}).items():
-        ratio, request, limit = amount(written), requests.get(name), limits.get(name)
-        if not request or not limit:
-            yield f"has no request or no limit of {name}, and limits of at most {written} times the request are allowed"
-        elif limit / request > ratio:
-            yield (
-                f"asks for {shown(name, request)} {name} with a limit of {shown(name, limit)}, and at most {written} times "
-                "the request is allowed"
-            )
-
-
-def pod_security(spec: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[str]:
-    """What a namespace's level forbids of the injected volumes; the containers obey the strictest level."""
+def pod_security_violations(spec: PodSpec, labels: Mapping[str, str]) -> Iterator[str]:
+    """Injected volumes that the namespace's Pod Security level forbids. Injected containers meet
+    the strictest level.
+    """
     level = labels.get(ENFORCED_LABEL)
     if level not in ("baseline", "restricted"):
         return
-    for volume in spec.get("volumes") or ():
-        if str(volume.get("name")).startswith(INJECTED_NAMES) and "hostPath" in volume:
+    for volume in spec.volumes:
+        if _is_ours(volume.name) and volume.host_path is not None:
             yield (
-                f"the namespace enforces Pod Security level {level}, which forbids the hostPath of volume {volume['name']}; "
+                f"the namespace enforces Pod Security level {level}, which forbids the hostPath of "
+                f"volume {volume.name}; "
                 "use a claim"
             )
 
 
-def _items(ranges: Sequence[PodObject], kind: str) -> Iterator[Mapping[str, Any]]:
-    for limit_range in ranges:
-        for item in (limit_range.get("spec") or {}).get("limits") or ():
-            if item.get("type") == kind:
-                yield item
+def _violations(requests: Amounts, limits: Amounts, item: LimitRangeItem) -> Iterator[str]:
+    for name, least in parse_amounts(item.min).items():
+        if name not in requests:
+            yield f"has no request of {name}, and the minimum is {format_amount(name, least)}"
+        else:
+            lowest = min(requests[name], limits.get(name, requests[name]))
+            if lowest < least:
+                yield (
+                    f"has {format_amount(name, lowest)} {name}, and the minimum is "
+                    f"{format_amount(name, least)}"
+                )
+    for name, most in parse_amounts(item.max).items():
+        if name not in limits:
+            yield f"has no limit of {name}, and the maximum is {format_amount(name, most)}"
+        else:
+            highest = max(limits[name], requests.get(name, limits[name]))
+            if highest > most:
+                yield (
+                    f"has {format_amount(name, highest)} {name}, and the maximum is "
+                    f"{format_amount(name, most)}"
+                )
+    for name, ratio in item.max_limit_request_ratio.items():
+        request, limit = requests.get(name), limits.get(name)
+        if not request or not limit:
+            yield (
+                f"has no request or no limit of {name}, and a limit must be at most {ratio} times "
+                "the request"
+            )
+        elif limit / request > parse_amount(ratio):
+            yield (
+                f"requests {format_amount(name, request)} {name} with a limit of "
+                f"{format_amount(name, limit)}, and a "
+                f"limit must be at most {ratio} times the request"
+            )
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(INJECTED_NAMES)

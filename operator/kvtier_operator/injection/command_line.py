@@ -1,5 +1,7 @@
-"""What a container's command says, however it is written: arguments, a shell's text, variables. Pure, and only for
-reading: a command is never changed.
+"""A container's command line: options and variables in arguments, in the text of shells and in the
+environment. Pure.
+
+Reads only; KVTier never changes a command.
 """
 
 from __future__ import annotations
@@ -8,16 +10,17 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from kvtier_operator.api.pods import Container
 
 MAX_DEPTH = 4
-"""Shells within shells."""
+"""Nested shells."""
 MAX_WORDS = 4096
 MAX_TEXT = 32 << 10
-"""Characters of a text that are looked at: variables that name one another can expand without end."""
+"""Characters of a text that are parsed. Variables that refer to each other can expand without
+limit."""
 MAX_EXPANDED = 1 << 20
-"""Characters of all variables together; what comes later stays as it is written. Forty thousand of them that name a long one would
-fill the memory."""
+"""Characters of all variables together, for the same reason. Later variables are not expanded."""
 MAX_DIGITS = 10
 SHORT_OPTIONS = {
     "-tp": "tensor-parallel-size",
@@ -26,17 +29,20 @@ SHORT_OPTIONS = {
     "-dpl": "data-parallel-size-local",
     "-pcp": "prefill-context-parallel-size",
 }
-"""vLLM's short names of options that are read here. Not ``-n`` (nnodes): in a shell's text it is most often another program's."""
+"""vLLM's short options that are read here. Without ``-n`` (nnodes), which in a shell's text usually
+belongs to another program."""
 _REFERENCE = re.compile(
     r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{([A-Za-z_]\w*)(?::?-([^}]{0,256}))?\}|\$([A-Za-z_]\w*)"
 )
-Container = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A container's command, read once. ``words``: of command and arguments, of shells' texts within them, and of variables
-    that hold options. ``options``: ``(name, value)`` of each option among them. ``variables``: those whose values are known.
+class CommandLine:
+    """A container's command line, parsed.
+
+    ``words``: of command and arguments, of shells' texts in them, and of variables that hold
+    options. ``options``: the ``(name, value)`` pairs among them. ``variables``: those with a value
+    in the pod.
     """
 
     words: tuple[str, ...]
@@ -44,37 +50,38 @@ class Said:
     variables: Mapping[str, str]
 
     def option(self, name: str) -> str | None:
-        """The value of an option, the last where it is given several times; None where it is not."""
+        """The value of an option, or None. If an option is given more than once, the last value
+        wins.
+        """
         return next((value for key, value in reversed(self.options) if key == name), None)
 
 
-def read(container: Container) -> Said:
-    """What the container's command says."""
+def parse_command_line(container: Container) -> CommandLine:
+    """The command line of a container."""
     variables = literal_environment(container)
-    found = _words(container, variables)
-    return Said(tuple(found), tuple(options(found)), variables)
+    words = _words(container, variables)
+    return CommandLine(tuple(words), tuple(parse_options(words)), variables)
 
 
 def literal_environment(container: Container) -> dict[str, str]:
-    """Variables whose values stand in the pod. The last of several entries of a name counts; a value from elsewhere is
-    not known here, and hides an earlier one.
+    """Variables with a value in the pod. If a variable is defined more than once, the last
+    definition wins; its value is unknown if that definition has ``valueFrom``.
     """
     known: dict[str, str] = {}
     left = MAX_EXPANDED
-    for entry in container.get("env") or ():
-        name = str(entry.get("name"))
-        if entry.get("valueFrom"):
-            known.pop(name, None)
+    for variable in container.env:
+        if variable.value_from is not None:
+            known.pop(variable.name, None)
             continue
-        text = str(entry.get("value") or "")[:MAX_TEXT]
-        known[name] = expanded(text, known) if left > 0 else text
-        left -= len(known[name])
+        text = variable.value[:MAX_TEXT]
+        known[variable.name] = expand(text, known) if left > 0 else text
+        left -= len(known[variable.name])
     return known
 
 
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """The text with ``$(NAME)``, as Kubernetes replaces it, and ``$NAME`` and ``${NAME:-default}``, as a shell would.
-    What is not known stays, and so does a text that would become too long.
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replaces ``$(NAME)`` as Kubernetes does, and ``$NAME`` and ``${NAME:-default}`` as a shell
+    does. References to unknown variables stay, and so do those after ``MAX_TEXT`` characters.
     """
     length = len(text)
 
@@ -91,19 +98,19 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(container: Container, variables: Mapping[str, str]) -> list[str]:
-    # Variables first: what the command itself says counts, where both say something.
-    found: list[str] = []
+    # Variables first: an option in the command itself wins.
+    words: list[str] = []
     left = MAX_TEXT
     for text in variables.values():
         if "--" in text:
-            found.extend(_split(text[:left], 0))
+            words.extend(_split(text[:left], 0))
             left -= min(left, len(text))
     left = MAX_TEXT
-    for text in [*(container.get("command") or ()), *(container.get("args") or ())]:
-        part = expanded(str(text)[:left], variables)[:left]
+    for text in (*container.command, *container.args):
+        part = expand(text[:left], variables)[:left]
         left -= len(part)
-        found.extend(_split(part, 0))
-    return found[-MAX_WORDS:]
+        words.extend(_split(part, 0))
+    return words[-MAX_WORDS:]
 
 
 def _split(text: str, depth: int) -> Iterator[str]:
@@ -119,12 +126,12 @@ def _split(text: str, depth: int) -> Iterator[str]:
         yield from _split(part.strip(";&|()"), depth + 1)
 
 
-def options(found: Sequence[str]) -> list[tuple[str, str]]:
-    """``(name, value)`` of every option: ``--name value``, ``--name=value``, ``--name``; underscores count as dashes, as
-    vLLM has it. The value is empty where none follows.
+def parse_options(words: Sequence[str]) -> list[tuple[str, str]]:
+    """``(name, value)`` of every option: ``--name value``, ``--name=value``, ``--name``.
+    Underscores count as dashes, as in vLLM. The value is empty if none follows.
     """
     pairs: list[tuple[str, str]] = []
-    for index, word in enumerate(found):
+    for index, word in enumerate(words):
         key, equals, value = word.partition("=")
         if re.search(r"\s", key):
             continue
@@ -132,14 +139,14 @@ def options(found: Sequence[str]) -> list[tuple[str, str]]:
         if not name:
             continue
         if not equals:
-            following = found[index + 1] if index + 1 < len(found) else ""
+            following = words[index + 1] if index + 1 < len(words) else ""
             value = "" if following.startswith("-") else following
         pairs.append((name, value))
     return pairs
 
 
-def number(text: str | None) -> int | None:
-    """A positive whole number, or None."""
+def parse_count(text: str | None) -> int | None:
+    """A positive integer, or None."""
     if not text or len(text) > MAX_DIGITS or not (text.isascii() and text.isdigit()):
         return None
     return int(text) if 0 < int(text) < 1 << 31 else None

@@ -1,4 +1,6 @@
-"""What is decided about a pod at admission, as values. The deciding is in ``kvtier_operator.injection.inject``."""
+"""What is decided about a pod at admission, and from what. ``kvtier_operator.injection.inject``
+decides.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +9,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier_operator.api.conditions import SkipReason
+from kvtier_operator.api.limits import LimitRange, ResourceQuota
+from kvtier_operator.api.pods import Pod
 
 PodObject = Mapping[str, Any]
+"""A pod as a parsed document, with every field that the API server sent. It is patched, and never
+read for a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionContext:
-    """What is known of a pod's namespace and cluster, from caches. Objects are as the API server sends them.
+    """What the caches hold about a pod's namespace and cluster.
 
-    ``siblings``: pods of the same LeaderWorkerSet group. ``storage_ready``: False while the policy's ``StorageReady``
-    condition is False. ``suspended``: why this pod's owner is suspended, or None. ``refusals``: sentences why the policy
-    is not accepted (allow-lists included).
+    ``siblings``: pods of the same LeaderWorkerSet group. ``storage_ready``: False while the
+    policy's ``StorageReady`` condition is False. ``suspended``: why injection is suspended for the
+    pod's owner, or None. ``policy_errors``: why the policy is invalid (allow-lists included).
     """
 
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
-    limit_ranges: Sequence[PodObject] = ()
-    quotas: Sequence[PodObject] = ()
+    limit_ranges: Sequence[LimitRange] = ()
+    quotas: Sequence[ResourceQuota] = ()
     kubelet_versions: Sequence[str] = ()
-    siblings: Sequence[PodObject] = ()
+    siblings: Sequence[Pod] = ()
     storage_ready: bool = True
     suspended: str | None = None
-    refusals: Sequence[str] = ()
+    policy_errors: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The pod with its tiers, as a whole object, and sentences that a person should know."""
+    """The pod with its tiers, as a document, and notes for the pod's owner."""
 
     pod: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -40,7 +46,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The pod stays as it is; ``message`` is one sentence that says why and what to do."""
+    """The pod stays as it is. ``message``: one sentence that says why and what to do."""
 
     reason: SkipReason
     message: str

@@ -1,57 +1,55 @@
-"""Whether a pod fits what is left of a namespace's quotas. Pure."""
+"""Whether a pod fits into what its namespace's quotas have left. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
-from kvtier_operator.injection.decision import PodObject
+from kvtier_operator.api.limits import QuotaScope, ResourceQuota
+from kvtier_operator.api.pods import PodSpec
 from kvtier_operator.injection.resources import (
     CPU,
     MEMORY,
     STORAGE,
     Amounts,
-    amounts,
-    containers,
-    has_pod_level,
-    limits_of,
+    container_limits,
+    container_requests,
+    format_amount,
+    has_pod_level_resources,
+    parse_amounts,
     pod_limits,
     pod_requests,
     qos_class,
-    requests_of,
-    shown,
 )
 
 COMPUTE = (CPU, MEMORY, STORAGE)
-EVERY_CONTAINER = (CPU, MEMORY)
-"""What every container has to say where a quota counts it."""
+REQUIRED = (CPU, MEMORY)
+"""Resources that every container must set if a quota counts them."""
 
 
-def over_quota(spec: Mapping[str, Any], quotas: Sequence[PodObject]) -> Iterator[str]:
+def quota_violations(spec: PodSpec, quotas: Sequence[ResourceQuota]) -> Iterator[str]:
     """What does not fit, with the numbers."""
     usage = _usage(spec) if quotas else {}
     for quota in quotas:
-        if not _applies(spec, quota.get("spec") or {}):
+        if not all(_in_scope(spec, scope) for scope in quota.spec.all_scopes):
             continue
-        name = (quota.get("metadata") or {}).get("name")
-        status = quota.get("status") or {}
-        hard = amounts(
-            {**((quota.get("spec") or {}).get("hard") or {}), **(status.get("hard") or {})}
-        )
-        used = amounts(status.get("used"))
-        yield from (f"{sentence} (ResourceQuota {name})" for sentence in _unsaid(spec, hard))
+        name = quota.metadata.name
+        hard = parse_amounts({**quota.spec.hard, **quota.status.hard})
+        used = parse_amounts(quota.status.used)
+        yield from (f"{sentence} (ResourceQuota {name})" for sentence in _not_set(spec, hard))
         for resource, most in hard.items():
-            asked, taken = usage.get(resource), used.get(resource, Fraction(0))
-            if asked and taken + asked > most:
+            needed, taken = usage.get(resource), used.get(resource, Fraction(0))
+            if needed and taken + needed > most:
                 kind = resource.removeprefix("requests.").removeprefix("limits.")
+                left = format_amount(kind, max(most - taken, Fraction(0)))
                 yield (
-                    f"with tiers the pod takes {shown(kind, asked)} of {resource}, and {shown(kind, max(most - taken, Fraction(0)))} "
-                    f"of {shown(kind, most)} is left (ResourceQuota {name})"
+                    f"with tiers the pod needs {format_amount(kind, needed)} of {resource}, and "
+                    f"{left} of "
+                    f"{format_amount(kind, most)} is left (ResourceQuota {name})"
                 )
 
 
-def _usage(spec: Mapping[str, Any]) -> Amounts:
+def _usage(spec: PodSpec) -> Amounts:
     usage: Amounts = {"pods": Fraction(1), "count/pods": Fraction(1)}
     for name, value in pod_requests(spec).items():
         usage[f"requests.{name}"] = value
@@ -62,59 +60,48 @@ def _usage(spec: Mapping[str, Any]) -> Amounts:
     return usage
 
 
-def _unsaid(spec: Mapping[str, Any], hard: Amounts) -> Iterator[str]:
-    """A quota on cpu or memory wants every container to say what it takes, unless the pod says it as a whole."""
-    if has_pod_level(spec):
+def _not_set(spec: PodSpec, hard: Amounts) -> Iterator[str]:
+    """A quota on cpu or memory requires the value of every container, unless the pod has it as a
+    whole.
+    """
+    if has_pod_level_resources(spec):
         return
-    for name in EVERY_CONTAINER:
-        for kind, of, resources in (
-            ("requests", requests_of, (name, f"requests.{name}")),
-            ("limits", limits_of, (f"limits.{name}",)),
+    for name in REQUIRED:
+        for kind, amounts_of, resources in (
+            ("requests", container_requests, (name, f"requests.{name}")),
+            ("limits", container_limits, (f"limits.{name}",)),
         ):
             if any(resource in hard for resource in resources):
-                silent = [
-                    str(each.get("name")) for each in containers(spec) if name not in of(each)
+                lacking = [
+                    each.name for each in spec.all_containers if name not in amounts_of(each)
                 ]
-                if silent:
-                    yield f"{', '.join(silent)} must say {kind} of {name}"
+                if lacking:
+                    yield f"{', '.join(lacking)} must have {kind} of {name}"
 
 
-def _applies(spec: Mapping[str, Any], quota: Mapping[str, Any]) -> bool:
-    scopes = [{"scopeName": scope, "operator": "Exists"} for scope in quota.get("scopes") or ()]
-    scopes += (quota.get("scopeSelector") or {}).get("matchExpressions") or []
-    return all(_in_scope(spec, scope) for scope in scopes)
-
-
-def _in_scope(spec: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
-    name, operator = str(scope.get("scopeName")), str(scope.get("operator"))
-    values = [str(value) for value in scope.get("values") or ()]
-    if name in ("Terminating", "NotTerminating"):
-        return (spec.get("activeDeadlineSeconds") is not None) == (name == "Terminating")
-    if name in ("BestEffort", "NotBestEffort"):
-        return (qos_class(spec) == "BestEffort") == (name == "BestEffort")
-    if name == "PriorityClass":
-        priority = str(spec.get("priorityClassName") or "")
-        if operator == "In":
-            return priority in values
-        if operator == "NotIn":
-            return priority not in values
-        return bool(priority) == (operator == "Exists")
-    if name == "CrossNamespacePodAffinity":
-        return _crosses(spec)
+def _in_scope(spec: PodSpec, scope: QuotaScope) -> bool:
+    match scope.scope_name:
+        case "Terminating":
+            return spec.active_deadline_seconds is not None
+        case "NotTerminating":
+            return spec.active_deadline_seconds is None
+        case "BestEffort":
+            return qos_class(spec) == "BestEffort"
+        case "NotBestEffort":
+            return qos_class(spec) != "BestEffort"
+        case "PriorityClass":
+            return _priority_in_scope(spec.priority_class_name, scope)
+        case "CrossNamespacePodAffinity":
+            terms = (*spec.affinity.pod_affinity.terms, *spec.affinity.pod_anti_affinity.terms)
+            return any(term.namespaces or term.namespace_selector is not None for term in terms)
     return True
 
 
-def _crosses(spec: Mapping[str, Any]) -> bool:
-    affinity = spec.get("affinity") or {}
-    for kind in ("podAffinity", "podAntiAffinity"):
-        terms = affinity.get(kind) or {}
-        found = list(terms.get("requiredDuringSchedulingIgnoredDuringExecution") or ())
-        found += [
-            each.get("podAffinityTerm") or {}
-            for each in terms.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
-        ]
-        if any(
-            term.get("namespaces") or term.get("namespaceSelector") is not None for term in found
-        ):
-            return True
-    return False
+def _priority_in_scope(priority_class: str, scope: QuotaScope) -> bool:
+    match scope.operator:
+        case "In":
+            return priority_class in scope.values
+        case "NotIn":
+            return priority_class not in scope.values
+        case _:
+            return bool(priority_class) == (scope.operator == "Exists")

@@ -1,120 +1,113 @@
-"""Requests and limits of containers and pods, counted as Kubernetes counts them. Pure.
+"""Requests and limits of containers and pods, as Kubernetes computes them: the only implementation.
+Pure.
 
-Sources of the rules: ``k8s.io/component-helpers/resource`` (a pod's sum), ``pkg/apis/core/helper/qos`` (its class).
+Sources of the rules: ``k8s.io/component-helpers/resource`` (effective requests and limits of a
+pod), ``pkg/apis/core/v1/defaults.go`` (requests that default to limits),
+``pkg/apis/core/helper/qos`` (the QoS class).
 
-Memory of an engine that pays for tiers itself (``daemon: Engine``, other connectors): pages of a memory-backed volume
-count against the container that touches them first. Pure.
+* A container's request defaults to its limit.
+* A pod's request is the larger of what runs at once after initialization (containers and sidecars)
+  and of what the most demanding init container needs (with the sidecars that started before it).
+* Pod-level resources (``spec.resources``) replace that sum. A pod-level request that is not set
+  defaults to the sum over containers, and to the pod-level limit for a resource that no container
+  requests.
+* ``overhead`` is added to requests; to limits only if there is a limit.
 """
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
-from kvtier_operator.api.conditions import SkipReason
-from kvtier_operator.api.names import SHARED_MEMORY_VOLUME
-from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.pods import Container, PodSpec, ResourceList
 from kvtier_operator.api.quantity import Quantity, QuantityError
-from kvtier_operator.api.settings import MemoryPolicy
-from kvtier_operator.injection.decision import Skipped
 
 CPU = "cpu"
 MEMORY = "memory"
 STORAGE = "ephemeral-storage"
-SCALE = ((1 << 40, "Ti"), (1 << 30, "Gi"), (1 << 20, "Mi"))
+SIZE_UNITS = ((1 << 40, "Ti"), (1 << 30, "Gi"), (1 << 20, "Mi"))
 Amounts = dict[str, Fraction]
-Spec = Mapping[str, Any]
+"""Quantities by resource name: cores, bytes, devices."""
 
 
-def amount(written: object) -> Fraction:
-    """A quantity's value; what is none counts as nothing, the API server refuses it anyway."""
+def parse_amount(written: object) -> Fraction:
+    """The value of a quantity. What is not a quantity counts as 0: the API server rejects it."""
     try:
         return Quantity.parse(written).value if isinstance(written, int | str) else Fraction(0)
     except QuantityError:
         return Fraction(0)
 
 
-def amounts(written: Mapping[str, Any] | None) -> Amounts:
+def parse_amounts(written: ResourceList) -> Amounts:
     """The values of a resource list."""
-    return {str(name): amount(value) for name, value in (written or {}).items()}
+    return {name: parse_amount(value) for name, value in written.items()}
 
 
-def requests_of(container: Spec) -> Amounts:
-    """What a container asks for. Where it has only a limit, the API server makes that the request."""
-    resources = container.get("resources") or {}
-    return {**amounts(resources.get("limits")), **amounts(resources.get("requests"))}
+def container_requests(container: Container) -> Amounts:
+    """The requests of a container."""
+    resources = container.resources
+    return {**parse_amounts(resources.limits), **parse_amounts(resources.requests)}
 
 
-def limits_of(container: Spec) -> Amounts:
-    """What a container may use."""
-    return amounts((container.get("resources") or {}).get("limits"))
+def container_limits(container: Container) -> Amounts:
+    """The limits of a container."""
+    return parse_amounts(container.resources.limits)
 
 
-def is_sidecar(container: Spec) -> bool:
-    """Whether an init container stays: a native sidecar."""
-    return container.get("restartPolicy") == "Always"
+def aggregated_requests(spec: PodSpec) -> Amounts:
+    """The requests of all containers together, without pod-level resources and overhead."""
+    return _aggregated(spec, container_requests)
 
 
-def containers(spec: Spec) -> list[Mapping[str, Any]]:
-    """All containers that the kubelet runs, init containers first."""
-    return [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+def pod_requests(spec: PodSpec, overhead: bool = True) -> Amounts:
+    """The requests that the scheduler and quotas count for a pod."""
+    total = aggregated_requests(spec)
+    for name, value in parse_amounts(spec.resources.limits).items():
+        total.setdefault(name, value)
+    total.update(parse_amounts(spec.resources.requests))
+    return _sum(total, parse_amounts(spec.overhead)) if overhead else total
 
 
-def pod_requests(spec: Spec, overhead: bool = True) -> Amounts:
-    """What the scheduler and quotas count for a pod."""
-    found = _total(spec, "requests")
-    for name, value in amounts(_pod_level(spec, "requests")).items():
-        found[name] = value
-    return _plus(found, amounts(spec.get("overhead"))) if overhead else found
-
-
-def pod_limits(spec: Spec, overhead: bool = True) -> Amounts:
-    """What quotas on limits count for a pod. Overhead counts only where there is a limit at all."""
-    found = _total(spec, "limits")
-    for name, value in amounts(_pod_level(spec, "limits")).items():
-        found[name] = value
+def pod_limits(spec: PodSpec, overhead: bool = True) -> Amounts:
+    """The limits that quotas count for a pod."""
+    total = _aggregated(spec, container_limits)
+    total.update(parse_amounts(spec.resources.limits))
     if overhead:
-        for name, value in amounts(spec.get("overhead")).items():
-            if found.get(name):
-                found[name] += value
-    return found
+        for name, value in parse_amounts(spec.overhead).items():
+            if total.get(name):
+                total[name] += value
+    return total
 
 
-def container_requests(spec: Spec) -> Amounts:
-    """The sum over containers alone, which must stay within what the pod itself asks for."""
-    return _total(spec, "requests")
+def has_pod_level_resources(spec: PodSpec) -> bool:
+    """Whether the pod has requests or limits as a whole (``spec.resources``)."""
+    return bool(spec.resources.requests or spec.resources.limits)
 
 
-def has_pod_level(spec: Spec) -> bool:
-    """Whether the pod itself has requests or limits."""
-    resources = spec.get("resources") or {}
-    return bool(resources.get("requests") or resources.get("limits"))
-
-
-def qos_class(spec: Spec) -> str:
+def qos_class(spec: PodSpec) -> str:
     """``Guaranteed``, ``Burstable`` or ``BestEffort``."""
-    if has_pod_level(spec):
-        groups = [(amounts(_pod_level(spec, "requests")), amounts(_pod_level(spec, "limits")))]
+    if has_pod_level_resources(spec):
+        groups = [(pod_requests(spec, overhead=False), parse_amounts(spec.resources.limits))]
     else:
-        groups = [(requests_of(each), limits_of(each)) for each in containers(spec)]
-    asked: Amounts = {}
-    allowed: Amounts = {}
-    complete = True
-    for requests, limits in groups:
-        asked = _plus(asked, _positive(requests))
-        allowed = _plus(allowed, _positive(limits))
-        complete = complete and len(_positive(limits)) == 2
-    if not asked and not allowed:
+        groups = [
+            (container_requests(each), container_limits(each)) for each in spec.all_containers
+        ]
+    requests: Amounts = {}
+    limits: Amounts = {}
+    all_limited = True
+    for group_requests, group_limits in groups:
+        requests = _sum(requests, _compute_resources(group_requests))
+        limits = _sum(limits, _compute_resources(group_limits))
+        all_limited = all_limited and len(_compute_resources(group_limits)) == 2
+    if not requests and not limits:
         return "BestEffort"
-    return "Guaranteed" if complete and asked == allowed else "Burstable"
+    return "Guaranteed" if all_limited and requests == limits else "Burstable"
 
 
-def shown(name: str, value: Fraction) -> str:
-    """A value for people: sizes in the largest unit that fits, cpu in cores or thousandths."""
+def format_amount(name: str, value: Fraction) -> str:
+    """A value for messages: sizes in the largest unit that fits, cpu in cores or thousandths."""
     if name.endswith(("memory", "storage")):
-        for scale, unit in SCALE:
+        for scale, unit in SIZE_UNITS:
             if value >= scale:
                 text = f"{float(value / scale):.2f}".rstrip("0").rstrip(".")
                 return f"{text}{unit}"
@@ -122,127 +115,33 @@ def shown(name: str, value: Fraction) -> str:
     return str(value) if value.denominator == 1 else f"{-(-value * 1000 // 1)}m"
 
 
-def _pod_level(spec: Spec, which: str) -> Mapping[str, Any]:
-    resources = spec.get("resources") or {}
-    own = dict(resources.get(which) or {})
-    if which == "requests" and resources:
-        # As for containers: a limit alone is the request too.
-        own = {**(resources.get("limits") or {}), **own}
-    return own
-
-
-def _total(spec: Spec, which: str) -> Amounts:
-    of = requests_of if which == "requests" else limits_of
-    total = _sum(of(each) for each in spec.get("containers") or ())
+def _aggregated(spec: PodSpec, amounts_of: Callable[[Container], Amounts]) -> Amounts:
+    running: Amounts = {}
+    for container in spec.containers:
+        running = _sum(running, amounts_of(container))
     sidecars: Amounts = {}
-    highest: Amounts = {}
-    for each in spec.get("initContainers") or ():
-        if is_sidecar(each):
-            sidecars = _plus(sidecars, of(each))
-            total = _plus(total, of(each))
-            highest = _highest(highest, sidecars)
+    initializing: Amounts = {}
+    for container in spec.init_containers:
+        amounts = amounts_of(container)
+        if container.is_sidecar:
+            sidecars = _sum(sidecars, amounts)
+            running = _sum(running, amounts)
+            initializing = _max(initializing, sidecars)
         else:
-            highest = _highest(highest, _plus(sidecars, of(each)))
-    return _highest(total, highest)
+            initializing = _max(initializing, _sum(sidecars, amounts))
+    return _max(running, initializing)
 
 
-def _positive(found: Amounts) -> Amounts:
-    return {name: value for name, value in found.items() if name in (CPU, MEMORY) and value > 0}
+def _compute_resources(amounts: Amounts) -> Amounts:
+    """The resources that decide the QoS class."""
+    return {name: value for name, value in amounts.items() if name in (CPU, MEMORY) and value > 0}
 
 
-def _sum(parts: Iterable[Amounts]) -> Amounts:
-    total: Amounts = {}
-    for part in parts:
-        total = _plus(total, part)
-    return total
+def _sum(left: Amounts, right: Amounts) -> Amounts:
+    names = {**left, **right}
+    return {name: left.get(name, Fraction(0)) + right.get(name, Fraction(0)) for name in names}
 
 
-def _plus(left: Amounts, right: Amounts) -> Amounts:
-    return {
-        name: left.get(name, Fraction(0)) + right.get(name, Fraction(0))
-        for name in {**left, **right}
-    }
-
-
-def _highest(left: Amounts, right: Amounts) -> Amounts:
-    return {
-        name: max(left.get(name, Fraction(0)), right.get(name, Fraction(0)))
-        for name in {**left, **right}
-    }
-
-
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  (memory-backed on purpose)
-OWN_SHARED_BYTES = 1 << 30
-"""Of ``/dev/shm`` for what the engine puts there itself (its ranks' message queues, NCCL), where the pod did not say."""
-
-
-def fit(
-    policy: KVTierPolicy, engine: dict[str, Any], needed: int, notes: list[str]
-) -> Skipped | None:
-    """Checks the engine's memory limit against what tiers take of it, or raises limit and request, as
-    ``resources.memoryPolicy`` says. A container without a limit is let be.
-    """
-    limit = limits_of(engine).get(MEMORY)
-    what = policy.spec.resources.memory_policy
-    if not limit or not needed or what is MemoryPolicy.IGNORE:
-        return None
-    if what is MemoryPolicy.VALIDATE:
-        if limit >= needed:
-            return None
-        return Skipped(
-            SkipReason.MEMORY_TOO_SMALL,
-            f"container {engine['name']} may use {shown(MEMORY, limit)} of memory and its tiers alone take "
-            f"{shown(MEMORY, amount(needed))}; raise its limit, or set spec.resources.memoryPolicy: Grow",
-        )
-    resources = engine.get("resources") or {}
-    grown = {"limits": {**resources["limits"], MEMORY: str(int(limit) + needed)}}
-    request = requests_of(engine)[MEMORY]
-    grown["requests"] = {**(resources.get("requests") or {}), MEMORY: str(int(request) + needed)}
-    engine["resources"] = {**resources, **grown}
-    notes.append(
-        f"memory of container {engine['name']} was raised by {shown(MEMORY, amount(needed))} for its tiers "
-        "(resources.memoryPolicy: Grow)"
-    )
-    return None
-
-
-def shared_memory(
-    spec: dict[str, Any], engine: dict[str, Any], needed: int, notes: list[str]
-) -> None:
-    """Makes ``/dev/shm`` of the engine's container larger by what a connector takes there. What the pod says is never
-    lowered, and what is no volume of the pod's is left alone.
-    """
-    if not needed:
-        return
-    size = shown(MEMORY, amount(needed))
-    if spec.get("hostIPC"):
-        notes.append(f"hostIPC: {SHARED_MEMORY} is the node's and has to have {size} for the tiers")
-        return
-    for mount in engine.get("volumeMounts") or ():
-        if posixpath.normpath(str(mount.get("mountPath"))) == SHARED_MEMORY:
-            _enlarge(spec, str(mount.get("name")), needed, notes)
-            return
-    volume = {"medium": "Memory", "sizeLimit": str(needed + OWN_SHARED_BYTES)}
-    spec["volumes"] = [
-        *(spec.get("volumes") or ()),
-        {"name": SHARED_MEMORY_VOLUME, "emptyDir": volume},
-    ]
-    mount = {"name": SHARED_MEMORY_VOLUME, "mountPath": SHARED_MEMORY}
-    engine["volumeMounts"] = [*(engine.get("volumeMounts") or ()), mount]
-
-
-def _enlarge(spec: dict[str, Any], name: str, needed: int, notes: list[str]) -> None:
-    for index, volume in enumerate(spec.get("volumes") or ()):
-        if volume.get("name") != name:
-            continue
-        empty = volume.get("emptyDir")
-        if empty is None or not empty.get("sizeLimit"):
-            notes.append(
-                f"{SHARED_MEMORY} is the pod's volume {name}; it has to have {shown(MEMORY, amount(needed))} for the tiers"
-            )
-            return
-        size = int(amount(empty["sizeLimit"])) + needed
-        spec["volumes"][index] = {**volume, "emptyDir": {**empty, "sizeLimit": str(size)}}
-        notes.append(
-            f"volume {name} ({SHARED_MEMORY}) was enlarged by {shown(MEMORY, amount(needed))} for the tiers"
-        )
+def _max(left: Amounts, right: Amounts) -> Amounts:
+    names = {**left, **right}
+    return {name: max(left.get(name, Fraction(0)), right.get(name, Fraction(0))) for name in names}

@@ -1,12 +1,14 @@
-"""Volumes that a pod is given, and where its containers mount them. Pure.
+"""What is added to a pod: volumes with their mounts, and the containers of the payload and of
+tierd. Pure.
 
-Containers that are added to a pod: the payload's and tierd's. Pure.
+``PodStorage`` collects the volumes and the mounts of each container; the ``add_*`` functions fill
+it. Containers are rendered last, when their mounts are known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +17,18 @@ from kvtier.hashing import sha256_hex
 from kvtier_operator.api import names
 from kvtier_operator.api.allowlist import AllowedVolume, is_below
 from kvtier_operator.api.engine import Delivery
+from kvtier_operator.api.pods import PodSpec
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.tiers import Tier
 from kvtier_operator.api.volumes import Medium
+from kvtier_operator.injection.engine_container import EnginePod
 from kvtier_operator.injection.resources import (
     CPU,
     MEMORY,
     STORAGE,
-    amount,
-    amounts,
-    containers,
-    limits_of,
+    container_limits,
+    parse_amount,
+    parse_amounts,
 )
 from kvtier_operator.injection.structure import Structure
 from kvtier_operator.render import volumes
@@ -40,48 +43,65 @@ from kvtier_operator.render.documents import (
 from kvtier_operator.settings import Settings
 
 RUN_SLACK_BYTES = 128 << 20
-"""Of the shared volume beside the pool: the slot table (64 MiB at most), the 8 MiB that tierd keeps free, sessions, and
-rounding up to pages and slots."""
+"""Of the shared volume beside the pool: the slot table (at most 64 MiB), the 8 MiB that tierd keeps
+free, sessions, and rounding to pages and slots."""
 PAYLOAD_BYTES = 256 << 20
 IMAGE_SOURCE = "opt/kvtier/source"
-"""Where the payload's image has the package and its metadata, for image volumes."""
-Entry = dict[str, Any]
+"""Directory of the package and its metadata in the payload's image, for image volumes."""
+DAEMON_BYTES = 512 << 20
+"""Memory of tierd beside the pool and its indexes."""
+INDEX_BYTES = 256 << 20
+"""Memory for indexes of objects. tierd derives the maximum number of indexed objects from it, and
+counts the others."""
+GUARANTEED_CPU = 4
+"""Cores of tierd in a Guaranteed pod. An integer, because the pod's cores may be exclusive; several
+threads prefault the pool."""
+SCRATCH_BYTES = 512 << 20
+"""Ephemeral storage beside tiers: the payload, and logs as the kubelet rotates them."""
+DEFAULT_CPU_LIMIT = 8
+PAYLOAD_RESOURCES = {"cpu": ("100m", "1"), "memory": ("128Mi", "128Mi")}
+"""Request and limit."""
+PORT_NAME = "kvtier-http"
+Document = dict[str, Any]
+"""A part of the patched pod."""
 
 
 @dataclass(slots=True)
-class Storage:
-    """``volumes`` of the pod; ``engine``, ``daemon`` and ``payload``: mounts of these containers. ``local``: names of volumes
-    that live on the node, of which the cluster autoscaler has to know that they may go.
+class PodStorage:
+    """Volumes to add to the pod, and mounts to add to the engine's, tierd's and the payload's
+    container.
     """
 
-    volumes: list[Entry] = field(default_factory=list)
-    engine: list[Entry] = field(default_factory=list)
-    daemon: list[Entry] = field(default_factory=list)
-    payload: list[Entry] = field(default_factory=list)
+    volumes: list[Document] = field(default_factory=list)
+    engine: list[Document] = field(default_factory=list)
+    daemon: list[Document] = field(default_factory=list)
+    payload: list[Document] = field(default_factory=list)
 
     @property
-    def local(self) -> list[str]:
-        """See above."""
+    def node_local(self) -> list[str]:
+        """Names of volumes on the node. The cluster autoscaler evicts the pod only if they are
+        declared safe to lose.
+        """
         return [
             str(each["name"]) for each in self.volumes if "emptyDir" in each or "hostPath" in each
         ]
 
 
 def pool_bytes(policy: KVTierPolicy) -> int:
-    """What the memory tier takes."""
+    """Capacity of the memory tier."""
     memory = policy.spec.tiers[0].memory
     if memory is None:
-        raise ValueError("the first tier is no memory tier")
+        raise ValueError("the first tier must be a memory tier")
     return memory.capacity.size_bytes
 
 
-def add_shared(found: Storage, policy: KVTierPolicy) -> None:
-    """What engine and tierd both mount: the run directory and the topology."""
+def add_shared(storage: PodStorage, policy: KVTierPolicy) -> None:
+    """The run directory and the topology, which engine and tierd mount."""
     run = {
         "name": names.RUN_VOLUME,
         "emptyDir": {
             "medium": "Memory",
-            "sizeLimit": str(_up(pool_bytes(policy)) + RUN_SLACK_BYTES),
+            "sizeLimit": str(_round_to_pages(pool_bytes(policy)) + RUN_SLACK_BYTES),
         },
     }
     source = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.STRUCTURAL_ANNOTATION}']"}}
@@ -100,76 +120,76 @@ def add_shared(found: Storage, policy: KVTierPolicy) -> None:
             ]
         },
     }
-    found.volumes += [run, topology]
-    for mounts in (found.engine, found.daemon):
+    storage.volumes += [run, topology]
+    for mounts in (storage.engine, storage.daemon):
         mounts.append({"name": names.RUN_VOLUME, "mountPath": POD_RUN_DIRECTORY})
         mounts.append(
             {"name": names.TOPOLOGY_VOLUME, "mountPath": POD_TOPOLOGY_DIRECTORY, "readOnly": True}
         )
 
 
-def add_payload(found: Storage, policy: KVTierPolicy, settings: Settings) -> None:
-    """The connector, unless the engine's image has it."""
-    mount: Entry = {
+def add_payload(storage: PodStorage, policy: KVTierPolicy, settings: Settings) -> None:
+    """The connector, unless it is in the engine's image."""
+    mount: Document = {
         "name": names.PAYLOAD_VOLUME,
         "mountPath": names.PAYLOAD_DIRECTORY,
         "readOnly": True,
     }
     if policy.spec.engine.delivery is Delivery.INIT_CONTAINER:
-        found.volumes.append(
+        storage.volumes.append(
             {"name": names.PAYLOAD_VOLUME, "emptyDir": {"sizeLimit": str(PAYLOAD_BYTES)}}
         )
-        found.payload.append({"name": names.PAYLOAD_VOLUME, "mountPath": names.PAYLOAD_DIRECTORY})
-        found.engine.append(mount)
+        storage.payload.append({"name": names.PAYLOAD_VOLUME, "mountPath": names.PAYLOAD_DIRECTORY})
+        storage.engine.append(mount)
     elif policy.spec.engine.delivery is Delivery.IMAGE_VOLUME:
         image = {
             "reference": settings.images.payload,
             "pullPolicy": settings.images.pull_policy.value,
         }
-        found.volumes.append({"name": names.PAYLOAD_VOLUME, "image": image})
-        found.engine.append({**mount, "subPath": IMAGE_SOURCE})
+        storage.volumes.append({"name": names.PAYLOAD_VOLUME, "image": image})
+        storage.engine.append({**mount, "subPath": IMAGE_SOURCE})
 
 
-def add_no_account(found: Storage) -> None:
-    """An empty directory over the service account's token, in containers of KVTier's own."""
-    found.volumes.append({"name": names.NO_ACCOUNT_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}})
+def hide_service_account(storage: PodStorage) -> None:
+    """An empty directory over the service account's token, in the injected containers."""
+    storage.volumes.append({"name": names.NO_ACCOUNT_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}})
     hidden = {
         "name": names.NO_ACCOUNT_VOLUME,
         "mountPath": names.SERVICE_ACCOUNT_DIRECTORY,
         "readOnly": True,
     }
-    found.daemon.append(hidden)
-    found.payload.append(dict(hidden))
+    storage.daemon.append(hidden)
+    storage.payload.append(dict(hidden))
 
 
-def add_token(found: Storage, policy: KVTierPolicy, mounts: list[Entry]) -> None:
-    """The bearer token of the HTTP server; without its Secret the server lets nobody in."""
+def add_token(storage: PodStorage, policy: KVTierPolicy, mounts: list[Document]) -> None:
+    """The bearer token of the HTTP server. Without the Secret the server rejects all requests."""
     secret = {
         "secretName": names.token_secret(policy.metadata.name),
         "optional": True,
         "items": [{"key": "token", "path": "token"}],
     }
-    found.volumes.append({"name": names.TOKEN_VOLUME, "secret": secret})
+    storage.volumes.append({"name": names.TOKEN_VOLUME, "secret": secret})
     mounts.append(
         {"name": names.TOKEN_VOLUME, "mountPath": names.TOKEN_DIRECTORY, "readOnly": True}
     )
 
 
 def add_secrets(
-    found: Storage, policy: KVTierPolicy, tiers: Sequence[Tier], mounts: list[Entry]
+    storage: PodStorage, policy: KVTierPolicy, tiers: Sequence[Tier], mounts: list[Document]
 ) -> None:
-    """What tiers need to know in secret: the key of shared directories, credentials of remote stores."""
+    """Secrets of tiers: the key of shared directories, credentials of remote stores."""
     key = policy.spec.isolation.key_secret_ref.name
     if key:
         secret = {"secretName": key, "optional": True, "items": [{"key": "key", "path": "key"}]}
-        found.volumes.append({"name": names.KEY_VOLUME, "secret": secret})
+        storage.volumes.append({"name": names.KEY_VOLUME, "secret": secret})
         mounts.append({"name": names.KEY_VOLUME, "mountPath": POD_KEY_DIRECTORY, "readOnly": True})
     for tier in tiers:
         reference = tier.lmcache.credentials_secret_ref if tier.lmcache is not None else None
         if reference is None:
             continue
         name = names.credentials_volume(tier.name)
-        found.volumes.append(
+        storage.volumes.append(
             {"name": name, "secret": {"secretName": reference.name, "optional": True}}
         )
         mounts.append(
@@ -178,27 +198,27 @@ def add_secrets(
 
 
 def add_tiers(
-    found: Storage,
+    storage: PodStorage,
     policy: KVTierPolicy,
     tiers: Sequence[Tier],
     settings: Settings,
-    mounts: list[Entry],
+    mounts: list[Document],
 ) -> None:
-    """Directories of the file tiers."""
+    """Volumes of the file tiers."""
     for tier in tiers:
         if tier.file_system is None:
             continue
         name = names.tier_volume(tier.name)
-        found.volumes.append({"name": name, **volumes.pod_volume(policy, tier)})
+        storage.volumes.append({"name": name, **volumes.pod_volume(policy, tier)})
         mount = {"name": name, "mountPath": f"{POD_TIERS_DIRECTORY}/{tier.name}"}
         below = sub_path(policy, tier, settings.allowed_volumes)
         mounts.append({**mount, **({"subPath": below} if below else {})})
 
 
 def sub_path(policy: KVTierPolicy, tier: Tier, allowed: Sequence[AllowedVolume]) -> str | None:
-    """Where in a directory that others use as well a policy's own begins: ``<namespace>/<policy uid>``. None for volumes
-    that are a policy's alone, and where the administrator shares the directory (``shared: true`` of the longest entry
-    that matches).
+    """The policy's directory in a volume that other policies may use: ``<namespace>/<policy uid>``.
+    None for claims and other volumes of one policy, and if the administrator shares the directory
+    (``shared: true`` in the longest entry that matches).
     """
     volume = tier.file_system.volume if tier.file_system is not None else None
     if volume is None or (volume.host_path is None and volume.nfs is None):
@@ -222,82 +242,65 @@ def sub_path(policy: KVTierPolicy, tier: Tier, allowed: Sequence[AllowedVolume])
     return f"{policy.namespace}/{own}"
 
 
-def _up(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     return -(-size // 4096) * 4096
 
 
-DAEMON_BYTES = 512 << 20
-"""What tierd needs beside the pool and its indexes."""
-INDEX_BYTES = 256 << 20
-"""For indexes of objects: tierd bounds how many there are by it; those beyond are not indexed, and counted."""
-GUARANTEED_CPU = 4
-"""Whole, because a Guaranteed pod's cpus may be exclusive, and enough for a pool to be touched by several threads."""
-SCRATCH_BYTES = 512 << 20
-"""Of the node's disk beside tiers: the payload, and logs as the kubelet rotates them."""
-USUAL_CPU_LIMIT = 8
-PAYLOAD_RESOURCES = {"cpu": ("100m", "1"), "memory": ("128Mi", "128Mi")}
-PORT_NAME = "kvtier-http"
-Container = dict[str, Any]
-
-
 def daemon_bytes(policy: KVTierPolicy, tiers: Sequence[Tier]) -> int:
-    """Memory of tierd's container, request and limit: pool, tierd itself, indexes, and file tiers that are in memory, whose
-    pages count against who writes them.
+    """Memory request and limit of tierd's container: the pool, tierd itself, indexes, and
+    memory-backed file tiers, whose pages count against the container that writes them.
     """
     return pool_bytes(policy) + DAEMON_BYTES + INDEX_BYTES + _empty_dir_bytes(tiers, Medium.MEMORY)
 
 
-def scratch_bytes(tiers: Sequence[Tier], spec: Mapping[str, Any]) -> int:
-    """Ephemeral storage of tierd's container. The kubelet evicts a pod whose containers and directories together exceed the
-    sum of its limits, so where there is a limit, or a tier lives in such a directory, what is added has to have its own.
+def scratch_bytes(tiers: Sequence[Tier], spec: PodSpec) -> int:
+    """Ephemeral storage of tierd's container. The kubelet evicts a pod that exceeds the sum of its
+    containers' limits, so tierd needs a limit of its own if a container of the pod has one, or if a
+    tier uses ephemeral storage.
     """
     files = _empty_dir_bytes(tiers, Medium.DISK)
-    limited = any(STORAGE in limits_of(each) for each in containers(spec))
+    limited = any(STORAGE in container_limits(each) for each in spec.all_containers)
     return files + SCRATCH_BYTES if files or limited else 0
 
 
 def _empty_dir_bytes(tiers: Sequence[Tier], medium: Medium) -> int:
-    found = 0
+    total = 0
     for tier in tiers:
         empty = tier.file_system.volume.empty_dir if tier.file_system is not None else None
         if tier.file_system is not None and empty is not None and empty.medium is medium:
-            found += (empty.size_limit or tier.file_system.capacity).size_bytes
-    return found
+            total += (empty.size_limit or tier.file_system.capacity).size_bytes
+    return total
 
 
-def payload(
-    settings: Settings,
-    engine: Mapping[str, Any],
-    spec: Mapping[str, Any],
-    found: Storage,
-    whole: bool,
-) -> Container:
-    """The init container that copies the connector. ``whole``: for a Guaranteed pod."""
-    requests = {name: pair[1 if whole else 0] for name, pair in PAYLOAD_RESOURCES.items()}
-    limits = {name: pair[1] for name, pair in PAYLOAD_RESOURCES.items()}
+def payload_container(settings: Settings, target: EnginePod, storage: PodStorage) -> Document:
+    """The init container that copies the connector."""
+    limits = {name: limit for name, (_, limit) in PAYLOAD_RESOURCES.items()}
+    requests = {name: request for name, (request, _) in PAYLOAD_RESOURCES.items()}
     return {
         "name": names.PAYLOAD_CONTAINER,
         "image": settings.images.payload,
         "imagePullPolicy": settings.images.pull_policy.value,
         "command": ["kvtier-payload", names.PAYLOAD_DIRECTORY],
-        "resources": {"requests": requests, "limits": limits},
-        "securityContext": security(engine, spec),
+        "resources": {
+            "requests": dict(limits) if target.guaranteed else requests,
+            "limits": limits,
+        },
+        "securityContext": security_context(target),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": found.payload,
+        "volumeMounts": storage.payload,
     }
 
 
-def tierd(
+def tierd_container(
     policy: KVTierPolicy,
     settings: Settings,
-    engine: Mapping[str, Any],
-    spec: Mapping[str, Any],
-    found: Storage,
-    given: Structure,
-    whole: bool,
-) -> Container:
-    """The native sidecar. It has no probe: process 1 restarts a tierd that died or hangs, and a container that the
-    kubelet restarted would leave the pool charged to the pod and to no container's limit (CLUSTER, The sidecar).
+    target: EnginePod,
+    storage: PodStorage,
+    structure: Structure,
+) -> Document:
+    """The native sidecar. It has no probe: process 1 restarts a tierd that exits or hangs. If the
+    kubelet restarted the container instead, the pool would stay charged to the pod, outside of any
+    container's limit.
     """
     return {
         "name": names.TIERD_CONTAINER,
@@ -314,9 +317,9 @@ def tierd(
             "--token-file",
             names.TOKEN_FILE,
         ],
-        "ports": [{"name": PORT_NAME, "containerPort": given.port, "protocol": "TCP"}],
-        "resources": daemon_resources(policy, given.tiers, spec, whole),
-        "securityContext": security(engine, spec),
+        "ports": [{"name": PORT_NAME, "containerPort": structure.port, "protocol": "TCP"}],
+        "resources": daemon_resources(policy, structure.tiers, target),
+        "securityContext": security_context(target),
         "lifecycle": {
             "preStop": {
                 "exec": {
@@ -325,54 +328,56 @@ def tierd(
             }
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": found.daemon,
+        "volumeMounts": storage.daemon,
     }
 
 
 def daemon_resources(
-    policy: KVTierPolicy, tiers: Sequence[Tier], spec: Mapping[str, Any], whole: bool
+    policy: KVTierPolicy, tiers: Sequence[Tier], target: EnginePod
 ) -> dict[str, dict[str, str]]:
-    """Requests and limits of tierd. Whatever the policy says, both have cpu and memory. Within a pod that has limits of
-    its own no container may exceed them.
+    """Requests and limits of tierd. Both always have cpu and memory. No limit exceeds the pod-level
+    limit.
     """
-    written = policy.spec.resources.daemon
+    spec, written = target.pod.spec, policy.spec.resources.daemon
     requests = {name: value.text for name, value in written.requests.items()}
     limits = {name: value.text for name, value in written.limits.items()}
     requests.setdefault(CPU, "1")
     if CPU not in limits:
-        limits[CPU] = (
-            requests[CPU] if amount(requests[CPU]) > USUAL_CPU_LIMIT else str(USUAL_CPU_LIMIT)
-        )
+        exceeds_default = parse_amount(requests[CPU]) > DEFAULT_CPU_LIMIT
+        limits[CPU] = requests[CPU] if exceeds_default else str(DEFAULT_CPU_LIMIT)
     memory = str(daemon_bytes(policy, tiers))
     scratch = scratch_bytes(tiers, spec)
     if scratch and STORAGE not in {**requests, **limits}:
         requests[STORAGE] = limits[STORAGE] = str(scratch)
-    if whole:
-        said = "requests" in written.model_fields_set and CPU in written.requests
-        cpu = str(max(1, math.ceil(amount(requests[CPU]))) if said else GUARANTEED_CPU)
-        requests[CPU] = limits[CPU] = cpu
-    bound = amounts((spec.get("resources") or {}).get("limits")).get(CPU)
-    if bound is not None and amount(limits[CPU]) > bound:
-        limits[CPU] = str((spec["resources"]["limits"])[CPU])
+    if target.guaranteed:
+        is_set = "requests" in written.model_fields_set and CPU in written.requests
+        cores = max(1, math.ceil(parse_amount(requests[CPU]))) if is_set else GUARANTEED_CPU
+        requests[CPU] = limits[CPU] = str(cores)
+    pod_limit = parse_amounts(spec.resources.limits).get(CPU)
+    if pod_limit is not None and parse_amount(limits[CPU]) > pod_limit:
+        limits[CPU] = str(spec.resources.limits[CPU])
     return {"requests": {**requests, MEMORY: memory}, "limits": {**limits, MEMORY: memory}}
 
 
-def security(engine: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
-    """User, group and SELinux options as the engine's container has them, so that both may use the shared volume; the
-    rest as the strictest Pod Security level wants it.
+def security_context(target: EnginePod) -> Document:
+    """User, group and SELinux options of the engine's container, so that both can use the shared
+    volume. The rest meets the strictest Pod Security level.
     """
-    own, pod = engine.get("securityContext") or {}, spec.get("securityContext") or {}
-    found: dict[str, Any] = {
+    engine, pod = target.engine.security_context, target.pod.spec.security_context
+    context: Document = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    for name in ("runAsUser", "runAsGroup", "seLinuxOptions"):
-        if own.get(name) is not None:
-            found[name] = own[name]
-    user = own.get("runAsUser", pod.get("runAsUser"))
-    # Without a user of its own the container runs as the image's, which is none of root's.
+    if engine.run_as_user is not None:
+        context["runAsUser"] = engine.run_as_user
+    if engine.run_as_group is not None:
+        context["runAsGroup"] = engine.run_as_group
+    if engine.se_linux_options is not None:
+        context["seLinuxOptions"] = dict(engine.se_linux_options)
+    user = pod.run_as_user if engine.run_as_user is None else engine.run_as_user
+    # Without a user in the pod the container runs as the image's user, which is not root.
     if user != 0:
-        found["runAsNonRoot"] = True
-    return found
+        context["runAsNonRoot"] = True
+    return context

@@ -1,11 +1,10 @@
-"""Which tiers a pod is given, and the structural document that says so. Pure."""
+"""Which tiers a pod gets, and the structural document that describes them. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,12 +16,12 @@ from kvtier_operator.api.names import (
     POLICY_UID_ANNOTATION,
     STRUCTURAL_ANNOTATION,
 )
+from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.selector import matches
 from kvtier_operator.api.tiers import Tier
-from kvtier_operator.injection.decision import AdmissionContext, PodObject, Skipped
+from kvtier_operator.injection.decision import AdmissionContext, Skipped
 from kvtier_operator.injection.existing_config import GROUP_LABEL
-from kvtier_operator.injection.resources import containers
 from kvtier_operator.render.documents import (
     POD_HTTP,
     content_hash,
@@ -33,15 +32,17 @@ from kvtier_operator.render.documents import (
 
 NETWORK_SOURCES = frozenset({"nfs", "persistentVolumeClaim", "claimTemplate"})
 """Volumes that the kubelet may wait for, and the engine with it."""
-HOST_PORTS = (20_000, 10_000)
-"""First, and how many: on a node's own address tierd takes one of these."""
-OTHER_PORTS = 64
-"""How many ports after the usual one are looked at where the pod has it already."""
+FIRST_HOST_PORT = 20_000
+HOST_PORTS = 10_000
+"""Range of tierd's port in a pod with ``hostNetwork``."""
+MAX_PORTS_TRIED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """``text``: the annotation. ``tiers``: those of the policy that the pod gets. ``port``: of tierd's HTTP server."""
+    """``text``: the structural annotation. ``tiers``: the policy's tiers that the pod gets.
+    ``port``: of tierd's HTTP server. ``notes``: for the pod's owner.
+    """
 
     text: str
     tiers: tuple[Tier, ...]
@@ -49,105 +50,100 @@ class Structure:
     notes: tuple[str, ...] = ()
 
 
-def structure(
-    policy: KVTierPolicy, pod: PodObject, around: AdmissionContext
+def decide_structure(
+    policy: KVTierPolicy, pod: Pod, context: AdmissionContext
 ) -> Structure | Skipped:
-    """The pod's structure. Pods of a LeaderWorkerSet group have the same, to the letter. Raises
-    ``ConfigurationError`` for one that is too long for an annotation.
+    """The pod's structure. All pods of a LeaderWorkerSet group have an identical one. Raises
+    ``ConfigurationError`` if the document is too long for an annotation.
     """
-    group = ((pod.get("metadata") or {}).get("labels") or {}).get(GROUP_LABEL)
-    siblings = _living(policy, around.siblings, pod) if group else []
-    if siblings:
-        return _of_siblings(policy, siblings, str(group))
-    tiers, notes = _reachable(policy, pod, around)
-    port = _port(policy, pod)
-    spec = policy.spec.model_copy(update={"tiers": list(tiers)})
-    rendered = policy.model_copy(update={"spec": spec})
-    placement = replace(pod_placement(rendered), http=HttpEndpoint(host=POD_HTTP.host, port=port))
-    document = structural(rendered, placement)
-    # The hash is the policy's, not that of what a tier was left out of: a pod is outdated when the policy has changed.
+    group = pod.metadata.labels.get(GROUP_LABEL)
+    siblings = _active_siblings(policy, context.siblings, pod) if group else []
+    if group and siblings:
+        return _structure_of_siblings(policy, siblings, group)
+    tiers, notes = _mountable_tiers(policy, pod, context)
+    port = _http_port(policy, pod)
+    spec = policy.spec.model_copy(update={"tiers": tiers})
+    reduced = policy.model_copy(update={"spec": spec})
+    placement = replace(pod_placement(reduced), http=HttpEndpoint(host=POD_HTTP.host, port=port))
+    document = structural(reduced, placement)
+    # The hash covers the whole policy, so that a pod without some tiers becomes outdated only if
+    # the policy changes.
     document = document.model_copy(update={"content_hash": content_hash(policy.spec)})
     return Structure(structural_text(document), tuple(tiers), port, tuple(notes))
 
 
-def _reachable(
-    policy: KVTierPolicy, pod: PodObject, around: AdmissionContext
+def _mountable_tiers(
+    policy: KVTierPolicy, pod: Pod, context: AdmissionContext
 ) -> tuple[list[Tier], list[str]]:
-    """The tiers whose volumes can be expected to be mounted, and what is left out."""
-    own_users = (pod.get("spec") or {}).get("hostUsers") is False
-    kept: list[Tier] = []
-    unready: list[str] = []
-    unmapped: list[str] = []
+    """The tiers whose volumes can be mounted, and notes about the others."""
+    user_namespace = pod.spec.host_users is False
+    tiers: list[Tier] = []
+    not_ready: list[str] = []
+    not_supported: list[str] = []
     for tier in policy.spec.tiers:
         sources = tier.file_system.volume.sources if tier.file_system is not None else ()
-        if own_users and "nfs" in sources:
-            unmapped.append(tier.name)
-        elif not around.storage_ready and NETWORK_SOURCES.intersection(sources):
-            unready.append(tier.name)
+        if user_namespace and "nfs" in sources:
+            not_supported.append(tier.name)
+        elif not context.storage_ready and NETWORK_SOURCES.intersection(sources):
+            not_ready.append(tier.name)
         else:
-            kept.append(tier)
+            tiers.append(tier)
     notes = []
-    if unready:
+    if not_ready:
         notes.append(
-            "left out while the policy's StorageReady is False, so that no volume keeps the engine from starting: "
-            f"{', '.join(unready)}. A pod that is made later has them again"
+            f"tiers {', '.join(not_ready)} are omitted while the policy's StorageReady is False, "
+            "because their volumes could "
+            "prevent the engine from starting; pods that are created later have them"
         )
-    if unmapped:
+    if not_supported:
         notes.append(
-            f"left out, because NFS cannot be mounted into a pod with users of its own (hostUsers: false): {', '.join(unmapped)}"
+            f"tiers {', '.join(not_supported)} are omitted, because NFS cannot be mounted into a "
+            "pod with a user namespace "
+            "(hostUsers: false)"
         )
-    return kept, notes
+    return tiers, notes
 
 
-def _living(policy: KVTierPolicy, siblings: Sequence[PodObject], pod: PodObject) -> list[PodObject]:
-    """Others of the group that run or will, and that the policy is about: a group may have pods that are no engines."""
-    own = (pod.get("metadata") or {}).get("name")
+def _active_siblings(policy: KVTierPolicy, siblings: Sequence[Pod], pod: Pod) -> list[Pod]:
+    """Other pods of the group that the policy selects and that run or will run."""
+    own_name = pod.metadata.name
     return [
         each
         for each in siblings
-        if matches(policy.spec.pod_selector, (each.get("metadata") or {}).get("labels") or {})
-        and not (each.get("metadata") or {}).get("deletionTimestamp")
-        and (each.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
-        and (own is None or (each.get("metadata") or {}).get("name") != own)
+        if matches(policy.spec.pod_selector, each.metadata.labels)
+        and not each.is_terminating
+        and not each.has_ended
+        and (not own_name or each.metadata.name != own_name)
     ]
 
 
-def _of_siblings(
-    policy: KVTierPolicy, siblings: Sequence[PodObject], group: str
+def _structure_of_siblings(
+    policy: KVTierPolicy, siblings: Sequence[Pod], group: str
 ) -> Structure | Skipped:
-    texts = {_annotations(each).get(STRUCTURAL_ANNOTATION) for each in siblings}
-    names = ", ".join(
-        sorted(str((each.get("metadata") or {}).get("name")) for each in siblings)[:4]
-    )
+    texts = {each.metadata.annotations.get(STRUCTURAL_ANNOTATION) for each in siblings}
+    names = ", ".join(sorted(each.metadata.name for each in siblings)[:4])
+    restart = "delete the leader pod to recreate the group"
     if None in texts:
-        return _mixed(
-            f"of group {group}, {names} or others run without tiers; delete the group's leader to renew it"
-        )
+        return _mixed(f"pods of group {group} run without tiers ({names} or others); {restart}")
     if len(texts) > 1:
+        return _mixed(f"pods of group {group} ({names}) have different structures; {restart}")
+    annotations = siblings[0].metadata.annotations
+    text = annotations[STRUCTURAL_ANNOTATION]
+    same_policy = annotations.get(POLICY_UID_ANNOTATION, "") == (policy.metadata.uid or "")
+    if not same_policy or annotations.get(HASH_ANNOTATION) != content_hash(policy.spec):
         return _mixed(
-            f"pods of group {group} ({names}) differ; delete the group's leader to renew it"
-        )
-    first = _annotations(siblings[0])
-    text = str(first[STRUCTURAL_ANNOTATION])
-    same = first.get(POLICY_UID_ANNOTATION, "") == (policy.metadata.uid or "")
-    if not same or first.get(HASH_ANNOTATION) != content_hash(policy.spec):
-        return _mixed(
-            f"pods of group {group} ({names}) have a structure that is no longer the policy's; delete the group's leader "
-            "to renew it"
+            f"pods of group {group} ({names}) have a structure that differs from the policy's; "
+            f"{restart}"
         )
     try:
         document = Structural.model_validate_json(text)
     except ValidationError:
-        return _mixed(
-            f"the structure of pods of group {group} ({names}) cannot be read; delete the group's leader"
-        )
-    given = {tier.name for tier in document.tiers}
-    tiers = tuple(tier for tier in policy.spec.tiers if tier.name in given)
-    notes = (
-        (f"structure as in the other pods of group {group}",)
-        if len(tiers) < len(policy.spec.tiers)
-        else ()
-    )
+        return _mixed(f"the structure of the pods of group {group} ({names}) is invalid; {restart}")
+    tier_names = {tier.name for tier in document.tiers}
+    tiers = tuple(tier for tier in policy.spec.tiers if tier.name in tier_names)
+    notes: tuple[str, ...] = ()
+    if len(tiers) < len(policy.spec.tiers):
+        notes = (f"the pod has the structure of the other pods of group {group}",)
     return Structure(text, tiers, document.http.port, notes)
 
 
@@ -155,32 +151,25 @@ def _mixed(message: str) -> Skipped:
     return Skipped(SkipReason.MIXED_GROUP, message)
 
 
-def _annotations(pod: Mapping[str, Any]) -> Mapping[str, str]:
-    return (pod.get("metadata") or {}).get("annotations") or {}
-
-
-def _port(policy: KVTierPolicy, pod: PodObject) -> int:
-    spec = pod.get("spec") or {}
-    taken = {
-        int(port.get(kind) or 0)
-        for each in containers(spec)
-        for port in each.get("ports") or ()
-        for kind in ("containerPort", "hostPort")
+def _http_port(policy: KVTierPolicy, pod: Pod) -> int:
+    """The first port of a deterministic sequence that no container of the pod has."""
+    used = {
+        number
+        for container in pod.spec.all_containers
+        for port in container.ports
+        for number in (port.container_port, port.host_port)
     }
-    if spec.get("hostNetwork"):
-        metadata = pod.get("metadata") or {}
-        # The pods of a group have one structure, which is made before they can see each other's.
-        name = (
-            (metadata.get("labels") or {}).get(GROUP_LABEL)
-            or metadata.get("name")
-            or metadata.get("generateName")
-        )
+    if pod.spec.host_network:
+        metadata = pod.metadata
+        # The pods of a group must get one structure before they can see each other's.
+        name = metadata.labels.get(GROUP_LABEL) or metadata.name or metadata.generate_name
         digest = hashlib.sha256(
-            f"{policy.namespace}/{name or ''}/{policy.metadata.uid}".encode()
+            f"{policy.namespace}/{name}/{policy.metadata.uid}".encode()
         ).digest()
-        first, count = HOST_PORTS
-        start = int.from_bytes(digest[:4], "big") % count
-        candidates = [first + (start + step) % count for step in range(OTHER_PORTS)]
+        start = int.from_bytes(digest[:4], "big") % HOST_PORTS
+        candidates = [
+            FIRST_HOST_PORT + (start + step) % HOST_PORTS for step in range(MAX_PORTS_TRIED)
+        ]
     else:
-        candidates = list(range(POD_HTTP_PORT, POD_HTTP_PORT + OTHER_PORTS))
-    return next((port for port in candidates if port not in taken), candidates[0])
+        candidates = list(range(POD_HTTP_PORT, POD_HTTP_PORT + MAX_PORTS_TRIED))
+    return next((port for port in candidates if port not in used), candidates[0])

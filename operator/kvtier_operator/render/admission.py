@@ -1,4 +1,5 @@
-"""The two webhook configurations, as values. Pure. The chart's templates say the same; a test compares them.
+"""The two webhook configurations, as values. Pure. The chart's templates say the same; a test
+compares them.
 
 ``caBundle`` is not part of them: the controller writes it, or cert-manager's injector.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier_operator.api.crd import PLURAL
-from kvtier_operator.api.names import INJECT_LABEL, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.names import INJECT_LABEL, MIRROR_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import GROUP, VERSION
 from kvtier_operator.render.volumes import MANAGED_BY
 from kvtier_operator.settings import Settings
@@ -19,7 +20,6 @@ POD_WEBHOOK = "attach.kvtier.io"
 POLICY_WEBHOOK = "validate.kvtier.io"
 TIMEOUT_SECONDS = 2
 SERVICE_PORT = 443
-MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 
 MATCH_CONDITIONS = (
     {
@@ -41,7 +41,9 @@ MATCH_CONDITIONS = (
 
 
 def mutating(settings: Settings) -> dict[str, Any]:
-    """Asks about new pods, in namespaces that an administrator labelled. Never about the operator's own."""
+    """Asks about new pods, in namespaces that an administrator labelled. Never about the operator's
+    own.
+    """
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingWebhookConfiguration",
@@ -85,7 +87,9 @@ def mutating(settings: Settings) -> dict[str, Any]:
 
 
 def validating(settings: Settings) -> dict[str, Any]:
-    """Asks about policies. What must never pass is refused by the CRD itself, so that this one may fail open."""
+    """Asks about policies. What must never pass is refused by the CRD itself, so that this one may
+    fail open.
+    """
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",

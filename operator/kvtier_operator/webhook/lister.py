@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api import allowlist
+from kvtier_operator.api.limits import decode_limit_range, decode_quota
+from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.validation import InvalidDocumentError, validated
-from kvtier_operator.injection.decision import AdmissionContext, PodObject
-from kvtier_operator.injection.engine_container import owner_of
+from kvtier_operator.injection.decision import AdmissionContext
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.governing import governing
 from kvtier_operator.kube.resources import (
@@ -64,7 +65,7 @@ class WebhookLister:
         self._selectors: dict[str, _SelectorIndex] = {}
         self._nodes: dict[str, str] = {}
         self._kubelets: Counter[str] = Counter()
-        self._groups: dict[tuple[str, str], dict[str, Object]] = {}
+        self._groups: dict[tuple[str, str], dict[str, Pod]] = {}
 
     def changed(self, kind: Kind, changed: Object, event: str) -> None:
         """Handles an object that was added, modified or deleted in the cache."""
@@ -106,20 +107,18 @@ class WebhookLister:
             return None
         return governing(selectors.candidates(labels), namespace, labels)
 
-    def admission_context(
-        self, policy: KVTierPolicy, namespace: str, pod: PodObject
-    ) -> AdmissionContext:
+    def admission_context(self, policy: KVTierPolicy, namespace: str, pod: Pod) -> AdmissionContext:
         """The cluster state that a decision about a pod governed by ``policy`` depends on."""
         cached = self._policies.get(namespace, {}).get(policy.metadata.name)
         return AdmissionContext(
             namespace_labels=self.namespace_labels(namespace) or {},
-            limit_ranges=tuple(self._cache.list(LIMIT_RANGES, namespace)),
-            quotas=tuple(self._cache.list(QUOTAS, namespace)),
+            limit_ranges=tuple(map(decode_limit_range, self._cache.list(LIMIT_RANGES, namespace))),
+            quotas=tuple(map(decode_quota, self._cache.list(QUOTAS, namespace))),
             kubelet_versions=tuple(self._kubelets),
             siblings=self._siblings(namespace, pod),
             storage_ready=cached is None or not _has_condition(cached.raw, "StorageReady", "False"),
             suspended=None if cached is None else self._suspension(cached.raw, pod),
-            refusals=() if cached is None else cached.errors,
+            policy_errors=() if cached is None else cached.errors,
         )
 
     def _policy_changed(self, raw: Object, deleted: bool) -> None:
@@ -165,41 +164,40 @@ class WebhookLister:
             self._nodes[name] = version
             self._kubelets[version] += 1
 
-    def _pod_changed(self, pod: Object, deleted: bool) -> None:
-        metadata = _metadata(pod)
-        group = (metadata.get("labels") or {}).get(GROUP_LABEL) or ""
-        if not group:
+    def _pod_changed(self, document: Object, deleted: bool) -> None:
+        pod = decode_pod(document)
+        key = (pod.metadata.namespace, pod.metadata.labels.get(GROUP_LABEL) or "")
+        if not key[1]:
             return
-        key = (metadata["namespace"], group)
         pods = self._groups.setdefault(key, {})
         if deleted:
-            pods.pop(metadata["name"], None)
+            pods.pop(pod.metadata.name, None)
         else:
-            pods[metadata["name"]] = pod
+            pods[pod.metadata.name] = pod
         if not pods:
             del self._groups[key]
 
-    def _siblings(self, namespace: str, pod: PodObject) -> Sequence[PodObject]:
-        """The other pods of the pod's LeaderWorkerSet group. A terminating pod belongs to the
-        previous generation.
+    def _siblings(self, namespace: str, pod: Pod) -> Sequence[Pod]:
+        """The other pods of the LeaderWorkerSet group.
+
+        Terminating pods belong to an earlier one.
         """
-        metadata = _metadata(pod)
-        group = (metadata.get("labels") or {}).get(GROUP_LABEL)
+        group = pod.metadata.labels.get(GROUP_LABEL)
         if not group:
             return ()
         return tuple(
             each
             for name, each in self._groups.get((namespace, group), {}).items()
-            if name != metadata.get("name") and not _metadata(each).get("deletionTimestamp")
+            if name != pod.metadata.name and not each.is_terminating
         )
 
-    def _suspension(self, raw: Object, pod: PodObject) -> str | None:
+    def _suspension(self, raw: Object, pod: Pod) -> str | None:
         """Why the injection breaker suspended the pod's owner, or None."""
-        owner = owner_of(pod)
+        owner = pod.controller
         if owner is None:
             return None
         for entry in (raw.get("status") or {}).get("suspendedOwners") or ():
-            if entry.get("uid") == owner[2] and not self._is_past(entry.get("until")):
+            if entry.get("uid") == owner.uid and not self._is_past(entry.get("until")):
                 until = f" until {entry['until']}" if entry.get("until") else ""
                 reason = entry.get("reason") or "a pod did not start"
                 subject = f"{entry.get('kind')} {entry.get('name')}"

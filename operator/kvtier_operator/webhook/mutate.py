@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.names import MIRROR_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.pods import PodMetadata, decode, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
-from kvtier_operator.render.admission import MIRROR_ANNOTATION
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.jsonpatch import Operation, diff
 from kvtier_operator.webhook.lister import WebhookLister
@@ -52,20 +52,21 @@ def mutation_request(
     """Collects the input of ``mutate``.
 
     Returns None if the pod stays unchanged without a decision: another object or operation, a
-    namespace that is not watched, or a pod that no policy governs.
+    namespace that is not watched, or a pod that no policy governs. Raises
+    ``InvalidObjectError``.
     """
     if (request.group, request.kind, request.operation, request.sub_resource) != POD_CREATION:
         return None
-    metadata = request.object.get("metadata") or {}
-    namespace = request.namespace or str(metadata.get("namespace") or "")
+    metadata = decode(request.object.get("metadata") or {}, PodMetadata)
+    namespace = request.namespace or metadata.namespace
     if settings.watch_namespaces and namespace not in settings.watch_namespaces:
         return None
-    if _is_excluded(request.object):
+    if _is_excluded(metadata):
         return None
-    policy = lister.governing(namespace, metadata.get("labels") or {})
+    policy = lister.governing(namespace, metadata.labels)
     if policy is None or policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         return None
-    context = lister.admission_context(policy, namespace, request.object)
+    context = lister.admission_context(policy, namespace, decode_pod(request.object))
     return MutationRequest(policy, request.object, context)
 
 
@@ -86,15 +87,11 @@ def mutate(request: MutationRequest, settings: Settings, decide: Decide) -> Muta
     return MutationResult("Skipped", patch, policy, reason, message)
 
 
-def _is_excluded(pod: PodObject) -> bool:
-    """Repeats the match conditions of the webhook configuration, which a hand-written configuration
-    may lack.
-    """
-    metadata = pod.get("metadata") or {}
-    annotations = metadata.get("annotations") or {}
-    if MIRROR_ANNOTATION in annotations or STRUCTURAL_ANNOTATION in annotations:
+def _is_excluded(metadata: PodMetadata) -> bool:
+    """Repeats the match conditions of the webhook configuration, which may have been edited."""
+    if MIRROR_ANNOTATION in metadata.annotations or STRUCTURAL_ANNOTATION in metadata.annotations:
         return True
-    return any(owner.get("kind") == "DaemonSet" for owner in metadata.get("ownerReferences") or ())
+    return any(owner.kind == "DaemonSet" for owner in metadata.owner_references)
 
 
 def _without_annotation(pod: PodObject, name: str) -> PodObject:

@@ -164,19 +164,9 @@ def test_nodes_that_would_not_take_the_pod_anyway_do_not_count(
     )
 
 
-def test_requests_add_up_as_the_scheduler_adds_them() -> None:
-    described = {
-        "initContainers": [
-            {
-                "name": "side",
-                "restartPolicy": "Always",
-                "resources": {"requests": {"memory": "2Gi"}},
-            },
-            {"name": "init", "resources": {"requests": {"memory": "9Gi"}}},
-        ],
-        "containers": [{"name": "a", "resources": {"limits": {"memory": "3Gi"}}}, {"name": "b"}],
-        "overhead": {"memory": "1Gi"},
-    }
-    assert insufficient_resources.asked(described, with_injected=True)["memory"] == 12 << 30
-    described["resources"] = {"requests": {"memory": "5Gi"}}
-    assert insufficient_resources.asked(described, with_injected=True)["memory"] == 6 << 30
+def test_requests_are_counted_with_and_without_the_injected_containers() -> None:
+    described = engine()["spec"]
+    with_tiers = insufficient_resources.asked(described, with_injected=True)
+    without = insufficient_resources.asked(described, with_injected=False)
+    assert (without["memory"], with_tiers["memory"]) == (32 << 30, 72 << 30)
+    assert "cpu" not in without

@@ -13,9 +13,8 @@ from tests.support import pod_objects
 from tests.support.pod_objects import file_tier, memory_tier
 
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION
-from kvtier_operator.injection.decision import AdmissionContext, Attached
+from kvtier_operator.injection.decision import Attached
 from kvtier_operator.injection.inject import attach
-from kvtier_operator.injection.resources import qos_class
 from kvtier_operator.settings import Settings
 
 WORDS = st.sampled_from(
@@ -139,7 +138,7 @@ def _spec(pod: Mapping[str, Any]) -> dict[str, Any]:
 @given(pods(), st.sampled_from(POLICIES), st.booleans())
 def test_an_attached_pod(pod: dict[str, Any], policy: Any, ready: bool) -> None:
     before = copy.deepcopy(pod)
-    around = AdmissionContext(storage_ready=ready)
+    around = pod_objects.context(storage_ready=ready)
     decision = attach(policy, pod, around, Settings())
     assert pod == before, "the pod that was given changed"
     if not isinstance(decision, Attached):
@@ -177,5 +176,5 @@ def test_an_attached_pod(pod: dict[str, Any], policy: Any, ready: bool) -> None:
         if each["name"].startswith("kvtier-"):
             for kind in ("requests", "limits"):
                 assert {"cpu", "memory"} <= each["resources"][kind].keys()
-    if qos_class(old) == "Guaranteed":
-        assert qos_class(spec) == "Guaranteed"
+    if pod_objects.qos_class(old) == "Guaranteed":
+        assert pod_objects.qos_class(spec) == "Guaranteed"

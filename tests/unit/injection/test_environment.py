@@ -8,7 +8,7 @@ import pytest
 from tests.support import pod_objects
 from tests.support.pod_objects import container, variables
 
-from kvtier_operator.injection.decision import AdmissionContext, Attached
+from kvtier_operator.injection.decision import Attached
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.settings import Settings
 
@@ -24,7 +24,7 @@ def engine_of(
     found = attach(
         policy,
         pod_objects.pod(pod_objects.engine(env=env, **fields)),
-        AdmissionContext(),
+        pod_objects.context(),
         Settings(),
     )
     assert isinstance(found, Attached)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from tests.support.pod_objects import container, file_tier, memory_tier
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION, TIERD_CONTAINER
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
-from kvtier_operator.injection.engine_container import owner_of
+from kvtier_operator.injection.decision import Attached, Skipped
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.settings import Settings
 
@@ -26,7 +24,7 @@ def member(name: str) -> dict[str, Any]:
 
 
 def with_tiers(name: str, **around: Any) -> dict[str, Any]:
-    decision = attach(POLICY, member(name), AdmissionContext(**around), Settings())
+    decision = attach(POLICY, member(name), pod_objects.context(**around), Settings())
     assert isinstance(decision, Attached)
     return decision.pod
 
@@ -64,11 +62,11 @@ class TestGroups:
                 )
                 pod["metadata"]["annotations"].update(changes)
         decision = attach(
-            POLICY, member("chat-0-2"), AdmissionContext(siblings=[first, second]), Settings()
+            POLICY, member("chat-0-2"), pod_objects.context(siblings=[first, second]), Settings()
         )
         assert isinstance(decision, Skipped)
         assert decision.reason is SkipReason.MIXED_GROUP
-        assert "delete the group's leader" in decision.message
+        assert "delete the leader pod" in decision.message
 
     def test_members_that_are_leaving_do_not_count(self) -> None:
         gone = member("chat-0")
@@ -84,18 +82,6 @@ class TestGroups:
 
     def test_siblings_of_a_pod_outside_any_group_do_not_count(self) -> None:
         decision = attach(
-            POLICY, pod_objects.pod(), AdmissionContext(siblings=[member("x")]), Settings()
+            POLICY, pod_objects.pod(), pod_objects.context(siblings=[member("x")]), Settings()
         )
         assert isinstance(decision, Attached)
-
-
-def test_only_an_owner_that_controls_is_the_owner() -> None:
-    owners = [
-        {"kind": "A", "name": "a", "uid": "1"},
-        {"kind": "B", "name": "b", "uid": "2", "controller": True},
-    ]
-    pod = pod_objects.pod(metadata={"ownerReferences": owners})
-    assert owner_of(pod) == ("B", "b", "2")
-    lone = copy.deepcopy(pod)
-    lone["metadata"]["ownerReferences"] = owners[:1]
-    assert owner_of(lone) is None

@@ -11,7 +11,7 @@ from tests.support import pod_objects
 
 from kvtier_operator.api.pods import (
     ContainerState,
-    InvalidPodError,
+    InvalidObjectError,
     Pod,
     PodSpec,
     decode,
@@ -158,14 +158,14 @@ def test_a_wrong_type_is_an_error_that_names_the_field(
     changes: dict[str, Any], message: str
 ) -> None:
     for document in ({**DOCUMENT, **changes}, as_json({**DOCUMENT, **changes})):
-        with pytest.raises(InvalidPodError) as raised:
+        with pytest.raises(InvalidObjectError) as raised:
             decode_pod(document)
         assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
 def test_what_is_no_pod_is_the_same_error(content: bytes) -> None:
-    with pytest.raises(InvalidPodError):
+    with pytest.raises(InvalidObjectError):
         decode_pod(content)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.webhook.fixtures import SERVING, Fixture, disk, pod
 
+from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.injection import governing as rule
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.kube.resources import LIMIT_RANGES, NAMESPACES, NODES, PODS, POLICIES, QUOTAS
@@ -25,7 +26,7 @@ def governing(fixture: Fixture, labels: dict[str, str] | None = None) -> str | N
 def context(fixture: Fixture, **metadata: Any) -> Any:
     policy = fixture.lister.governing(SERVING, LABELS)
     assert policy is not None
-    return fixture.lister.admission_context(policy, SERVING, pod(**metadata))
+    return fixture.lister.admission_context(policy, SERVING, decode_pod(pod(**metadata)))
 
 
 def test_the_older_policy_governs_then_the_smaller_uid() -> None:
@@ -124,18 +125,18 @@ def test_the_admission_context_has_the_objects_of_the_pods_namespace() -> None:
     for kind in (LIMIT_RANGES, QUOTAS):
         for namespace in (SERVING, "elsewhere"):
             fixture.cache.put(
-                kind, {"metadata": {"namespace": namespace, "name": "x"}, "spec": {"of": namespace}}
+                kind, {"metadata": {"namespace": namespace, "name": f"x-{namespace}"}}
             )
     fixture.cache.put(NAMESPACES, {"metadata": {"name": SERVING, "labels": {"level": "baseline"}}})
     found = context(fixture)
     assert found.namespace_labels == {"level": "baseline"}
-    assert [entry["spec"]["of"] for entry in (*found.limit_ranges, *found.quotas)] == [
-        SERVING,
-        SERVING,
+    assert [each.metadata.name for each in (*found.limit_ranges, *found.quotas)] == [
+        f"x-{SERVING}",
+        f"x-{SERVING}",
     ]
     assert found.storage_ready
     assert found.suspended is None
-    assert found.refusals == ()
+    assert found.policy_errors == ()
 
 
 def test_kubelet_versions_are_those_of_the_current_nodes() -> None:
@@ -174,9 +175,7 @@ def test_siblings_are_the_running_pods_of_the_group() -> None:
     fixture.cache.put(PODS, member("foreign", "g2"))
     fixture.cache.put(PODS, member("far", "g1", "elsewhere"))
     labels = {**LABELS, GROUP_LABEL: "g1"}
-    assert [each["metadata"]["name"] for each in context(fixture, labels=labels).siblings] == [
-        "leader"
-    ]
+    assert [each.metadata.name for each in context(fixture, labels=labels).siblings] == ["leader"]
     assert context(fixture).siblings == ()
     fixture.cache.drop(PODS, SERVING, "leader")
     assert context(fixture, labels=labels).siblings == ()
@@ -218,8 +217,8 @@ def test_a_volume_that_is_not_allowed_is_an_error_in_the_context() -> None:
     tiers = [{"name": "ram", "memory": {"capacity": "1Gi"}}, disk("/mnt/kv/a")]
     fixture = Fixture(allowedVolumes=[{"namespaces": [SERVING], "hostPath": "/mnt/other"}])
     fixture.policy(tiers=tiers)
-    (error,) = context(fixture).refusals
+    (error,) = context(fixture).policy_errors
     assert "/mnt/kv/a" in error
     allowed = Fixture(allowedVolumes=[{"namespaces": [SERVING], "hostPath": "/mnt/kv"}])
     allowed.policy(tiers=tiers)
-    assert context(allowed).refusals == ()
+    assert context(allowed).policy_errors == ()

@@ -1,6 +1,8 @@
-"""Whether a pod finds no node because of what was added to it: would it fit without that, and does not with it? Pure.
+"""Whether a pod finds no node because of what was added to it: would it fit without that, and does
+not with it? Pure.
 
-A cluster that is merely full, or waits for its autoscaler, answers no: then the pod would wait without tiers as well.
+A cluster that is merely full, or waits for its autoscaler, answers no: then the pod would wait
+without tiers as well.
 """
 
 from __future__ import annotations
@@ -10,53 +12,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from kvtier_operator.api.quantity import Quantity, QuantityError
+import msgspec
+
+from kvtier_operator.api.pods import PodSpec, decode
 from kvtier_operator.controller import objects
+from kvtier_operator.injection.resources import parse_amount, pod_limits, pod_requests
 from kvtier_operator.kube.resources import Object
 
 Amounts = Mapping[str, Fraction]
 KEEPING_OUT = ("NoSchedule", "NoExecute")
 
 
-def amount(written: Any) -> Fraction:
-    """A quantity; nothing where it is none."""
-    try:
-        return Quantity.parse(written).value
-    except QuantityError:
-        return Fraction(0)
-
-
 def asked(
     described: Mapping[str, Any], with_injected: bool, which: str = "requests"
 ) -> dict[str, Fraction]:
-    """What a pod of this spec asks for (``requests``) or may use (``limits``), as the scheduler and quotas count it:
-    containers and sidecars together, or the largest moment of the initialisation.
+    """Effective ``requests`` or ``limits`` of a pod's spec, with or without the injected
+    containers.
     """
-    running: defaultdict[str, Fraction] = defaultdict(Fraction)
-    peak: defaultdict[str, Fraction] = defaultdict(Fraction)
-    for container in described.get("initContainers") or ():
-        if not with_injected and objects.ours(str(container.get("name"))):
-            continue
-        for resource, value in _container(container, which).items():
-            if container.get("restartPolicy") == "Always":
-                running[resource] += value
-            peak[resource] = max(
-                peak[resource],
-                running[resource] + (0 if container.get("restartPolicy") == "Always" else value),
-            )
-    for container in described.get("containers") or ():
-        for resource, value in _container(container, which).items():
-            running[resource] += value
-    total = {name: max(running[name], peak[name]) for name in {*running, *peak}}
-    for resource, written in ((described.get("resources") or {}).get(which) or {}).items():
-        total[resource] = amount(written)
-    for resource, written in (described.get("overhead") or {}).items():
-        total[resource] = total.get(resource, Fraction(0)) + amount(written)
-    return total
+    spec = decode(described, PodSpec)
+    if not with_injected:
+        own = tuple(each for each in spec.init_containers if not objects.ours(each.name))
+        spec = msgspec.structs.replace(spec, init_containers=own)
+    return pod_requests(spec) if which == "requests" else pod_limits(spec)
 
 
 def insufficient_resources(pod: Object, nodes: Sequence[Object], pods: Iterable[Object]) -> str:
-    """The resource and node that decide it, as words; empty where what was added does not. ``pods``: all of the cluster."""
+    """The resource and node that decide it, as words; empty where what was added does not.
+    ``pods``: all of the cluster.
+    """
     described = objects.spec(pod)
     bare, whole = asked(described, with_injected=False), asked(described, with_injected=True)
     if bare == whole:
@@ -75,7 +58,7 @@ def insufficient_resources(pod: Object, nodes: Sequence[Object], pods: Iterable[
             continue
         taken: Amounts = used.get(objects.name(node), defaultdict(Fraction))
         free = {
-            resource: amount(written) - taken.get(resource, Fraction(0))
+            resource: parse_amount(written) - taken.get(resource, Fraction(0))
             for resource, written in (objects.status(node).get("allocatable") or {}).items()
         }
         if _lacking({**bare, "pods": Fraction(1)}, free):
@@ -87,15 +70,6 @@ def insufficient_resources(pod: Object, nodes: Sequence[Object], pods: Iterable[
         if not crowded:
             crowded = f"node {objects.name(node)} has room for it without tiers, and too little {lacking[0]} with them"
     return crowded
-
-
-def _container(container: Mapping[str, Any], which: str) -> dict[str, Fraction]:
-    resources = container.get("resources") or {}
-    given = dict(resources.get("limits") or {}) if which == "limits" else {}
-    if which == "requests":
-        # A limit without a request is a request.
-        given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {str(name): amount(written) for name, written in given.items()}
 
 
 def _lacking(wanted: Amounts, free: Amounts) -> list[str]:

@@ -1,6 +1,8 @@
-"""Whether a pod that a quota or a LimitRange refused would have been admitted without what was added to it. Pure.
+"""Whether a pod that a quota or a LimitRange refused would have been admitted without what was
+added to it. Pure.
 
-The API server's messages have the numbers; the owner's template says what the pod asks for by itself.
+The API server's messages have the numbers; the owner's template says what the pod asks for by
+itself.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from kvtier_operator.controller.injection_breaker.insufficient_resources import amount, asked
+from kvtier_operator.controller.injection_breaker.insufficient_resources import asked
+from kvtier_operator.injection.resources import parse_amount
 
 _QUOTA = re.compile(
     r"exceeded quota: [^,]+, requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>[^;]+)"
@@ -32,7 +35,9 @@ def by_numbers(message: str) -> bool:
 
 
 def ours(described: Mapping[str, Any], message: str) -> bool:
-    """Whether the refusal goes away without the injected parts. ``described``: the spec of the owner's pod template."""
+    """Whether the refusal goes away without the injected parts. ``described``: the spec of the
+    owner's pod template.
+    """
     verdicts = [
         *(_quota_is_ours(described, found) for found in _QUOTA.finditer(message)),
         *(_range_is_ours(described, found) for found in _RANGE.finditer(message)),
@@ -43,7 +48,7 @@ def ours(described: Mapping[str, Any], message: str) -> bool:
 
 def _amounts(written: str) -> dict[str, Fraction]:
     pairs = (pair.split("=", 1) for pair in written.split(",") if "=" in pair)
-    return {name.strip(): amount(value.strip()) for name, value in pairs}
+    return {name.strip(): parse_amount(value.strip()) for name, value in pairs}
 
 
 def _quota_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
@@ -71,15 +76,15 @@ def _range_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
     which = f"{found['which']}s"
     if found["scope"] == "Pod":
         own = asked(described, with_injected=False, which=which).get(found["resource"], Fraction(0))
-        return found["bound"] == "maximum" and own <= amount(found["allowed"])
-    given = amount(found["given"])
+        return found["bound"] == "maximum" and own <= parse_amount(found["allowed"])
+    given = parse_amount(found["given"])
     return all(
         _of(container, which, found["resource"]) != given for container in _containers(described)
     )
 
 
 def _ratio_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
-    allowed = amount(found["allowed"])
+    allowed = parse_amount(found["allowed"])
     for container in _containers(described):
         limit, request = (
             _of(container, which, found["resource"]) for which in ("limits", "requests")
@@ -95,4 +100,4 @@ def _containers(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _of(container: Mapping[str, Any], which: str, resource: str) -> Fraction | None:
     written = ((container.get("resources") or {}).get(which) or {}).get(resource)
-    return None if written is None else amount(written)
+    return None if written is None else parse_amount(written)

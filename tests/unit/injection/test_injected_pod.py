@@ -53,7 +53,7 @@ def attached(
     around: AdmissionContext | None = None,
     settings: Settings | None = None,
 ) -> Attached:
-    decision = attach(policy, pod, around or AdmissionContext(), settings or Settings())
+    decision = attach(policy, pod, around or pod_objects.context(), settings or Settings())
     assert isinstance(decision, Attached), decision
     return decision
 
@@ -287,7 +287,7 @@ class TestStorage:
             file_tier("shared", NFS, "Cluster"),
             file_tier("claim", claim),
         )
-        decision = attached(policy, pod_objects.pod(), AdmissionContext(storage_ready=False))
+        decision = attached(policy, pod_objects.pod(), pod_objects.context(storage_ready=False))
         document = structural(decision.pod)
         assert [tier.name for tier in document.tiers] == ["ram", "nvme"]
         assert set(document.live.tiers) == {"ram", "nvme"}
@@ -326,7 +326,7 @@ class TestDelivery:
         settings = Settings(images=Images(payload="kvtier/payload@sha256:0"))
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})
         pod = attached(
-            policy, pod_objects.pod(), AdmissionContext(kubelet_versions=("v1.37.2",)), settings
+            policy, pod_objects.pod(), pod_objects.context(kubelet_versions=("v1.37.2",)), settings
         ).pod
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [TIERD_CONTAINER]
         assert volume(pod, PAYLOAD_VOLUME)["image"]["reference"] == "kvtier/payload@sha256:0"
@@ -336,7 +336,7 @@ class TestDelivery:
     def test_where_image_volumes_may_be_off_that_is_said(self) -> None:
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})
         decision = attached(
-            policy, pod_objects.pod(), AdmissionContext(kubelet_versions=("v1.33.0",))
+            policy, pod_objects.pod(), pod_objects.context(kubelet_versions=("v1.33.0",))
         )
         assert any("ImageVolume" in note for note in decision.notes)
 

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.api.pods import Container, decode
 from kvtier_operator.injection.command_line import (
     MAX_EXPANDED,
     MAX_TEXT,
-    Said,
-    expanded,
-    number,
-    read,
+    CommandLine,
+    expand,
+    parse_command_line,
+    parse_count,
 )
 from kvtier_operator.injection.existing_config import python_ignores_path
+
+
+def read_document(container: dict[str, Any]) -> CommandLine:
+    return parse_command_line(decode(container, Container))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +51,12 @@ from kvtier_operator.injection.existing_config import python_ignores_path
     ],
 )
 def test_options_are_found(container: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    assert list(read(container).options) == expected
+    assert list(read_document(container).options) == expected
 
 
 def test_the_last_of_several_values_counts() -> None:
-    assert read({"args": ["--a", "1", "--a=2"]}).option("a") == "2"
-    assert read({"args": ["--a", "1"]}).option("b") is None
+    assert read_document({"args": ["--a", "1", "--a=2"]}).option("a") == "2"
+    assert read_document({"args": ["--a", "1"]}).option("b") is None
 
 
 def test_a_variable_from_elsewhere_hides_an_earlier_value() -> None:
@@ -60,23 +65,23 @@ def test_a_variable_from_elsewhere_hides_an_earlier_value() -> None:
         {"name": "B", "value": "$(A)"},
         {"name": "A", "valueFrom": {"fieldRef": {}}},
     ]
-    assert read({"env": env}).variables == {"B": "1"}
+    assert read_document({"env": env}).variables == {"B": "1"}
 
 
 def test_variables_that_expand_without_end_cost_little() -> None:
     env = [{"name": "V0", "value": "--x y " * 1000}]
     env += [{"name": f"V{index}", "value": f"$(V{index - 1})" * 50} for index in range(1, 100)]
     began = time.process_time()
-    read({"args": ["$(V99)"] * 1000 + ["sh", "-c", "a 'b \"c " * 50_000], "env": env})
+    read_document({"args": ["$(V99)"] * 1000 + ["sh", "-c", "a 'b \"c " * 50_000], "env": env})
     assert time.process_time() - began < 2
-    assert len(expanded("$A" * 100, {"A": "x" * MAX_TEXT})) < 4 * MAX_TEXT
+    assert len(expand("$A" * 100, {"A": "x" * MAX_TEXT})) < 4 * MAX_TEXT
 
 
 def test_many_variables_that_name_a_long_one_do_not_fill_the_memory() -> None:
     env = [{"name": "A", "value": "x" * MAX_TEXT}] + [
         {"name": f"V{index}", "value": "$(A)y"} for index in range(1000)
     ]
-    found = read({"env": env}).variables
+    found = read_document({"env": env}).variables
     assert found["V0"] == "x" * MAX_TEXT + "y"
     assert found["V999"] == "$(A)y"
     assert sum(map(len, found.values())) < MAX_EXPANDED + 3 * MAX_TEXT
@@ -84,8 +89,10 @@ def test_many_variables_that_name_a_long_one_do_not_fill_the_memory() -> None:
 
 def test_texts_that_only_begin_to_be_what_is_looked_for_are_passed_over_at_once() -> None:
     """Each of these takes hours where every beginning is followed to the end of the text."""
-    assert not python_ignores_path(Said(("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"), (), {}))
-    assert expanded("${a:-" * 200_000, {}) == "${a:-" * 200_000
+    assert not python_ignores_path(
+        CommandLine(("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"), (), {})
+    )
+    assert expand("${a:-" * 200_000, {}) == "${a:-" * 200_000
 
 
 @pytest.mark.parametrize(
@@ -101,4 +108,4 @@ def test_texts_that_only_begin_to_be_what_is_looked_for_are_passed_over_at_once(
     ],
 )
 def test_a_number_is_read_however_long_its_text_is(text: str, value: int | None) -> None:
-    assert number(text) == value
+    assert parse_count(text) == value

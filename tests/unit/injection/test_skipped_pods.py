@@ -10,7 +10,7 @@ from tests.support.pod_objects import container, engine, variables
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
+from kvtier_operator.injection.decision import Attached, Skipped
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.settings import Settings
 
@@ -23,7 +23,7 @@ SIZE = {"leaderworkerset.sigs.k8s.io/size": "2"}
 def decide(
     pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any
 ) -> Attached | Skipped:
-    return attach(policy or pod_objects.policy(), pod, AdmissionContext(**around), Settings())
+    return attach(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
 
 
 def skipped(pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any) -> Skipped:
@@ -149,7 +149,7 @@ def test_pods_that_are_no_ones_to_attach(pod: dict[str, Any], reason: SkipReason
 
 
 def test_an_administrators_refusal_and_a_suspension_are_repeated_in_the_message() -> None:
-    refused = skipped(pod_objects.pod(), refusals=["spec.tiers[1]: /mnt is not allowed"])
+    refused = skipped(pod_objects.pod(), policy_errors=["spec.tiers[1]: /mnt is not allowed"])
     assert (refused.reason, "/mnt is not allowed" in refused.message) == (
         SkipReason.NOT_ACCEPTED,
         True,
@@ -367,7 +367,7 @@ def test_a_pod_with_more_than_can_be_looked_into_is_left_alone_before_it_is() ->
     found = skipped(pod_objects.pod(engine(), *others))
     assert (found.reason, found.message) == (
         SkipReason.NO_ENGINE_CONTAINER,
-        "the pod has 129 containers; an engine is looked for among at most 128",
+        "the pod has 129 containers; at most 128 are inspected",
     )
     assert skipped(pod_objects.pod(engine(), initContainers=others)).message == found.message
     assert isinstance(decide(pod_objects.pod(engine(), *others[:127])), Attached)
@@ -375,5 +375,5 @@ def test_a_pod_with_more_than_can_be_looked_into_is_left_alone_before_it_is() ->
     found = skipped(pod_objects.pod(engine(resources={"limits": many, "requests": many})))
     assert (
         found.message
-        == "the pod's containers have 1026 requests and limits; at most 1024 are looked at"
+        == "the pod's containers have 1026 requests and limits; at most 1024 are inspected"
     )

@@ -12,9 +12,8 @@ from tests.support.pod_objects import container, engine, file_tier, memory_tier,
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import PAYLOAD_CONTAINER, RUN_VOLUME, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
+from kvtier_operator.injection.decision import Attached, Skipped
 from kvtier_operator.injection.inject import attach
-from kvtier_operator.injection.resources import qos_class
 from kvtier_operator.settings import Settings
 
 GIB = 1 << 30
@@ -31,7 +30,7 @@ def inside(memory_policy: str = "Validate", *tiers: dict[str, Any]) -> KVTierPol
 
 
 def attached(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
-    decision = attach(policy, pod, AdmissionContext(), Settings())
+    decision = attach(policy, pod, pod_objects.context(), Settings())
     assert isinstance(decision, Attached), decision
     return decision
 
@@ -57,7 +56,7 @@ class TestDaemonInTheEngine:
         pod = pod_objects.pod(
             engine(resources={"limits": {"memory": str(limit)}} if limit else None)
         )
-        decision = attach(inside(), pod, AdmissionContext(), Settings())
+        decision = attach(inside(), pod, pod_objects.context(), Settings())
         assert isinstance(decision, Attached) == fits
         if isinstance(decision, Skipped):
             assert decision.reason is SkipReason.MEMORY_TOO_SMALL
@@ -75,7 +74,7 @@ class TestDaemonInTheEngine:
             == str(8 * GIB + NEEDED)
         )
         assert any("Grow" in note for note in decision.notes)
-        assert qos_class(decision.pod["spec"]) == "Guaranteed"
+        assert pod_objects.qos_class(decision.pod["spec"]) == "Guaranteed"
 
     def test_a_limit_is_let_be_where_the_policy_says_so(self) -> None:
         pod = pod_objects.pod(engine(resources={"limits": {"memory": "1Gi"}}))
@@ -127,7 +126,7 @@ class TestOtherConnectors:
     def test_what_a_connector_cannot_have_is_no_reason_to_half_do_it(self) -> None:
         tiers = (memory_tier(), {"name": "remote", "lmcache": {"url": "redis://x:1"}})
         decision = attach(
-            self.offloading(*tiers), pod_objects.pod(), AdmissionContext(), Settings()
+            self.offloading(*tiers), pod_objects.pod(), pod_objects.context(), Settings()
         )
         assert isinstance(decision, Skipped)
         assert decision.reason is SkipReason.NOT_ACCEPTED

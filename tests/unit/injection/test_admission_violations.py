@@ -1,5 +1,5 @@
-"""What the API server would refuse is found first, and said with the numbers. That it really refuses exactly this is tested
-on a real one in ``tests/cluster/test_attached_pods.py``.
+"""What the API server would refuse is found first, and said with the numbers. That it really
+refuses exactly this is tested on a real one in ``tests/cluster/test_attached_pods.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tests.support.pod_objects import GUARANTEED, container, engine, file_tier, 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Skipped
+from kvtier_operator.injection.decision import Attached, Skipped
 from kvtier_operator.injection.inject import attach
-from kvtier_operator.injection.resources import pod_limits, pod_requests, qos_class
 from kvtier_operator.settings import Settings
 
-# With a memory tier of 1Gi tierd has 1792Mi and cpu 1 to 8; the payload has 128Mi and cpu 100m to 1.
+# With a memory tier of 1Gi tierd has 1792Mi and cpu 1 to 8; the payload has 128Mi and cpu 100m to
+# 1.
 
 
 def limit_range(kind: str, **item: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def quota(hard: dict[str, str], used: dict[str, str] | None = None, **spec: Any)
 def decide(
     pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any
 ) -> Attached | Skipped:
-    return attach(policy or pod_objects.policy(), pod, AdmissionContext(**around), Settings())
+    return attach(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ class TestPodLevelResources:
         assert isinstance(decision, Attached)
         assert container(decision.pod, TIERD_CONTAINER)["resources"]["limits"]["cpu"] == "6"
         assert any("12Gi" in note for note in decision.notes)
-        assert qos_class(decision.pod["spec"]) == "Guaranteed"
+        assert pod_objects.qos_class(decision.pod["spec"]) == "Guaranteed"
 
     @pytest.mark.parametrize(
         ("resources", "own"),
@@ -223,65 +223,16 @@ class TestPodSecurity:
         )
 
 
-class TestCounting:
-    def test_sidecars_count_with_containers_and_init_containers_only_while_they_run(self) -> None:
-        def asks(cpu: str, **fields: Any) -> dict[str, Any]:
-            return {"name": "x", "resources": {"requests": {"cpu": cpu}}, **fields}
-
-        spec = {
-            "initContainers": [
-                asks("2", restartPolicy="Always"),
-                asks("7"),
-                asks("1", restartPolicy="Always"),
-            ],
-            "containers": [asks("3"), asks("500m")],
-            "overhead": {"cpu": "250m"},
-        }
-        assert pod_requests(spec)["cpu"] * 1000 == 9250
-        assert pod_requests(spec, overhead=False)["cpu"] == 9
-        assert pod_limits(spec) == {}
-
-    @pytest.mark.parametrize(
-        ("spec", "expected"),
-        [
-            ({"containers": [{"name": "a"}]}, "BestEffort"),
-            ({"containers": [{"name": "a", "resources": GUARANTEED}]}, "Guaranteed"),
-            (
-                {"containers": [{"name": "a", "resources": {"limits": GUARANTEED["limits"]}}]},
-                "Guaranteed",
-            ),
-            ({"containers": [{"name": "a", "resources": GUARANTEED}, {"name": "b"}]}, "Burstable"),
-            (
-                {
-                    "containers": [{"name": "a", "resources": GUARANTEED}],
-                    "initContainers": [{"name": "b"}],
-                },
-                "Burstable",
-            ),
-            (
-                {"containers": [{"name": "a", "resources": {"limits": {"memory": "1Gi"}}}]},
-                "Burstable",
-            ),
-            ({"containers": [{"name": "a"}], "resources": GUARANTEED}, "Guaranteed"),
-            (
-                {"containers": [{"name": "a", "resources": {"limits": {"nvidia.com/gpu": 1}}}]},
-                "BestEffort",
-            ),
-        ],
-    )
-    def test_the_class_of_a_pod(self, spec: dict[str, Any], expected: str) -> None:
-        assert qos_class(spec) == expected
-
-    def test_a_guaranteed_pod_gets_whole_cpus_as_many_as_are_asked_for(self) -> None:
-        pod = pod_objects.pod(engine(resources=GUARANTEED))
-        for resources, cpu in (
-            ({}, "4"),
-            ({"daemon": {"requests": {"cpu": "2500m"}}}, "3"),
-            ({"daemon": {"limits": {"cpu": "16"}}}, "4"),
-        ):
-            decision = decide(pod, pod_objects.policy(resources=resources))
-            assert isinstance(decision, Attached)
-            found = container(decision.pod, TIERD_CONTAINER)["resources"]
-            assert found["requests"] == found["limits"]
-            assert found["limits"]["cpu"] == cpu
-            assert qos_class(decision.pod["spec"]) == "Guaranteed"
+def test_a_guaranteed_pod_gets_whole_cpus_as_many_as_are_requested() -> None:
+    pod = pod_objects.pod(engine(resources=GUARANTEED))
+    for resources, cpu in (
+        ({}, "4"),
+        ({"daemon": {"requests": {"cpu": "2500m"}}}, "3"),
+        ({"daemon": {"limits": {"cpu": "16"}}}, "4"),
+    ):
+        decision = decide(pod, pod_objects.policy(resources=resources))
+        assert isinstance(decision, Attached)
+        found = container(decision.pod, TIERD_CONTAINER)["resources"]
+        assert found["requests"] == found["limits"]
+        assert found["limits"]["cpu"] == cpu
+        assert pod_objects.qos_class(decision.pod["spec"]) == "Guaranteed"
