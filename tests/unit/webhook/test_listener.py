@@ -342,17 +342,17 @@ def test_tls_1_2_is_required() -> None:
 
 
 def test_a_shutdown_answers_requests_in_flight() -> None:
-    begun, release = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
-        begun.set()
+        started.set()
         release.wait(20)
         return Attached({**found, "spec": {}})
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
             in_flight = asyncio.ensure_future(webhook.mutate())
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(started.wait, 20)
             stopping = asyncio.ensure_future(webhook.server.stop())
             await asyncio.sleep(0)
             assert webhook.server.why_not_ready() == "shutting down"
