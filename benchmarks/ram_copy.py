@@ -1,10 +1,12 @@
-"""The RAM tier's copies between KV cache and host pool, where both are host memory, against memcpy of the same sizes.
+"""Copies between a KV cache in host memory and the host pool, compared with memcpy.
 
-Both move the same chunks from and to the same memory-backed file, one chunk per call, in turns. A chunk is many pieces, one per block and layer or
-segment, which lie anywhere in the cache; the peer is one call of C that gathers (numpy's take) or scatters as many pieces of the same size, in the same
-order. Beside them stands one memcpy of the whole chunk from one place, which no scattered cache can reach: it meets each page in order. A ratio is
-the median of those of the turns, in which both follow each other within a second, for the speed of shared memory wanders by a fifth from one minute to
-the next; the last line has the worst of all layouts, sizes and directions.
+Both sides move the same chunks from and to the same memory-backed file, one chunk per call, and
+alternate. A chunk consists of many pieces, one per block and layer or segment, at random places
+of the cache. The peer is one C call that gathers (numpy's take) or scatters as many pieces of the
+same size in the same order. One memcpy of the whole contiguous chunk is shown as well; no
+scattered cache can reach it, because it touches pages in order. A ratio is the median over pairs
+of runs that follow each other within a second, because the speed of shared memory varies by a
+fifth from minute to minute.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def seconds(call: Callable[[int], None], count: int) -> float:
     """For ``call(0..count-1)``."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for number in range(count):
         call(number)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def measure(

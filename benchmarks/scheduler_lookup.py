@@ -1,8 +1,9 @@
-"""What a lookup costs on the scheduler's thread: a long prompt against a replica with many keys, nothing but this process involved.
+"""Cost of a lookup on the scheduler's thread: a long prompt, a replica with many keys.
 
-Timed is the whole hook, ``get_num_new_matched_tokens`` behind the connector's guard: naming the chunks, looking them up, deciding. Requests are
-asked once each, as at their first question, and then again, as vLLM does in every step in which it cannot admit one. The ratio is the
-worst median of a first question over the target.
+The whole hook is timed, ``get_num_new_matched_tokens`` behind the connector's guard: computing
+the keys, looking them up and deciding, without any other process. Each request is asked about
+once, and then again, as vLLM does in every step in which it cannot admit the request. The ratio
+is the worst median of a first lookup divided by the target.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def topology() -> Topology:
 
 
 class Bench:
-    """A scheduler side with a replica of ``keys`` keys, asked about prompts of ``tokens`` tokens."""
+    """A scheduler side with a replica of ``keys`` keys, for prompts of ``tokens`` tokens."""
 
     def __init__(self, tokens: int, chunk: int, block: int, keys: int) -> None:
         self.tokens, self.block = tokens, block
@@ -173,9 +174,9 @@ class Bench:
         took = []
         for _ in range(rounds):
             request = self.request(present, bits)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             answer = self.ask(request)
-            took.append(time.perf_counter() - begun)
+            took.append(time.perf_counter() - started)
             if answer != expected:
                 raise SystemExit(f"answered {answer} instead of {expected}")
             self.forget(request)
@@ -187,9 +188,9 @@ class Bench:
         self.ask(request)
         took = []
         for _ in range(rounds * 10):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             self.ask(request)
-            took.append(time.perf_counter() - begun)
+            took.append(time.perf_counter() - started)
         self.forget(request)
         return took
 
@@ -203,9 +204,9 @@ class Bench:
             self.scheduler.session.receive(
                 Promoted(promotion=promote.promotion, usable=len(promote.keys), outcome="whole")
             )
-            begun = time.perf_counter()
+            started = time.perf_counter()
             self.ask(request)
-            took.append(time.perf_counter() - begun)
+            took.append(time.perf_counter() - started)
             self.forget(request)
             self.client.sent.clear()
         return took
@@ -258,11 +259,11 @@ def main() -> None:
     progress("")
     report(
         given.json,
-        f"One question on the scheduler's thread: {given.tokens} tokens, chunks of {given.chunk}, replica of {given.keys} keys",
+        f"One lookup: {given.tokens} tokens, chunks of {given.chunk}, replica of {given.keys} keys",
         ("case", "median us", "99 % us", "worst us"),
         rows,
         worst / TARGET_SECONDS,
-        f"worst median of a first question over {TARGET_SECONDS * 1e3:g} ms; 1 or less is the target",
+        f"worst median of a first lookup / {TARGET_SECONDS * 1e3:g} ms; the target is 1 or less",
     )
 
 

@@ -18,12 +18,11 @@ from rich.text import Text
 from kvtier.cli.console import console, error_console, print_table
 from kvtier.cli.inputs import parse_size
 from kvtier.errors import TierError
+from kvtier.tiers.filesystem.gc import CollectReport, collect
 from kvtier.tiers.filesystem.inspect import (
-    Collected,
-    HolderView,
+    HolderStatus,
     Survey,
-    Verified,
-    collect,
+    VerifyReport,
     objects_of,
     survey,
     tier_root,
@@ -87,7 +86,7 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
         "janitor": None
         if found.janitor is None
         else {
-            "fence": found.fence,
+            "term": found.term,
             "holder": found.janitor.name,
             "state": found.janitor.state,
             "capacityBytes": ledger.get("capacity"),
@@ -135,7 +134,7 @@ def show_inspect(found: Survey, now: float) -> None:
     else:
         charge = (found.ledger or {}).get("charge")
         charged = "unknown" if charge is None else size_text(charge)
-        line = f"janitor, term {found.fence}: {_holder_text(found.janitor)}, charged {charged}"
+        line = f"janitor, term {found.term}: {_holder_text(found.janitor)}, charged {charged}"
         active = found.janitor.state in ("Alive", "Elsewhere")
         out.print(Text(line, style="" if active else "yellow"))
     for writer in found.writers:
@@ -149,7 +148,7 @@ def _identity_parts(identity: dict[str, str]) -> Iterator[str]:
         yield value if key in ("model", "engine", "dtype") else f"{key} {value}"
 
 
-def _holder_text(holder: HolderView) -> str:
+def _holder_text(holder: HolderStatus) -> str:
     parts = holder.name.split("-")
     pid = parts[2] if len(parts) == 5 else "?"
     states = {
@@ -179,13 +178,13 @@ def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
-def verify(directory: Path, *, delete: bool) -> Verified:
+def verify(directory: Path, *, delete: bool) -> VerifyReport:
     """Reads and verifies every object. Raises ``ConfigurationError`` and ``OSError``."""
     root = tier_root(directory)
     objects = objects_of(root, time.time())
     with _progress_bar(len(objects), error_console().is_terminal) as update:
 
-        def progress(done: Verified) -> None:
+        def progress(done: VerifyReport) -> None:
             update(
                 done.objects + done.vanished + done.unverifiable + len(done.bad),
                 f"corrupt: {done.corrupt}",
@@ -194,7 +193,7 @@ def verify(directory: Path, *, delete: bool) -> Verified:
         return verify_objects(root, objects, delete=delete, progress=progress)
 
 
-def verify_json(done: Verified) -> dict[str, Any]:
+def verify_json(done: VerifyReport) -> dict[str, Any]:
     """The output of ``kvtier verify --json``."""
     return {
         "verified": done.objects,
@@ -214,7 +213,7 @@ def verify_json(done: Verified) -> dict[str, Any]:
     }
 
 
-def show_verify(done: Verified) -> None:
+def show_verify(done: VerifyReport) -> None:
     """Prints the totals to standard output and bad objects to standard error."""
     for each in done.bad:
         line = Text(f"{each.path}: ")
@@ -238,7 +237,7 @@ def show_verify(done: Verified) -> None:
 
 def gc(
     directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool
-) -> Collected:
+) -> CollectReport:
     """Enforces the limits. Raises ``ConfigurationError`` and ``OSError``."""
     size = parse_size("--capacity", capacity)
     root = tier_root(directory)
@@ -255,7 +254,7 @@ def gc(
         raise OSError(str(error)) from error
 
 
-def gc_json(done: Collected) -> dict[str, Any]:
+def gc_json(done: CollectReport) -> dict[str, Any]:
     """The output of ``kvtier gc --json``."""
     return {
         "dryRun": done.dry_run,
@@ -268,7 +267,7 @@ def gc_json(done: Collected) -> dict[str, Any]:
     }
 
 
-def show_gc(done: Collected) -> None:
+def show_gc(done: CollectReport) -> None:
     """Prints what was removed."""
     verb = "would remove" if done.dry_run else "removed"
     line = f"{verb} {done.objects:,} objects ({size_text(done.size_bytes)})"

@@ -58,7 +58,7 @@ def _resolve(name: str, parts: list[str]) -> FieldExplanation:
         children = _subfields(field.shape)
         model = _model_of(field.shape)
     rules = (
-        tuple(rule.message for rule in model.rules if rule.message)
+        tuple(rule.description for rule in model.rules if rule.message)
         if model and issubclass(model, Model)
         else ()
     )

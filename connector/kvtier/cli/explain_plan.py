@@ -109,7 +109,7 @@ def explain(
     )
     if selection is Selection.COST:
         decision = choose_by_cost(query)
-        deadline = query.clock(decision.chosen.keys) if decision.chosen is not None else None
+        deadline = query.deadline(decision.chosen.keys) if decision.chosen is not None else None
     else:
         decision = _choose_by_rule(query, selection)
         deadline = LoadDeadline(limit)

@@ -50,7 +50,7 @@ def load_policies(file: str, name: str | None = None) -> list[KVTierPolicy]:
     Raises ``ConfigurationError`` if a policy is invalid or the name is unknown, and ``OSError``.
     """
     checked = parse(read(file))
-    errors = [error for entry in checked for error in entry.refusals]
+    errors = [error for entry in checked for error in entry.errors]
     if errors:
         raise InvalidDocumentError(errors)
     policies = [entry.policy for entry in checked if entry.policy is not None]

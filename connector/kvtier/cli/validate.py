@@ -24,7 +24,7 @@ class FileReport:
     @property
     def valid(self) -> bool:
         """Whether the file has no errors."""
-        return not any(document.refusals for document in self.documents)
+        return not any(document.errors for document in self.documents)
 
     @property
     def duplicates(self) -> list[str]:
@@ -42,7 +42,7 @@ def validate(name: str) -> FileReport:
     try:
         content = read(name)
     except OSError as error:
-        unreadable = FieldError("", error.strerror or str(error), "a readable file")
+        unreadable = FieldError.malformed("", error.strerror or str(error))
         return FileReport(display_name(name), (Checked("", None, (unreadable,)),))
     return FileReport(display_name(name), tuple(parse(content)))
 
@@ -71,7 +71,7 @@ def show(report: FileReport) -> None:
         if policy is not None:
             line = Text(f"{location}{policy.namespace}/{policy.metadata.name} ")
             console().print(line.append("valid", style="green"))
-        for error in document.refusals:
+        for error in document.errors:
             error_console().print(Text(location).append(error.message, style="red"))
     for name in report.duplicates:
         text = f"{report.file}: {name} is defined more than once; the last definition wins"
@@ -84,9 +84,15 @@ def _document_json(document: Checked) -> dict[str, Any]:
         "where": document.where,
         "namespace": policy.namespace if policy is not None else None,
         "name": policy.metadata.name if policy is not None else None,
-        "valid": not document.refusals,
+        "valid": not document.errors,
         "errors": [
-            {"field": error.field, "value": error.value, "message": error.message}
-            for error in document.refusals
+            {
+                "field": error.field,
+                "type": error.type.value,
+                "value": error.value,
+                "detail": error.detail,
+                "message": error.message,
+            }
+            for error in document.errors
         ],
     }

@@ -148,8 +148,8 @@ class WebhookLister:
             logger.warning(
                 "cannot read policy %s/%s: %s", metadata["namespace"], metadata["name"], error
             )
-            return WebhookPolicy(raw, None, tuple(each.message for each in error.refusals))
-        disallowed = allowlist.refusals(policy, self._settings.allowed_volumes)
+            return WebhookPolicy(raw, None, tuple(each.message for each in error.errors))
+        disallowed = allowlist.volume_errors(policy, self._settings.allowed_volumes)
         return WebhookPolicy(raw, policy, tuple(each.message for each in disallowed))
 
     def _node_changed(self, node: Object, deleted: bool) -> None:

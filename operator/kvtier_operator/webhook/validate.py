@@ -91,8 +91,8 @@ def _parse(
     try:
         policy = validated(KVTierPolicy, document)
     except InvalidDocumentError as error:
-        return None, error.refusals
-    return policy, allowlist.refusals(policy, allowed)
+        return None, error.errors
+    return policy, allowlist.volume_errors(policy, allowed)
 
 
 def _defaulted(document: Mapping[str, Any], request: AdmissionRequest) -> dict[str, Any]:

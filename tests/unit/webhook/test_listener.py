@@ -312,8 +312,7 @@ def test_a_policy_is_denied_or_allowed() -> None:
             )
             assert not answer["response"]["allowed"]
             message = answer["response"]["status"]["message"]
-            assert message.startswith("spec.chunkTokens: ")
-            assert " 7" in message
+            assert message.startswith("spec.chunkTokens: Invalid value: 7: must be")
             _, answer = await webhook.post(
                 "/validate", body(admission_review(policy_document("other")))
             )

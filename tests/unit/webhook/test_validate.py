@@ -69,7 +69,8 @@ def test_every_error_of_the_models_denies_and_names_the_field(
     found = validated(changed(complete_policy(), case.changes))
     assert found.errors
     for error in found.errors:
-        assert error.field in error.message
+        assert error.message.startswith(f"{error.field}: {error.type.value}")
+        assert case.detail in error.message
 
 
 def test_all_errors_are_reported_together() -> None:
