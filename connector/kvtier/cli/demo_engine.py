@@ -170,7 +170,7 @@ FILE_TIER = "disk"
 
 
 @dataclass(frozen=True, slots=True)
-class TierState:
+class FileTierState:
     """The state of the file tier as tierd reports it."""
 
     objects: int
@@ -284,11 +284,11 @@ class DemoEnvironment:
         states = {tier["state"] for tier in status.get("tiers", ())}
         return roles == {"scheduler", "worker"} and states == {"Healthy"}
 
-    def file_tier(self) -> TierState | None:
+    def file_tier(self) -> FileTierState | None:
         """The state of the file tier; None while tierd does not respond."""
         for tier in self._status().get("tiers", ()):
             if tier["name"] == FILE_TIER:
-                return TierState(int(tier["objects"]), int(tier["pendingStoreBytes"]))
+                return FileTierState(int(tier["objects"]), int(tier["pendingStoreBytes"]))
         return None
 
     def files(self) -> list[Path]:

@@ -124,15 +124,15 @@ def test_equal_documents_need_nothing() -> None:
 
 
 def test_only_what_differs_is_touched() -> None:
-    original = {
+    original: dict[str, Any] = {
         "metadata": {"annotations": {"a": "1"}},
         "spec": {
             "containers": [{"name": "mesh"}, {"name": "vllm", "env": [{"name": "X", "value": "1"}]}]
         },
     }
     desired = copy.deepcopy(original)
-    desired["metadata"]["annotations"]["kvtier.io/policy"] = "p"  # type: ignore[index]
-    desired["spec"]["containers"][1]["env"].append({"name": "Y", "value": "2"})  # type: ignore[index]
+    desired["metadata"]["annotations"]["kvtier.io/policy"] = "p"
+    desired["spec"]["containers"][1]["env"].append({"name": "Y", "value": "2"})
     desired["spec"]["initContainers"] = [{"name": "kvtier-tierd"}]
     assert list(diff(original, desired)) == [
         {"op": "add", "path": "/metadata/annotations/kvtier.io~1policy", "value": "p"},
