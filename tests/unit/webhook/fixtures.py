@@ -1,4 +1,4 @@
-"""A cache that holds what a test puts in, policies, pods and questions about them."""
+"""A fake cache, and documents of policies, pods and admission reviews."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVING = "serving"
 
 
 class FakeCache(Cache):
-    """What was put in, told to a listener as the real cache tells it."""
+    """Holds what a test puts in, and notifies a listener as the real cache does."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[Kind, str, str], Object] = {}
@@ -49,7 +49,7 @@ class FakeCache(Cache):
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that tests move."""
 
     def __init__(self, now: float = 1_800_000_000.0) -> None:
         self.now = now
@@ -144,5 +144,5 @@ def admission_review(
     }
 
 
-def body(asked: Mapping[str, Any]) -> bytes:
-    return json.dumps(asked).encode()
+def body(review: Mapping[str, Any]) -> bytes:
+    return json.dumps(review).encode()

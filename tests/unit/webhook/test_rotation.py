@@ -33,7 +33,7 @@ SPREAD = certificates.settle_seconds(400)
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that tests move."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
@@ -127,8 +127,8 @@ class Server(Client):
         if body["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
             raise ApiError(409, "Conflict", name)
         data = {**(found.get("data") or {}), **body["data"]}
-        kept = {key: value for key, value in data.items() if value is not None}
-        self._store(kind, name, {**found, "metadata": dict(found["metadata"]), "data": kept})
+        stored = {key: value for key, value in data.items() if value is not None}
+        self._store(kind, name, {**found, "metadata": dict(found["metadata"]), "data": stored})
         return self._answered(lost, self.objects[kind, name])
 
     async def delete(
@@ -278,7 +278,7 @@ def test_a_certificate_is_issued_without_webhook_configurations() -> None:
 @pytest.mark.parametrize("lost", [False, True], ids=["call lost", "answer lost"])
 @pytest.mark.parametrize("number", range(1, 30))
 def test_a_rotation_killed_at_any_call_is_continued(number: int, lost: bool) -> None:
-    """A first start and a whole rotation, with one call that fails and a new keeper after it."""
+    """A first start and a whole rotation, with one call that fails and a new rotation after it."""
     server, clock = Server(), Clock()
     server.fail_at = {number: lost}
     rotation = rotation_of(server, clock)
