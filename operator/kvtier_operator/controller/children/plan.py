@@ -165,7 +165,7 @@ def refusals(
         structural_text(structural(policy, pod_placement(policy)))
     except ConfigurationError as error:
         return PolicyReason.TOO_LARGE, [
-            FieldError.malformed(error.field, f"{error.value}; must be {error.accepted}")
+            FieldError.malformed(error.field, f"{error.value}; must be {error.requirement}")
         ]
     return None
 
