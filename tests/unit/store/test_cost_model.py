@@ -233,6 +233,6 @@ def test_two_loads_at_once_share_what_the_tier_delivers() -> None:
                 model.ended(batch, i * 10.0 + 2.0, MIB, True)
     found = model.estimate(100.0)
     assert found is not None
-    # Eight reads took two seconds; that four of them belong to somebody else does not make the tier
+    # Eight reads took two seconds; that four of them belong to another batch does not make the tier
     # slower.
     assert found.seconds(1, 8 * MIB) == pytest.approx(2.0, rel=0.3)

@@ -1,4 +1,4 @@
-"""Free slots: who gets them, and what goes for them."""
+"""Credits, and the evictions that provide them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def key(chunk: int) -> bytes:
 
 
 def fill(fixture: StoreFixture, chunks: int) -> None:
-    """Stores chunks 0, 1, ... and lets nothing be pending."""
+    """Stores chunks 0, 1, ... and settles."""
     for chunk in range(chunks):
         fixture.put(chunk)
         fixture.settle()

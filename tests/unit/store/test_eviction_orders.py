@@ -1,4 +1,4 @@
-"""Which object goes next."""
+"""Eviction orders: LRU and ARC."""
 
 from __future__ import annotations
 

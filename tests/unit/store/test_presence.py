@@ -92,7 +92,7 @@ def test_a_tier_is_listed_again_in_parts_while_it_changes(
         assert len(fixture.pump()) <= 10 + 8
         looks += 1
         if looks <= 3:
-            # One that was listed, one that is still to be, and one that nobody knows yet.
+            # One key already listed, one not yet listed, and one unknown to the index.
             for gone in (looks, 49 - looks):
                 del held[gone]
                 fixture.tier.drop(NAMESPACE, key(gone))

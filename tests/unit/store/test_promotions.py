@@ -329,7 +329,7 @@ def test_reads_make_room_by_evicting_and_wait_for_it() -> None:
         fixture.settle()
     fixture.put_in_tier(*range(100, 104))
     promotion = fixture.promote(*range(100, 104))
-    # One slot was kept in reserve; the others come when what leaves has left.
+    # One slot was in reserve; the evictions provide the others.
     assert len(fixture.calls("read:")) == 1
     for _ in range(3):
         fixture.advance(0.11)

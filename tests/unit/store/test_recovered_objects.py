@@ -15,7 +15,7 @@ from kvtier.tiers import checksum
 def left_behind(
     *chunks: int, slots: int = 16, seal: bool = True, fenced: bool = False
 ) -> StoreFixture:
-    """A fixture in its second life; in its first these chunks were stored, in RAM alone."""
+    """A fixture after a restart; these chunks were stored before, in RAM only."""
     values = live(disk=LiveTier(capacity_bytes=1 << 30, store_policy=StorePolicy.NONE))
     fixture = StoreFixture(slots=slots, values=values)
     fixture.engine()

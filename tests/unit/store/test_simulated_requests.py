@@ -26,7 +26,7 @@ BANDWIDTHS = [10 ** (6 + i / STEPS_PER_DECADE) for i in range(4 * STEPS_PER_DECA
 
 
 def measured(simulation: Simulation) -> Simulation:
-    """With prompts that nobody has, so that the engine's speed is known."""
+    """Measures the engine's speed with prompts that no tier has."""
     for tokens in (4_096, 16_384):
         simulation.run(simulation.prompt(tokens), choice=Choice.RECOMPUTE)
     return simulation
@@ -194,7 +194,7 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     for request in requests:
         simulation.finish(request)
         assert request.first_token_seconds <= 1.5 * request.recompute_seconds * (1 + 1e-6)
-    # And nothing is held any more once everything has come back, however late.
+    # Nothing is pinned once every read has returned, however late.
     script[:] = [ReadPlan()]
     tiers[0].bytes_per_second = 1e11
     tiers[0].release()

@@ -50,7 +50,7 @@ def file() -> Iterator[int]:
 
 @pytest.fixture
 def reopen(file: int) -> Open:
-    """A table of another life over the same file."""
+    """Opens the table again, as the next process would."""
 
     def reopen(identity: TableIdentity = IDENTITY, namespaces: set[str] | None = None) -> SlotTable:
         return SlotTable(os.dup(file), identity, namespaces)

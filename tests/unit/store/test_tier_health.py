@@ -1,4 +1,4 @@
-"""When a lower tier is given up for a while, and how it comes back."""
+"""When a secondary tier is suspended, and how it is used again."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_one_event_announces_that_a_tier_is_suspended_and_that_it_is_back() -> N
     fixture = broken()
     assert usable(fixture) == [RAM_BITS | 2, RAM_BITS]
     assert fixture.store.usable_bits == RAM_BITS
-    # The index keeps its keys: none of them is announced anew.
+    # The index still has its keys: none of them is announced again.
     assert fixture.bits(9) == 2
     before = len([e for e in fixture.events if isinstance(e, PresenceChanged)])
     fixture.tier.fail = None
@@ -456,6 +456,6 @@ def test_an_object_whose_checksum_cannot_be_computed_is_a_miss_with_a_reason_of_
     assert fixture.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("tier_reads_failed", "disk", "unverifiable") == 1
     assert state(fixture) == "Healthy"
-    # Not asked for again for a while.
+    # Not read again for a while.
     assert fixture.ends(fixture.promote(0))[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("tier_reads_failed", "disk") == 1

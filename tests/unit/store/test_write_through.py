@@ -1,4 +1,4 @@
-"""Write-through to lower tiers: what is written, when, and what is dropped."""
+"""Write-through to secondary tiers: which objects are written or dropped, and when."""
 
 from __future__ import annotations
 
