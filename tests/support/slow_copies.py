@@ -37,6 +37,8 @@ UNREFERENCED = "KVTIER_TEST_UNREFERENCED"
 UNDRAINED = "KVTIER_TEST_UNDRAINED"
 CUT_SLOTS = "KVTIER_TEST_CUT_SLOTS"
 LOOK_SECONDS = 0.002
+INSTALL = f"{__file__}:install"
+"""The hook, by file: a package of another distribution may also be called ``tests``."""
 _engines: list[SlowCopyEngine] = []
 
 
@@ -141,7 +143,7 @@ def set_copy_seconds(testbed: EngineTestbed, seconds: float) -> None:
 
 def running_copies(testbed: EngineTestbed) -> dict[str, int]:
     """Copies under way in the engine's process, by direction."""
-    counts: dict[str, int] = testbed.drive("call", function=f"{__name__}:running")
+    counts: dict[str, int] = testbed.drive("call", function=f"{__file__}:running")
     return counts
 
 

@@ -1,24 +1,25 @@
 """The byte layout of objects: which bytes of the engine's KV tensors form a block, in which order.
 
-KV is opaque bytes here; nothing is converted. One *object shard* (one chunk of one group on one rank) is
+KV is opaque bytes here; nothing is converted. One *object shard* (one chunk of one
+group on one rank) is
 
     block 0 of the chunk | block 1 | ... | block N-1
-    each block:  page of layer 0 | page of layer 1 | ...      (layers in natural order of their names)
+    each block:  page of layer 0 | page of layer 1 | ...   (layers in natural order of their names)
     each page:   its bytes in the order of the engine's memory, without padding
 
-The order is block-major so that any run of blocks is one contiguous range of the slot: a load that starts
-inside a chunk takes one transfer, like a whole one. If all layers of a block are contiguous in the engine's
-memory already, the block is copied as it is.
+The order is block-major so that any run of blocks is one contiguous range of the slot: a load that
+starts inside a chunk takes one transfer, like a whole one. If all layers of a block are contiguous
+in the engine's memory already, the block is copied as it is.
 
-A layer's page follows from the shape and strides of its tensor alone. The block dimension is the first one,
-or the second behind a dimension of two (keys, values). If a tensor holds several kernel blocks per block of
-the KV cache manager, the block dimension is split. A tensor that does not match the page size of its group's
-specification is rejected with the reason.
+A layer's page follows from the shape and strides of its tensor alone. The block dimension is the
+first one, or the second behind a dimension of two (keys, values). If a tensor holds several kernel
+blocks per block of the KV cache manager, the block dimension is split. A tensor that does not
+match the page size of its group's specification is rejected with the reason.
 
-Copies work on strided views, one per segment (layers at equal distances in one storage). A view has the shape
-(blocks, layers, *outer, words), so indexing its first dimension gives the bytes of a segment of one block in
-the order of the object. Words are the largest integers that divide every offset, so that a gather moves up to
-8 bytes at a time.
+Copies work on strided views, one per segment (layers at equal distances in one storage). A view
+has the shape (blocks, layers, *outer, words), so indexing its first dimension gives the bytes of a
+segment of one block in the order of the object. Words are the largest integers that divide every
+offset, so that a gather moves up to 8 bytes at a time.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class CacheConfig(Protocol):
 class LayerLayout:
     """The location of the pages of one layer.
 
-    Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first), ``run_bytes`` at
-    ``offset + b * block_stride + sum(index * stride)``; all in bytes from the start of the tensor's storage.
-    ``axes``: the page's dimensions outermost first, as (dimension of the tensor, size); dimension -1 is the kernel
-    block inside a block.
+    Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first),
+    ``run_bytes`` at ``offset + b * block_stride + sum(index * stride)``; all in bytes from the
+    start of the tensor's storage. ``axes``: the page's dimensions outermost first, as (dimension
+    of the tensor, size); dimension -1 is the kernel block inside a block.
     """
 
     name: str
@@ -96,8 +97,8 @@ class LayerLayout:
 class StridedSegment:
     """Consecutive layers at equal distances in one storage, which one strided view covers.
 
-    ``layer``: name of the first layer. ``layer_stride``: bytes from one layer to the next. ``start``:
-    byte of a block of the object at which the segment starts.
+    ``layer``: name of the first layer. ``layer_stride``: bytes from one layer to the next.
+    ``start``: byte of a block of the object at which the segment starts.
     """
 
     layer: str
@@ -117,7 +118,10 @@ class StridedSegment:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group. ``block_size``: in tokens. ``block_bytes``: one block, over all layers."""
+    """One KV cache group.
+
+    ``block_size``: in tokens. ``block_bytes``: one block, over all layers.
+    """
 
     layers: tuple[LayerLayout, ...]
     segments: tuple[StridedSegment, ...]
@@ -158,9 +162,9 @@ def build_codec(
 ) -> Codec:
     """Derives the layout of every group. Raises ``CodecError``.
 
-    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the effective
-    chunk, a multiple of every group's block size. ``backends``: layer name to what else decides how a
-    page is filled (attention backend, instruction set); it becomes part of the text.
+    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the
+    effective chunk, a multiple of every group's block size. ``backends``: layer name to what else
+    decides how a page is filled (attention backend, instruction set); it becomes part of the text.
     """
     num_blocks = int(cache_config.num_blocks)
     if num_blocks < 4:

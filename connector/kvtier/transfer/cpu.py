@@ -1,10 +1,10 @@
 """Copies where the KV cache is in host memory, on the calling thread.
 
-torch does not move the bytes: it would start a second team of OpenMP threads beside the engine's own,
-on the same cores. How the bytes of a block move depends on where they are:
+torch does not move the bytes: it would start a second team of OpenMP threads beside the engine's
+own, on the same cores. How the bytes of a block move depends on where they are:
 
-* Contiguous and few: a slice of memory, which costs a third of a microsecond per call, and holds the
-  interpreter lock for tens of microseconds.
+* Contiguous and few: a slice of memory, which costs a third of a microsecond per call, and holds
+  the interpreter lock for tens of microseconds.
 * Contiguous and many: ``memmove``, which costs three times that per call and holds no lock.
 * Scattered: numpy.
 """
@@ -35,8 +35,8 @@ _WORDS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np
 class _CpuSegment:
     """Words ``start .. start + words`` of a block of the object, which are ``cache[block]``.
 
-    ``address``: that of block 0 if the bytes of a block are contiguous, else 0. ``stride_bytes``: from
-    block to block. ``memory``: all blocks, if the bytes of a block are contiguous and few.
+    ``address``: that of block 0 if the bytes of a block are contiguous, else 0. ``stride_bytes``:
+    from block to block. ``memory``: all blocks, if the bytes of a block are contiguous and few.
     """
 
     cache: npt.NDArray[Any]

@@ -1,18 +1,18 @@
 """Copies between GPU memory and the host pool, concurrent with the engine's kernels.
 
-Each direction has two streams and a ring of staging buffers on the GPU. To the host: gather kernels
-collect whole blocks in object order in a buffer, and one DMA transfer moves it to the slot. To the
-device: one DMA transfer moves a contiguous part of the slot to a buffer, and scatter kernels distribute
-it. The kernels take a few percent of the transfer's time and overlap with it, one buffer apart. Measured
-on an H200: one transfer per 128 KiB from Python reaches 22 to 26 GB/s, pieces of 2 MiB and more reach
-50 GB/s.
+Each direction has two streams and a ring of staging buffers on the GPU. To the host: gather
+kernels collect whole blocks in object order in a buffer, and one DMA transfer moves it to the
+slot. To the device: one DMA transfer moves a contiguous part of the slot to a buffer, and scatter
+kernels distribute it. The kernels take a few percent of the transfer's time and overlap with it,
+one buffer apart. Measured on an H200: one transfer per 128 KiB from Python reaches 22 to 26 GB/s,
+pieces of 2 MiB and more reach 50 GB/s.
 
-Order with the engine: only gather and scatter touch the KV cache, and both wait for the caller's fence.
-Order between copies through one buffer: a transfer or gather that reuses it waits for the event of its
-last use. Nothing waits on the host.
+Order with the engine: only gather and scatter touch the KV cache, and both wait for the caller's
+fence. Order between copies through one buffer: a transfer or gather that reuses it waits for the
+event of its last use. Nothing waits on the host.
 
-The end of the module has what torch does not offer of the CUDA runtime: registering host memory that
-torch did not allocate, in pieces, and the capture mode of a thread.
+The end of the module has what torch does not offer of the CUDA runtime: registering host memory
+that torch did not allocate, in pieces, and the capture mode of a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from kvtier.transfer.host_pool import HostPool
 cuda: Any = torch.cuda
 """torch has types for few of its CUDA calls."""
 STAGING_BYTES = 32 << 20
-"""Large enough for the full DMA rate, and small enough that the first scatter starts after 0.6 ms."""
+"""Large enough for the full DMA rate, and small enough that the first scatter starts after 0.6
+ms."""
 STAGING_BUFFERS = 2
 """Per direction: one is filled while the other is drained."""
 
@@ -47,7 +48,7 @@ class _Buffer:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _CopyLane:
     """One direction. ``kernels`` runs gather or scatter; ``dma`` runs the transfers."""
 
     kernels: torch.cuda.Stream
@@ -82,14 +83,14 @@ class CudaCopyEngine(CopyEngine):
             self._lanes = {direction: self._lane() for direction in Direction}
         self._memory: torch.Tensor | None = None
 
-    def _lane(self) -> _Lane:
+    def _lane(self) -> _CopyLane:
         words = -(-self._staging_bytes // self._codec.word_bytes)
         dtype = word_dtype(self._codec.word_bytes)
         buffers = [
             _Buffer(torch.empty(words, dtype=dtype, device=self._device))
             for _ in range(STAGING_BUFFERS)
         ]
-        lane = _Lane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
+        lane = _CopyLane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
         ready = cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         for buffer in buffers:
@@ -133,7 +134,7 @@ class CudaCopyEngine(CopyEngine):
                     self._to_device(lane, buffer, piece)
                 handle.state = buffer.free
 
-    def _to_host(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_host(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.kernels):
             if buffer.free is not None:
@@ -148,7 +149,7 @@ class CudaCopyEngine(CopyEngine):
             buffer.free = cuda.Event()
             buffer.free.record(lane.dma)
 
-    def _to_device(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_device(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.dma):
             if buffer.free is not None:
@@ -207,7 +208,8 @@ class Piece:
 
 
 def pieces(copies: Sequence[Copy], codec: Codec, staging_bytes: int) -> Iterator[Piece]:
-    """Splits copies into pieces of whole blocks, at most ``staging_bytes`` but at least one block."""
+    """Splits copies into pieces of whole blocks, at most ``staging_bytes`` but at least one
+    block."""
     for copy in copies:
         block_bytes = codec.groups[copy.group].block_bytes
         step = max(1, staging_bytes // block_bytes)
@@ -250,8 +252,8 @@ class RegistrationError(KVTierError):
 def relax_capture(maps: Path = Path("/proc/self/maps")) -> bool:
     """Lets the calling thread use the device while another thread captures a CUDA graph.
 
-    In CUDA's default mode many calls of other threads fail during a capture and invalidate it. Calls
-    of a thread in relaxed mode do not. Returns False if the mode cannot be set.
+    In CUDA's default mode many calls of other threads fail during a capture and invalidate it.
+    Calls of a thread in relaxed mode do not. Returns False if the mode cannot be set.
     """
     path = _runtime_path(maps)
     if path is None:
@@ -281,7 +283,8 @@ def registration_ranges(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the ranges (begin, end) of a pool that are registered separately.
 
-    They are page-aligned, have at most ``piece_bytes``, and give each thread two if there are enough.
+    They are page-aligned, have at most ``piece_bytes``, and give each thread two if there are
+    enough.
     """
     share = -(-nbytes // (2 * threads))
     step = min(piece_bytes, max(share, 64 << 20))

@@ -3,8 +3,9 @@
 A copy engine moves whole blocks between the engine's KV cache (the *device*, even on a CPU) and the
 host pool. Its caller decides which slots and blocks, and when to stop.
 
-Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and ``detach``. The
-thread that launches the engine's kernels calls ``fence``. No method is called by two threads at once.
+Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and
+``detach``. The thread that launches the engine's kernels calls ``fence``. No method is called by
+two threads at once.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class CopyEngine(ABC):
     def check(self, copy: Copy) -> str:
         """Returns why ``copy`` would touch memory that it must not touch; empty if it is valid.
 
-        The check runs on the host, because on a GPU a wrong index does not fail one copy: the process
-        cannot use the device afterwards.
+        The check runs on the host, because on a GPU a wrong index does not fail one copy: the
+        process cannot use the device afterwards.
         """
         if self._pool is None:
             return "no pool is attached"
@@ -141,8 +142,8 @@ class CopyEngine(ABC):
         """Starts ``copies``, and returns without waiting where the backend supports that.
 
         ``after``: a ``fence``; device memory is neither read nor written before it. Raises
-        ``CopyError`` for an invalid address, before anything has started, or if the device fails. In
-        the latter case call ``synchronize`` before using the memory involved.
+        ``CopyError`` for an invalid address, before anything has started, or if the device fails.
+        In the latter case call ``synchronize`` before using the memory involved.
         """
         for copy in copies:
             problem = self.check(copy)

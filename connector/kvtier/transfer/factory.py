@@ -26,7 +26,10 @@ def cache_device(kv_caches: Mapping[str, object], codec: Codec) -> torch.device:
 
 
 def make_engine(kv_caches: Mapping[str, object], codec: Codec) -> CopyEngine:
-    """Returns the copy engine for the device of the caches. Raises ``CodecError`` if there is none."""
+    """Returns the copy engine for the device of the caches.
+
+    Raises ``CodecError`` if there is none.
+    """
     device = cache_device(kv_caches, codec)
     if device.type == "cpu":
         return CpuCopyEngine(kv_caches, codec)
@@ -40,8 +43,8 @@ def register_pool(
 ) -> tuple[HostPool, tuple[int, ...]]:
     """Registers ``pool`` with the device, if the device needs that for asynchronous copies.
 
-    Returns the pool with its boundaries, and what ``unregister_pool`` needs. May take seconds. Raises
-    ``RegistrationError``. Any thread.
+    Returns the pool with its boundaries, and what ``unregister_pool`` needs. May take seconds.
+    Raises ``RegistrationError``. Any thread.
     """
     if device.type != "cuda":
         return pool, ()
@@ -52,6 +55,6 @@ def register_pool(
 
 
 def unregister_pool(pool: HostPool, begins: tuple[int, ...]) -> None:
-    """Undoes ``pin``. Nothing may be copied any more."""
+    """Undoes ``register_pool``. No copy may run."""
     if begins:
         unregister(pool.memory.ctypes.data, begins)

@@ -21,8 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 class HostPool:
     """A writable mapping, which lives as long as an array over it.
 
-    ``identity``: device, inode and size of the file, to detect that it was replaced. ``boundaries``:
-    offsets between ranges that were registered separately; one DMA transfer must not cross them.
+    ``identity``: device, inode and size of the file, to detect that it was replaced.
+    ``boundaries``: offsets between ranges that were registered separately; one DMA transfer must
+    not cross them.
     """
 
     memory: Bytes

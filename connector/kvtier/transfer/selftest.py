@@ -100,7 +100,7 @@ def _check(layout: SyntheticCache, device: str, directory: Path) -> dict[str, ob
             bench.engine.attach(bench.pool)
             wrong = _whole_and_parts(bench)
             if device != "cpu":
-                wrong += [f"cut up: {name}" for name in _whole_and_parts(_cut_up(bench))]
+                wrong += [f"split up: {name}" for name in _whole_and_parts(_split_up(bench))]
                 wrong += _out_of_order(bench)
             result["wrong"] = wrong
             result["ok"] = not result["wrong"]
@@ -113,7 +113,7 @@ def _check(layout: SyntheticCache, device: str, directory: Path) -> dict[str, ob
 
 
 def _whole_and_parts(bench: _Bench) -> list[str]:
-    """Stores a chunk, then loads the whole and every sub-range of it elsewhere; returns what differed."""
+    """Stores a chunk and loads every sub-range of it elsewhere; returns what differs."""
     wrong: list[str] = []
     source, target = (1, 9, 3, 7), (2, 8, 10, 5)
     shard = bench.codec.groups[0].shard_bytes
@@ -132,8 +132,8 @@ def _whole_and_parts(bench: _Bench) -> list[str]:
     return wrong
 
 
-def _cut_up(bench: _Bench) -> _Bench:
-    """The same with a staging buffer for one block, so that it is used again and again, and with boundaries at odd places."""
+def _split_up(bench: _Bench) -> _Bench:
+    """The same with a staging buffer of one block, and with boundaries at odd places."""
     engine = CudaCopyEngine(bench.layout.caches, bench.codec, staging_bytes=1)
     shard = bench.codec.groups[0].shard_bytes
     pool = replace(bench.pool, boundaries=tuple(range(333, 3 * shard, 777)))
@@ -142,7 +142,10 @@ def _cut_up(bench: _Bench) -> _Bench:
 
 
 def _out_of_order(bench: _Bench) -> list[str]:
-    """Kernels that are still queued when a copy is submitted: a store must see what they write, a load must not spoil what they read."""
+    """Submits copies while kernels are queued.
+
+    A store must see what they write, and a load must not change what they read.
+    """
     wrong: list[str] = []
     layout, engine = bench.layout, bench.engine
     original = _snapshot(layout)

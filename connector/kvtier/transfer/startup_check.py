@@ -1,9 +1,9 @@
 """Start-up check of the codec: what is copied into the KV tensors equals what was copied out.
 
-The engine registers its KV tensors before it serves, so no request runs during the check. Patterns are
-written through the tensors as the engine sees them, copied out, and copied in to *other* blocks. Then
-those blocks must hold the patterns, again as the engine sees them, and the blocks beside them must be
-unchanged. The check restores everything that it touched.
+The engine registers its KV tensors before it serves, so no request runs during the check. Patterns
+are written through the tensors as the engine sees them, copied out, and copied in to *other*
+blocks. Then those blocks must hold the patterns, again as the engine sees them, and the blocks
+beside them must be unchanged. The check restores everything that it touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Synthetic KV caches in every layout that engines are known to use.
 
-Each is a set of tensors with the specification that describes them. The self-test, the benchmarks and
-the tests copy between them and a pool.
+Each is a set of tensors with the specification that describes them. The self-test, the benchmarks
+and the tests copy between them and a pool.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def group_of(group: Any) -> KVCacheGroup:
 def use_vllm_log_handlers() -> None:
     """Adds vLLM's log handlers and level to the ``kvtier`` logger. Idempotent.
 
-    vLLM configures only its own logger. Does nothing if the ``kvtier`` or root logger is configured.
+    vLLM configures only its own logger. Does nothing if the ``kvtier`` or root logger is
+    configured.
     """
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if ours.handlers or logging.getLogger().handlers or not theirs.handlers:

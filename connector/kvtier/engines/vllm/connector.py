@@ -336,7 +336,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         scheduler = self._scheduler
-        # An exception turns KVTier off, so nothing matches any more: that is a reset as well.
+        # An exception turns KVTier off, after which nothing matches: that is a reset as well.
         return (
             True if scheduler is None else self._guarded("reset_cache", True, scheduler.reset_cache)
         )

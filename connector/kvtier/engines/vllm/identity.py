@@ -78,7 +78,7 @@ class IdentityBuilder:
             try:
                 self._identity = self._build()
             except Exception as error:
-                # A model's configuration may hold anything; the memory tier works without an identity.
+                # A model's configuration may hold anything. The memory tier works without it.
                 logger.exception(
                     "KVTier: objects stay in the memory tier of this engine: no identity"
                 )
@@ -237,7 +237,7 @@ def _short(name: str) -> str:
 
 
 def rope_depends_on_length(text_config: Any) -> bool:
-    """Returns whether rotary factors depend on ``max_model_len`` (longrope, dynamic, unknown types)."""
+    """Returns whether rotary factors depend on ``max_model_len``. Unknown types count as yes."""
     for name in ("rope_parameters", "rope_scaling"):
         found = getattr(text_config, name, None)
         if isinstance(found, Mapping):
@@ -289,14 +289,14 @@ _IGNORED_FILES = re.compile(
     r"^(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template"
     r"|preprocessor|processor|training|trainer|optimizer)"
 )
-"""Files that decide which tokens are computed, not what their KV is. The block hash has the tokens."""
+"""Files that decide which tokens are computed, which the block hash covers, not their KV."""
 
 
 def model_digest(directory: Path) -> tuple[str, int]:
     """Returns (hex digest, number of weight files) of a local model. Blocks. Raises ``OSError``.
 
-    The digest covers all of the configuration and code files, and the name, size, safetensors header
-    and samples of each weight file.
+    The digest covers all of the configuration and code files, and the name, size, safetensors
+    header and samples of each weight file.
     """
     digest = blake3()
     weights = 0

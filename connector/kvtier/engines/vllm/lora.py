@@ -4,9 +4,9 @@ vLLM's block hash identifies an adapter by name and path, which says nothing abo
 the digest of the adapter's files is added to the keys. A background thread computes it; until then
 the adapter's requests are neither loaded nor stored.
 
-vLLM loads an adapter some time before its first request arrives here. Files that last changed before
-the engine started are the ones that were loaded. For files that changed later this cannot be known,
-so the keys of such an adapter are valid for this engine only.
+vLLM loads an adapter some time before its first request arrives here. Files that last changed
+before the engine started are the ones that were loaded. For files that changed later this cannot
+be known, so the keys of such an adapter are valid for this engine only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Messages between the scheduler side and the worker side, carried by vLLM.
 
-``StepMetadata`` goes from the scheduler to the workers once per step. ``WorkerReport`` goes back once
-per step and rank; vLLM aggregates it over ranks. vLLM pickles both between processes of one version.
+``StepMetadata`` goes from the scheduler to the workers once per step. ``WorkerReport`` goes back
+once per step and rank; vLLM aggregates it over ranks. vLLM pickles both between processes of one
+version.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class LoadJob:
 class StoreJob:
     """Copies a whole chunk from GPU blocks into ``slot``, then delivers ``reservation`` to tierd.
 
-    ``slot``: byte offset in the host pool. ``epoch``: the tierd epoch that granted the slot; a worker
-    that is attached to another one drops the job.
+    ``slot``: byte offset in the host pool. ``epoch``: the tierd epoch that granted the slot; a
+    worker that is attached to another one drops the job.
     """
 
     reservation: int
@@ -95,7 +96,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: list[LoadResult] = field(default_factory=list)
     stores_done: dict[int, int] = field(default_factory=dict)
     attached_epoch: int = 0
-    """The tierd epoch that every rank is attached to; 0 if they differ, and then nothing is copied."""
+    """The tierd epoch that every rank is attached to; 0 if they differ: nothing is copied."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks for the same step."""

@@ -24,8 +24,8 @@ class CachedMatch:
     """The last result of a lookup, and the state it was derived from.
 
     ``computed_tokens``: the local hit that the match extends. The match holds while the session's
-    ``epoch`` and the replica's ``removals`` are the same; new keys (``changes``) are picked up after
-    a refresh interval.
+    ``epoch`` and the replica's ``removals`` are the same; new keys (``changes``) are picked up
+    after a refresh interval.
     """
 
     computed_tokens: int
@@ -101,8 +101,8 @@ class RequestState:
         self.load_id = 0
         """The load in flight, 0 if none."""
         self.load_failed = False
-        """After a failed load nothing is loaded for the request again: vLLM would look it up, load
-        it and fail for ever."""
+        """After a failed load nothing else is loaded for the request. vLLM repeats the lookup, which
+        would match and fail again without end."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[int] = []
@@ -155,7 +155,7 @@ class RequestState:
         return self._keys
 
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
-        """Returns (group, hash) of ``count`` chunks from ``first_chunk`` on, as messages carry them."""
+        """Returns the keys of ``count`` chunks as (group, hash), the form that messages have."""
         hashes = self._hashes[first_chunk : first_chunk + count]
         return tuple((GROUP, block_hash) for block_hash in hashes)
 

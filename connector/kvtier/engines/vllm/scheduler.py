@@ -197,7 +197,7 @@ class KVTierConnectorScheduler:
         return StepMetadata(step=self._step, loads=loads, stores=stores, cancelled_loads=cancelled)
 
     def build_load_meta(self) -> StepMetadata:
-        """Returns only the loads that vLLM waits for: ``build_connector_meta`` once KVTier is off."""
+        """Returns only the loads that vLLM waits for, once KVTier is off."""
         self._step += 1
         self._steps.clear()
         self.prefill.clear()

@@ -236,7 +236,7 @@ class SchedulerLoads:
         ``bits[i]``: the tiers that hold the i-th chunk of the prefix.
         """
         if state.promotion_tried:
-            # A tier that fails immediately would otherwise be asked in every step.
+            # Otherwise a tier that fails immediately gets a request in every step.
             return False
         if len(self._pending) >= MAX_PENDING_PROMOTIONS:
             self.counts.promotions["too_many_waiting"] += 1
@@ -330,8 +330,8 @@ class SchedulerLoads:
     def start(self, state: RequestState, tokens: int, block_ids: Sequence[int]) -> None:
         """Starts a load of ``tokens`` tokens after the request's local hit.
 
-        ``block_ids``: the request's whole block table. vLLM waits for a report from now on, so a job
-        is queued even if tierd cannot be reached.
+        ``block_ids``: the request's whole block table. vLLM waits for a report from now on, so a
+        job is queued even if tierd cannot be reached.
         """
         now = self._clock()
         planner, session = self._planner, self._session

@@ -174,7 +174,10 @@ class SchedulerStores:
         return ""
 
     def take_jobs(self) -> list[StoreJob]:
-        """Reserves the planned stores and returns their jobs. What cannot be reserved is dropped."""
+        """Reserves the planned stores and returns their jobs.
+
+        What cannot be reserved is dropped.
+        """
         planned, self._planned = self._planned, []
         if not planned:
             return []

@@ -106,9 +106,9 @@ class SessionLost:
 class TierdSession:
     """The scheduler side's view of tierd, across reconnects.
 
-    Methods belong to the scheduler's thread unless they say otherwise. ``engine``: the name that the
-    workers use too. ``identity`` is called on the I/O thread before each attempt to attach, and may
-    block.
+    Methods belong to the scheduler's thread unless they say otherwise. ``engine``: the name that
+    the workers use too. ``identity`` is called on the I/O thread before each attempt to attach,
+    and may block.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class TierdSession:
         return names[index] if 0 <= index < len(names) else f"tier{index}"
 
     def drain(self) -> Iterator[Promoted | SessionLost]:
-        """Applies the messages in the inbox; yields those that concern loads and stores, in order."""
+        """Applies the messages in the inbox; yields the events that loads and stores handle."""
         inbox = self.inbox
         while inbox:
             message = inbox.popleft()
@@ -275,7 +275,7 @@ class TierdSession:
     def reset(self) -> None:
         """Abandons the namespace, because the weights may have changed.
 
-        Objects stored so far must not match any more, and later objects of this engine must not be
+        Objects stored so far must not match, and later objects of this engine must not be
         shared. If ``ResetCache`` cannot be sent, it is sent before anything else later. tierd still
         honors open promotions and credits.
         """

@@ -7,8 +7,8 @@ finished. The order within a step:
     get_transfer_results or get_finished, get_block_ids_with_load_errors,
     get_kv_connector_stats, build_connector_worker_meta
 
-vLLM 0.24 calls ``start_load_kv`` before the forward pass, and skips ``wait_for_save`` in steps without
-one; 0.32 always calls both after it. So the stores of a step are passed on by whichever of
+vLLM 0.24 calls ``start_load_kv`` before the forward pass, and skips ``wait_for_save`` in steps
+without one; 0.32 always calls both after it. So the stores of a step are passed on by whichever of
 ``wait_for_save`` and ``get_finished`` comes first, behind the step's kernels.
 """
 
@@ -291,8 +291,8 @@ class KVTierConnectorWorker:
 def layer_backends(vllm_config: VllmConfig, layer_names: Sequence[str]) -> dict[str, str]:
     """Returns, by layer, what decides how its pages are filled beside shape and dtype.
 
-    The CPU backend packs keys for the available instruction set (AMX or vectors) into tensors of the
-    same shape; machines that differ in it must not share objects.
+    The CPU backend packs keys for the available instruction set (AMX or vectors) into tensors of
+    the same shape; machines that differ in it must not share objects.
     """
     context: Mapping[str, object] = (
         getattr(vllm_config.compilation_config, "static_forward_context", {}) or {}

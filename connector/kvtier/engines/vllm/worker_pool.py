@@ -1,7 +1,7 @@
 """Maps the host pool and registers it with the device, on a background thread.
 
-Registering 64 GiB takes about 3 s; meanwhile the engine serves without tiers. The mapper also notices
-when tierd has created another pool file.
+Registering 64 GiB takes about 3 s; meanwhile the engine serves without tiers. The mapper also
+notices when tierd has created another pool file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The transfer thread of one rank: everything that touches slots happens here, one step at a time.
 
-Inputs come from the engine's thread (jobs, each with a fence of the compute stream), from the client's
-I/O thread (messages, loss of tierd), and from the thread that maps the pool. The transfer thread waits
-for none of them, and none of them waits for it, except ``close`` for a bounded time.
+Inputs come from the engine's thread (jobs, each with a fence of the compute stream), from the
+client's I/O thread (messages, loss of tierd), and from the thread that maps the pool. The transfer
+thread waits for none of them, and none of them waits for it, except ``close`` for a bounded time.
 
-When tierd is lost, the thread drains: it synchronizes the copies, ends the loads, drops the stores and
-forgets announcements. Only then does it tell the client to reattach, because from that moment on a
-slot may hold another object.
+When tierd is lost, the thread drains: it synchronizes the copies, ends the loads, drops the stores
+and forgets announcements. Only then does it tell the client to reattach, because from that moment
+on a slot may hold another object.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the report waits for the submitted ones, because until then the GPU writes into 
 report gives back to vLLM.
 
 A store ends with ``Deliver`` or ``Abort`` for tierd and one report for the scheduler side, which
-references the source blocks until then. So every job is reported, and only after the GPU has stopped
-reading its blocks.
+references the source blocks until then. So every job is reported, and only after the GPU has
+stopped reading its blocks.
 
 docs/datapath.md has the rules. All methods are called by the transfer thread.
 """
@@ -34,7 +34,7 @@ BATCH_BYTES = 32 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _RankLoad:
     job: LoadJob
     fence: object | None
     started_at: float
@@ -74,7 +74,7 @@ class WorkerLoads:
         self._counters = context.counters
         self._send = send
         self._batch_bytes = batch_bytes
-        self._active: dict[int, _Load] = {}
+        self._active: dict[int, _RankLoad] = {}
         self._early: OrderedDict[int, LoadReady] = OrderedDict()
         """Announcements whose job has not arrived."""
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -111,7 +111,7 @@ class WorkerLoads:
                 self._release(job.load, self._early.pop(job.load, None))
             else:
                 requests.add(job.request_id)
-                load = _Load(job, fence, received_at, received_at + job.timeout_seconds)
+                load = _RankLoad(job, fence, received_at, received_at + job.timeout_seconds)
                 load.announcement = self._early.pop(job.load, None)
                 self._active[job.load] = load
 
@@ -180,7 +180,7 @@ class WorkerLoads:
                 changed = True
         return changed
 
-    def _collect(self, load: _Load) -> bool:
+    def _collect(self, load: _RankLoad) -> bool:
         changed = False
         while load.in_flight:
             handle, keys = load.in_flight[0]
@@ -196,7 +196,7 @@ class WorkerLoads:
             changed = True
         return changed
 
-    def _submit(self, load: _Load, slots: Sequence[int]) -> bool:
+    def _submit(self, load: _RankLoad, slots: Sequence[int]) -> bool:
         copies: list[Copy] = []
         total_bytes = 0
         keys = load.submitted_keys
@@ -220,13 +220,13 @@ class WorkerLoads:
             self._on_copy_error(load)
         return True
 
-    def _on_copy_error(self, load: _Load) -> None:
+    def _on_copy_error(self, load: _RankLoad) -> None:
         # Part of the copy may still run; nothing may be reported before the device is idle.
         self._counters.add("copy_errors")
         load.stop_reason = "copy"
         self._engine.synchronize()
 
-    def _end(self, load: _Load) -> None:
+    def _end(self, load: _RankLoad) -> None:
         job, keys = load.job, load.copied_keys
         del self._active[job.load]
         complete = keys == len(job.runs)
@@ -311,9 +311,9 @@ class WorkerStores:
         self._aborted.clear()
 
     def advance(self) -> bool:
-        """Collects, submits at most one batch, and reports to tierd; returns whether anything changed.
+        """Collects, submits at most one batch, and reports to tierd.
 
-        Raises ``CopyError`` as ``WorkerLoads.advance`` does.
+        Returns whether anything changed. Raises ``CopyError`` as ``WorkerLoads.advance`` does.
         """
         changed = self._collect()
         changed |= self._submit()
