@@ -71,7 +71,7 @@ def test_early_acknowledgements_are_bounded_and_the_oldest_dropped_and_counted()
     fixture.engine()
     for number in range(MAX_EARLY + 10):
         fixture.store.deliver("e", 0, number)
-    assert fixture.counted("early_answers_dropped") == 10
+    assert fixture.counted("early_acks_dropped") == 10
 
 
 def test_a_key_that_is_present_is_not_stored_again() -> None:

@@ -1,9 +1,9 @@
-"""TierStore against a model, under any interleaving of calls, I/O and time.
+"""TierStore against a model, for any interleaving of calls, I/O and time.
 
-The model is an adversary that keeps to the contract: engines write garbage into every slot that is
-theirs until they are proven gone, hung reads write garbage into their slots until they return,
-workers of vanished engines go on reading. What the store then announces must hold exactly the bytes
-of its key.
+The model is an adversary within the contract. Engines write garbage into every slot that is theirs
+until they are confirmed dead, hung reads write garbage into their slots until they return, and
+workers of closed engines continue to read. Every announced slot must hold exactly the bytes of its
+key.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Driver:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """See the module's text."""
+    """The model and its rules. See the module."""
 
     def __init__(self) -> None:
         super().__init__()
