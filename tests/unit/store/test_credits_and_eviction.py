@@ -224,7 +224,7 @@ def test_groups_of_one_engine_get_room_for_about_as_many_objects_each() -> None:
     assert 30 <= sum(held[1]) <= 51
 
 
-def test_an_engine_that_comes_later_gets_its_share_of_a_full_pool() -> None:
+def test_a_later_engine_gets_its_share_of_a_full_pool() -> None:
     fixture = StoreFixture(slots=128)
     fixture.engine("first", namespace="b" * 32)
     for chunk in range(150):

@@ -1,4 +1,4 @@
-"""How chunks become objects: reservations, deliveries, commits."""
+"""Reservations, deliveries and commits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
-def test_what_the_protocol_does_not_allow_is_counted_and_harmless(reason: str, act) -> None:  # type: ignore[no-untyped-def]
+def test_protocol_violations_are_counted_and_harmless(reason: str, act) -> None:  # type: ignore[no-untyped-def]
     fixture = StoreFixture()
     fixture.engine()
     fixture.engine("other")

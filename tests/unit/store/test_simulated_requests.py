@@ -1,5 +1,4 @@
-"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers
-do."""
+"""Time to first token in simulated time: bounds that hold whatever the tiers do."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def test_a_tier_that_hangs_costs_half_of_recomputing_once_and_then_nothing() -> 
     assert costs[1:] == [1.0] * 11
 
 
-def test_what_arrived_in_order_before_the_tier_stopped_is_used() -> None:
+def test_keys_that_arrived_in_order_before_the_tier_stopped_are_used() -> None:
     prefill, chunk_bytes = ENGINES["8B on one H200"]
     tier = SimulatedTier("disk", 20e9, in_order=True)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))

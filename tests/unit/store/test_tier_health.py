@@ -145,7 +145,7 @@ def test_a_probe_that_hangs_is_not_followed_by_another() -> None:
     assert len(fixture.calls("check:")) == 1
 
 
-def test_what_waits_at_a_tier_whose_breaker_opens_is_taken_back_at_once() -> None:
+def test_queued_calls_of_a_tier_whose_breaker_opens_are_revoked_at_once() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0, 1)
@@ -215,7 +215,7 @@ def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     assert fixture.counted("tier_late_reads", "disk") == 1
 
 
-def test_a_read_that_comes_after_its_limit_and_before_it_is_late_is_no_failure() -> None:
+def test_a_read_after_its_time_limit_that_is_not_late_is_no_failure() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier(load_timeout_seconds=1)))
     fixture.engine()
     fixture.put_in_tier(0)
