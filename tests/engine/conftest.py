@@ -47,7 +47,7 @@ def model(scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def payload(scratch: Path) -> Path:
-    return payload_writer.write(scratch / "payload")
+    return payload_writer.write(scratch / "payload", include=("harness", "testing"))
 
 
 @pytest.fixture(scope="session")

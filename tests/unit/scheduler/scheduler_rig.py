@@ -25,7 +25,7 @@ from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, StoreJob, WorkerReport
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.engines.vllm.tierd_session import TierdSession
-from kvtier.planner import Group, GroupKind, Planner
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import (
     PROTOCOL,
     Credits,
@@ -261,7 +261,7 @@ class Rig:
         self._next_block = 1
         self._seen: set[str] = set()
         self.clients: list[FakeClient] = []
-        planner = Planner.build([Group(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
+        planner = Planner.build([KVCacheGroup(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
         self.scheduler = KVTierConnectorScheduler(
             TierdSession(
                 document or topology(),

@@ -21,7 +21,7 @@ from kvtier.engines.vllm.identity import (
     unstable_seed,
 )
 from kvtier.namespace import canonical_json
-from kvtier.planner import Group, GroupKind, Planner
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 
 SEED = "ab" * 32
 
@@ -83,7 +83,7 @@ def _config(directory: Path, **changes: Any) -> Any:
 
 
 def _planner(chunk: int = 64, block: int = 32) -> Planner:
-    return Planner.build([Group(GroupKind.FULL, block, "FullAttentionSpec")], chunk, block)
+    return Planner.build([KVCacheGroup(GroupKind.FULL, block, "FullAttentionSpec")], chunk, block)
 
 
 @pytest.fixture(autouse=True)
