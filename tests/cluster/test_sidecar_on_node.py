@@ -1,4 +1,4 @@
-"""The sidecar's image in a real pod: users that are nobody, two containers, kills, and the pod's end."""
+"""The sidecar image in a real pod: arbitrary users, two containers, kills, and termination."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def pod() -> dict[str, Any]:
                     ENGINE,
                     [topology, run, {**payload, "readOnly": True}],
                     securityContext={"runAsUser": 4_242},
-                    env=[{"name": "PYTHONPATH", "value": "/opt/kvtier/payload"}],
+                    # The payload has no test code, so that the stub engine comes from the image's own copy.
+                    env=[{"name": "PYTHONPATH", "value": "/opt/kvtier/source"}],
                 )
             ],
             "volumes": [

@@ -1,4 +1,4 @@
-"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers do."""
+"""Time to first token in simulated time: bounds that hold whatever the tiers do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BANDWIDTHS = [10 ** (6 + i / STEPS_PER_DECADE) for i in range(4 * STEPS_PER_DECA
 
 
 def measured(simulation: Simulation) -> Simulation:
-    """With prompts that nobody has, so that the engine's speed is known."""
+    """Measures the engine's speed with prompts that no tier has."""
     for tokens in (4_096, 16_384):
         simulation.run(simulation.prompt(tokens), choice=Choice.RECOMPUTE)
     return simulation
@@ -62,21 +62,19 @@ def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_
             assert chosen.usable == 0
 
 
-def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> (
-    None
-):
+def test_a_tier_found_too_slow_is_probed_every_30_seconds_at_no_cost() -> None:
     prefill, chunk_bytes = ENGINES["small and slow"]
     tier = SimulatedTier("disk", 1e6)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
     tier.bytes_per_second = 1e9
     asked_at = simulation.clock.now
     reads = tier.reads
-    before = simulation.store.counters.values.get(("tier_probe_reads", "disk", ""), 0)
+    before = simulation.counters.values.get(("tier_probe_reads", "disk", ""), 0)
     while (request := simulation.run(simulation.prompt(4_096))).usable == 0:
         assert request.first_token_seconds == request.recompute_seconds
         simulation.pass_time(2.0)
         assert simulation.clock.now < asked_at + 120, "a tier that has recovered is not used"
-    trials = simulation.store.counters.values["tier_probe_reads", "disk", ""] - before
+    trials = simulation.counters.values["tier_probe_reads", "disk", ""] - before
     assert trials <= 1 + (simulation.clock.now - asked_at) / 30
     assert tier.reads - reads - 16 <= trials * 8
 
@@ -91,7 +89,7 @@ def test_a_tier_that_hangs_costs_half_of_recomputing_once_and_then_nothing() -> 
     assert costs[1:] == [1.0] * 11
 
 
-def test_what_arrived_in_order_before_the_tier_stopped_is_used() -> None:
+def test_keys_that_arrived_in_order_before_the_tier_stopped_are_used() -> None:
     prefill, chunk_bytes = ENGINES["8B on one H200"]
     tier = SimulatedTier("disk", 20e9, in_order=True)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
@@ -195,7 +193,7 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     for request in requests:
         simulation.finish(request)
         assert request.first_token_seconds <= 1.5 * request.recompute_seconds * (1 + 1e-6)
-    # And nothing is held any more once everything has come back, however late.
+    # Nothing is pinned once every read has returned, however late.
     script[:] = [ReadPlan()]
     tiers[0].bytes_per_second = 1e11
     tiers[0].release()

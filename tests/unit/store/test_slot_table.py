@@ -1,4 +1,4 @@
-"""The table that tells the next tierd what is in the pool."""
+"""The slot table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def file() -> Iterator[int]:
 
 @pytest.fixture
 def reopen(file: int) -> Open:
-    """A table of another life over the same file."""
+    """Opens the table again, as the next process would."""
 
     def reopen(identity: TableIdentity = IDENTITY, namespaces: set[str] | None = None) -> SlotTable:
         return SlotTable(os.dup(file), identity, namespaces)
@@ -58,7 +58,7 @@ def reopen(file: int) -> Open:
     return reopen
 
 
-def test_the_next_life_finds_what_was_added_and_not_erased_oldest_first(reopen: Open) -> None:
+def test_reopening_returns_the_records_added_and_not_erased_oldest_first(reopen: Open) -> None:
     table = reopen()
     for number in (5, 3, 9, 1):
         assert table.add(record(number)) == ""
@@ -93,7 +93,7 @@ def test_erased_places_are_used_again(reopen: Open, file: int) -> None:
     ],
     ids=["another pool file", "another topology", "a smaller pool"],
 )
-def test_a_table_of_something_else_is_refused_as_a_whole(
+def test_a_table_with_another_identity_is_rejected_as_a_whole(
     reopen: Open, identity: TableIdentity, reason: str
 ) -> None:
     table = reopen()
@@ -107,14 +107,14 @@ def test_a_table_of_something_else_is_refused_as_a_whole(
     assert [each.offset for each in reopen(identity).recovered] == [9 * 8192]
 
 
-def test_a_pool_that_has_grown_is_taken_over(reopen: Open) -> None:
+def test_a_pool_that_has_grown_is_recovered(reopen: Open) -> None:
     reopen().add(record(1))
     grown = replace(IDENTITY, pool_bytes=2 << 30)
     assert len(reopen(grown).recovered) == 1
     assert reopen().rejected == {"pool_size": 1}
 
 
-def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> None:
+def test_objects_of_a_namespace_without_its_text_are_rejected(reopen: Open) -> None:
     table = reopen()
     table.add(record(1))
     table.add(record(2, namespace="f" * 32))
@@ -124,7 +124,7 @@ def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> No
     assert reopen(IDENTITY, {"f" * 32}).rejected == {}
 
 
-def test_two_records_of_one_slot_are_not_both_believed(reopen: Open, file: int) -> None:
+def test_of_two_records_of_one_slot_only_one_is_recovered(reopen: Open, file: int) -> None:
     table = reopen()
     table.add(record(1))
     os.pwrite(
@@ -135,7 +135,7 @@ def test_two_records_of_one_slot_are_not_both_believed(reopen: Open, file: int) 
     assert found.rejected == {"overlap": 1}
 
 
-def test_a_full_table_says_so_and_goes_on(reopen: Open) -> None:
+def test_a_full_table_reports_it_and_stays_usable(reopen: Open) -> None:
     small = replace(IDENTITY, pool_bytes=1 << 20)
     table = reopen(small)
     table._max_records = 3
@@ -176,7 +176,7 @@ def test_a_flipped_bit_costs_its_record_and_no_other(position: int, bit: int) ->
 
 @given(cut=st.integers(0, HEADER_BYTES + 3 * RECORD_BYTES))
 @settings(max_examples=60, deadline=None)
-def test_a_table_cut_off_anywhere_gives_what_is_whole(cut: int) -> None:
+def test_a_truncated_table_gives_its_complete_records(cut: int) -> None:
     file = os.memfd_create("slots")
     try:
         table = SlotTable(os.dup(file), IDENTITY)

@@ -1,0 +1,79 @@
+"""End-to-end test. `make demo-cluster` runs the same steps and prints the results."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "helm_python", reason="charts are installed by Helm's own code: helm-python-sdk"
+)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vllm is not installed: install the extra `engine`",
+    ),
+    pytest.mark.engine,
+]
+
+
+@pytest.fixture(scope="module")
+def loop(node_cluster: Any, node_images: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The loop, run once; and its result."""
+    from e2e import EndToEndRun
+
+    from kvtier.cli.demo_display import Display
+
+    done = EndToEndRun(
+        node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), images_loaded=True
+    )
+    return done, done.run()
+
+
+def test_tokens_equal_those_of_an_engine_without_kvtier_at_every_step(loop: Any) -> None:
+    assert [(row.stage, row.prompt) for row in loop[0].rows if not row.equal] == []
+    assert loop[1]["identical_tokens"]
+
+
+def test_the_engine_is_attached_with_its_command_and_its_memory_limit_untouched(loop: Any) -> None:
+    assert loop[1]["attached_pods"] == 1
+    assert loop[1]["command_untouched"]
+    assert loop[1]["engine_memory_limit_unchanged"]
+
+
+def test_an_empty_cache_is_filled_from_memory(loop: Any) -> None:
+    assert loop[1]["loaded_tokens_ram"] == 2 * 768
+
+
+def test_the_memory_tier_outlives_the_engines_container(loop: Any) -> None:
+    assert loop[1]["loaded_tokens_ram_after_container_restart"] == 2 * 768
+
+
+def test_the_file_tier_outlives_the_pod(loop: Any) -> None:
+    # A brings the shared prefix into RAM, where B finds it.
+    by_prompt = {
+        row.prompt: (row.ram, row.file) for row in loop[0].rows if row.stage == "pod replaced"
+    }
+    assert by_prompt == {"A": (0, 768), "B": (512, 256)}
+
+
+def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untouched(
+    loop: Any,
+) -> None:
+    assert loop[1]["pod_untouched"]
+    assert loop[1]["live_change_seconds"] < 120
+    assert (
+        loop[1]["loaded_tokens_ram_after_live_change"],
+        loop[1]["loaded_tokens_file_after_live_change"],
+    ) == (512, 0)
+
+
+def test_kubectl_shows_the_result(loop: Any) -> None:
+    headings, row = loop[0].output.get.splitlines()
+    assert headings.split()[:4] == ["NAME", "READY", "REASON", "PODS"]
+    assert row.split()[1] == "True"
+    assert "1/1" in row
+    for word in ("Attached", "StorageReady", "TiersHealthy", "Tuned", "disk", "ram", "Events"):
+        assert word in loop[0].output.describe

@@ -1,0 +1,156 @@
+"""What both processes have: log lines, health and metrics over HTTP, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from tests.support.processes import ended_while_importing
+
+from kvtier import __version__
+from kvtier_operator import runtime
+from kvtier_operator.api.status import PolicyStatus
+from kvtier_operator.controller.metrics import PolicyMetrics
+from kvtier_operator.kube.resources import CONFIG_MAPS
+from kvtier_operator.runtime import ApiMetrics, new_registry
+from kvtier_operator.settings import Monitoring
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_is_json_with_what_it_is_about_and_what_it_adds(stream: io.StringIO) -> None:
+    runtime.configure(runtime.LogFormat.JSON, stream=stream)
+    with runtime.about(namespace="n", policy="chat", reconcile=7):
+        logging.getLogger("x").warning("took %d s", 3, extra={"reason": "Slow"})
+    logging.getLogger("x").info("afterwards")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "warning",
+        "logger": "x",
+        "message": "took 3 s",
+        "namespace": "n",
+        "policy": "chat",
+        "reconcile": 7,
+        "reason": "Slow",
+    }
+    assert "policy" not in second
+
+
+def test_an_error_is_one_line_with_its_traceback(stream: io.StringIO) -> None:
+    runtime.configure(runtime.LogFormat.JSON, stream=stream)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: bad" in json.loads(line)["error"]
+
+
+def test_what_a_line_is_about_does_not_leak_into_other_tasks(stream: io.StringIO) -> None:
+    runtime.configure(runtime.LogFormat.TEXT, stream=stream)
+
+    async def look(policy: str) -> None:
+        with runtime.about(policy=policy):
+            await asyncio.sleep(0)
+            logging.getLogger("x").info("looked")
+
+    async def both() -> None:
+        await asyncio.gather(look("a"), look("b"))
+
+    asyncio.run(both())
+    assert [line.split("  ")[-1] for line in stream.getvalue().splitlines()] == [
+        "policy=a",
+        "policy=b",
+    ]
+
+
+def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
+    async def story() -> None:
+        registry, state = new_registry(), runtime.Health()
+        calls = ApiMetrics(registry)
+        calls.call("get", "Pod", 200, 0.01)
+        calls.restart(CONFIG_MAPS, "Gone")
+        problem = {"caches": ""}
+        state.live("loop", lambda: "")
+        state.ready("caches", lambda: problem["caches"])
+        async with (
+            runtime.serve(Monitoring(host="127.0.0.1", port=0), registry, state) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        ):
+
+            async def ask(path: str) -> tuple[int, str]:
+                async with session.get(path) as answer:
+                    return answer.status, await answer.text()
+
+            assert await ask("/healthz") == (200, "ok\n")
+            assert await ask("/readyz") == (200, "ok\n")
+            problem["caches"] = "pods: not listed yet"
+            assert await ask("/readyz") == (503, "caches: pods: not listed yet\n")
+            assert await ask("/healthz") == (200, "ok\n"), "no reason to restart"
+            text = (await ask("/metrics"))[1]
+            assert 'kvtier_operator_api_calls_total{code="200",kind="Pod",verb="get"} 1.0' in text
+            assert (
+                'kvtier_operator_watch_restarts_total{kind="ConfigMap",reason="Gone"} 1.0' in text
+            )
+            assert "_created" not in text
+
+    asyncio.run(story())
+
+
+def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_exists() -> None:
+    condition = {"type": "Ready", "reason": "R", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    statuses = {
+        ("n", name): PolicyStatus.model_validate(
+            {
+                "conditions": [{**condition, "status": verdict}],
+                "pods": {"selected": 3, "attached": 2},
+            }
+        )
+        for name, verdict in (("a", "True"), ("b", "True"), ("c", "False"))
+    }
+    registry = new_registry()
+    PolicyMetrics(registry, lambda: 4, statuses.items)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("kvtier_operator_policies", condition="Ready", status="True") == 2
+    assert value("kvtier_operator_policies", condition="Ready", status="False") == 1
+    assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") == 2
+    assert value("kvtier_operator_queue_depth") == 4
+    del statuses["n", "a"]
+    assert value("kvtier_operator_policies", condition="Ready", status="True") == 1
+    assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
+
+
+def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
+    """In a container nobody does it for a first process that has no handler: its pod stays for its
+    grace period.
+    """
+    assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0
+
+
+def test_the_command_is_the_one_that_can_be_ended_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier_operator.entry", "version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == __version__

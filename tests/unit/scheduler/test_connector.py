@@ -1,0 +1,301 @@
+"""The connector as vLLM sees it: no hook raises, and every expected report is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.scheduler.scheduler_rig import BLOCK, CHUNK, Rig, topology
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.config.models import Daemon
+from kvtier.engines.vllm import connector as connector_module
+from kvtier.engines.vllm.config import engine_name, group_of, planner_for
+from kvtier.engines.vllm.connector import KVTierConnector
+from kvtier.engines.vllm.metadata import StepMetadata
+from kvtier.planner import GroupKind, UnsupportedGeometryError
+
+
+def _full(block: int = BLOCK) -> FullAttentionSpec:
+    import torch
+
+    return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+
+def _sliding(block: int = BLOCK) -> SlidingWindowSpec:
+    import torch
+
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=128
+    )
+
+
+def _caches(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    if hasattr(caches, "hash_block_size"):
+        caches.hash_block_size = BLOCK
+    return caches
+
+
+def _config(directory: Path, policy: str = "recompute", **parallel: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e",
+            is_kv_producer=True,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"topology": str(directory)},
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        parallel_config=SimpleNamespace(
+            **{
+                "world_size": 1,
+                "rank": 0,
+                "data_parallel_index": 2,
+                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+                **parallel,
+            }
+        ),
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    structural = topology().structural.model_copy(
+        update={"run_directory": str(tmp_path / "run"), "daemon": Daemon.SIDECAR}
+    )
+    (tmp_path / "structural.json").write_text(structural.model_dump_json(by_alias=True))
+    return tmp_path
+
+
+@pytest.fixture
+def connector(directory: Path) -> Iterator[KVTierConnector]:
+    """A scheduler-role connector over a rig's scheduler side."""
+    made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
+    assert made._off_reason == ""
+    scheduler = made._scheduler
+    assert scheduler is not None
+    yield made
+    made.shutdown()
+    scheduler.shutdown()  # tests replace it
+
+
+class _Blocks:
+    """KVCacheBlocks."""
+
+    def __init__(self, table: list[int]) -> None:
+        self.table = table
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.table,)
+
+
+def _attached(connector: KVTierConnector) -> Rig:
+    rig = Rig()
+    connector._scheduler = rig.scheduler
+    return rig
+
+
+def _break(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def broken(*arguments: object, **named: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(rig.scheduler, name, broken)
+
+
+def test_the_connector_supports_hybrid_memory_and_requires_no_delivery(
+    connector: KVTierConnector,
+) -> None:
+    assert supports_hma(connector)
+    assert connector.requires_kv_delivery is False
+    assert connector.get_finished_count() is None
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_unsupported_models_turn_kvtier_off_with_their_geometry(
+    directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = KVTierConnector(_config(directory), role, _caches(_sliding(), _full()))
+    assert "SlidingWindowSpec" in caplog.text
+    assert "window 128" in caplog.text
+    assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
+    assert made.get_kv_connector_stats().data["off"] == {"UnsupportedGeometryError": 1}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", ["directory", "policy", "topology"])
+def test_invalid_configuration_turns_kvtier_off(
+    tmp_path: Path, directory: Path, change: str
+) -> None:
+    config = _config(directory, policy="fail" if change == "policy" else "recompute")
+    if change == "directory":
+        config.kv_transfer_config.kv_connector_extra_config = {"topology": str(tmp_path / "absent")}
+    if change == "topology":
+        (directory / "structural.json").write_text("{")
+    made = KVTierConnector(config, KVConnectorRole.SCHEDULER, _caches(_full()))
+    assert made._off_reason
+
+
+def test_unexpected_errors_in_the_constructor_turn_kvtier_off(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(connector_module, "planner_for", broken)
+    made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
+    assert "ZeroDivisionError" in made._off_reason
+    made.shutdown()
+
+
+def test_a_connector_that_is_off_still_serves_every_hook(tmp_path: Path) -> None:
+    made = KVTierConnector(
+        _config(tmp_path / "absent"), KVConnectorRole.SCHEDULER, _caches(_full())
+    )
+    made.bind_gpu_block_pool(SimpleNamespace())  # type: ignore[arg-type]
+    made.update_state_after_alloc(SimpleNamespace(), _Blocks([]), 0)  # type: ignore[arg-type]
+    step = made.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
+    assert isinstance(step, StepMetadata)
+    assert step.step == 1
+    made.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))  # type: ignore[arg-type]
+    assert made.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)  # type: ignore[arg-type]
+    assert made.has_pending_push_work() is False
+    assert made.reset_cache() is True
+    worker = KVTierConnector(_config(tmp_path / "absent"), KVConnectorRole.WORKER, _caches(_full()))
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(step)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    if hasattr(base, "KVConnectorTransferResults"):  # 0.32
+        assert worker.get_transfer_results(set()).finished_recving == set()
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    worker.shutdown()
+
+
+def test_an_error_in_a_lookup_turns_kvtier_off(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = _attached(connector)
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4))
+    assert connector.get_num_new_matched_tokens(request, 0) == (4 * CHUNK, True)  # type: ignore[arg-type]
+    _break(rig, monkeypatch, "get_num_new_matched_tokens")
+    for _ in range(3):
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    assert caplog.text.count("unexpected error") == 1
+    assert connector.get_kv_connector_stats().data["errors"] == {"get_num_new_matched_tokens": 1}  # type: ignore[union-attr]
+
+
+def test_a_load_that_fails_to_start_is_still_reported(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = _attached(connector)
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4))
+    connector.get_num_new_matched_tokens(request, 0)  # type: ignore[arg-type]
+    _break(rig, monkeypatch, "update_state_after_alloc")
+    table = rig.allocate(request, 256)
+    connector.update_state_after_alloc(request, _Blocks(table), 256)  # type: ignore[arg-type]
+    step = connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
+    assert isinstance(step, StepMetadata)
+    assert [(job.request_id, list(job.runs[0].blocks)) for job in step.loads] == [("r", table)]
+
+
+def test_blocks_are_released_after_an_error(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = _attached(connector)
+    rig.client.credit(8)
+    request = rig.request(300)
+    rig.ask(request)
+    rig.run({"r": 300})
+    request.append(1)
+    stores = rig.build({"r": 1}).stores
+    rig.request(300, "other", seed=3)
+    _break(rig, monkeypatch, "build_connector_meta")
+    connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
+    assert rig.pool.referenced()
+    rig.report(done={store.reservation: 1 for store in stores})
+    connector.request_finished_all_groups(request, (rig.tables["r"],))  # type: ignore[arg-type]
+    assert rig.pool.referenced() == []
+    assert rig.scheduler._states == {}
+
+
+def test_errors_in_any_hook_do_not_end_the_engine(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = _attached(connector)
+    for name in (
+        "update_connector_output",
+        "request_finished",
+        "reset_cache",
+        "shutdown",
+        "collect_stats",
+    ):
+        _break(rig, monkeypatch, name)
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))  # type: ignore[arg-type]
+    assert connector.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)  # type: ignore[arg-type]
+    assert connector.reset_cache() is True
+    assert connector.get_kv_connector_stats() is not None
+    connector.shutdown()
+
+
+def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> None:
+    CacheHitSource = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    rig = _attached(connector)
+    request = rig.request(300)
+    rig.hold(request.keys(0, 4))
+    rig.admit(request, 0, rig.ask(request) or 0)
+    sources = connector.get_external_cache_hit_sources(request, 256)  # type: ignore[arg-type]
+    assert sources == {CacheHitSource.HOST: 256}
+    assert connector.get_external_cache_hit_sources(request, 100) == {
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 100
+    }  # type: ignore[arg-type]
+    assert connector.get_external_cache_hit_sources(request, 0) == {}  # type: ignore[arg-type]
+
+
+def test_engine_names_distinguish_data_parallel_ranks(
+    directory: Path,
+) -> None:
+    assert engine_name(_config(directory)) == "e/dp2"
+    assert engine_name(_config(directory, data_parallel_index=0)) == "e/dp0"
+
+
+def test_uniform_types_are_unwrapped_and_mixed_types_rejected() -> None:
+    uniform = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _full()})
+    assert group_of(KVCacheGroupSpec(["a", "b"], uniform)).kind is GroupKind.FULL
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _sliding()}
+    )
+    assert group_of(KVCacheGroupSpec(["a", "b"], mixed)).kind is GroupKind.OTHER
+
+
+def test_subclasses_of_supported_specs_are_not_supported() -> None:
+    class Special(FullAttentionSpec):
+        pass
+
+    import torch
+
+    special = Special(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    assert group_of(KVCacheGroupSpec(["a"], special)).kind is GroupKind.OTHER
+
+
+def test_context_parallelism_is_rejected(directory: Path) -> None:
+    config = _config(directory, decode_context_parallel_size=2)
+    with pytest.raises(UnsupportedGeometryError, match="decode_context_parallel_size is 2"):
+        planner_for(config, _caches(_full()), CHUNK)

@@ -1,0 +1,161 @@
+"""Costs that the scheduler side measures, and sends to tierd for selection by cost."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, FakeRequest, Rig, topology
+
+from kvtier.config.models import Selection
+from kvtier.engines.vllm.cost_estimates import COPY_RETRY_SECONDS, COPY_SAMPLES, CopyEstimator
+from kvtier.engines.vllm.metadata import LoadResult
+from kvtier.tierd.wire import Promote
+
+ALPHA = 25e-6
+
+
+@pytest.fixture
+def cost() -> Rig:
+    return Rig(topology(selection=Selection.COST))
+
+
+def prefill(
+    rig: Rig, tokens: int = 1_024, alpha: float = ALPHA, beside: int = 0, number: int = 0
+) -> None:
+    """A prompt is computed in one step, with some requests that decode beside it."""
+    scheduled = {}
+    for i in range(beside):
+        other = rig.requests.get(f"other{i}") or rig.request(CHUNK, f"other{i}", seed=500 + i)
+        rig.ask(other)
+        other.num_computed_tokens = other.num_tokens - 1
+        scheduled[other.request_id] = 1
+    request = rig.request(tokens, f"p{len(rig.requests)}", seed=1_000 + number + len(rig.requests))
+    rig.ask(request)
+    rig.build({request.request_id: tokens, **scheduled})
+    rig.now += tokens * alpha
+    rig.report()
+
+
+def promoted(rig: Rig, chunks: int = 4, computed: int = 0) -> Promote:
+    request = rig.request(
+        chunks * CHUNK + 5, f"hit{len(rig.requests)}", seed=900 + len(rig.requests)
+    )
+    rig.hold(request.keys(0, chunks), DISK)
+    assert rig.ask(request, computed) is None
+    return rig.client.take(Promote)[-1]
+
+
+def test_under_cost_a_promotion_carries_token_ends_and_prefill_cost(cost: Rig) -> None:
+    for _ in range(6):
+        prefill(cost)
+    promote = promoted(cost, computed=CHUNK // 2)
+    assert promote.alpha == pytest.approx(ALPHA)
+    assert promote.beta == 0
+    assert promote.start_tokens == CHUNK // 2
+    assert promote.ends == (CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK)
+
+
+def test_without_an_estimate_the_tier_timeout_applies(cost: Rig) -> None:
+    promote = promoted(cost)
+    assert (promote.alpha, promote.beta, promote.budget_seconds) == (0.0, 0.0, 4)
+    assert len(promote.ends) == 4
+
+
+def test_with_an_estimate_the_wait_is_bounded_by_recomputation(cost: Rig) -> None:
+    for _ in range(6):
+        prefill(cost)
+    assert promoted(cost).budget_seconds == pytest.approx(1.5 * 4 * CHUNK * ALPHA)
+
+
+def test_under_weighted_a_promotion_carries_no_cost(rig: Rig) -> None:
+    for _ in range(6):
+        prefill(rig)
+    promote = promoted(rig)
+    assert (promote.ends, promote.alpha, promote.budget_seconds) == ((), 0.0, 4)
+
+
+def test_steps_that_mostly_decode_are_not_measured(cost: Rig) -> None:
+    for _ in range(6):
+        prefill(cost, tokens=100, alpha=1.0, beside=20)
+    assert cost.scheduler.prefill.estimate() is None
+    for _ in range(6):
+        prefill(cost, tokens=1_024, beside=3)
+    assert cost.scheduler.prefill.estimate() is not None
+
+
+def test_a_step_built_ahead_counts_from_the_end_of_the_previous_step(
+    cost: Rig,
+) -> None:
+    requests = [cost.request(1_024, f"r{i}", seed=i + 1) for i in range(8)]
+    for request in requests:
+        cost.ask(request)
+    cost.build({"r0": 1_024})
+    for i in range(1, 8):
+        cost.build({f"r{i}": 1_024})
+        cost.now += 1_024 * ALPHA
+        cost.report(step=i)
+    found = cost.scheduler.prefill.estimate()
+    assert found is not None
+    assert found.seconds(0, 1_024) == pytest.approx(1_024 * ALPHA)
+
+
+def test_steps_that_are_reported_together_are_not_measured(cost: Rig) -> None:
+    for i in range(8):
+        request = cost.request(1_024, f"r{i}", seed=i + 1)
+        cost.ask(request)
+        cost.build({f"r{i}": 1_024})
+        cost.now += 1.0
+        if i % 2:
+            cost.report()
+    assert cost.scheduler.prefill.estimate() is None
+
+
+def load(rig: Rig, tokens: int, seconds: float) -> int | None:
+    """A hit in RAM, loaded in this time if it is offered."""
+    request: FakeRequest = rig.request(
+        tokens + 5, f"ram{len(rig.requests)}", seed=2_000 + len(rig.requests)
+    )
+    rig.hold(request.keys(0, tokens // CHUNK), RAM)
+    offered = rig.ask(request)
+    if offered:
+        rig.admit(request, 0, offered)
+        (job,) = rig.build().loads
+        rig.now += seconds
+        rig.report(
+            loads=[
+                LoadResult(
+                    job.load,
+                    request.request_id,
+                    tokens // CHUNK,
+                    (0,) * (tokens // CHUNK),
+                    "",
+                    seconds,
+                )
+            ]
+        )
+    return offered
+
+
+def test_waiting_for_a_step_does_not_count_as_copy_time(cost: Rig) -> None:
+    for _ in range(6):
+        prefill(cost)
+    for i in range(COPY_SAMPLES + 4):
+        tokens = CHUNK * (4 + i)
+        # 100 ms of waiting, and then copies at ten times the speed of computing.
+        assert load(cost, tokens, 0.1 + tokens * ALPHA / 10) == tokens
+
+
+def test_ram_is_not_loaded_where_copies_are_slower_than_recomputation(cost: Rig) -> None:
+    for _ in range(6):
+        prefill(cost)
+    offers = [load(cost, CHUNK * (4 + i), CHUNK * (4 + i) * ALPHA * 3) for i in range(COPY_SAMPLES)]
+    assert offers[0]
+    assert not offers[-1]
+    cost.now += COPY_RETRY_SECONDS
+    assert load(cost, CHUNK * 4, 0.001)
+
+
+def test_loads_of_equal_duration_do_not_count_as_slow_copies() -> None:
+    copies = CopyEstimator()
+    for _ in range(COPY_SAMPLES):
+        copies.observe(1_000, 5.0)
+    assert copies.beats_recompute(1_000, 0.01, 0.0)
