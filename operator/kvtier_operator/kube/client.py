@@ -141,7 +141,7 @@ class ApiClient(Client):
         """The plural names of the kinds that the API server serves in a group and version."""
         kind = Kind(group, version, "", "APIResourceList")
         try:
-            answer = await self._object("discover", kind, "get", kind.path().rstrip("/"))
+            answer = await self._object("get", kind, "get", kind.path().rstrip("/"))
         except ApiError as error:
             if error.status != 404:
                 raise

@@ -297,7 +297,7 @@ class KopfThread(threading.Thread):
         self, request: aiohttp.ClientRequest, handler: Any, source: Source | None
     ) -> aiohttp.ClientResponse:
         watches = "watch" in request.url.query
-        verb = "discover" if source is None else "watch" if watches else "list"
+        verb = "get" if source is None else "watch" if watches else "list"
         began, status = time.monotonic(), 0
         try:
             value = await self._credentials.authorization()
