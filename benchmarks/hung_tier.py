@@ -83,7 +83,7 @@ def main() -> None:
     )
     model, payload = (
         write_llama(directory / "model", MODEL, seed=0),
-        payload_writer.write(directory / "payload"),
+        payload_writer.write(directory / "payload", include=("harness", "testing")),
     )
     case = EngineTestbed(directory / "case", model, payload, tuning)
     plain = start_reference_engine(model, payload, directory / "plain.log", **ENGINE)

@@ -35,7 +35,7 @@ from kvtier.config.models import (
 from kvtier.engines.vllm.identity import EngineIdentity
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.engines.vllm.tierd_session import TierdSession
-from kvtier.planner import Group, GroupKind, Planner
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
 
 TARGET_SECONDS = 1e-3
@@ -103,7 +103,7 @@ class Bench:
 
     def __init__(self, tokens: int, chunk: int, block: int, keys: int) -> None:
         self.tokens, self.block = tokens, block
-        self.planner = Planner.build([Group(GroupKind.FULL, block)], chunk, block)
+        self.planner = Planner.build([KVCacheGroup(GroupKind.FULL, block)], chunk, block)
         self.client = _Client()
         self.scheduler = KVTierConnectorScheduler(
             TierdSession(

@@ -172,7 +172,7 @@ def paths() -> dict[str, dict[str, str]]:
         folder = Path(name)
         model = folder / "model"
         write_llama(model)
-        code = payload.write(folder / "payload")
+        code = payload.write(folder / "payload", include=("harness", "testing"))
 
         class Traced(EngineCase):
             def environment(self) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""The connector as a directory that an engine's PYTHONPATH can name: the package, and the metadata by which vLLM finds
-its plugin.
+"""The payload: the connector as a directory that an engine's ``PYTHONPATH`` can name.
 
-Nothing is installed and no package manager is asked; what is written depends only on what engines' images hold already.
+A payload holds what an engine process and the tierd that it starts import, and the metadata by
+which vLLM finds the plugin. The command, the scorecard and everything for tests stay out. Nothing
+is installed and no package manager runs: the payload needs only packages that a stock engine image
+has.
 """
 
 from __future__ import annotations
@@ -10,24 +12,30 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import kvtier
 
 ENTRY_POINTS = "[vllm.general_plugins]\nkvtier = kvtier.engines.vllm.plugin:register\n"
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+NOT_DELIVERED = frozenset({"cli", "harness", "payload", "scorecard", "testing"})
+"""Top-level modules of ``kvtier`` that no engine imports."""
+_NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
-def write(directory: Path | str) -> Path:
-    """Writes the payload into ``directory`` (made if needed) and returns it, absolute.
+def write(directory: Path | str, *, include: Collection[str] = ()) -> Path:
+    """Writes the payload into ``directory``, which is created if needed, and returns its absolute
+    path.
 
-    A payload that is there is replaced, package and metadata each by one rename. Raises ``OSError``.
+    An existing payload is replaced; package and metadata are each replaced by one rename.
+    ``include`` names modules of ``NOT_DELIVERED`` to deliver all the same, for engines that tests
+    drive from the inside. Raises ``OSError``.
     """
     target = Path(directory).absolute()
     target.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".kvtier-", dir=target))
     try:
-        shutil.copytree(Path(kvtier.__file__).parent, staging / "kvtier", ignore=_LEFT_OUT)
+        _copy_package(staging / "kvtier", NOT_DELIVERED.difference(include))
         metadata = staging / f"kvtier-{kvtier.__version__}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(
@@ -37,9 +45,10 @@ def write(directory: Path | str) -> Path:
         for other in target.glob("kvtier-*.dist-info"):
             if other.name != metadata.name:
                 shutil.rmtree(other)
-        _replace(staging / "kvtier", target / "kvtier", staging / "old-package")
-        _replace(metadata, target / metadata.name, staging / "old-metadata")
-        # Engines run as other users. A volume's root belongs to somebody else and is open to all already.
+        _replace_directory(target / "kvtier", staging / "kvtier", staging / "old-package")
+        _replace_directory(target / metadata.name, metadata, staging / "old-metadata")
+        # Engines run as arbitrary users. The root of a volume is owned by another user and already
+        # world-readable.
         mode = target.stat().st_mode
         if mode & 0o055 != 0o055:
             target.chmod(mode | 0o055)
@@ -48,19 +57,33 @@ def write(directory: Path | str) -> Path:
     return target
 
 
-def _replace(new: Path, path: Path, old: Path) -> None:
-    if path.exists():
-        os.replace(path, old)
-    os.replace(new, path)
-
-
 def main() -> int:
-    """``python -m kvtier.payload DIR``: for images without the command line's packages."""
+    """``python -m kvtier.payload DIR``: works without the packages that the ``kvtier`` command
+    needs.
+    """
     if len(sys.argv) != 2:
         print("usage: python -m kvtier.payload DIR", file=sys.stderr)
         return 2
     print(write(sys.argv[1]))
     return 0
+
+
+def _copy_package(target: Path, excluded: Collection[str]) -> None:
+    source = Path(kvtier.__file__).parent
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        skipped = set(_NOT_SOURCE(directory, names))
+        if Path(directory) == source:
+            skipped |= {name for name in names if name.removesuffix(".py") in excluded}
+        return skipped
+
+    shutil.copytree(source, target, ignore=ignored)
+
+
+def _replace_directory(path: Path, replacement: Path, backup: Path) -> None:
+    if path.exists():
+        os.replace(path, backup)
+    os.replace(replacement, path)
 
 
 if __name__ == "__main__":

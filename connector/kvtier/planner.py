@@ -40,7 +40,7 @@ class GroupKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVCacheGroup:
     """One KV cache group.
 
     ``name``: the engine's name of its type, for messages. ``window_tokens``: for sliding windows.
@@ -74,7 +74,7 @@ class Part:
     blocks: int
 
 
-def effective_chunk_tokens(groups: Sequence[Group], chunk_tokens: int) -> int:
+def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
     """The smallest common multiple of the groups' block sizes that is at least ``chunk_tokens``.
 
     Raises ``UnsupportedGeometryError`` if there is none up to ``MAX_CHUNK_TOKENS``.
@@ -95,13 +95,13 @@ def effective_chunk_tokens(groups: Sequence[Group], chunk_tokens: int) -> int:
     return effective
 
 
-def check_served(groups: Sequence[Group]) -> None:
+def check_served(groups: Sequence[KVCacheGroup]) -> None:
     """Raises ``UnsupportedGeometryError`` for groups that the planner does not serve."""
     if len(groups) != 1 or groups[0].kind is not GroupKind.FULL:
         raise UnsupportedGeometryError(f"{_describe(groups)}: must be one full-attention group")
 
 
-def _describe(groups: Sequence[Group]) -> str:
+def _describe(groups: Sequence[KVCacheGroup]) -> str:
     return (
         "; ".join(f"group {number}: {group}" for number, group in enumerate(groups))
         or "no KV cache group"
@@ -116,14 +116,14 @@ class Planner:
     block hashes covers, ``ranks`` how many ranks hold a shard of each object.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[KVCacheGroup, ...]
     chunk_tokens: int
     hash_tokens: int
     ranks: int = 1
 
     @classmethod
     def build(
-        cls, groups: Sequence[Group], chunk_tokens: int, hash_tokens: int, ranks: int = 1
+        cls, groups: Sequence[KVCacheGroup], chunk_tokens: int, hash_tokens: int, ranks: int = 1
     ) -> Planner:
         """The planner of an engine.
 

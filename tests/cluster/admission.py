@@ -223,7 +223,7 @@ def by_url(configuration: dict[str, Any], port: int, bundle: bytes) -> dict[str,
         path = hook["clientConfig"]["service"]["path"]
         hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}"}
         if bundle:
-            hook["clientConfig"]["caBundle"] = certificates.bundle_field(bundle)
+            hook["clientConfig"]["caBundle"] = certificates.encode_bundle(bundle)
     return changed
 
 

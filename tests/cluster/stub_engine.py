@@ -14,12 +14,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
+
+# The payload, which comes first on PYTHONPATH, has no test code; the image has all of KVTier here.
+sys.path.insert(0, "/opt/kvtier/source")
 
 from kvtier.config.loader import load
 from kvtier.errors import KVTierError

@@ -367,7 +367,7 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
     secret = f"/api/v1/namespaces/{NAMESPACE}/secrets/kvtier-webhook-certificates"
     full_api.request("DELETE", secret)
     # As cert-manager's injector leaves it, or an administrator.
-    bundle = certificates.bundle_field(issued.authority)
+    bundle = certificates.encode_bundle(issued.authority)
     for kind in ("mutating", "validating"):
         hooks = ok(full_api.request("GET", HOOKS.format(kind)))["webhooks"]
         for hook in hooks:

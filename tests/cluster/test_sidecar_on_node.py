@@ -125,7 +125,8 @@ def pod() -> dict[str, Any]:
                     ENGINE,
                     [topology, run, {**payload, "readOnly": True}],
                     securityContext={"runAsUser": 4_242},
-                    env=[{"name": "PYTHONPATH", "value": "/opt/kvtier/payload"}],
+                    # The payload has no test code, so that the stub engine comes from the image's own copy.
+                    env=[{"name": "PYTHONPATH", "value": "/opt/kvtier/source"}],
                 )
             ],
             "volumes": [

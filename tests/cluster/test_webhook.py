@@ -343,7 +343,7 @@ def test_an_owner_that_is_suspended_gets_unchanged_pods_until_the_time_is_over(
     space.nodes.wait_for("tried again", lambda: attached(space.create(ours, dry_run=True)))
 
 
-def test_a_policy_outside_of_the_allow_list_is_refused_with_field_value_and_what_is_accepted(
+def test_a_policy_with_a_volume_that_is_not_allowed_is_denied_with_field_value_and_allowed_paths(
     space: Space, webhook: WebhookProcess
 ) -> None:
     disk = {
@@ -362,7 +362,7 @@ def test_a_policy_outside_of_the_allow_list_is_refused_with_field_value_and_what
     for words in (
         "spec.tiers[1].fileSystem.volume.hostPath.path",
         '"/etc/kv"',
-        "accepted is",
+        "is not allowed: allowedVolumes has only",
         "/mnt/kv and below",
     ):
         assert words in body["message"]

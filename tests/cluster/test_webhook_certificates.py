@@ -27,7 +27,7 @@ from tests.cluster.admission import (
 
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.certs import certificates
-from kvtier_operator.certs.rotate import keep_certificates
+from kvtier_operator.certs.rotate import rotate_certificates
 from kvtier_operator.kube.client import ApiClient
 from kvtier_operator.kube.credentials import from_kubeconfig
 from kvtier_operator.render import admission as rendered
@@ -52,7 +52,7 @@ class Keeper:
         async with ApiClient(
             from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
         ) as client:
-            await keep_certificates(
+            await rotate_certificates(
                 client, self._settings, self._stop, changed=self._changed, wall_clock=self.now
             )
 
@@ -154,7 +154,7 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
                     "a renewed certificate waits", lambda: (material() or first).next_certificate
                 )
                 assert process.shown_certificate() == _der(first.certificate)
-                bundle = certificates.bundle_field((material() or first).bundle)
+                bundle = certificates.encode_bundle((material() or first).bundle)
                 for kind in ("mutating", "validating"):
                     nodes.wait_for(
                         "the bundle is known",
@@ -222,7 +222,7 @@ def test_a_mounted_certificate_is_replaced_without_a_restart(
         # Its CA is not known to the API server: pods start unchanged until the bundle has it.
         path = f"{CONFIGURATIONS}/mutatingwebhookconfigurations/{namespace}"
         body = nodes.ok(full_api.request("GET", path))
-        body["webhooks"][0]["clientConfig"]["caBundle"] = certificates.bundle_field(process.bundle)
+        body["webhooks"][0]["clientConfig"]["caBundle"] = certificates.encode_bundle(process.bundle)
         nodes.ok(full_api.request("PUT", path, body))
         nodes.wait_for("pods are attached", attached)
 

@@ -77,7 +77,7 @@ def another_webhook(
                 "admissionReviewVersions": ["v1"],
                 "clientConfig": {
                     "url": f"https://127.0.0.1:{server.server_port}/",
-                    "caBundle": certificates.bundle_field(issued.authority),
+                    "caBundle": certificates.encode_bundle(issued.authority),
                 },
                 "rules": [
                     {

@@ -1,5 +1,8 @@
-"""Real vLLM on CPU. Every engine runs in a process of its own; the answers are compared with those of an engine without
-KVTier, made once per session on the same machine (golden values would differ between processors)."""
+"""Real vLLM on CPU, each engine in its own process.
+
+Tokens are compared with those of an engine without KVTier, computed once per session on the same
+machine, because golden values would differ between processors.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def model(scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def payload(scratch: Path) -> Path:
-    return payload_writer.write(scratch / "payload")
+    return payload_writer.write(scratch / "payload", include=("harness", "testing"))
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +61,10 @@ def plain(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine
 
 @pytest.fixture(scope="session")
 def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
-    """One engine for all tests in which the daemon or its storage misbehaves. RAM does not outlive the daemon, so a new
-    daemon means that everything comes from files."""
+    """One engine for all tests of a failing daemon or storage.
+
+    RAM does not outlive the daemon, so after a new daemon everything comes from files.
+    """
     tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:

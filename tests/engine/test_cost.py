@@ -1,4 +1,4 @@
-"""Selection by cost with a real vLLM: what the engine measures of itself reaches the daemon, and bounds what a bad tier costs."""
+"""Selection by cost: measured prefill speed reaches tierd, and bounds what a bad tier costs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cost(model: Path, payload: Path, scratch: Path) -> Iterator[CostCase]:
 
 @pytest.fixture(scope="module")
 def stored(cost: CostCase, plain: ReferenceEngine) -> list[list[int]]:
-    """Prompts whose computation told the engine how fast it is, and which lie in files now and nowhere else."""
+    """Prompts from which the engine measured its prefill speed, and which are now in files only."""
     prompts = [prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + i) for i in range(6)]
     for tokens in prompts:
         assert cost.requests().run(tokens) == plain.tokens(tokens)

@@ -38,7 +38,7 @@ def _traces() -> set[str]:
 
 @contextmanager
 def _started(output: Path, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A demo whose output goes to a file. It is over afterwards, and so are the engines that it started."""
+    """A demo whose output goes to a file. Afterwards it and its engines have ended."""
     with output.open("w") as out:
         demo = subprocess.Popen(
             COMMAND,

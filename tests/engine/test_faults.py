@@ -1,4 +1,4 @@
-"""A tier that fails, stalls or hangs, and a daemon that stops or dies: the engine serves on with the right tokens."""
+"""A tier that fails, stalls or hangs, and a tierd that stops or dies: the tokens stay right."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvtier.transfer.engine import Direction
 
 CHUNKS = 8
 ASKS_WITHOUT_WAITING = 12
-"""More than a request needs that is looked up, fails, and is looked up again; far less than an endless re-offering brings."""
+"""More lookups than one retry needs, and far fewer than an endless repetition causes."""
 
 
 def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]:
-    """A prompt whose chunks are in files and in no RAM, and whose blocks the GPU cache does not hold."""
+    """A prompt whose chunks are in files, and neither in RAM nor in the GPU cache."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, seed)
     before = len(case.files())
     assert case.requests().run(tokens) == plain.tokens(tokens)
@@ -37,7 +37,7 @@ def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]
     return tokens
 
 
-def test_a_tier_that_fails_every_read_costs_a_miss(
+def test_a_tier_that_fails_every_read_is_a_miss(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 300)
@@ -60,9 +60,7 @@ def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
     assert 0 < loads.tokens <= 3 * CHUNK_TOKENS
 
 
-def test_a_read_that_never_ends_is_given_up(
-    faultless: EngineTestbed, plain: ReferenceEngine
-) -> None:
+def test_a_read_that_never_ends_times_out(faultless: EngineTestbed, plain: ReferenceEngine) -> None:
     tokens = _stored(faultless, plain, 302)
     faultless.set_faults(read={"hang": True})
     with faultless.loads() as loads:
@@ -70,7 +68,7 @@ def test_a_read_that_never_ends_is_given_up(
     assert loads.tokens == 0
 
 
-def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(
+def test_a_request_that_waits_for_a_slow_tier_does_not_delay_others(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 303)
@@ -103,7 +101,7 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
     assert requests.run(tokens) == plain.tokens(tokens)
 
 
-def test_a_load_that_fails_is_not_offered_again(
+def test_a_load_that_failed_is_not_repeated(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     """The daemon stops after the hit was promised: the slots are never announced."""
@@ -135,7 +133,7 @@ def blow(request: pytest.FixtureRequest, faultless: EngineTestbed) -> Iterator[s
 
 
 def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None:
-    """A new daemon must not touch a slot before the worker's copy is over; the engine knows only that the old one is silent."""
+    """A new tierd must not reuse a slot before the worker's copy has ended."""
     os.kill(case.daemon_pid(), blow)
     if blow is signal.SIGKILL:
         case.start_daemon()
@@ -167,7 +165,7 @@ def test_the_daemon_is_lost_while_a_request_loads(
         wait_copying(faultless, Direction.TO_DEVICE)
         _lose_daemon_under_a_copy(faultless, blow)
         assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
-    # What was copied before the worker let go is whole; it may count as loaded or as failed, but as one of the two.
+    # What was copied before the worker drained is whole. It counts either as loaded or as failed.
     assert loads.tokens == CHUNKS * CHUNK_TOKENS or faultless.load_failures() > failures
 
 

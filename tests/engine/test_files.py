@@ -1,4 +1,4 @@
-"""Files that are not what was stored: every one is a miss, and the answer stays that of an engine without KVTier."""
+"""Damaged and foreign files are misses: the tokens stay those of an engine without KVTier."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def damaged(sidecar: EngineTestbed, plain: ReferenceEngine) -> dict[str, list[int]]:
-    """One stored prompt for each kind of damage, RAM emptied by a new daemon, and all of the prompt's files damaged."""
+    """One stored prompt per kind of damage, with all of its files damaged and RAM empty."""
     sidecar.set_faults()
     requests = sidecar.requests()
     prompts, files = {}, {}

@@ -1,4 +1,4 @@
-"""A real engine beside a mount that never answers: it serves, and it ends at once when it is told to."""
+"""A real engine beside a mount that never answers: it serves, and it ends without delay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mount(scratch: Path) -> Iterator[FaultyMount]:
 
 @pytest.fixture
 def alone(model: Path, payload: Path, scratch: Path) -> Iterator[DrivenEngine]:
-    """An engine without KVTier, which takes seconds to end by itself, on a busy machine many: what counts is what comes on top."""
+    """How long an engine without KVTier takes to end; the test counts only what exceeds it."""
     engine = start_reference_engine(model, payload, scratch / "alone.log")
     try:
         yield engine.wait_ready()
@@ -92,7 +92,8 @@ def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_han
         time.sleep(0.02)
     tierd_seconds = time.monotonic() - began
     print(
-        f"\nends after {engine_seconds:.2f} s, without KVTier after {alone_seconds:.2f} s; tierd {tierd_seconds:.2f} s later"
+        f"\nends after {engine_seconds:.2f} s, without KVTier after {alone_seconds:.2f} s; "
+        f"tierd {tierd_seconds:.2f} s later"
     )
     assert engine_seconds - alone_seconds < EXIT_SECONDS
     assert tierd_seconds < EXIT_SECONDS

@@ -17,7 +17,7 @@ def test_preempted_requests_give_the_same_tokens(
     prompts = [prefix + prompt(150 + 17 * index, 401 + index) for index in range(6)]
     try:
         # 32 blocks of 32 tokens: room for two of the six requests at their full length.
-        # Attached by configuration, as --kv-transfer-config would; everywhere else it is the environment.
+        # Attached by configuration, as with --kv-transfer-config. Other tests use the environment.
         case.start(
             kv_cache_memory_bytes=2 << 20,
             max_model_len=768,

@@ -1,4 +1,4 @@
-"""An engine that started its own daemon: what comes back from RAM, and what is never stored wrongly."""
+"""An engine with its own tierd: prompts are reloaded from RAM, and nothing wrong is stored."""
 
 from __future__ import annotations
 

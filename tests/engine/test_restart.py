@@ -31,7 +31,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         case.close()
 
 
-def test_what_a_killed_engine_stored_serves_the_next_one(
+def test_objects_of_a_killed_engine_serve_the_next_one(
     case: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     """One scenario in order, because each start of an engine takes long."""
@@ -67,7 +67,7 @@ def test_what_a_killed_engine_stored_serves_the_next_one(
     case.settle_stores()
     assert case.daemon_events("recovered_objects_verified") == CHUNKS
 
-    # Two bytes flip while nobody looks. One chunk is in a file as well, and comes from there; the other one is a miss.
+    # Two bytes flip. One chunk is in a file as well and is read from there; the other is a miss.
     case.stop_daemon(signal.SIGKILL)
     in_file, nowhere = leftover_pool.records(case.run_directory)[3:5]
     for record in (in_file, nowhere):

@@ -1,4 +1,4 @@
-"""The scorecard's part that runs a real vLLM: tokens are compared, and what has no hits is not delayed."""
+"""The scorecard's part that runs a real vLLM: tokens are equal, and misses are not delayed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Copies that are as late as a GPU's: the rules that hold blocks and slots while one runs are what keeps tokens right.
+"""Copies that take as long as a GPU's: the rules that protect blocks and slots meanwhile.
 
-Each test runs twice, with the rule in force and with it switched off. Wrong tokens in the second case show that the first one
-could have failed.
+Each test runs with the rule in force and with the rule switched off. Wrong tokens in the second
+case prove that the first one tests something.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_source_blocks_of_a_store_stay_until_they_are_copied(
 
 
 @with_and_without
-def test_a_load_is_over_when_its_copies_are(
+def test_a_load_ends_when_its_copies_end(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 730 + kept)
@@ -113,13 +113,13 @@ def test_a_load_is_over_when_its_copies_are(
             case.drive("set", variables={LOAD: "0"})
         answer = requests.finish([name])[name]["tokens"]
         case.drive("set", variables={LOAD: "0"})
-        case.drive("copies")
+        running_copies(case)  # runs the copies that are due
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     assert (answer == plain.tokens(tokens)) is kept
 
 
 @with_and_without
-def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_over(
+def test_target_blocks_of_an_aborted_load_are_not_reused_before_its_copies_end(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, kept: bool
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 760 + kept)
@@ -135,13 +135,13 @@ def test_target_blocks_of_an_aborted_load_go_to_nobody_before_its_copies_are_ove
     names = [requests.add(other, 40) for other in others]
     requests.engine.call("step", count=20)
     case.drive("set", variables={LOAD: "0"})
-    case.drive("copies")
+    running_copies(case)  # runs the copies that are due
     answers = requests.finish(names)
     assert ([answers[name]["tokens"] for name in names] == plain.together(others, 40)) is kept
 
 
 @pytest.mark.parametrize("left", [0, 1, 4], ids=lambda left: f"{left} chunks left")
-def test_a_load_of_which_a_part_is_gone_brings_the_rest_and_is_not_offered_again(
+def test_a_load_with_evicted_keys_loads_the_rest_and_is_not_repeated(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, left: int
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 790 + left)

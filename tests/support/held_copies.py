@@ -1,7 +1,7 @@
-"""A CPU copy engine whose copies move when a test says so: a GPU's lateness without a clock.
+"""A CPU copy engine whose copies run when a test calls ``move``: a GPU's delay without a clock.
 
-``HeldCopyEngine`` drains properly: ``synchronize`` moves everything. ``UndrainedCopyEngine`` only says so and moves
-later: what a worker would do that told tierd "drained" without waiting for the device.
+``HeldCopyEngine`` drains: ``synchronize`` runs every copy. ``UndrainedCopyEngine`` only reports
+that it did, as a worker would that reattaches without waiting for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from kvtier.transfer.engine import Copy, CopyHandle, Direction
 
 
 class HeldCopyEngine(CpuCopyEngine):
-    """Nothing moves before ``move``, unless ``open``. ``move`` and ``submitted`` may be used by any thread."""
+    """Copies run in ``move``, or at once while ``open``.
+
+    Any thread may use ``move`` and ``submitted``.
+    """
 
     kind = "held"
 
@@ -31,15 +34,15 @@ class HeldCopyEngine(CpuCopyEngine):
         self.drains = 0
 
     def hold(self) -> None:
-        """From here on copies wait for ``move``."""
+        """Delays further copies until ``move``."""
         self.open = False
 
     def fail(self, message: str) -> None:
-        """The next look at a copy fails with ``message``."""
+        """Makes the next poll of a copy fail with ``message``."""
         self._fail = message
 
     def move(self, count: int | None = None) -> None:
-        """The oldest ``count`` submissions (all, if not given) are carried out."""
+        """Runs the oldest ``count`` submissions, or all."""
         with self._mutex:
             due = self._held[: len(self._held) if count is None else count]
             del self._held[: len(due)]
@@ -73,7 +76,7 @@ class HeldCopyEngine(CpuCopyEngine):
 
 
 class UndrainedCopyEngine(HeldCopyEngine):
-    """Claims that nothing runs any more while it still does."""
+    """Reports that no copy runs while copies still run."""
 
     kind = "undrained"
 

@@ -13,7 +13,7 @@ app.kubernetes.io/part-of: kvtier
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* What an administrator sets, as the operator reads it (kvtier_operator.settings). */}}
+{{/* The operator's settings file (kvtier_operator.settings). */}}
 {{- define "kvtier.settings" -}}
 namespace: {{ .Release.Namespace }}
 watchNamespaces: {{ toJson .Values.watchNamespaces }}
@@ -45,7 +45,7 @@ monitoring:
 clusterDomain: {{ .Values.clusterDomain }}
 {{- end }}
 
-{{/* One of the two Deployments' pods: dict root, component, values, and extra ports, mounts and volumes. */}}
+{{/* The pod template of a Deployment. Parameters: root, component, values, hostNetwork, ports, mounts, volumes, affinity. */}}
 {{- define "kvtier.pod" -}}
 metadata:
   labels:
@@ -114,7 +114,7 @@ spec:
     resources:
       {{- toYaml .values.resources | nindent 6 }}
     volumeMounts:
-    # A file by subPath never changes under a running process; a checksum in the annotations starts another instead.
+    # A subPath mount never changes in a running pod. The checksum annotation restarts the pod instead.
     - {name: settings, mountPath: /etc/kvtier-operator/settings.yaml, subPath: settings.yaml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
     {{- with .mounts }}

@@ -1,4 +1,4 @@
-"""The commands of `kvtier`. Each is thin: what it does is a function elsewhere that needs neither typer nor rich."""
+"""The commands of ``kvtier`` and their options. Each calls a module that does the work."""
 
 from __future__ import annotations
 
@@ -8,43 +8,51 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier import payload as payloads
-from kvtier.cli import directory as directories
-from kvtier.cli import explain as explaining
-from kvtier.cli import explain_plan as planning
-from kvtier.cli import render as rendering
-from kvtier.cli import validate as validating
-from kvtier.cli.console import error_console, printed, printed_json
+from kvtier import payload as payload_writer
+from kvtier.cli import directory as directory_command
+from kvtier.cli import explain as explain_command
+from kvtier.cli import explain_plan as explain_plan_command
+from kvtier.cli import render as render_command
+from kvtier.cli import validate as validate_command
+from kvtier.cli.console import error_console, print_json, print_text
 from kvtier.config.models import Daemon, Selection
+
+SUMMARY = "Tools for KVTier: check, render and explain policies, and maintain file tiers."
 
 app = typer.Typer(
     name="kvtier",
-    help="KV cache tiers for LLM engines: check policies, render what they mean, explain their fields.",
+    help=SUMMARY,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-PolicyFile = Annotated[
-    str,
-    typer.Option("--file", "-f", metavar="POLICY", help="The policy file; - is standard input."),
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the policy, if the file holds several."),
+]
+TierDirectory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")
 ]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        printed(f"kvtier {__version__}")
+def _print_version(value: bool) -> None:
+    if value:
+        print_text(f"kvtier {__version__}")
         raise typer.Exit(0)
 
 
-@app.callback()
+@app.callback(help=SUMMARY)
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """KV cache tiers for LLM engines: check policies, render what they mean, explain their fields."""
+    """Options of the command itself."""
 
 
 @app.command()
@@ -54,73 +62,78 @@ def validate(
     ],
     as_json: Json = False,
 ) -> None:
-    """Check policy files. Accepted: YAML or JSON with one or several KVTierPolicy documents, or Lists of them.
+    """Check policy files in YAML or JSON. A file may hold several KVTierPolicy documents and Lists.
 
-    Exit status 0: all accepted; 2: something was refused, and is named with field, value and what is accepted.
+    Exit status: 0 if all policies are valid; 2 if not. Errors name the field and its value.
     """
-    reports = [validating.check(name) for name in files]
+    reports = [validate_command.validate(name) for name in files]
     if as_json:
-        printed_json(validating.as_json(reports))
+        print_json(validate_command.to_json(reports))
     else:
         for report in reports:
-            validating.show(report)
-    raise typer.Exit(0 if all(report.accepted for report in reports) else 2)
+            validate_command.show(report)
+    raise typer.Exit(0 if all(report.valid for report in reports) else 2)
 
 
 @app.command()
 def render(
-    file: PolicyFile,
-    policy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The policy of that name, where the file holds several."),
-    ] = None,
+    file: Annotated[
+        str,
+        typer.Option(
+            "--file", "-f", metavar="POLICY", help="The policy file; - is standard input."
+        ),
+    ],
+    policy: PolicyName = None,
     topology: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write structural.json and live.json there, for engines on this machine.",
+            help="Write structural.json and live.json to DIR, for engines on this machine.",
         ),
     ] = None,
     engine_args: Annotated[
-        bool, typer.Option("--engine-args", help="Print the arguments that attach an engine.")
+        bool,
+        typer.Option("--engine-args", help="Print the arguments that attach an engine."),
     ] = False,
     engine_env: Annotated[
         bool,
         typer.Option(
             "--engine-env",
-            help="Print the environment that attaches an engine whose command stays as it is.",
+            help="Print the environment that attaches an engine without changing its command.",
         ),
     ] = False,
     payload: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where `kvtier payload DIR` wrote the connector; into PYTHONPATH."
+            metavar="DIR",
+            help="With --engine-env: directory written by kvtier payload, for PYTHONPATH.",
         ),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY[=VALUE]",
-            help="What the engine's environment holds already (PYTHONPATH, PYTHONHASHSEED and VLLM_PLUGINS matter); "
-            "without a value: that of this process.",
+            help="With --engine-env: a variable that the engine already has (PYTHONPATH, "
+            "PYTHONHASHSEED and VLLM_PLUGINS matter). Without VALUE: from this environment.",
         ),
     ] = None,
     tier_path: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="With --topology: the directory of a file tier."),
+        typer.Option(metavar="NAME=DIR", help="With --topology: directory of a file tier."),
     ] = None,
     run_directory: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="With --topology: where engine and tierd meet; memory-backed. Default: below /dev/shm.",
+            help="With --topology: memory-backed directory for the socket of tierd and the host "
+            "pool. Default: below /dev/shm.",
         ),
     ] = None,
     http: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="With --topology: where tierd serves metrics; port 0 takes a free one.",
+            help="With --topology: address for the metrics of tierd. Port 0 selects a free port.",
         ),
     ] = None,
     daemon: Annotated[
@@ -129,15 +142,16 @@ def render(
             help="With --topology: who starts tierd. Default: Engine, the first engine process."
         ),
     ] = None,
-    generation: Annotated[int, typer.Option(min=0, help="Number of the live values.")] = 0,
+    generation: Annotated[int, typer.Option(min=0, help="Generation of the live values.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Print what a policy means, with no cluster at hand.
+    """Render a policy without a cluster.
 
-    Alone: all Kubernetes documents, for clusters without the operator. With --topology, --engine-args or --engine-env:
-    what an engine needs; without --topology these two name the directory that pods mount.
+    By default, print the Kubernetes documents, for clusters without the operator. With --topology,
+    --engine-args or --engine-env, render the configuration of an engine. Without --topology, the
+    last two refer to the directory that is mounted in pods.
     """
-    request = rendering.Request(
+    options = render_command.RenderOptions(
         file=file,
         policy=policy,
         topology=topology,
@@ -151,13 +165,13 @@ def render(
         daemon=daemon,
         generation=generation,
     )
-    rendered = rendering.render(request)
-    for note in rendered.notes:
+    result = render_command.render(options)
+    for note in result.notes:
         error_console().print(note, markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        printed_json(rendered.document)
+        print_json(result.document)
     else:
-        printed(rendered.text)
+        print_text(result.text)
 
 
 @app.command()
@@ -165,17 +179,17 @@ def explain(
     field: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FIELD]", help="For example spec.tiers.fileSystem.capacity. None: all fields."
+            metavar="[FIELD]", help="Such as spec.tiers.fileSystem.capacity. Default: all fields."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Explain a field of KVTierPolicy: type, default, whether it changes under a running engine, what is accepted."""
-    explained = explaining.explain(field)
+    """Explain a field of KVTierPolicy: type, default, valid values, and how changes apply."""
+    explained = explain_command.explain(field)
     if as_json:
-        printed_json(explaining.as_json(explained))
+        print_json(explain_command.to_json(explained))
     else:
-        explaining.show(explained)
+        explain_command.show(explained)
 
 
 @app.command("explain-plan")
@@ -190,7 +204,7 @@ def explain_plan(
         list[str],
         typer.Option(
             metavar="NAME=TOKENS",
-            help="What a tier holds of the prompt; several, in the prompt's order.",
+            help="Tokens of the prompt that a tier holds. Repeat in the order of the prompt.",
         ),
     ],
     file: Annotated[
@@ -199,46 +213,47 @@ def explain_plan(
             "--file", "-f", metavar="POLICY", help="The policy file; - is standard input."
         ),
     ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The policy of that name, where the file holds several."),
-    ] = None,
+    policy: PolicyName = None,
     topology: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A topology directory instead of a policy.")
+        Path | None, typer.Option(metavar="DIR", help="A topology directory instead of --file.")
     ] = None,
     speed: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=MS,GB/S",
-            help="Latency in ms and bandwidth in GB/s of a tier; without: not measured.",
+            help="Latency in ms and bandwidth in GB/s of a tier. Default: not measured.",
         ),
     ] = None,
     queued: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=CHUNKS", help="Chunks that others wait for at a tier."),
+        typer.Option(metavar="NAME=CHUNKS", help="Chunks in the read queue of a tier."),
     ] = None,
     in_gpu: Annotated[
-        int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens that the GPU still holds.")
+        int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens in the GPU's prefix cache.")
     ] = 0,
     bytes_per_token: Annotated[
-        int, typer.Option(min=1, help="KV bytes of a token; 131072 for Llama 3 8B.")
+        int, typer.Option(min=1, help="KV bytes per token; 131072 for Llama 3 8B.")
     ] = 131_072,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option(help="Prefill speed of the engine; without this and --alpha: not measured."),
+        typer.Option(help="Prefill speed. Default: not measured, unless --alpha is set."),
     ] = None,
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="Seconds per token, instead: computing a to b takes alpha (b-a) + beta (b^2-a^2)."
+            help="Prefill cost in s per token: tokens a to b take alpha (b-a) + beta (b^2-a^2)."
         ),
     ] = None,
-    beta: Annotated[float, typer.Option(help="With --alpha: the share of attention.")] = 0.0,
-    selection: Annotated[Selection | None, typer.Option(help="Instead of the policy's.")] = None,
+    beta: Annotated[
+        float, typer.Option(help="With --alpha: quadratic prefill cost, the part of attention.")
+    ] = 0.0,
+    selection: Annotated[
+        Selection | None, typer.Option(help="Selection to use instead of the policy's.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Explain which part of a prompt would be loaded, from which tiers, and how long it would be waited for."""
-    numbers = planning.Numbers(
+    """Explain which prefix an engine would load, from which tiers, and how long it would wait."""
+    given = explain_plan_command.PlanInput(
         prompt_tokens=prompt_tokens,
         held=tuple(held),
         speeds=tuple(speed or ()),
@@ -249,84 +264,78 @@ def explain_plan(
         alpha=alpha,
         beta=beta,
     )
-    explained = planning.explain(planning.topology_of(file, policy, topology), numbers, selection)
+    loaded = explain_plan_command.load_topology(file, policy, topology)
+    explained = explain_plan_command.explain(loaded, given, selection)
     if as_json:
-        printed_json(planning.as_json(explained))
+        print_json(explain_plan_command.to_json(explained))
     else:
-        planning.show(explained)
+        explain_plan_command.show(explained)
 
 
 @app.command()
 def payload(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if needed.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory; created if needed.")],
     as_json: Json = False,
 ) -> None:
-    """Write the connector into a directory that an engine's PYTHONPATH can name."""
-    written = payloads.write(directory)
+    """Write the connector to a directory, for the PYTHONPATH of an engine."""
+    written = payload_writer.write(directory)
     if as_json:
-        printed_json({"directory": str(written), "version": __version__})
+        print_json({"directory": str(written), "version": __version__})
     else:
-        printed(str(written))
-
-
-TierDirectory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")
-]
+        print_text(str(written))
 
 
 @app.command()
 def inspect(directory: TierDirectory, as_json: Json = False) -> None:
-    """Show what a file tier's directory holds: namespaces, bytes, ages, who writes there, who keeps its limits."""
-    found, now = directories.inspect(directory)
+    """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
+    survey, now = directory_command.inspect(directory)
     if as_json:
-        printed_json(directories.inspect_json(found, now))
+        print_json(directory_command.inspect_json(survey, now))
     else:
-        directories.show_inspect(found, now)
+        directory_command.show_inspect(survey, now)
 
 
 @app.command()
 def verify(
     directory: TierDirectory,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Remove the objects that are corrupt.")
-    ] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete corrupt objects.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Read and verify every object of a file tier's directory, beside running engines or without.
+    """Read and verify every object of a file tier. Engines may be running.
 
-    Exit status 0: all are what they say; 1: something is corrupt or cannot be read.
+    Exit status: 0 if all objects are intact; 1 if one is corrupt or cannot be read.
     """
-    done = directories.verify(directory, delete=delete)
+    verified = directory_command.verify(directory, delete=delete)
     if as_json:
-        printed_json(directories.verify_json(done))
+        print_json(directory_command.verify_json(verified))
     else:
-        directories.show_verify(done)
-    raise typer.Exit(1 if done.bad else 0)
+        directory_command.show_verify(verified)
+    raise typer.Exit(1 if verified.bad else 0)
 
 
 @app.command()
 def gc(
     directory: TierDirectory,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="What may be there afterwards, such as 500Gi.")
+        str, typer.Option(metavar="SIZE", help="Maximum size afterwards, such as 500Gi.")
     ],
     retention: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=0, help="Remove namespaces that were not used for so long."
+            metavar="SECONDS", min=0, help="Delete namespaces that were not used for this long."
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Enforce limits on a file tier's directory by hand; safe beside running engines."""
-    done = directories.gc(directory, capacity, retention, dry_run=dry_run)
+    """Enforce limits on a file tier once. Engines may be running."""
+    collected = directory_command.gc(directory, capacity, retention, dry_run=dry_run)
     if as_json:
-        printed_json(directories.gc_json(done))
+        print_json(directory_command.gc_json(collected))
     else:
-        directories.show_gc(done)
+        directory_command.show_gc(collected)
 
 
 @app.command()
@@ -335,55 +344,53 @@ def faults(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where to work: your storage. Only a new directory in it is used, and removed.",
+            help="Storage to test. A new directory is created in DIR and removed afterwards.",
         ),
     ] = None,
     fault: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Run this fault only; repeatable.")
     ] = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Also under a real vLLM; tokens are compared.")
+        bool, typer.Option("--engine", help="Also run faults under a real vLLM.")
     ] = False,
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Also on the file tiers of vLLM and LMCache, where those can run."
+            "--compare", help="Also test the file tiers of vLLM and LMCache, if installed."
         ),
     ] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="How long a fault lasts.")] = 6.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of each fault.")] = 6.0,
     hang_seconds: Annotated[
-        float, typer.Option(min=1, help="How long the hang lasts that ends.")
+        float, typer.Option(min=1, help="Duration of the hang that ends.")
     ] = 60.0,
     objects: Annotated[
-        int, typer.Option(min=100, help="What the writers store together.")
+        int, typer.Option(min=100, help="Objects stored by the concurrent writers.")
     ] = 10_000,
-    names: Annotated[bool, typer.Option("--list", help="Print the names of the faults.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the faults.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play every fault against a real tier daemon and say whether one of KVTier's promises was broken.
+    """Inject storage faults under a real tierd and check that KVTier's guarantees hold.
 
-    Exit status 0: all pass; 1: something fails; 3: nothing fails, but something could not be played here, with the reason.
+    Exit status: 0 if all faults pass; 1 if one fails; 3 if none fails but one was skipped.
     """
-    from kvtier.cli import faults as scorecard
+    from kvtier.cli import faults as faults_command
 
     if names:
-        from kvtier.scorecard.runner import names as known
-
-        printed("\n".join(known()))
+        print_text("\n".join(faults_command.fault_names()))
         raise typer.Exit(0)
-    chosen = scorecard.options(path, fault or (), seconds, hang_seconds, objects)
-    rows = scorecard.run(chosen, with_engine=engine)
-    others = scorecard.compare(chosen) if compare else []
+    options = faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects)
+    rows = faults_command.run(options, with_engine=engine)
+    peer_rows = faults_command.compare(options) if compare else []
     if as_json:
-        printed_json(scorecard.as_json(rows, others))
+        print_json(faults_command.to_json(rows, peer_rows))
     else:
-        scorecard.show(rows, others)
-    raise typer.Exit(scorecard.status(rows))
+        faults_command.show(rows, peer_rows)
+    raise typer.Exit(faults_command.exit_status(rows))
 
 
 @app.command()
 def demo() -> None:
-    """Run the demo: a real engine, stopped hard and started again, reloads what it had computed."""
+    """Run the demo: a real engine is killed, restarted, and reloads what it had computed."""
     from kvtier.cli.demo import main as run_demo
 
     raise typer.Exit(run_demo())

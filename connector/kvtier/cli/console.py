@@ -1,5 +1,7 @@
-"""Printing. What programs read goes out untouched; rich is for people's eyes, and never interprets what a file
-holds.
+"""Output of the commands.
+
+Text for programs is written unchanged. rich formats text for people and never interprets markup
+from a file.
 """
 
 from __future__ import annotations
@@ -8,10 +10,17 @@ import json
 import sys
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+MAX_TABLE_WIDTH = 10_000
+"""Columns of a table that is not written to a terminal."""
 
 
 def console() -> Console:
-    """Standard output. Made anew each time: tests and callers may have replaced the stream."""
+    """Standard output. A new object for each call, because callers and tests may replace the
+    stream.
+    """
     return Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
@@ -20,16 +29,25 @@ def error_console() -> Console:
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
-def printed(text: str) -> None:
-    """Text as it is, with one line end."""
+def print_text(text: str) -> None:
+    """Writes text unchanged, with one newline at the end."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
-def printed_json(document: object) -> None:
-    """A document as JSON; what the stream cannot encode is escaped."""
+def print_json(document: object) -> None:
+    """Writes a document as JSON. Characters that the stream cannot encode are escaped."""
     text = json.dumps(document, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(document, indent=2)
-    printed(text)
+    print_text(text)
+
+
+def print_table(table: Table) -> None:
+    """Writes a table. It fits a terminal's width; in a pipe or a file no cell is wrapped."""
+    out = console()
+    if not out.is_terminal:
+        unlimited = out.options.update(width=MAX_TABLE_WIDTH)
+        out.width = max(out.width, Measurement.get(out, unlimited, table).maximum)
+    out.print(table)

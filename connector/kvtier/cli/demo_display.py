@@ -1,54 +1,20 @@
-"""The demo's control: files that are valid in every respect and hold the wrong KV.
+"""Output of the demo: progress lines with the elapsed time, and a table at the end.
 
-No fault of a disk looks like this (a reader cannot tell, that is the point). If the engine's answer stayed the same with such
-files, equal answers elsewhere in the demo would prove nothing.
-
-What the demo shows: progress while it works, and a table at the end.
-
-With ``rich`` where it can be imported, with plain lines elsewhere; on no terminal, plain lines too.
+Uses rich if it can be imported and standard output is a terminal, and plain lines otherwise.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-from kvtier.tiers.base import ObjectMeta, ObjectRef
-from kvtier.tiers.checksum import preferred
-from kvtier.tiers.filesystem.format import HEADER_BYTES, read_header, write_header
-
-
-def reference_of(path: Path) -> ObjectRef:
-    """Which object lies in ``path``: ``<root>/<namespace>/<2 hex>/<2 hex>/<key>.kv``."""
-    return ObjectRef(path.parents[2].name, bytes.fromhex(path.stem))
-
-
-def replace_by_foreign_bytes(victims: Sequence[Path], donors: Sequence[Path]) -> None:
-    """Gives each victim the KV of a donor, under the victim's key and with a right checksum. One rank's shard each.
-
-    Raises ``ValueError`` if there are too few donors, ``OSError``, and ``TierCorruptError`` for a file that is none of ours.
-    """
-    checksum = preferred()
-    for victim, donor in zip(victims, donors[: len(victims)], strict=True):
-        content = bytearray(donor.read_bytes())
-        whole = memoryview(content)
-        meta = read_header(whole[:HEADER_BYTES], reference_of(donor), len(content) - HEADER_BYTES)
-        payload = whole[HEADER_BYTES : HEADER_BYTES + meta.shard_bytes[0]]
-        foreign = ObjectMeta(meta.shard_bytes, checksum.kind, (checksum.digest(payload),))
-        write_header(whole[:HEADER_BYTES], reference_of(victim), foreign)
-        fresh = victim.with_suffix(".demo")
-        fresh.write_bytes(content)
-        os.replace(fresh, victim)
 
 
 class Display:
-    """Progress lines with the time since the start. ``write`` takes one line of text."""
+    """Prints progress lines and tables. ``write`` prints one line of text."""
 
     def __init__(
         self,
@@ -58,7 +24,7 @@ class Display:
     ) -> None:
         self._write = write
         self._clock = clock
-        self._begun = clock()
+        self._started = clock()
         if fancy is None:
             fancy = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
         self._console: Any = None
@@ -68,13 +34,13 @@ class Display:
             self._console = Console(highlight=False)
 
     def note(self, text: str) -> None:
-        """One line, with the seconds since the start."""
-        self._line(f"[{self._clock() - self._begun:5.1f} s] {text}")
+        """Prints a line with the elapsed seconds."""
+        self._line(f"[{self._clock() - self._started:5.1f} s] {text}")
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """Something that takes a while: shown as under way, then as done with its time (or as failed)."""
-        begun = self._clock()
+        """Prints a step that takes time, and afterwards its duration."""
+        started = self._clock()
         if self._console is None:
             self.note(f"{text} ...")
             yield
@@ -85,10 +51,10 @@ class Display:
             yield
         finally:
             status.stop()
-        self.note(f"{text} ({self._clock() - begun:.1f} s)")
+        self.note(f"{text} ({self._clock() - started:.1f} s)")
 
     def table(self, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table; all columns but the first two are aligned right."""
+        """Prints a table. The first two columns are left-aligned, the others right-aligned."""
         if self._console is not None:
             from rich.table import Table
 
@@ -113,7 +79,7 @@ class Display:
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in plain text, one line per row, all columns but the first two aligned right."""
+    """A table in plain text, one line per row, aligned as ``Display.table`` does."""
     widths = [max(len(row[index]) for row in (headings, *rows)) for index in range(len(headings))]
 
     def line(cells: Sequence[str]) -> str:

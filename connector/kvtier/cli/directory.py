@@ -1,4 +1,7 @@
-"""`kvtier inspect`, `kvtier verify` and `kvtier gc`: a file tier's directory, from outside."""
+"""``kvtier inspect``, ``verify`` and ``gc``: commands for the directory of a file tier.
+
+All are safe beside running engines.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.console import console, error_console
-from kvtier.errors import ConfigurationError, TierError
+from kvtier.cli.console import console, error_console, print_table
+from kvtier.cli.inputs import parse_size
+from kvtier.errors import TierError
 from kvtier.tiers.filesystem.gc import CollectReport, collect
 from kvtier.tiers.filesystem.inspect import (
     HolderStatus,
@@ -24,14 +28,13 @@ from kvtier.tiers.filesystem.inspect import (
     tier_root,
 )
 from kvtier.tiers.filesystem.inspect import verify as verify_objects
-from kvtier_operator.api.quantity import Quantity, QuantityError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 
 
 def size_text(size_bytes: float) -> str:
-    """1536 is 1.5 KiB."""
+    """Formats a size: 1536 is 1.5 KiB."""
     for unit in _UNITS:
         if abs(size_bytes) < 1024 or unit == _UNITS[-1]:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -40,7 +43,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """5400 seconds are 1.5 h."""
+    """Formats an age: 5400 seconds are 1.5 h."""
     if seconds is None:
         return "-"
     for length, unit in _AGES:
@@ -49,17 +52,20 @@ def age_text(seconds: float | None) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-# inspect
+# kvtier inspect
 
 
 def inspect(directory: Path) -> tuple[Survey, float]:
-    """What is there, and when it was looked at. Raises ``ConfigurationError`` and ``OSError``."""
+    """Surveys the directory. Returns the survey and its time (Unix time).
+
+    Raises ``ConfigurationError`` and ``OSError``.
+    """
     now = time.time()
     return survey(tier_root(directory), now), now
 
 
 def inspect_json(found: Survey, now: float) -> dict[str, Any]:
-    """For programs. Ages in seconds."""
+    """The output of ``kvtier inspect --json``. Ages are in seconds."""
     ledger = found.ledger or {}
     return {
         "directory": found.root,
@@ -80,7 +86,7 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
         "janitor": None
         if found.janitor is None
         else {
-            "fence": found.term,
+            "term": found.term,
             "holder": found.janitor.name,
             "state": found.janitor.state,
             "capacityBytes": ledger.get("capacity"),
@@ -101,74 +107,65 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
 
 
 def show_inspect(found: Survey, now: float) -> None:
-    """For people."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for head, justify in (
-        ("namespace", "left"),
-        ("belongs to", "left"),
-        ("objects", "right"),
-        ("bytes", "right"),
-    ):
-        table.add_column(head, justify="right" if justify == "right" else "left", overflow="fold")
-    table.add_column("last used", justify="right")
-    table.add_column("oldest", justify="right")
+    """Prints the survey."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("namespace", overflow="fold")
+    table.add_column("identity", overflow="fold")
+    for heading in ("objects", "size", "newest use", "oldest use"):
+        table.add_column(heading, justify="right", overflow="fold")
     for each in found.namespaces:
         table.add_row(
             Text(each.name[:12]),
-            Text(", ".join(_identity_words(each.identity)) or "not described"),
+            Text(", ".join(_identity_parts(each.identity)) or "unknown"),
             f"{each.objects:,}",
             size_text(each.size_bytes),
             age_text(None if each.newest is None else now - each.newest),
             age_text(None if each.oldest is None else now - each.oldest),
         )
-    console().print(table)
+    print_table(table)
     capacity = (found.ledger or {}).get("capacity")
     of = f" of {size_text(capacity)}" if isinstance(capacity, int) else ""
-    console().print(Text(f"\n{found.root}: {size_text(found.total_bytes)}{of}"))
-    console().print(
-        Text(
-            f"being written or left behind: {found.temporaries}, {size_text(found.temporary_bytes)}"
-        )
-    )
+    out = console()
+    out.print(Text(f"\n{found.root}: {size_text(found.total_bytes)}{of}"))
+    temporary_size = size_text(found.temporary_bytes)
+    out.print(Text(f"temporary files: {found.temporaries}, {temporary_size}"))
     if found.janitor is None:
-        console().print("no janitor yet")
+        out.print("no janitor")
     else:
         charge = (found.ledger or {}).get("charge")
-        charged = "not known yet" if charge is None else size_text(charge)
-        line = f"janitor {found.term}: {_holder_words(found.janitor)}, charged {charged}"
-        console().print(
-            Text(line, style="" if found.janitor.state in ("Alive", "Elsewhere") else "yellow")
-        )
+        charged = "unknown" if charge is None else size_text(charge)
+        line = f"janitor, term {found.term}: {_holder_text(found.janitor)}, charged {charged}"
+        active = found.janitor.state in ("Alive", "Elsewhere")
+        out.print(Text(line, style="" if active else "yellow"))
     for writer in found.writers:
         granted = size_text(sum(writer.grants.values()))
-        console().print(
-            Text(f"writer {_holder_words(writer)}: {len(writer.grants)} grants, {granted}")
-        )
+        grants = f"{len(writer.grants)} grants, {granted}"
+        out.print(Text(f"writer: {_holder_text(writer)}, {grants}"))
 
 
-def _identity_words(identity: dict[str, str]) -> Iterator[str]:
+def _identity_parts(identity: dict[str, str]) -> Iterator[str]:
     for key, value in identity.items():
         yield value if key in ("model", "engine", "dtype") else f"{key} {value}"
 
 
-def _holder_words(holder: HolderStatus) -> str:
+def _holder_text(holder: HolderStatus) -> str:
     parts = holder.name.split("-")
     pid = parts[2] if len(parts) == 5 else "?"
     states = {
         "Alive": f"process {pid}, alive",
-        "Gone": f"process {pid}, gone",
-        "Released": "given back in order",
-        "Elsewhere": f"process {pid} of another host or container",
+        "Gone": f"process {pid}, exited",
+        "Released": "released",
+        "Elsewhere": f"process {pid} on another host or in another container",
     }
     return states.get(holder.state, holder.state)
 
 
-# verify
+# kvtier verify
 
 
 @contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar on standard error, where that is a terminal."""
+def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on standard error. Yields a function that sets progress and description."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -182,10 +179,10 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
 
 
 def verify(directory: Path, *, delete: bool) -> VerifyReport:
-    """Reads every object. Raises ``ConfigurationError`` and ``OSError``."""
+    """Reads and verifies every object. Raises ``ConfigurationError`` and ``OSError``."""
     root = tier_root(directory)
     objects = objects_of(root, time.time())
-    with _bar(len(objects), error_console().is_terminal) as update:
+    with _progress_bar(len(objects), error_console().is_terminal) as update:
 
         def progress(done: VerifyReport) -> None:
             update(
@@ -197,7 +194,7 @@ def verify(directory: Path, *, delete: bool) -> VerifyReport:
 
 
 def verify_json(done: VerifyReport) -> dict[str, Any]:
-    """For programs."""
+    """The output of ``kvtier verify --json``."""
     return {
         "verified": done.objects,
         "bytes": done.size_bytes,
@@ -217,44 +214,32 @@ def verify_json(done: VerifyReport) -> dict[str, Any]:
 
 
 def show_verify(done: VerifyReport) -> None:
-    """For people: bad objects to standard error."""
+    """Prints the totals to standard output and bad objects to standard error."""
     for each in done.bad:
         line = Text(f"{each.path}: ")
-        line.append("corrupt" if each.corrupt else "not readable", style="red")
+        line.append("corrupt" if each.corrupt else "unreadable", style="red")
         error_console().print(line.append(f": {each.reason}{', deleted' if each.deleted else ''}"))
-    words = [
+    parts = [
         f"{done.objects:,} objects verified ({size_text(done.size_bytes)})",
         f"{done.corrupt} corrupt",
     ]
     if len(done.bad) > done.corrupt:
-        words.append(f"{len(done.bad) - done.corrupt} not readable")
+        parts.append(f"{len(done.bad) - done.corrupt} unreadable")
     if done.unverifiable:
-        words.append(f"{done.unverifiable} with a checksum that needs the package xxhash")
+        parts.append(f"{done.unverifiable} not verified: install the xxhash package")
     if done.vanished:
-        words.append(f"{done.vanished} were removed meanwhile")
-    console().print(Text(", ".join(words)))
+        parts.append(f"{done.vanished} removed during the run")
+    console().print(Text(", ".join(parts)))
 
 
-# gc
-
-
-def parse_size(text: str) -> int:
-    """Bytes. Raises ``ConfigurationError``."""
-    accepted = "a size above zero, such as 500Gi, 2T or 4096"
-    try:
-        size = Quantity.parse(text).size_bytes
-    except QuantityError as error:
-        raise ConfigurationError("--capacity", text, f"{error}; accepted is {accepted}") from error
-    if size <= 0:
-        raise ConfigurationError("--capacity", text, f"accepted is {accepted}")
-    return size
+# kvtier gc
 
 
 def gc(
     directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool
 ) -> CollectReport:
-    """Enforces limits. Raises ``ConfigurationError`` and ``OSError``."""
-    size = parse_size(capacity)
+    """Enforces the limits. Raises ``ConfigurationError`` and ``OSError``."""
+    size = parse_size("--capacity", capacity)
     root = tier_root(directory)
     try:
         with error_console().status("") as status:
@@ -270,7 +255,7 @@ def gc(
 
 
 def gc_json(done: CollectReport) -> dict[str, Any]:
-    """For programs."""
+    """The output of ``kvtier gc --json``."""
     return {
         "dryRun": done.dry_run,
         "janitor": done.janitor,
@@ -283,15 +268,16 @@ def gc_json(done: CollectReport) -> dict[str, Any]:
 
 
 def show_gc(done: CollectReport) -> None:
-    """For people."""
+    """Prints what was removed."""
     verb = "would remove" if done.dry_run else "removed"
     line = f"{verb} {done.objects:,} objects ({size_text(done.size_bytes)})"
     if done.namespaces:
-        line += f" and {len(done.namespaces)} namespaces: {', '.join(name[:12] for name in done.namespaces)}"
+        names = ", ".join(name[:12] for name in done.namespaces)
+        line += f" and {len(done.namespaces)} namespaces: {names}"
     console().print(Text(line))
     after = "would be" if done.dry_run else "now"
     console().print(
         Text(f"{size_text(done.before_bytes)} before, {after} {size_text(done.after_bytes)}")
     )
     if not done.dry_run and not done.janitor:
-        console().print("a janitor is at work here; it counts the directory anew")
+        console().print("the janitor of this directory recounts it")

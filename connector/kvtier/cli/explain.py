@@ -1,4 +1,4 @@
-"""`kvtier explain`: the reference of a field, from the models."""
+"""``kvtier explain``: the reference of a field, generated from the models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvtier.cli.console import console
-from kvtier.errors import ConfigurationError
+from kvtier.cli.inputs import OptionError
 from kvtier_operator.api.base import Model
 from kvtier_operator.api.fields import FieldDocument, Shape, all_fields, fields_of, nearest
 from kvtier_operator.api.policy import KVTierPolicy
@@ -20,8 +20,8 @@ _PREFIXES = ("kvtierpolicy", "kvtierpolicies", "kvtp")
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """A field (None: the whole policy) with its path, and the fields below it."""
+class FieldExplanation:
+    """A field with path, subfields and rules. ``field`` is None for the whole policy."""
 
     path: str
     field: FieldDocument | None
@@ -29,70 +29,73 @@ class Explained:
     rules: tuple[str, ...]
 
 
-def explain(name: str | None) -> Explained:
-    """Finds a field. Indexes may be written or left out, and `spec.` too. Raises ``ConfigurationError`` with the
-    nearest one.
+def explain(name: str | None) -> FieldExplanation:
+    """Finds a field. Indexes and the leading ``spec.`` are optional.
+
+    Raises ``OptionError``, which names the closest field.
     """
     parts = [part for part in re.sub(r"\[[^\]]*\]", "", name or "").split(".") if part]
     if parts and parts[0].lower() in _PREFIXES:
         parts = parts[1:]
     if not parts:
-        return Explained("", None, fields_of(KVTierPolicy), ())
+        return FieldExplanation("", None, fields_of(KVTierPolicy), ())
     if parts[0] not in {document.alias for document in fields_of(KVTierPolicy)}:
         spec = next(document for document in fields_of(KVTierPolicy) if document.alias == "spec")
-        if parts[0] in {document.alias for document in _below(spec.shape)}:
+        if parts[0] in {document.alias for document in _subfields(spec.shape)}:
             parts = ["spec", *parts]
-    return _follow(name or "", parts)
+    return _resolve(name or "", parts)
 
 
-def _follow(name: str, parts: list[str]) -> Explained:
+def _resolve(name: str, parts: list[str]) -> FieldExplanation:
     children = fields_of(KVTierPolicy)
     path, field = "", None
     model: Any = KVTierPolicy
     for part in parts:
         field = next((document for document in children if document.alias == part), None)
         if field is None:
-            raise ConfigurationError("field", name, _hint(path, part, children))
+            raise OptionError("FIELD", name, _hint(path, part, children))
         path = f"{path}.{part}" if path else part
-        children = _below(field.shape)
-        model = _model(field.shape)
+        children = _subfields(field.shape)
+        model = _model_of(field.shape)
     rules = (
         tuple(rule.description for rule in model.rules if rule.message)
         if model and issubclass(model, Model)
         else ()
     )
-    return Explained(path, field, children, rules)
+    return FieldExplanation(path, field, children, rules)
 
 
 def _hint(path: str, part: str, siblings: tuple[FieldDocument, ...]) -> str:
     meant = nearest(part, [document.alias for document in siblings])
     if meant is not None:
-        return f"{f'{path}.' if path else ''}{meant} is the nearest known field"
+        return f"unknown field; did you mean {f'{path}.' if path else ''}{meant}?"
     elsewhere = [
         found
         for found, document in all_fields(KVTierPolicy)
         if document.alias.lower() == part.lower()
     ]
     if elsewhere:
-        return f"it is known as {', '.join(elsewhere)}"
+        return f"unknown field; the name exists as {', '.join(elsewhere)}"
     known = ", ".join(document.alias for document in siblings)
-    return f"known in {path or 'a policy'}: {known}" if known else f"{path} has no fields"
+    if not known:
+        return f"{path} has no subfields"
+    return f"unknown field; {path or 'a policy'} has: {known}"
 
 
-def _model(shape: Shape) -> Any:
+def _model_of(shape: Shape) -> Any:
     inner: Shape | None = shape
     while inner is not None and inner.kind in ("list", "map"):
         inner = inner.item
     return inner.model if inner is not None else None
 
 
-def _below(shape: Shape) -> tuple[FieldDocument, ...]:
-    model = _model(shape)
+def _subfields(shape: Shape) -> tuple[FieldDocument, ...]:
+    model = _model_of(shape)
     return fields_of(model) if model is not None else ()
 
 
-def as_json(explained: Explained) -> dict[str, Any]:
-    """For programs."""
+def to_json(explained: FieldExplanation) -> dict[str, Any]:
+    """The output of ``--json``."""
     if explained.field is None:
         return {
             "fields": [_field_json(path, document) for path, document in all_fields(KVTierPolicy)]
@@ -119,51 +122,51 @@ def _field_json(path: str, document: FieldDocument) -> dict[str, Any]:
 
 
 def default_text(document: FieldDocument) -> str:
-    """The default in words."""
+    """The default as text."""
     if document.required:
         return "required"
     if document.default is None:
         return "none"
     if document.shape.kind == "object":
-        return "its fields' defaults"
+        return "the defaults of its fields"
     if isinstance(document.default, dict):
         return ", ".join(f"{key} {value}" for key, value in document.default.items())
     return str(document.default) or '""'
 
 
 def change_text(document: FieldDocument) -> str:
-    """Live or structural, in words."""
+    """Live or structural, as text."""
     if document.change is None:
         return ""
     return (
-        "live: changes under a running engine"
+        "live: applies to running engines"
         if document.change.value == "live"
-        else "structural: needs a new pod"
+        else "structural: applies to new pods"
     )
 
 
-def show(explained: Explained) -> None:
-    """For people."""
+def show(explained: FieldExplanation) -> None:
+    """Prints the reference of the field, or the tree of all fields."""
     out = console()
     if explained.field is None:
         tree = Tree(Text("KVTierPolicy (L live, S structural, * required)"))
-        _grow(tree, explained.children)
+        _add_fields(tree, explained.children)
         out.print(tree)
         return
     field = explained.field
     out.print(Text(explained.path, style="bold"))
     out.print(Text(f"  {field.description}"))
-    facts = Table.grid(padding=(0, 2))
+    properties = Table.grid(padding=(0, 2))
     for label, value in (
         ("type", field.shape.type_name),
         ("default", default_text(field)),
         ("change", change_text(field)),
-        ("accepted", field.shape.accepted),
-        *((("rule", rule)) for rule in explained.rules),
+        ("value", field.shape.accepted),
+        *(("rule", rule) for rule in explained.rules),
     ):
         if value:
-            facts.add_row(Text(f"  {label}", style="cyan"), Text(value))
-    out.print(facts)
+            properties.add_row(Text(f"  {label}", style="cyan"), Text(value))
+    out.print(properties)
     if explained.children:
         out.print(Text("  fields", style="cyan"))
         table = Table.grid(padding=(0, 2))
@@ -176,13 +179,13 @@ def show(explained: Explained) -> None:
         out.print(table)
 
 
-def _grow(tree: Tree, documents: tuple[FieldDocument, ...]) -> None:
+def _add_fields(tree: Tree, documents: tuple[FieldDocument, ...]) -> None:
     for document in documents:
         if not document.description:
-            continue  # Kubernetes' own
+            continue  # a field of Kubernetes' metadata
         mark = {"live": " L", "structural": " S", None: ""}[
             document.change.value if document.change else None
         ]
         label = Text(f"{document.alias}{'*' if document.required else ''}", style="bold")
         label.append(f" {document.shape.type_name}{mark}", style="dim")
-        _grow(tree.add(label), _below(document.shape))
+        _add_fields(tree.add(label), _subfields(document.shape))

@@ -1,4 +1,4 @@
-"""`kvtier explain-plan`: which part of a prompt would be loaded, from numbers instead of from a running engine."""
+"""``kvtier explain-plan``: which prefix an engine would load, computed from given measurements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.console import console
-from kvtier.cli.render import chosen_policy
+from kvtier.cli.console import console, print_table
+from kvtier.cli.inputs import OptionError, load_policy, parse_assignment, parse_number
 from kvtier.config import loader
 from kvtier.config.models import (
     FileSystemTierDocument,
@@ -22,7 +22,6 @@ from kvtier.config.models import (
     Selection,
     Topology,
 )
-from kvtier.errors import ConfigurationError
 from kvtier.store.cost_model import IMMEDIATE, Prefill, TierEstimate
 from kvtier.store.selection import (
     Candidate,
@@ -41,8 +40,11 @@ OTHER_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """The options of the command, as given. ``held``: NAME=TOKENS in prefix order; ``speeds``: NAME=MILLISECONDS,GB/S."""
+class PlanInput:
+    """The options of the command, unparsed.
+
+    ``held``: NAME=TOKENS in prefix order. ``speeds``: NAME=MS,GB/S. ``queued``: NAME=CHUNKS.
+    """
 
     prompt_tokens: int
     held: tuple[str, ...]
@@ -56,200 +58,192 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanExplained:
-    """A decision with all that led to it. ``clock``: None where nothing is waited for."""
+class PlanExplanation:
+    """A decision and its inputs. ``deadline`` is None if the request does not wait for a tier."""
 
     decision: Decision
-    rated: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
     names: tuple[str, ...]
-    outlooks: tuple[TierLoad, ...]
+    loads: tuple[TierLoad, ...]
     selection: Selection
-    clock: LoadDeadline | None
+    deadline: LoadDeadline | None
     prefill: Prefill | None
     prompt_tokens: int
     start_tokens: int
 
 
-def topology_of(file: str | None, policy: str | None, directory: Path | None) -> Topology:
+def load_topology(file: str | None, policy: str | None, directory: Path | None) -> Topology:
     """The topology of a policy file or directory. Raises ``ConfigurationError`` and ``OSError``."""
     if directory is not None:
         if file is not None:
-            raise ConfigurationError(
-                "--topology",
-                str(directory),
-                "a policy or a topology directory says what the tiers are",
-            )
+            raise OptionError("--topology", directory, "must not be combined with --file")
         return loader.load(directory)
     if file is None:
-        raise ConfigurationError(
-            "--file", "nothing", "a policy (--file) or a topology directory (--topology) is needed"
-        )
-    chosen = chosen_policy(file, policy)
-    document = structural(chosen, pod_placement(chosen))
+        raise OptionError("--file", "", "either --file or --topology is required")
+    selected = load_policy(file, policy)
+    document = structural(selected, pod_placement(selected))
     return Topology(structural=document, live=document.live)
 
 
 def explain(
-    topology: Topology, numbers: Numbers, selection: Selection | None = None
-) -> PlanExplained:
-    """Decides. Raises ``ConfigurationError`` for numbers that cannot be."""
+    topology: Topology, given: PlanInput, selection: Selection | None = None
+) -> PlanExplanation:
+    """Makes the decision. Raises ``OptionError`` for an invalid option."""
     live, names = topology.live, tuple(tier.name for tier in topology.structural.tiers)
     selection = selection or live.selection
-    chunk = topology.structural.chunk_tokens
-    prefill = _prefill(numbers)
-    start, sources = _sources(numbers, names, chunk)
-    outlooks = tuple(_outlooks(topology, numbers, names, chunk * numbers.bytes_per_token))
+    chunk_tokens = topology.structural.chunk_tokens
+    prefill = _prefill(given)
+    start, sources = _sources(given, names, chunk_tokens)
+    loads = tuple(_tier_loads(topology, given, names, chunk_tokens * given.bytes_per_token))
     used = {source.tier for source in sources if source.tier}
-    limit = float(
-        max((_live(topology, names[tier]).load_timeout_seconds for tier in used), default=0)
-    )
-    question = CostQuery(
+    timeouts = (_live_tier(topology, names[tier]).load_timeout_seconds for tier in used)
+    limit = float(max(timeouts, default=0))
+    query = CostQuery(
         sources,
-        outlooks,
+        loads,
         start,
-        numbers.prompt_tokens,
+        given.prompt_tokens,
         prefill,
         limit,
         min_tokens=max(1, live.min_load_tokens),
     )
     if selection is Selection.COST:
-        decision = choose_by_cost(question)
-        clock = question.deadline(decision.chosen.keys) if decision.chosen is not None else None
+        decision = choose_by_cost(query)
+        deadline = query.deadline(decision.chosen.keys) if decision.chosen is not None else None
     else:
-        ends = [start, *(source.end_tokens for source in sources)]
-        tokens = [end - begin for begin, end in pairwise(ends)]
-        tiers = [source.tier for source in sources]
-        decision = choose_prefix(selection, tiers, [outlook.weight for outlook in outlooks], tokens)
-        clock = LoadDeadline(limit)
-        if decision.chosen is not None and decision.chosen.tokens < question.min_tokens:
-            decision = Decision(
-                None,
-                tuple(prefix_candidates(tiers, [o.weight for o in outlooks], tokens)),
-                "below_min_load_tokens",
-            )
+        decision = _choose_by_rule(query, selection)
+        deadline = LoadDeadline(limit)
     if decision.chosen is None or decision.chosen.tiers == (0,):
-        clock = None
+        deadline = None
     every = [*decision.runners_up, *([decision.chosen] if decision.chosen is not None else [])]
-    rated = tuple(sorted(every, key=lambda candidate: candidate.keys))
-    return PlanExplained(
-        decision, rated, names, outlooks, selection, clock, prefill, numbers.prompt_tokens, start
+    return PlanExplanation(
+        decision=decision,
+        candidates=tuple(sorted(every, key=lambda candidate: candidate.keys)),
+        names=names,
+        loads=loads,
+        selection=selection,
+        deadline=deadline,
+        prefill=prefill,
+        prompt_tokens=given.prompt_tokens,
+        start_tokens=start,
     )
 
 
-def _prefill(numbers: Numbers) -> Prefill | None:
-    if numbers.alpha is None and numbers.tokens_per_second is None:
+def _choose_by_rule(query: CostQuery, selection: Selection) -> Decision:
+    ends = [query.start_tokens, *(source.end_tokens for source in query.sources)]
+    tokens = [end - begin for begin, end in pairwise(ends)]
+    tiers = [source.tier for source in query.sources]
+    weights = [load.weight for load in query.tiers]
+    decision = choose_prefix(selection, tiers, weights, tokens)
+    if decision.chosen is None or decision.chosen.tokens >= query.min_tokens:
+        return decision
+    candidates = tuple(prefix_candidates(tiers, weights, tokens))
+    return Decision(None, candidates, "below_min_load_tokens")
+
+
+def _prefill(given: PlanInput) -> Prefill | None:
+    if given.tokens_per_second is not None:
+        if given.alpha is not None:
+            requirement = "must not be combined with --tokens-per-second"
+            raise OptionError("--alpha", given.alpha, requirement)
+        _require_positive("--tokens-per-second", given.tokens_per_second)
+        return Prefill(1 / given.tokens_per_second, 0.0)
+    if given.alpha is None:
         return None
-    if numbers.tokens_per_second is not None:
-        if numbers.alpha is not None:
-            raise ConfigurationError(
-                "--alpha", numbers.alpha, "it says the same as --tokens-per-second; one of the two"
-            )
-        _positive("--tokens-per-second", numbers.tokens_per_second)
-        return Prefill(1 / numbers.tokens_per_second, 0.0)
-    prefill = Prefill(numbers.alpha or 0.0, numbers.beta)
+    prefill = Prefill(given.alpha, given.beta)
     if not prefill.usable:
-        raise ConfigurationError(
-            "--alpha", f"{prefill.alpha}, beta {prefill.beta}", "seconds, not negative, not both 0"
-        )
+        values = f"{prefill.alpha}, --beta {prefill.beta}"
+        raise OptionError("--alpha", values, "must not be negative, and not both 0")
     return prefill
 
 
-def _positive(option: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(option, value, "a positive number is")
-    return value
-
-
-def _sources(numbers: Numbers, names: Sequence[str], chunk: int) -> tuple[int, list[KeySource]]:
-    """The chunks of the prompt in prefix order, beginning where the GPU's own cache ends."""
+def _sources(
+    given: PlanInput, names: Sequence[str], chunk_tokens: int
+) -> tuple[int, list[KeySource]]:
+    """The chunks of the prompt in prefix order, starting where the GPU's own cache ends."""
     tiers: list[int] = []
-    size = chunk * numbers.bytes_per_token
-    for name, value in (_pair("--held", given, "NAME=TOKENS") for given in numbers.held):
-        tokens = _number("--held", value, "NAME=TOKENS")
-        if not tokens.is_integer() or tokens < 0 or tokens % chunk:
-            raise ConfigurationError(
-                "--held", f"{name}={value}", f"a multiple of the chunk ({chunk} tokens) is"
-            )
-        chunks = int(tokens // chunk)
-        if (len(tiers) + chunks) * chunk > numbers.prompt_tokens:
-            raise ConfigurationError(
-                "--held",
-                f"{(len(tiers) + chunks) * chunk} tokens in all",
-                "at most the prompt is held",
-            )
-        tiers += [_index("--held", name, names)] * chunks
-    start = numbers.in_gpu_tokens
-    if not 0 <= start <= numbers.prompt_tokens:
-        raise ConfigurationError("--in-gpu", start, "a part of the prompt is")
+    size = chunk_tokens * given.bytes_per_token
+    form = "NAME=TOKENS"
+    for text in given.held:
+        name, value = parse_assignment("--held", text, form)
+        tokens = parse_number("--held", value, form)
+        if not tokens.is_integer() or tokens < 0 or tokens % chunk_tokens:
+            requirement = f"must be a multiple of the chunk size ({chunk_tokens} tokens)"
+            raise OptionError("--held", text, requirement)
+        chunks = int(tokens // chunk_tokens)
+        total = (len(tiers) + chunks) * chunk_tokens
+        if total > given.prompt_tokens:
+            requirement = f"must be at most the prompt ({given.prompt_tokens} tokens) in total"
+            raise OptionError("--held", text, requirement)
+        tiers += [_tier_index("--held", name, names)] * chunks
+    start = given.in_gpu_tokens
+    if not 0 <= start <= given.prompt_tokens:
+        requirement = f"must be between 0 and the prompt ({given.prompt_tokens} tokens)"
+        raise OptionError("--in-gpu", start, requirement)
     sources = [
-        KeySource(tier, size if tier else 0, (i + 1) * chunk) for i, tier in enumerate(tiers)
+        KeySource(tier, size if tier else 0, (index + 1) * chunk_tokens)
+        for index, tier in enumerate(tiers)
     ]
     return start, [source for source in sources if source.end_tokens > start]
 
 
-def _outlooks(
-    topology: Topology, numbers: Numbers, names: Sequence[str], size: int
+def _tier_loads(
+    topology: Topology, given: PlanInput, names: Sequence[str], chunk_bytes: int
 ) -> list[TierLoad]:
-    speeds: dict[int, TierEstimate] = {}
-    for name, value in (
-        _pair("--speed", given, "NAME=MILLISECONDS,GB/S") for given in numbers.speeds
-    ):
-        latency, _, rate = value.partition(",")
-        milliseconds = _number("--speed", latency, "NAME=MILLISECONDS,GB/S")
-        if milliseconds < 0:
-            raise ConfigurationError("--speed", f"{name}={value}", "a latency of 0 or more is")
-        gigabytes = _positive("--speed", _number("--speed", rate, "NAME=MILLISECONDS,GB/S"))
-        speeds[_index("--speed", name, names)] = TierEstimate(milliseconds / 1e3, gigabytes * 1e9)
-    queued: dict[int, int] = {}
-    for name, value in (_pair("--queued", given, "NAME=CHUNKS") for given in numbers.queued):
-        chunks = _number("--queued", value, "NAME=CHUNKS")
-        if not chunks.is_integer() or chunks < 0:
-            raise ConfigurationError("--queued", f"{name}={value}", "a number of chunks is")
-        queued[_index("--queued", name, names)] = int(chunks)
-    outlooks = []
+    speeds = dict(_speed(text, names) for text in given.speeds)
+    queued = dict(_queued_chunks(text, names) for text in given.queued)
+    loads = []
     for index, tier in enumerate(topology.structural.tiers):
         threads = tier.read_threads if isinstance(tier, FileSystemTierDocument) else OTHER_THREADS
         estimate = IMMEDIATE if isinstance(tier, MemoryTierDocument) else speeds.get(index)
         reads = queued.get(index, 0)
-        outlooks.append(
-            TierLoad(_live(topology, tier.name).load_weight, estimate, threads, reads, reads * size)
-        )
-    return outlooks
+        weight = _live_tier(topology, tier.name).load_weight
+        loads.append(TierLoad(weight, estimate, threads, reads, reads * chunk_bytes))
+    return loads
 
 
-def _live(topology: Topology, name: str) -> LiveTier:
+def _speed(text: str, names: Sequence[str]) -> tuple[int, TierEstimate]:
+    form = "NAME=MS,GB/S"
+    name, value = parse_assignment("--speed", text, form)
+    latency, _, rate = value.partition(",")
+    milliseconds = parse_number("--speed", latency, form)
+    if milliseconds < 0:
+        raise OptionError("--speed", text, "the latency must not be negative")
+    gigabytes = _require_positive("--speed", parse_number("--speed", rate, form))
+    return _tier_index("--speed", name, names), TierEstimate(milliseconds / 1e3, gigabytes * 1e9)
+
+
+def _queued_chunks(text: str, names: Sequence[str]) -> tuple[int, int]:
+    form = "NAME=CHUNKS"
+    name, value = parse_assignment("--queued", text, form)
+    chunks = parse_number("--queued", value, form)
+    if not chunks.is_integer() or chunks < 0:
+        raise OptionError("--queued", text, "must be a number of chunks, 0 or more")
+    return _tier_index("--queued", name, names), int(chunks)
+
+
+def _live_tier(topology: Topology, name: str) -> LiveTier:
     return topology.live.tiers.get(name) or LiveTier()
 
 
-def _pair(option: str, given: str, form: str) -> tuple[str, str]:
-    name, separator, value = given.partition("=")
-    if not separator or not name:
-        raise ConfigurationError(option, given, f"{form} is the form")
-    return name, value
+def _require_positive(option: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise OptionError(option, value, "must be positive")
+    return value
 
 
-def _number(option: str, value: str, form: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        raise ConfigurationError(option, value, f"a number is; {form} is the form") from None
-    if not math.isfinite(number):
-        raise ConfigurationError(option, value, f"a finite number is; {form} is the form")
-    return number
-
-
-def _index(option: str, name: str, names: Sequence[str]) -> int:
+def _tier_index(option: str, name: str, names: Sequence[str]) -> int:
     if name not in names:
-        raise ConfigurationError(option, name, "the tiers are " + ", ".join(names))
+        raise OptionError(option, name, f"must be one of the tiers: {', '.join(names)}")
     return names.index(name)
 
 
-# Showing it.
+# Output.
 
 
-def as_json(explained: PlanExplained) -> dict[str, Any]:
-    """For programs. Times in seconds, None where there is no estimate."""
-    decision, clock = explained.decision, explained.clock
+def to_json(explained: PlanExplanation) -> dict[str, Any]:
+    """The output of ``--json``. Times are in seconds, None without an estimate."""
+    decision, deadline = explained.decision, explained.deadline
     return {
         "selection": explained.selection.value,
         "promptTokens": explained.prompt_tokens,
@@ -259,36 +253,36 @@ def as_json(explained: PlanExplained) -> dict[str, Any]:
         else {"alpha": explained.prefill.alpha, "beta": explained.prefill.beta},
         "recomputeSeconds": decision.recompute_seconds,
         "tiers": [
-            _tier_json(name, outlook)
-            for name, outlook in zip(explained.names, explained.outlooks, strict=True)
+            _tier_json(name, load)
+            for name, load in zip(explained.names, explained.loads, strict=True)
         ],
-        "candidates": [_candidate_json(explained, candidate) for candidate in explained.rated],
+        "candidates": [_candidate_json(explained, candidate) for candidate in explained.candidates],
         "chosen": None if decision.chosen is None else _candidate_json(explained, decision.chosen),
         "reason": decision.reason,
         "tooSlow": [explained.names[tier] for tier in decision.too_slow],
-        "clock": None
-        if clock is None
+        "deadline": None
+        if deadline is None
         else {
-            "seconds": clock.seconds(explained.start_tokens),
-            "limitSeconds": clock.limit_seconds,
+            "seconds": deadline.seconds(explained.start_tokens),
+            "limitSeconds": deadline.limit_seconds,
         },
     }
 
 
-def _tier_json(name: str, outlook: TierLoad) -> dict[str, Any]:
-    estimate = outlook.estimate
+def _tier_json(name: str, load: TierLoad) -> dict[str, Any]:
+    estimate = load.estimate
     known = estimate is not None and math.isfinite(estimate.bytes_per_second)
     return {
         "name": name,
-        "loadWeight": outlook.weight,
+        "loadWeight": load.weight,
         "latencySeconds": estimate.latency_seconds if estimate is not None else None,
         "bytesPerSecond": estimate.bytes_per_second if estimate is not None and known else None,
-        "readThreads": outlook.threads,
-        "queuedReads": outlook.queued_reads,
+        "readThreads": load.threads,
+        "queuedReads": load.queued_reads,
     }
 
 
-def _candidate_json(explained: PlanExplained, candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(explained: PlanExplanation, candidate: Candidate) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
@@ -296,15 +290,15 @@ def _candidate_json(explained: PlanExplained, candidate: Candidate) -> dict[str,
         "tokens": candidate.tokens,
         "tiers": [explained.names[tier] for tier in candidate.tiers],
         "readySeconds": finite(candidate.ready_seconds),
-        "judgedSeconds": finite(candidate.weighted_seconds),
+        "weightedSeconds": finite(candidate.weighted_seconds),
         "score": candidate.score if explained.selection is Selection.WEIGHTED else None,
-        "readsAtATime": candidate.parallel or None,
-        "cutByTheClock": candidate.cut,
+        "parallelReads": candidate.parallel or None,
+        "limitedByDeadline": candidate.cut,
     }
 
 
-def show(explained: PlanExplained) -> None:
-    """For people."""
+def show(explained: PlanExplanation) -> None:
+    """Prints the tiers, the candidates and the decision."""
     out = console()
     decision = explained.decision
     out.print(
@@ -315,14 +309,14 @@ def show(explained: PlanExplained) -> None:
     _show_tiers(explained)
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     cost = explained.selection is Selection.COST
-    columns = ("load", "from", "ready", "judged", "") if cost else ("load", "from", "score", "")
+    columns = ("load", "from", "ready", "weighted", "") if cost else ("load", "from", "score", "")
     for column in columns:
         table.add_column(column, justify="left" if column in ("from", "") else "right")
     nothing = (
         (_time(decision.recompute_seconds), _time(decision.recompute_seconds)) if cost else ("0",)
     )
     table.add_row("nothing", "", *nothing, "<- chosen" if decision.chosen is None else "")
-    for candidate in explained.rated:
+    for candidate in explained.candidates:
         values = (
             (_time(candidate.ready_seconds), _time(candidate.weighted_seconds))
             if cost
@@ -336,21 +330,21 @@ def show(explained: PlanExplained) -> None:
             _remark(candidate, candidate is decision.chosen),
             style=None,
         )
-    out.print(table)
-    out.print(Text(f"because: {decision.reason}"))
+    print_table(table)
+    out.print(Text(f"reason: {decision.reason}"))
     if decision.too_slow:
         names = ", ".join(explained.names[tier] for tier in decision.too_slow)
-        out.print(Text(f"judged too slow for this prompt: {names}; measured again every 30 s"))
-    if explained.clock is not None:
-        _show_clock(explained, explained.clock)
+        out.print(Text(f"too slow for this prompt: {names}; measured again every 30 s"))
+    if explained.deadline is not None:
+        _show_deadline(explained, explained.deadline)
 
 
-def _show_tiers(explained: PlanExplained) -> None:
+def _show_tiers(explained: PlanExplanation) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for column in ("tier", "weight", "latency", "bandwidth", "queued"):
         table.add_column(column, justify="left" if column == "tier" else "right")
-    for name, outlook in zip(explained.names, explained.outlooks, strict=True):
-        estimate = outlook.estimate
+    for name, load in zip(explained.names, explained.loads, strict=True):
+        estimate = load.estimate
         if estimate is None:
             speed = ("not measured", "")
         elif math.isinf(estimate.bytes_per_second):
@@ -362,11 +356,11 @@ def _show_tiers(explained: PlanExplained) -> None:
             )
         table.add_row(
             name,
-            str(outlook.weight),
+            str(load.weight),
             *speed,
-            str(outlook.queued_reads) if outlook.queued_reads else "",
+            str(load.queued_reads) if load.queued_reads else "",
         )
-    console().print(table)
+    print_table(table)
 
 
 def _remark(candidate: Candidate, chosen: bool) -> str:
@@ -374,17 +368,18 @@ def _remark(candidate: Candidate, chosen: bool) -> str:
     if chosen:
         remarks.append("<- chosen")
     if candidate.parallel:
-        remarks.append(f"{candidate.parallel} reads at a time")
+        remarks.append(f"{candidate.parallel} parallel reads")
     if candidate.cut:
-        remarks.append("cut by the deadline")
+        remarks.append("limited by the deadline")
     return ", ".join(remarks)
 
 
-def _show_clock(explained: PlanExplained, clock: LoadDeadline) -> None:
-    wait = clock.seconds(explained.start_tokens)
-    text = f"clock: {_time(wait)}"
-    if clock.prefill is not None:
-        text += f", extended by what arrives in order, {_time(clock.limit_seconds)} in any case"
+def _show_deadline(explained: PlanExplanation, deadline: LoadDeadline) -> None:
+    wait = deadline.seconds(explained.start_tokens)
+    text = f"deadline: {_time(wait)}"
+    if deadline.prefill is not None:
+        limit = _time(deadline.limit_seconds)
+        text += f", extended as chunks arrive in order, at most {limit}"
     console().print(Text(text))
 
 

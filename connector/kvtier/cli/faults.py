@@ -1,4 +1,4 @@
-"""`kvtier faults`: the scorecard, with a progress display, as a table or as JSON."""
+"""``kvtier faults``: runs the fault scorecard and prints its verdicts."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from kvtier.cli.console import console, error_console
-from kvtier.errors import ConfigurationError
+from kvtier.cli.console import error_console, print_table
+from kvtier.cli.inputs import OptionError
+from kvtier.scorecard import engine_faults, peers, runner
+from kvtier.scorecard.runner import ScorecardOptions, ScorecardRow
 
-PASSED, FAILED, SKIPPED_SOME = 0, 1, 3
-MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "skipped": "[yellow]skipped[/]"}
+PASSED, FAILED, INCOMPLETE = 0, 1, 3
+STYLES = {"pass": "green", "fail": "red", "skipped": "yellow"}
 
 
-def options(
+def fault_names() -> list[str]:
+    """The names of all faults."""
+    return runner.names()
+
+
+def scorecard_options(
     path: Path | None, faults: Iterable[str], seconds: float, hang_seconds: float, objects: int
-) -> Any:
-    """The scorecard's options. Raises ``ConfigurationError`` for a directory or a fault that is none."""
-    from kvtier.scorecard import runner
-
+) -> ScorecardOptions:
+    """Checks the options of the command. Raises ``OptionError``."""
     directory = path or Path(tempfile.gettempdir())
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ConfigurationError("--path", str(directory), "a directory that can be written")
-    known = runner.names()
+        raise OptionError("--path", directory, "must be a writable directory")
+    known = fault_names()
     for name in faults:
         if name not in known:
-            raise ConfigurationError("--fault", name, "one of " + ", ".join(known))
-    return runner.ScorecardOptions(
+            raise OptionError("--fault", name, f"must be one of: {', '.join(known)}")
+    return ScorecardOptions(
         directory.absolute(),
         tuple(faults),
         seconds=seconds,
@@ -42,28 +48,15 @@ def options(
     )
 
 
-def run(chosen: Any, with_engine: bool) -> list[Any]:
-    """Plays everything, with a progress bar on standard error where that is a terminal."""
-    from kvtier.scorecard import engine_faults, runner
-
-    signal.signal(signal.SIGTERM, _told_to_end)
+def run(options: ScorecardOptions, *, with_engine: bool) -> list[ScorecardRow]:
+    """Injects every fault. Shows progress on standard error if it is a terminal."""
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        # The terminal is gone, and nobody said (nohup) that it shall go on all the same.
-        signal.signal(signal.SIGHUP, _told_to_end)
-    plays: list[tuple[list[str], Callable[[Callable[[str], None]], Iterable[Any]]]] = [
-        (
-            [name for name in runner.names() if not chosen.faults or name in chosen.faults],
-            lambda told: runner.run_faults(chosen, told),
-        )
-    ]
-    if with_engine:
-        plays.append(
-            (
-                engine_faults.names(chosen),
-                lambda told: engine_faults.run_engine_faults(chosen, told),
-            )
-        )
-    rows: list[Any] = []
+        # Under nohup the signal is ignored, and the run continues without its terminal.
+        signal.signal(signal.SIGHUP, _exit_on_signal)
+    selected = [name for name in fault_names() if not options.faults or name in options.faults]
+    total = len(selected) + (len(engine_faults.names(options)) if with_engine else 0)
+    rows: list[ScorecardRow] = []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -71,67 +64,70 @@ def run(chosen: Any, with_engine: bool) -> list[Any]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=error_console(), transient=True) as progress:
-        task = progress.add_task("", total=sum(len(names) for names, _ in plays))
-        for _, play in plays:
-            for row in play(lambda name: progress.update(task, description=name)):
+        task = progress.add_task("", total=total)
+
+        def on_start(name: str) -> None:
+            progress.update(task, description=name)
+
+        runs: list[Callable[[], Iterable[ScorecardRow]]] = [
+            lambda: runner.run_faults(options, on_start)
+        ]
+        if with_engine:
+            runs.append(lambda: engine_faults.run_engine_faults(options, on_start))
+        for each in runs:
+            for row in each():
                 rows.append(row)
                 progress.advance(task)
     return rows
 
 
-def _told_to_end(number: int, _: object) -> None:
-    """As Ctrl-C: whatever was started or mounted is ended and removed on the way out."""
-    raise SystemExit(128 + number)
-
-
-def compare(chosen: Any) -> list[Any]:
-    """The same faults on the storage of others."""
-    from kvtier.scorecard import peers
-
-    rows: list[Any] = []
-    with Progress(
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=error_console(),
-        transient=True,
-    ) as progress:
+def compare(options: ScorecardOptions) -> list[Any]:
+    """Injects the same faults under the file tiers of other projects."""
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=error_console(), transient=True) as progress:
         task = progress.add_task("peers", total=None)
-        rows.extend(
-            peers.compare(chosen, on_start=lambda name: progress.update(task, description=name))
-        )
-    return rows
+        on_start = lambda name: progress.update(task, description=name)  # noqa: E731
+        return list(peers.compare(options, on_start=on_start))
 
 
-def as_json(rows: Iterable[Any], others: Iterable[Any]) -> dict[str, Any]:
-    """The document that `--json` prints."""
+def exit_status(rows: Iterable[ScorecardRow]) -> int:
+    """0: all passed; 1: at least one failed; 3: none failed, but at least one was skipped."""
+    verdicts = {row.verdict for row in rows}
+    if "fail" in verdicts:
+        return FAILED
+    return INCOMPLETE if "skipped" in verdicts else PASSED
+
+
+def to_json(rows: Iterable[ScorecardRow], peer_rows: Iterable[Any]) -> dict[str, Any]:
+    """The output of ``--json``."""
     document: dict[str, Any] = {"faults": [asdict(row) for row in rows]}
-    found = [asdict(row) for row in others]
-    if found:
-        document["peers"] = found
+    compared = [asdict(row) for row in peer_rows]
+    if compared:
+        document["peers"] = compared
     return document
 
 
-def show(rows: list[Any], others: list[Any]) -> None:
-    """The tables."""
+def show(rows: list[ScorecardRow], peer_rows: list[Any]) -> None:
+    """Prints the tables."""
     table = Table(
         "fault",
         "verdict",
-        "means",
-        "wrong",
+        "method",
+        "wrong bytes",
         "crashes",
-        "beyond clock s",
-        "breaker open s",
-        "over budget",
-        "recovery s",
+        "wait beyond limit (s)",
+        "wait, breaker open (s)",
+        "bytes over budget",
+        "recovery (s)",
         "loads",
-        "why",
+        "notes",
         title="KVTier",
     )
     for row in rows:
         table.add_row(
             row.fault,
-            MARKS[row.verdict],
-            row.means,
+            _verdict(row.verdict),
+            Text(row.means),
             _cell(row.wrong_bytes),
             _cell(row.crashes),
             _cell(row.longest_wait_beyond_clock_seconds),
@@ -139,39 +135,43 @@ def show(rows: list[Any], others: list[Any]) -> None:
             _cell(row.bytes_over_budget),
             _cell(row.recovery_seconds),
             f"{row.loaded}/{row.loads}" if row.loads else "",
-            "; ".join(part for part in (row.reason, *row.notes) if part),
+            Text("; ".join(part for part in (row.reason, *row.notes) if part)),
         )
-    console().print(table)
-    if others:
-        table = Table(
-            "peer",
-            "fault",
-            "verdict",
-            "wrong",
-            "crashes",
-            "longest wait s",
-            "recovery s",
-            "why",
-            title="Peers",
+    print_table(table)
+    if not peer_rows:
+        return
+    table = Table(
+        "peer",
+        "fault",
+        "verdict",
+        "wrong bytes",
+        "crashes",
+        "longest wait (s)",
+        "recovery (s)",
+        "notes",
+        title="Peers",
+    )
+    for row in peer_rows:
+        table.add_row(
+            f"{row.peer} {row.version}",
+            row.fault,
+            _verdict(row.verdict),
+            _cell(row.wrong_bytes),
+            _cell(row.crashes),
+            _cell(row.longest_wait_seconds),
+            _cell(row.recovery_seconds),
+            Text(row.reason),
         )
-        for row in others:
-            table.add_row(
-                f"{row.peer} {row.version}",
-                row.fault,
-                MARKS[row.verdict],
-                _cell(row.wrong_bytes),
-                _cell(row.crashes),
-                _cell(row.longest_wait_seconds),
-                _cell(row.recovery_seconds),
-                row.reason,
-            )
-        console().print(table)
+    print_table(table)
 
 
-def status(rows: Iterable[Any]) -> int:
-    """0: all pass; 1: something fails; 3: nothing fails, but something could not be played."""
-    verdicts = {row.verdict for row in rows}
-    return FAILED if "fail" in verdicts else SKIPPED_SOME if "skipped" in verdicts else PASSED
+def _exit_on_signal(number: int, _: object) -> None:
+    """Exits as on Ctrl-C, so that processes and mounts are cleaned up."""
+    raise SystemExit(128 + number)
+
+
+def _verdict(verdict: str) -> Text:
+    return Text(verdict, style=STYLES[verdict])
 
 
 def _cell(value: object) -> str:

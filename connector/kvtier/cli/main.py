@@ -1,6 +1,7 @@
-"""The `kvtier` command.
+"""Entry point of the ``kvtier`` command.
 
-Exit status: 0 done, 2 refused (a document, an option, a field that does not exist), 1 anything else.
+Exit status: 0 success, 2 invalid input (a document, an option, a field), 1 any other error. The
+commands ``verify`` and ``faults`` document theirs.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import sys
 from kvtier.errors import KVTierError
 
 MISSING_PACKAGES = "the kvtier command needs packages that are not installed: install kvtier[cli]"
+OWN_PACKAGES = ("kvtier", "kvtier_operator")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
+    """Runs the command and returns its exit status. ``arguments`` default to the process's own."""
     try:
         from typer.main import get_command
 
         from kvtier.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] in ("kvtier", "kvtier_operator"):
+        if error.name is not None and error.name.split(".")[0] in OWN_PACKAGES:
             raise
         print(f"{MISSING_PACKAGES} ({error})", file=sys.stderr)
         return 1

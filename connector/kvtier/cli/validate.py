@@ -1,4 +1,4 @@
-"""`kvtier validate`."""
+"""``kvtier validate``: checks policy files."""
 
 from __future__ import annotations
 
@@ -9,67 +9,82 @@ from typing import Any
 from rich.text import Text
 
 from kvtier.cli.console import console, error_console
-from kvtier.cli.render import read, shown_name
+from kvtier.cli.inputs import display_name, read
 from kvtier_operator.api.documents import Checked, parse
 from kvtier_operator.api.validation import FieldError
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one file holds."""
+class FileReport:
+    """The documents of one file, each with its policy or its errors."""
 
     file: str
-    policies: tuple[Checked, ...]
+    documents: tuple[Checked, ...]
 
     @property
-    def accepted(self) -> bool:
-        """Whether nothing in it was refused."""
-        return not any(checked.errors for checked in self.policies)
+    def valid(self) -> bool:
+        """Whether the file has no errors."""
+        return not any(document.errors for document in self.documents)
+
+    @property
+    def duplicates(self) -> list[str]:
+        """Policies (``namespace/name``) that the file defines more than once."""
+        names = Counter(
+            f"{document.policy.namespace}/{document.policy.metadata.name}"
+            for document in self.documents
+            if document.policy is not None
+        )
+        return [name for name, count in names.items() if count > 1]
 
 
-def check(name: str) -> Report:
-    """Reads and checks a file; one that cannot be read is a refusal as well."""
+def validate(name: str) -> FileReport:
+    """Reads and checks a file. A file that cannot be read is an error in the report."""
     try:
         content = read(name)
     except OSError as error:
-        refusal = FieldError.malformed("", error.strerror or str(error))
-        return Report(shown_name(name), (Checked("", None, (refusal,)),))
-    return Report(shown_name(name), tuple(parse(content)))
+        unreadable = FieldError.malformed("", error.strerror or str(error))
+        return FileReport(display_name(name), (Checked("", None, (unreadable,)),))
+    return FileReport(display_name(name), tuple(parse(content)))
 
 
-def duplicates(report: Report) -> list[str]:
-    """Policies (``namespace/name``) that the file holds more than once: applying it would keep the last only."""
-    names = Counter(
-        f"{checked.policy.namespace}/{checked.policy.metadata.name}"
-        for checked in report.policies
-        if checked.policy is not None
-    )
-    return [name for name, count in names.items() if count > 1]
-
-
-def as_json(reports: list[Report]) -> dict[str, Any]:
-    """For programs."""
+def to_json(reports: list[FileReport]) -> dict[str, Any]:
+    """The output of ``--json``."""
     return {
-        "accepted": all(report.accepted for report in reports),
+        "valid": all(report.valid for report in reports),
         "files": [
             {
                 "file": report.file,
-                "accepted": report.accepted,
-                "duplicates": duplicates(report),
-                "policies": [_policy_json(checked) for checked in report.policies],
+                "valid": report.valid,
+                "duplicates": report.duplicates,
+                "policies": [_document_json(document) for document in report.documents],
             }
             for report in reports
         ],
     }
 
 
-def _policy_json(checked: Checked) -> dict[str, Any]:
-    policy = checked.policy
+def show(report: FileReport) -> None:
+    """Prints valid policies to standard output, errors and warnings to standard error."""
+    for document in report.documents:
+        location = f"{report.file}: {document.where}: " if document.where else f"{report.file}: "
+        policy = document.policy
+        if policy is not None:
+            line = Text(f"{location}{policy.namespace}/{policy.metadata.name} ")
+            console().print(line.append("valid", style="green"))
+        for error in document.errors:
+            error_console().print(Text(location).append(error.message, style="red"))
+    for name in report.duplicates:
+        text = f"{report.file}: {name} is defined more than once; the last definition wins"
+        error_console().print(Text(text, style="yellow"))
+
+
+def _document_json(document: Checked) -> dict[str, Any]:
+    policy = document.policy
     return {
-        "where": checked.where,
+        "where": document.where,
         "namespace": policy.namespace if policy is not None else None,
         "name": policy.metadata.name if policy is not None else None,
-        "accepted": not checked.errors,
+        "valid": not document.errors,
         "errors": [
             {
                 "field": error.field,
@@ -78,26 +93,6 @@ def _policy_json(checked: Checked) -> dict[str, Any]:
                 "detail": error.detail,
                 "message": error.message,
             }
-            for error in checked.errors
+            for error in document.errors
         ],
     }
-
-
-def show(report: Report) -> None:
-    """For people: what was accepted to standard output, what was refused to standard error."""
-    for checked in report.policies:
-        where = f"{report.file}: {checked.where}: " if checked.where else f"{report.file}: "
-        if checked.policy is not None:
-            line = Text(f"{where}{checked.policy.namespace}/{checked.policy.metadata.name} ")
-            console().print(line.append("accepted", style="green"))
-        for found in checked.errors:
-            field, _, rest = found.message.partition(": ")
-            line = Text(where).append(field, style="bold")
-            error_console().print(line.append(f": {rest}"))
-    for name in duplicates(report):
-        error_console().print(
-            Text(
-                f"{report.file}: {name} is there more than once; applied in order, the last one stays",
-                style="yellow",
-            )
-        )

@@ -131,7 +131,8 @@ class _Scene:
         )
         from kvtier.harness.tiny_model import write_llama
 
-        model, payload = write_llama(home / "model", seed=0), payload_writer.write(home / "payload")
+        model = write_llama(home / "model", seed=0)
+        payload = payload_writer.write(home / "payload", include=("harness", "testing"))
         tuning = EngineOptions(
             daemon=Daemon.SIDECAR,
             persistence="Process",

@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 GAIN = 0.8
-"""A second coefficient must explain at least a fifth of the deviations: samples of nearly one cost
-would otherwise have their noise explained by coefficients that are absurd for every other cost."""
+"""A second coefficient must explain at least a fifth of the deviations. Otherwise the noise of
+samples of nearly one shape is explained by coefficients that are absurd for other shapes."""
 CAP = 0.4
 """Deviations beyond this count alike."""
 EXACT = 1e-9

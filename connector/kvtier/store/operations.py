@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvtier.keys import group_prefix
 from kvtier.store.context import Timer
 from kvtier.store.cost_model import Batch
 from kvtier.store.executor import IoCall
@@ -212,7 +213,7 @@ class EngineState:
         self.namespace = info.namespace
         self.persistent = info.persistent
         self.geometries = geometries
-        self.prefixes = tuple(bytes((g,)) for g in range(len(geometries)))
+        self.prefixes = tuple(map(group_prefix, range(len(geometries))))
         self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in geometries)
         self.reservations: dict[int, Reservation] = {}
         self.promotions: dict[int, Promotion] = {}

@@ -312,8 +312,8 @@ class SecondaryTiers:
         self._note_failure(secondary, error)
 
     def _reason(self, secondary: SecondaryTier, error: BaseException) -> str:
-        """The word under which an error of this tier is counted, which shall be uses wherever it is
-        looked for."""
+        """The ``reason`` of counters for this error. Also sets the tier's last error, and logs an
+        unexpected one."""
         reason = reason_of(error)
         secondary.last_error = f"{reason}: {error}"
         self._context.unexpected.note(f"tier {secondary.name}", error)

@@ -109,7 +109,7 @@ class Reservations:
             self._hold_early(engine, rank, number, delivered)
             return
         if rank in reservation.acknowledged:
-            self._context.violation("answered_twice")
+            self._context.violation("acknowledged_twice")
             return
         reservation.acknowledged.add(rank)
         if not delivered and not reservation.cancelled:
@@ -121,12 +121,12 @@ class Reservations:
     def _hold_early(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
         by_rank = self._early.setdefault((engine.name, number), {})
         if rank in by_rank:
-            self._context.violation("answered_twice")
+            self._context.violation("acknowledged_twice")
             return
         by_rank[rank] = delivered
         if len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)
-            self._context.count("early_answers_dropped")
+            self._context.count("early_acks_dropped")
 
     def _cancel(self, reservation: Reservation, reason: str) -> None:
         reservation.cancelled = True
@@ -252,7 +252,7 @@ class StoreLoads:
         """A rank has no copy of this load in progress, and starts none."""
         load = engine.loads.get(number)
         if load is None or rank not in load.ranks:
-            self._context.violation("loaded_unknown" if load is None else "loaded_twice")
+            self._context.violation("unknown_load" if load is None else "load_released_twice")
             return
         load.ranks.remove(rank)
         if not load.ranks:

@@ -1,13 +1,14 @@
-"""Certificates that the operator makes for its own webhook: what they are, when the next step of a rotation is due.
+"""Issuing of self-signed webhook certificates, and the steps of a rotation. Pure.
 
-Pure: the clock is passed in, nothing is read or written. A rotation never leaves a moment in which the API server
-trusts one certificate and is shown another:
+At no time does an API server trust one CA while a replica serves a certificate of another. A
+rotation has three steps:
 
-1. A new CA signs a new serving certificate. Its private key is forgotten at once, so that nothing can be signed with it.
-   The new pair waits (``next``), and the bundle holds the old CA and the new one.
-2. The bundle is written into the webhook configurations, and given time to reach every API server.
-3. The waiting pair becomes the serving one. The old CA stays in the bundle until it expires, so it does not matter
-   when each replica takes the new pair.
+1. A new CA signs a new serving certificate. The CA's private key is discarded at once, so that
+   nothing else can be signed with it. The new pair is stored as ``next``, and the bundle holds the
+   old and the new CA.
+2. The bundle is written to the webhook configurations and gets time to reach every API server.
+3. The next pair becomes the serving pair. The old CA stays in the bundle until it expires, so that
+   replicas may load the new pair at different times.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ BUNDLE: Final = "ca.crt"
 NEXT_CERTIFICATE: Final = "next.crt"
 NEXT_KEY: Final = "next.key"
 BACKDATED_SECONDS: Final = 300
-"""Certificates hold from a little before they were made, for clocks that differ."""
-SPREAD_SECONDS: Final = 60
-"""How long a bundle is given to reach every API server; each follows the configurations by a watch."""
+"""Certificates are valid from a little before they are issued, to tolerate clock skew."""
+SETTLE_SECONDS: Final = 60
+"""Time for a bundle to reach every API server. Each watches the webhook configurations."""
 MAX_AUTHORITIES: Final = 8
-"""Bundles stay small whatever happens to the Secret; with usual lifetimes there are two."""
-UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm)
-"""What cryptography raises for bytes that are not what they should be."""
+"""Bounds the bundle whatever the Secret holds. With the default lifetimes it has two CAs."""
+UNREADABLE: Final = (ValueError, TypeError, UnsupportedAlgorithm)
+"""What ``cryptography`` raises for bytes that it cannot parse."""
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCertificate:
     """A serving certificate, its key and the CA that signed it, each as PEM."""
 
     certificate: bytes
@@ -56,7 +57,9 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """What the Secret holds: the serving pair, the CAs that clients trust, and in a rotation the pair that waits."""
+    """The contents of the Secret, as PEM: the serving pair, the bundle of CAs that API servers
+    trust, and during a rotation the next pair.
+    """
 
     certificate: bytes
     key: bytes
@@ -66,29 +69,30 @@ class KeyPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What the material should be now, and in how many seconds to look again. ``change``: one sentence, empty where
-    nothing is to be written.
+class RotationStep:
+    """The desired contents of the Secret, and the seconds until the next step is due.
+
+    ``change`` describes the step for the log; it is empty if nothing changes.
     """
 
-    material: KeyPair
+    pair: KeyPair
     change: str
     wait_seconds: float
 
 
 def server_names(settings: Settings) -> tuple[str, ...]:
-    """Names and addresses that the webhook is asked by."""
+    """DNS names and addresses under which API servers reach the webhook."""
     service, namespace = settings.webhook.certificates.service_name, settings.namespace
     name = f"{service}.{namespace}.svc"
     return (name, f"{name}.{settings.cluster_domain}", *settings.webhook.certificates.extra_names)
 
 
-def issue(names: Sequence[str], now: float, lifetime_seconds: float) -> Issued:
-    """A new CA and a serving certificate for ``names`` (DNS names or addresses), both valid for the lifetime."""
-    start, end = _moment(now - BACKDATED_SECONDS), _moment(now + lifetime_seconds)
+def issue(names: Sequence[str], now: float, lifetime_seconds: float) -> IssuedCertificate:
+    """Creates a CA and a serving certificate for ``names`` (DNS names or addresses)."""
+    start, end = _datetime(now - BACKDATED_SECONDS), _datetime(now + lifetime_seconds)
     authority_key = ec.generate_private_key(ec.SECP256R1())
-    identity = hashlib.sha256(_public(authority_key)).hexdigest()[:12]
-    # Names tell the CAs of a bundle apart: a verifier looks for the issuer by its name first.
+    identity = hashlib.sha256(_public_bytes(authority_key.public_key())).hexdigest()[:12]
+    # Verifiers find the issuer by name, so the CAs of a bundle need different names.
     authority_name = x509.Name(
         [x509.NameAttribute(NameOID.COMMON_NAME, f"kvtier-webhook-ca-{identity}")]
     )
@@ -96,7 +100,7 @@ def issue(names: Sequence[str], now: float, lifetime_seconds: float) -> Issued:
     authority = (
         _builder(authority_name, authority_name, authority_key.public_key(), start, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(_key_usage(signs=True), critical=True)
         .add_extension(identifier, critical=False)
         .sign(authority_key, hashes.SHA256())
     )
@@ -110,9 +114,11 @@ def issue(names: Sequence[str], now: float, lifetime_seconds: float) -> Issued:
             end,
         )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(_key_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier),
@@ -120,99 +126,107 @@ def issue(names: Sequence[str], now: float, lifetime_seconds: float) -> Issued:
         )
         .sign(authority_key, hashes.SHA256())
     )
-    return Issued(_pem(certificate), _private(key), _pem(authority))
+    return IssuedCertificate(_pem(certificate), _private_pem(key), _pem(authority))
 
 
-def step(
-    material: KeyPair | None,
+def next_step(
+    pair: KeyPair | None,
     names: Sequence[str],
     now: float,
     lifetime_seconds: float,
     renew_before_seconds: float,
-    spread: bool,
-) -> Step:
-    """The next step. ``spread``: every webhook configuration has held the bundle, as it is in ``material``, for
+    distributed: bool,
+) -> RotationStep:
+    """The next step of the rotation.
+
+    ``distributed``: every webhook configuration has had the bundle of ``pair`` for at least
     ``settle_seconds``.
     """
     settle = settle_seconds(renew_before_seconds)
-    if material is None:
-        return _reissue(
-            None, names, now, lifetime_seconds, renew_before_seconds, "there was no certificate"
-        )
-    bundle = _living(material.bundle, now)
-    waits = bool(material.next_certificate or material.next_key)
-    waiting = waits and not problem(
-        replace(material, certificate=material.next_certificate, key=material.next_key), names, now
+
+    def reissue(change: str) -> RotationStep:
+        issued = issue(names, now, lifetime_seconds)
+        trusted = _unexpired(pair.bundle, now) if pair is not None else b""
+        issued_pair = KeyPair(issued.certificate, issued.key, _join(issued.authority, trusted))
+        wait = max(1.0, lifetime_seconds - renew_before_seconds)
+        return RotationStep(issued_pair, change, wait)
+
+    if pair is None or not (pair.certificate or pair.key):
+        return reissue("created webhook certificate")
+    bundle = _unexpired(pair.bundle, now)
+    has_next = bool(pair.next_certificate or pair.next_key)
+    next_usable = has_next and not problem(
+        replace(pair, certificate=pair.next_certificate, key=pair.next_key), names, now
     )
-    wrong = problem(material, names, now)
-    if wrong and waiting:
-        return Step(_promoted(material, bundle), f"{wrong}; the waiting one serves", settle)
-    if wrong:
-        return _reissue(material, names, now, lifetime_seconds, renew_before_seconds, wrong)
-    if waiting:
-        if spread:
-            return Step(_promoted(material, bundle), "the renewed certificate serves", settle)
-        return Step(material, "", settle)
-    due = _ends(material.certificate) - renew_before_seconds
-    if now >= due or waits:
-        fresh = issue(names, now, lifetime_seconds)
+    unusable = problem(pair, names, now)
+    if unusable and next_usable:
+        change = f"replaced webhook certificate with the renewed one: {unusable}"
+        return RotationStep(_promote(pair, bundle), change, settle)
+    if unusable:
+        return reissue(f"replaced webhook certificate: {unusable}")
+    if next_usable:
+        if distributed:
+            change = "activated renewed webhook certificate"
+            return RotationStep(_promote(pair, bundle), change, settle)
+        return RotationStep(pair, "", settle)
+    due = _expires(pair.certificate) - renew_before_seconds
+    if now >= due or has_next:
+        issued = issue(names, now, lifetime_seconds)
         renewed = replace(
-            material,
-            bundle=_joined(fresh.authority, bundle),
-            next_certificate=fresh.certificate,
-            next_key=fresh.key,
+            pair,
+            bundle=_join(issued.authority, bundle),
+            next_certificate=issued.certificate,
+            next_key=issued.key,
         )
-        return Step(renewed, "a renewed certificate waits until its CA is known", settle)
-    if bundle != material.bundle:
-        return Step(
-            replace(material, bundle=bundle), "an expired CA is no longer trusted", due - now
-        )
-    return Step(material, "", due - now)
+        change = "renewed webhook certificate; it is activated once its CA is distributed"
+        return RotationStep(renewed, change, settle)
+    if bundle != pair.bundle:
+        change = "removed expired CA from the bundle"
+        return RotationStep(replace(pair, bundle=bundle), change, due - now)
+    return RotationStep(pair, "", due - now)
 
 
 def settle_seconds(renew_before_seconds: float) -> float:
-    """How long a bundle is given to reach every API server: a part of the time that is left."""
-    return min(SPREAD_SECONDS, renew_before_seconds / 4)
+    """Time for a bundle to reach every API server, at most a quarter of the renewal period."""
+    return min(SETTLE_SECONDS, renew_before_seconds / 4)
 
 
-def problem(material: KeyPair, names: Sequence[str], now: float) -> str:
-    """Why the serving pair cannot be used, in one sentence; empty where it can."""
-    if not material.certificate and not material.key:
-        return "there was no certificate"
+def problem(pair: KeyPair, names: Sequence[str], now: float) -> str:
+    """Why the serving pair cannot be used; empty if it can."""
+    if not pair.certificate and not pair.key:
+        return "it is missing"
     try:
-        certificate = x509.load_pem_x509_certificate(material.certificate)
-        key = serialization.load_pem_private_key(material.key, None)
-        public, usable = _raw_public(certificate.public_key()), _raw_public(key.public_key())
+        certificate = x509.load_pem_x509_certificate(pair.certificate)
+        key = serialization.load_pem_private_key(pair.key, None)
+        public, usable = _public_bytes(certificate.public_key()), _public_bytes(key.public_key())
     except UNREADABLE:
-        return "certificate or key cannot be read"
+        return "certificate or key is not valid PEM"
     if public != usable:
-        return "certificate and key do not belong together"
+        return "the key does not belong to the certificate"
     if (
         not certificate.not_valid_before_utc.timestamp()
         <= now
         < certificate.not_valid_after_utc.timestamp()
     ):
-        return "the certificate has expired or is not valid yet"
-    missing = [name for name in names if name not in _names(certificate)]
+        return "it has expired or is not valid yet"
+    missing = [name for name in names if name not in _subject_names(certificate)]
     if missing:
-        return f"the certificate lacks the name {missing[0]}"
-    if not any(
-        _issued_by(certificate, authority) for authority in _authorities(material.bundle, now)
-    ):
-        return "the CA that signed the certificate is not in the bundle"
+        return f"it is not valid for {missing[0]}"
+    if not any(_issued_by(certificate, authority) for authority in _authorities(pair.bundle, now)):
+        return "the CA that signed it is not in the bundle"
     return ""
 
 
 def expiry(certificate: bytes) -> float | None:
-    """When a certificate (PEM) ends, in seconds since 1970; None if it cannot be read."""
+    """Expiry of a certificate (PEM) as Unix time; None if it cannot be parsed."""
     try:
-        return _ends(certificate)
+        return _expires(certificate)
     except UNREADABLE:
         return None
 
 
 def from_secret(secret: Mapping[str, Any] | None) -> KeyPair | None:
-    """What a Secret holds; None where it holds no pair."""
+    """Decodes a Secret; None if it holds no pair."""
     data = (secret or {}).get("data") or {}
 
     def value(key: str) -> bytes:
@@ -228,33 +242,33 @@ def from_secret(secret: Mapping[str, Any] | None) -> KeyPair | None:
     )
 
 
-def secret_data(material: KeyPair) -> dict[str, str | None]:
-    """The Secret's data, for a merge patch: what is not there is removed."""
+def secret_data(pair: KeyPair) -> dict[str, str | None]:
+    """The Secret's data as a merge patch, which removes the keys that are None."""
     parts = {
-        CERTIFICATE: material.certificate,
-        KEY: material.key,
-        BUNDLE: material.bundle,
-        NEXT_CERTIFICATE: material.next_certificate,
-        NEXT_KEY: material.next_key,
+        CERTIFICATE: pair.certificate,
+        KEY: pair.key,
+        BUNDLE: pair.bundle,
+        NEXT_CERTIFICATE: pair.next_certificate,
+        NEXT_KEY: pair.next_key,
     }
     return {name: base64.b64encode(part).decode() if part else None for name, part in parts.items()}
 
 
-def from_bundle_field(field: str) -> bytes:
-    """What a ``clientConfig.caBundle`` holds; empty where it holds nothing that can be read."""
+def decode_bundle(field: str) -> bytes:
+    """Decodes a ``clientConfig.caBundle``; empty if it is not base64."""
     try:
         return base64.b64decode(field, validate=True)
     except (binascii.Error, ValueError):
         return b""
 
 
-def bundle_field(bundle: bytes) -> str:
-    """A bundle as ``clientConfig.caBundle`` has it."""
+def encode_bundle(bundle: bytes) -> str:
+    """Encodes a bundle as a ``clientConfig.caBundle``."""
     return base64.b64encode(bundle).decode()
 
 
-def trusts(bundle: bytes) -> bool:
-    """Whether a TLS client can read the bundle."""
+def is_loadable(bundle: bytes) -> bool:
+    """Whether a TLS client can load the bundle."""
     try:
         ssl.create_default_context(cadata=bundle.decode("ascii"))
     except (ssl.SSLError, ValueError):
@@ -262,26 +276,12 @@ def trusts(bundle: bytes) -> bool:
     return True
 
 
-def _reissue(
-    material: KeyPair | None,
-    names: Sequence[str],
-    now: float,
-    lifetime: float,
-    renew_before: float,
-    why: str,
-) -> Step:
-    fresh = issue(names, now, lifetime)
-    kept = _living(material.bundle, now) if material is not None else b""
-    made = KeyPair(fresh.certificate, fresh.key, _joined(fresh.authority, kept))
-    return Step(made, f"{why}: a new one was made", max(1.0, lifetime - renew_before))
+def _promote(pair: KeyPair, bundle: bytes) -> KeyPair:
+    return KeyPair(pair.next_certificate, pair.next_key, bundle)
 
 
-def _promoted(material: KeyPair, bundle: bytes) -> KeyPair:
-    return KeyPair(material.next_certificate, material.next_key, bundle)
-
-
-def _living(bundle: bytes, now: float) -> bytes:
-    """The bundle without CAs that have expired, and without what is no certificate."""
+def _unexpired(bundle: bytes, now: float) -> bytes:
+    """The bundle without expired CAs and without anything that is not a certificate."""
     return b"".join(_pem(authority) for authority in _authorities(bundle, now))
 
 
@@ -295,7 +295,7 @@ def _authorities(bundle: bytes, now: float) -> list[x509.Certificate]:
         return []
 
 
-def _joined(first: bytes, rest: bytes) -> bytes:
+def _join(first: bytes, rest: bytes) -> bytes:
     return first + b"".join(_pem(each) for each in _authorities(rest, 0.0)[: MAX_AUTHORITIES - 1])
 
 
@@ -307,11 +307,11 @@ def _issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bo
     return True
 
 
-def _ends(certificate: bytes) -> float:
+def _expires(certificate: bytes) -> float:
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
 
 
-def _names(certificate: x509.Certificate) -> set[str]:
+def _subject_names(certificate: x509.Certificate) -> set[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -320,7 +320,7 @@ def _names(certificate: x509.Certificate) -> set[str]:
     return found | {str(address) for address in names.get_values_for_type(x509.IPAddress)}
 
 
-def _name(name: str) -> x509.GeneralName:
+def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -345,7 +345,7 @@ def _builder(
     )
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs,
         content_commitment=False,
@@ -359,7 +359,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
     )
 
 
-def _moment(seconds: float) -> datetime.datetime:
+def _datetime(seconds: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
 
 
@@ -367,17 +367,13 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def _public(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return _raw_public(key.public_key())
-
-
-def _raw_public(key: Any) -> bytes:
+def _public_bytes(key: Any) -> bytes:
     raw: bytes = key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )

@@ -1,9 +1,11 @@
-"""Keeping the webhook's own certificate: the Secret it lies in, and the ``caBundle`` of both webhook configurations.
+"""The controller's rotation of the webhook's certificate: the Secret, and ``caBundle`` in both
+webhook configurations.
 
-The controller does this, so that the webhook writes nothing. What is to be done is decided in
-``kvtier_operator.certs.certificates``; this reads, asks it, and writes. All state is in the Secret and in the
-configurations, so it may be killed at any point, and two that run at once do each other no harm: a Secret is created or
-changed only in the state in which it was read.
+The controller rotates, so that the webhook needs no write permission.
+``kvtier_operator.certs.certificates`` decides each step; this module reads the cluster and writes
+the result. All state is in the Secret and the configurations, so the controller may be killed at
+any point. Two controllers at once do no harm: the Secret is created or updated only at the resource
+version that was read.
 """
 
 from __future__ import annotations
@@ -30,22 +32,23 @@ from kvtier_operator.render.volumes import MANAGED_BY
 from kvtier_operator.settings import CertificateMode, Settings
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 20.0
-"""How long a caBundle that somebody took away may be missing. Three small reads each time."""
+RESYNC_SECONDS = 20.0
+"""How long a caBundle that was removed stays missing. Each resync takes three small reads."""
 RETRY_SECONDS = (1.0, 30.0)
-"""After an error: first this long, doubled up to that."""
-MAX_ROUNDS = 4
-"""A change of the Secret is followed by another look at once; more changes than a rotation has steps are a quarrel."""
+"""Delay after an error: the first, and the maximum up to which it doubles."""
+MAX_STEPS = 4
+"""Steps of one reconcile. A rotation has fewer; more means that another writer changes the Secret
+too."""
 
 
 class CertificateMetrics(Protocol):
-    """What is counted, by whoever keeps metrics."""
+    """Receives the outcome of each reconcile."""
 
     def certificate_ends(self, seconds: float) -> None:
-        """The serving certificate ends then (seconds since 1970)."""
+        """The serving certificate expires then (Unix time)."""
 
     def certificate_failed(self) -> None:
-        """A round could not be finished."""
+        """A reconcile failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class _NoMetrics:
         pass
 
 
-async def keep_certificates(
+async def rotate_certificates(
     client: Client,
     settings: Settings,
     stop: asyncio.Event,
@@ -66,28 +69,34 @@ async def keep_certificates(
     wall_clock: Callable[[], float] = time.time,
     metrics: CertificateMetrics | None = None,
 ) -> None:
-    """Until ``stop``: makes, renews and repairs. Returns at once where certificates are mounted. ``changed``: set by
-    whoever sees the Secret or a configuration change; without it, changes are found within ``LOOK_SECONDS``.
+    """Issues, renews and repairs the certificate until ``stop`` is set. Returns at once if
+    certificates are mounted.
+
+    ``changed`` triggers a reconcile when the Secret or a configuration changes. Without it, a
+    change is found within ``RESYNC_SECONDS``.
     """
     if settings.webhook.certificates.mode is not CertificateMode.SELF_MANAGED:
         return
-    keeper = CertificateKeeper(client, settings, wall_clock)
-    counted = metrics or _NoMetrics()
+    rotation = CertificateRotation(client, settings, wall_clock)
+    outcome = metrics or _NoMetrics()
     back_off = RETRY_SECONDS[0]
     while not stop.is_set():
         try:
-            wait = min(LOOK_SECONDS, await keeper.round())
+            wait = min(RESYNC_SECONDS, await rotation.reconcile())
             back_off = RETRY_SECONDS[0]
-            counted.certificate_ends(keeper.ends)
+            outcome.certificate_ends(rotation.expiry)
         except ApiError as error:
-            logger.warning("the webhook's certificate could not be looked after: %s", error)
-            counted.certificate_failed()
+            logger.warning("cannot reconcile the webhook certificate: %s", error)
+            outcome.certificate_failed()
             wait, back_off = back_off, min(RETRY_SECONDS[1], back_off * 2)
-        await _first_of(stop, changed, wait)
+        await _wait_for_event(stop, changed, wait)
 
 
-class CertificateKeeper:
-    """One round at a time. ``ends``: when the serving certificate ends, once a round was finished."""
+class CertificateRotation:
+    """Reconciles the Secret and the webhook configurations.
+
+    ``expiry`` is that of the serving certificate (Unix time) after the first complete reconcile.
+    """
 
     def __init__(self, client: Client, settings: Settings, wall_clock: Callable[[], float]) -> None:
         self._client = client
@@ -99,57 +108,59 @@ class CertificateKeeper:
         )
         self._names = certificates.server_names(settings)
         self._wall_clock = wall_clock
-        self._seen_since: tuple[str, float] = ("", 0.0)
-        self.ends = 0.0
+        self._distributed_since: tuple[str, float] = ("", 0.0)
+        self.expiry = 0.0
 
-    async def round(self) -> float:
-        """Looks at everything, does what is due; in how many seconds the next step is. Raises ``ApiError``."""
-        for _ in range(MAX_ROUNDS):
-            secret = await self._read()
-            material = certificates.from_secret(secret)
-            if material is None:
-                # Replicas go on showing what they had until they see the new Secret: its CA stays trusted.
-                material = KeyPair(b"", b"", await self._trusted())
-            # First the bundle that is there, so that a step never runs ahead of what API servers trust.
-            spread = bool(material.certificate) and await self._spread(material)
-            step = certificates.step(
-                material,
+    async def reconcile(self) -> float:
+        """Performs all steps that are due. Returns the seconds until the next one. Raises
+        ``ApiError``.
+        """
+        for _ in range(MAX_STEPS):
+            secret = await self._read_secret()
+            pair = certificates.from_secret(secret)
+            if pair is None:
+                # Replicas serve the previous certificate until they see the new Secret, so its CA
+                # stays trusted.
+                pair = KeyPair(b"", b"", await self._trusted_bundle())
+            # The current bundle goes first, so that no step runs ahead of what API servers trust.
+            distributed = bool(pair.certificate) and await self._distribute(pair)
+            step = certificates.next_step(
+                pair,
                 self._names,
                 self._wall_clock(),
                 self._options.lifetime_seconds,
                 self._options.renew_before_seconds,
-                spread,
+                distributed,
             )
             if not step.change:
-                self.ends = certificates.expiry(step.material.certificate) or 0.0
+                self.expiry = certificates.expiry(step.pair.certificate) or 0.0
                 return step.wait_seconds
-            if await self._write(secret, step.material):
-                logger.info("the webhook's certificate: %s", step.change)
+            if await self._write_secret(secret, step.pair):
+                logger.info("%s", step.change)
         return RETRY_SECONDS[0]
 
-    async def _read(self) -> Object | None:
+    async def _read_secret(self) -> Object | None:
+        return await self._get(SECRETS, self._settings.namespace, self._options.secret_name)
+
+    async def _get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         try:
-            return await self._client.get(
-                SECRETS, self._settings.namespace, self._options.secret_name
-            )
+            return await self._client.get(kind, namespace, name)
         except ApiError as error:
             if error.status == 404:
                 return None
             raise
 
-    async def _write(self, secret: Object | None, material: KeyPair) -> bool:
-        """Whether the Secret was still as it was read."""
+    async def _write_secret(self, secret: Object | None, pair: KeyPair) -> bool:
+        """Creates or updates the Secret. Returns False if it changed since it was read."""
         namespace, name = self._settings.namespace, self._options.secret_name
-        data = certificates.secret_data(material)
+        data = certificates.secret_data(pair)
         try:
             if secret is None:
                 await self._client.create(SECRETS, namespace, _secret(namespace, name, data))
             else:
                 version = secret["metadata"]["resourceVersion"]
-                body = {
-                    "metadata": {"resourceVersion": version, "labels": dict(MANAGED_BY)},
-                    "data": data,
-                }
+                metadata = {"resourceVersion": version, "labels": dict(MANAGED_BY)}
+                body = {"metadata": metadata, "data": data}
                 await self._client.patch(SECRETS, namespace, name, body)
         except ApiError as error:
             if error.status in (404, 409):
@@ -157,68 +168,58 @@ class CertificateKeeper:
             raise
         return True
 
-    async def _trusted(self) -> bytes:
-        """The CAs that API servers trust at the moment."""
-        found: list[bytes] = []
+    async def _trusted_bundle(self) -> bytes:
+        """The CAs in the webhook configurations, which API servers trust now."""
+        bundles: list[bytes] = []
         for kind, name in self._configurations:
-            configuration = await self._configuration(kind, name)
+            configuration = await self._get(kind, None, name)
             for hook in (configuration or {}).get("webhooks") or ():
-                bundle = certificates.from_bundle_field(_bundle(hook))
-                if bundle not in found:
-                    found.append(bundle)
-        return b"".join(found)
+                bundle = certificates.decode_bundle(_ca_bundle(hook))
+                if bundle not in bundles:
+                    bundles.append(bundle)
+        return b"".join(bundles)
 
-    async def _configuration(self, kind: Kind, name: str) -> Object | None:
-        try:
-            return await self._client.get(kind, None, name)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    async def _spread(self, material: KeyPair) -> bool:
-        """Whether both configurations have had this bundle for long enough; gives it to those that have another."""
-        if not material.bundle or not certificates.trusts(material.bundle):
-            # Nothing that an API server could use: what it has may still be right.
+    async def _distribute(self, pair: KeyPair) -> bool:
+        """Writes the bundle to the configurations. Returns whether all have had it for the settle
+        time.
+        """
+        if not pair.bundle or not certificates.is_loadable(pair.bundle):
+            # API servers could not use it; the bundle that they have may still be valid.
             return False
-        field = certificates.bundle_field(material.bundle)
-        there = True
+        bundle = certificates.encode_bundle(pair.bundle)
+        unchanged = True
         for kind, name in self._configurations:
-            there = await self._bundled(kind, name, field) and there
+            unchanged = await self._write_bundle(kind, name, bundle) and unchanged
         now = self._wall_clock()
-        if not there or self._seen_since[0] != field:
-            self._seen_since = (field, now)
-        return now - self._seen_since[1] >= certificates.settle_seconds(
-            self._options.renew_before_seconds
-        )
+        if not unchanged or self._distributed_since[0] != bundle:
+            self._distributed_since = (bundle, now)
+        settle = certificates.settle_seconds(self._options.renew_before_seconds)
+        return now - self._distributed_since[1] >= settle
 
-    async def _bundled(self, kind: Kind, name: str, field: str) -> bool:
-        """Whether it was there already."""
-        found = await self._configuration(kind, name)
-        if found is None:
-            # Not installed (yet): nobody asks, so nobody has to trust.
+    async def _write_bundle(self, kind: Kind, name: str, bundle: str) -> bool:
+        """Returns whether the configuration already had the bundle."""
+        configuration = await self._get(kind, None, name)
+        if configuration is None:
+            # Without a configuration no API server calls the webhook.
             return True
-        stale = [hook for hook in found.get("webhooks") or () if _bundle(hook) != field]
-        if not stale:
+        hooks = configuration.get("webhooks") or ()
+        if all(_ca_bundle(hook) == bundle for hook in hooks):
             return True
-        hooks = [
-            {"name": hook["name"], "clientConfig": {"caBundle": field}}
-            for hook in found["webhooks"]
-        ]
+        applied = [{"name": hook["name"], "clientConfig": {"caBundle": bundle}} for hook in hooks]
         await self._client.apply(
             kind,
             {
                 "apiVersion": kind.api_version,
                 "kind": kind.kind,
                 "metadata": {"name": name},
-                "webhooks": hooks,
+                "webhooks": applied,
             },
         )
-        logger.info("%s %s: caBundle written", kind.kind, name)
+        logger.info("updated caBundle of %s %s", kind.kind, name)
         return False
 
 
-def _bundle(hook: Mapping[str, Any]) -> str:
+def _ca_bundle(hook: Mapping[str, Any]) -> str:
     return str((hook.get("clientConfig") or {}).get("caBundle") or "")
 
 
@@ -232,13 +233,15 @@ def _secret(namespace: str, name: str, data: Mapping[str, str | None]) -> dict[s
     }
 
 
-async def _first_of(stop: asyncio.Event, changed: asyncio.Event | None, seconds: float) -> None:
+async def _wait_for_event(
+    stop: asyncio.Event, changed: asyncio.Event | None, seconds: float
+) -> None:
     events = [stop] if changed is None else [stop, changed]
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in waiting:
-            each.cancel()
+        for wait in waits:
+            wait.cancel()
     if changed is not None:
         changed.clear()

@@ -19,9 +19,15 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.errors import KVTierError
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.certs.rotate import keep_certificates
-from kvtier_operator.controller.children.apply import ApplyFailure, apply_plan
-from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data_events
+from kvtier_operator.certs.rotate import rotate_certificates
+from kvtier_operator.controller.children.apply import (
+    ApplyFailure,
+    apply_plan,
+)
+from kvtier_operator.controller.children.gc import (
+    collect_garbage,
+    orphaned_data_events,
+)
 from kvtier_operator.controller.children.observe import CachedPolicy, observe
 from kvtier_operator.controller.children.plan import Plan, plan
 from kvtier_operator.controller.children.tokens import PolicyTokens
@@ -260,7 +266,7 @@ class Controller:
         ]
         if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
             parts.append(
-                keep_certificates(self._client, self._settings, stop, metrics=self._metrics)
+                rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
             )
         running = [asyncio.ensure_future(each) for each in (*parts, _until(stop))]
         try:

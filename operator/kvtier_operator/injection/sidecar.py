@@ -46,7 +46,7 @@ RUN_SLACK_BYTES = 128 << 20
 """Of the shared volume beside the pool: the slot table (at most 64 MiB), the 8 MiB that tierd keeps
 free, sessions, and rounding to pages and slots."""
 PAYLOAD_BYTES = 256 << 20
-IMAGE_SOURCE = "opt/kvtier/source"
+IMAGE_PAYLOAD = "opt/kvtier/engine"
 """Directory of the package and its metadata in the payload's image, for image volumes."""
 DAEMON_BYTES = 512 << 20
 """Memory of tierd beside the pool and its indexes."""
@@ -147,7 +147,7 @@ def add_payload(storage: PodStorage, policy: KVTierPolicy, settings: Settings) -
             "pullPolicy": settings.images.pull_policy.value,
         }
         storage.volumes.append({"name": names.PAYLOAD_VOLUME, "image": image})
-        storage.engine.append({**mount, "subPath": IMAGE_SOURCE})
+        storage.engine.append({**mount, "subPath": IMAGE_PAYLOAD})
 
 
 def hide_service_account(storage: PodStorage) -> None:

@@ -1,1 +1,3 @@
-"""Admission: attaches pods and validates policies, answering from caches alone."""
+"""The admission webhook: attaches tiers to pods and validates policies. It answers from its caches
+and writes nothing.
+"""

@@ -1,7 +1,7 @@
-"""JSON patches (RFC 6902): what has to be done to one document to make it another. Pure.
+"""JSON Patch (RFC 6902): the operations that turn one document into another. Pure.
 
-Only what differs is touched, so that a patch says what was injected and nothing else. Elements of lists keep their
-order and are told apart by ``name`` where they have one, as containers, volumes and variables do.
+A patch touches only what differs. The elements of a list keep their order and are matched by
+``name`` where they have one, as containers, volumes and environment variables do.
 """
 
 from __future__ import annotations
@@ -12,64 +12,66 @@ from difflib import SequenceMatcher
 from typing import Any
 
 Operation = dict[str, Any]
-MATCHED_ITEMS = 256
-"""Items of a list that are matched with one another. Matching takes the square of their number where they look alike, and a pod may
-have a hundred thousand; among more the place alone tells which item became which."""
+MAX_MATCHED_ITEMS = 256
+"""List items that are matched by content. The worst case is quadratic and a pod may hold 100,000
+items. In a longer list, items are matched by position."""
 
 
-def between(original: Any, desired: Any, path: str = "") -> Iterator[Operation]:
-    """The operations, in the order in which they have to be applied, that make ``original`` into ``desired``."""
+def diff(original: Any, desired: Any, path: str = "") -> Iterator[Operation]:
+    """The operations, in the order in which they apply, that turn ``original`` into ``desired``."""
     if isinstance(original, Mapping) and isinstance(desired, Mapping):
-        yield from _mappings(original, desired, path)
+        yield from _diff_mappings(original, desired, path)
     elif isinstance(original, list) and isinstance(desired, list):
-        yield from _lists(original, desired, path)
-    elif not _same(original, desired):
+        yield from _diff_lists(original, desired, path)
+    elif not _equal(original, desired):
         yield {"op": "replace", "path": path, "value": desired}
 
 
-def escaped(key: str) -> str:
-    """A key as a part of a JSON pointer."""
+def escape(key: str) -> str:
+    """A key as one reference token of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _mappings(
+def _diff_mappings(
     original: Mapping[str, Any], desired: Mapping[str, Any], path: str
 ) -> Iterator[Operation]:
     for key in original:
         if key not in desired:
-            yield {"op": "remove", "path": f"{path}/{escaped(key)}"}
+            yield {"op": "remove", "path": f"{path}/{escape(key)}"}
     for key, value in desired.items():
-        place = f"{path}/{escaped(key)}"
+        pointer = f"{path}/{escape(key)}"
         if key in original:
-            yield from between(original[key], value, place)
+            yield from diff(original[key], value, pointer)
         else:
-            yield {"op": "add", "path": place, "value": value}
+            yield {"op": "add", "path": pointer, "value": value}
 
 
-def _lists(original: Sequence[Any], desired: Sequence[Any], path: str) -> Iterator[Operation]:
-    """Operations from the front to the back: what stands before the place at hand is as desired already."""
+def _diff_lists(original: Sequence[Any], desired: Sequence[Any], path: str) -> Iterator[Operation]:
+    """Operations from front to back: everything before the current index is already as desired."""
     before, after = [_identity(item) for item in original], [_identity(item) for item in desired]
-    for first, end, start, stop in _stretches(before, after):
+    for first, end, start, stop in _matching_ranges(before, after):
         paired = min(end - first, stop - start)
         for step in range(paired):
-            yield from between(
-                original[first + step], desired[start + step], f"{path}/{start + step}"
-            )
+            yield from diff(original[first + step], desired[start + step], f"{path}/{start + step}")
         for _ in range(end - first - paired):
             yield {"op": "remove", "path": f"{path}/{start + paired}"}
-        for place in range(start + paired, stop):
-            yield {"op": "add", "path": f"{path}/{place}", "value": desired[place]}
+        for index in range(start + paired, stop):
+            yield {"op": "add", "path": f"{path}/{index}", "value": desired[index]}
 
 
-def _stretches(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Where ``before[first:end]`` became ``after[start:stop]``, all of both, from the front to the back."""
+def _matching_ranges(
+    before: Sequence[str], after: Sequence[str]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges ``before[first:end]`` and ``after[start:stop]`` that correspond, from front to back.
+    They cover both.
+    """
     shorter = min(len(before), len(after))
-    head = next((place for place in range(shorter) if before[place] != after[place]), shorter)
-    left = range(1, shorter - head + 1)
-    tail = next((place - 1 for place in left if before[-place] != after[-place]), shorter - head)
+    head = next((index for index in range(shorter) if before[index] != after[index]), shorter)
+    rest = range(1, shorter - head + 1)
+    tail = next((index - 1 for index in rest if before[-index] != after[-index]), shorter - head)
     end, stop = len(before) - tail, len(after) - tail
     yield 0, head, 0, head
-    if max(end - head, stop - head) > MATCHED_ITEMS:
+    if max(end - head, stop - head) > MAX_MATCHED_ITEMS:
         yield head, end, head, stop
     else:
         matcher = SequenceMatcher(None, before[head:end], after[head:stop], autojunk=False)
@@ -86,6 +88,6 @@ def _identity(item: Any) -> str:
     return "value " + json.dumps(item, sort_keys=True)
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Equality as JSON has it: Python holds true and 1 for the same."""
+def _equal(left: Any, right: Any) -> bool:
+    """Equality of JSON values. In Python, True == 1."""
     return type(left) is type(right) and left == right

@@ -1,7 +1,11 @@
-"""The admission server: HTTPS, two questions, and never a reason for a pod not to start.
+"""The admission server: HTTPS endpoints that never keep a pod from starting.
 
-Whatever goes wrong here, a pod is admitted as it came: what cannot be decided in time, what fails, what is not known
-yet. Each of these is counted and logged. A policy is refused only for what is wrong with it.
+A pod is admitted unchanged whenever a decision times out or fails, and while the caches are not
+synced. Each of these is counted and logged. A policy is denied only for its own errors.
+
+Everything runs on the event loop's thread except decisions, which run in a small thread pool. When
+a decision exceeds its budget, the request is answered without it and the thread finishes on its
+own.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,87 +29,86 @@ from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import mutate, review, validate
 from kvtier_operator.webhook.lister import WebhookLister
 from kvtier_operator.webhook.metrics import WebhookMetrics
-from kvtier_operator.webhook.review import Review
+from kvtier_operator.webhook.review import AdmissionRequest
+from kvtier_operator.webhook.validate import AdmissionDenied
 
 logger = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 1.0
-"""A decision takes milliseconds; after a second something is wrong, and half of the API server's patience is left. Where
-the API server says that it waits less than two seconds, half of that."""
+"""Time for a decision, which takes milliseconds: half of the default webhook timeout. If the API
+server's timeout is below two seconds, the budget is half of it."""
 READ_SECONDS = 1.0
-"""Time for a request's body, from a peer that is the API server or nobody."""
+"""Time to receive a request's body. An API server sends it at once."""
 THREADS = 4
-"""Decisions are computing, not waiting: more threads would only take turns."""
-MAX_OPEN = 256
-"""Questions at a time. What comes beyond is admitted unchanged at once, rather than after waiting for the others."""
+"""Decisions are CPU-bound, so more threads would not finish sooner."""
+MAX_CONCURRENT_REQUESTS = 256
+"""Requests beyond this are answered at once without a decision instead of being queued."""
 STUCK_SECONDS = 30.0
-"""When every thread has computed for this long, none will ever answer: the process has to be started again."""
+"""If every thread has been busy for this long, the liveness check fails and the process is
+restarted."""
 CLOSE_SECONDS = 3.0
-"""How long closing waits for requests that are being answered."""
+"""How long shutdown waits for requests in flight."""
 
 TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
-Answer = dict[str, Any]
+Response = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     result: str
-    answer: Answer
+    response: Response
+    status: int = 200
 
 
 class AdmissionServer:
-    """Answers questions from what ``knowledge`` holds. Used on the event loop's thread."""
+    """Serves ``/mutate`` and ``/validate``, and ``/healthz`` and ``/readyz`` on the same port.
+
+    All methods run on the event loop's thread.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        knowledge: WebhookLister,
+        lister: WebhookLister,
         serving: ServingCertificate,
         metrics: WebhookMetrics,
-        decide: mutate.Attach,
+        decide: mutate.Decide,
         *,
         clock: Callable[[], float] = time.monotonic,
-        budget_seconds: float = BUDGET_SECONDS,
     ) -> None:
         self._settings = settings
-        self._knowledge = knowledge
+        self._lister = lister
         self._serving = serving
         self._metrics = metrics
         self._decide = decide
         self._clock = clock
-        self._budget_seconds = budget_seconds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="admission")
-        self._computing: dict[Future[Any], float] = {}
-        self._open = 0
+        self._running: dict[Future[Any], float] = {}
+        self._open_requests = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
-        metrics.follow(self.ready, knowledge.counts)
+        metrics.observe(self.ready, lister.counts)
 
     def ready(self) -> bool:
-        """Whether this replica should be asked: it has a certificate, it knows the cluster, it is not about to go."""
+        """Whether this replica should receive requests."""
         return not self.why_not_ready()
 
     def why_not_ready(self) -> str:
-        """What is missing, in a few words; empty if nothing is."""
+        """What is missing, for ``/readyz``; empty if the replica is ready."""
         if self._draining:
-            return "stopping"
+            return "shutting down"
         if not self._serving.loaded:
-            return "no certificate yet"
-        return "" if self._knowledge.synced() else "caches are not synced yet"
+            return "no serving certificate"
+        return "" if self._lister.synced() else "caches are not synced"
 
     def stuck(self) -> str:
-        """Why this process cannot decide any more, however long one waits; empty if it can."""
-        long = [
-            began for began in self._computing.values() if self._clock() - began > STUCK_SECONDS
-        ]
-        return (
-            f"{len(long)} decisions have hung for {STUCK_SECONDS:g} s"
-            if len(long) >= THREADS
-            else ""
-        )
+        """Why this process can no longer decide, for ``/healthz``; empty if it can."""
+        now = self._clock()
+        hung = sum(now - started > STUCK_SECONDS for started in self._running.values())
+        return f"{hung} decisions have hung for {STUCK_SECONDS:g} s" if hung >= THREADS else ""
 
     async def start(self) -> int:
-        """Listens; the port."""
+        """Starts to listen and returns the port. Raises ``OSError``."""
         application = web.Application(client_max_size=review.MAX_BODY_BYTES)
         application.router.add_post(MUTATE_PATH, self._mutate)
         application.router.add_post(VALIDATE_PATH, self._validate)
@@ -121,7 +124,9 @@ class AdmissionServer:
         return port
 
     async def stop(self) -> None:
-        """Not ready from now on; goes on answering until other replicas are asked instead, then closes."""
+        """Shuts down gracefully: not ready at once, still answering during ``drainSeconds``, then
+        closed.
+        """
         self._draining = True
         if self._runner is not None:
             await asyncio.sleep(self._settings.webhook.drain_seconds)
@@ -129,115 +134,134 @@ class AdmissionServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _mutate(self, request: web.Request) -> web.Response:
-        return await self._asked(request, self._about_a_pod)
+        return await self._handle(request, self._review_pod)
 
     async def _validate(self, request: web.Request) -> web.Response:
-        return await self._asked(request, self._about_a_policy)
+        return await self._handle(request, self._review_policy)
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        why = self.stuck()
-        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+        problem = self.stuck()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        why = self.why_not_ready()
-        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+        problem = self.why_not_ready()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
 
-    async def _asked(self, request: web.Request, about: Callable[[Review], Any]) -> web.Response:
+    async def _handle(
+        self, request: web.Request, decide: Callable[[AdmissionRequest], Awaitable[_Outcome]]
+    ) -> web.Response:
         started = self._clock()
-        self._open += 1
+        self._open_requests += 1
         try:
-            result, status, answer = await self._answered(request, about)
+            outcome = await self._review(request, decide)
         finally:
-            self._open -= 1
-        self._metrics.answers.labels(request.path, result).inc()
+            self._open_requests -= 1
+        self._metrics.answers.labels(request.path, outcome.result).inc()
         self._metrics.seconds.labels(request.path).observe(self._clock() - started)
-        response = web.Response(
-            text=json.dumps(answer), content_type="application/json", status=status
-        )
+        text = json.dumps(outcome.response)
+        response = web.Response(text=text, content_type="application/json", status=outcome.status)
         if self._draining:
             response.force_close()
         return response
 
-    async def _answered(
-        self, request: web.Request, about: Callable[[Review], Any]
-    ) -> tuple[str, int, Answer]:
+    async def _review(
+        self, request: web.Request, decide: Callable[[AdmissionRequest], Awaitable[_Outcome]]
+    ) -> _Outcome:
+        """Decides within the budget; allows the request unchanged if that fails."""
         try:
             async with asyncio.timeout(READ_SECONDS):
-                asked = review.parse(await request.read())
+                admission = review.parse(await request.read())
         except web.HTTPRequestEntityTooLarge:
-            return "Malformed", 400, {"error": f"more than {review.MAX_BODY_BYTES} bytes"}
+            return _malformed(f"the body has more than {review.MAX_BODY_BYTES} bytes")
         except TimeoutError:
-            return "Malformed", 400, {"error": f"no body within {READ_SECONDS:g} s"}
-        except (review.MalformedError, web.RequestPayloadError, ConnectionError) as error:
-            logger.warning("a request to %s is malformed: %s", request.path, error)
-            return "Malformed", 400, {"error": str(error)}
-        unchanged = review.allowed(asked.uid)
-        if self._open > MAX_OPEN:
-            return "Abandoned", 200, unchanged
-        deciding = asyncio.ensure_future(about(asked))
-        budget = min(self._budget_seconds, patience(request.query.get("timeout", "")) / 2)
+            return _malformed(f"no body received within {READ_SECONDS:g} s")
+        except (review.InvalidReviewError, web.RequestPayloadError, ConnectionError) as error:
+            logger.warning("malformed request to %s: %s", request.path, error)
+            return _malformed(str(error))
+        unchanged = review.allowed(admission.uid)
+        if self._open_requests > MAX_CONCURRENT_REQUESTS:
+            return _Outcome("Abandoned", unchanged)
+        deciding = asyncio.ensure_future(decide(admission))
+        timeout = parse_timeout(request.query.get("timeout", ""))
+        budget = min(BUDGET_SECONDS, timeout / 2)
         await asyncio.wait((deciding,), timeout=budget)
+        subject = f"{admission.kind} {admission.namespace}/{_name(admission)}"
         if not deciding.done():
             deciding.cancel()
-            logger.error(
-                "a decision about %s %s in %s took longer than %g s and was abandoned",
-                asked.kind, asked.name or "(no name yet)", asked.namespace, budget,
-            )  # fmt: skip
-            return "Abandoned", 200, unchanged
+            logger.error("abandoned the decision about %s after %g s", subject, budget)
+            return _Outcome("Abandoned", unchanged)
         failure = deciding.exception()
         if failure is not None:
-            logger.error(
-                "a decision about %s %s in %s failed", asked.kind, asked.name or "(no name yet)", asked.namespace,
-                exc_info=failure,
-            )  # fmt: skip
-            return "Failed", 200, unchanged
-        outcome: _Outcome = deciding.result()
-        return outcome.result, 200, outcome.answer
+            logger.error("the decision about %s failed", subject, exc_info=failure)
+            return _Outcome("Failed", unchanged)
+        return deciding.result()
 
-    async def _about_a_pod(self, asked: Review) -> _Outcome:
-        if not self._knowledge.synced():
-            return _Outcome("NotReady", review.allowed(asked.uid))
-        question = mutate.question(asked, self._knowledge, self._settings)
-        if question is None:
-            return _Outcome("Unchanged", review.allowed(asked.uid))
-        verdict = await self._computed(mutate.answer, question, self._settings, self._decide)
-        if verdict.result == "Skipped":
-            self._metrics.skipped.labels(verdict.reason).inc()
-        logger.info(
-            "pod %s: %s%s", asked.name or "(no name yet)", verdict.result, f": {verdict.message}" if verdict.message else "",
-            extra={"namespace": asked.namespace, "policy": verdict.policy, "reason": verdict.reason, "dry_run": asked.dry_run},
-        )  # fmt: skip
-        return _Outcome(verdict.result, review.allowed(asked.uid, patch=verdict.patch))
-
-    async def _about_a_policy(self, asked: Review) -> _Outcome:
-        others, labels = (
-            self._knowledge.policies(asked.namespace),
-            self._knowledge.namespace_labels(asked.namespace),
+    async def _review_pod(self, admission: AdmissionRequest) -> _Outcome:
+        if not self._lister.synced():
+            return _Outcome("NotReady", review.allowed(admission.uid))
+        request = mutate.mutation_request(admission, self._lister, self._settings)
+        if request is None:
+            return _Outcome("Unchanged", review.allowed(admission.uid))
+        result: mutate.MutationResult = await self._in_thread(
+            mutate.mutate, request, self._settings, self._decide
         )
-        found = await self._computed(validate.examine, asked, others, self._settings, labels)
-        if found.refusals:
-            causes = [(refusal.field, refusal.message) for refusal in found.refusals]
-            return _Outcome("Refused", review.refused(asked.uid, causes, warnings=found.warnings))
-        return _Outcome("Accepted", review.allowed(asked.uid, warnings=found.warnings))
+        if result.result == "Skipped":
+            self._metrics.skipped.labels(result.reason).inc()
+        logger.info(
+            "pod %s: %s%s",
+            _name(admission),
+            result.result,
+            f": {result.message}" if result.message else "",
+            extra={
+                "namespace": admission.namespace,
+                "policy": result.policy,
+                "reason": result.reason,
+                "dry_run": admission.dry_run,
+            },
+        )
+        return _Outcome(result.result, review.allowed(admission.uid, patch=result.patch))
 
-    async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """On another thread, so that the loop can give up waiting; the thread ends by itself."""
+    async def _review_policy(self, admission: AdmissionRequest) -> _Outcome:
+        policies = self._lister.policies(admission.namespace)
+        labels = self._lister.namespace_labels(admission.namespace)
+        result = await self._in_thread(
+            validate.validate, admission, policies, self._settings, labels
+        )
+        if isinstance(result, AdmissionDenied):
+            causes = [(error.field, error.message) for error in result.errors]
+            response = review.denied(admission.uid, causes, warnings=result.warnings)
+            return _Outcome("Denied", response)
+        return _Outcome("Allowed", review.allowed(admission.uid, warnings=result.warnings))
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function on another thread, so that the event loop can stop waiting for it."""
         loop = asyncio.get_running_loop()
-        computing = self._threads.submit(function, *arguments)
-        self._computing[computing] = self._clock()
-        computing.add_done_callback(lambda done: _on_loop(loop, self._computing.pop, done, None))
-        return await asyncio.wrap_future(computing)
+        future = self._threads.submit(function, *arguments)
+        self._running[future] = self._clock()
+        future.add_done_callback(lambda done: _call_on_loop(loop, self._running.pop, done, None))
+        return await asyncio.wrap_future(future)
 
 
-def patience(timeout: str) -> float:
-    """Seconds that the API server waits, as it says in ``?timeout=2s``; for ever where it says nothing that is read
-    here.
+def parse_timeout(text: str) -> float:
+    """The API server's timeout in seconds, from ``?timeout=2s``; infinite if it is absent or
+    unreadable.
     """
-    said = TIMEOUT.fullmatch(timeout)
-    return float(said[1]) * (0.001 if said[2] == "ms" else 1.0) if said else math.inf
+    match = TIMEOUT.fullmatch(text)
+    return float(match[1]) * (0.001 if match[2] == "ms" else 1.0) if match else math.inf
 
 
-def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *arguments: Any) -> None:
-    """From a thread that may end after the loop did."""
+def _malformed(message: str) -> _Outcome:
+    return _Outcome("Malformed", {"error": message}, 400)
+
+
+def _name(admission: AdmissionRequest) -> str:
+    """The object's name. One with generateName has none yet."""
+    return admission.name or "(generated name)"
+
+
+def _call_on_loop(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *arguments: Any
+) -> None:
+    """Calls from a thread that may outlive the event loop."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)

@@ -1,4 +1,4 @@
-"""What the webhook counts. One registry per process; nothing is counted twice."""
+"""The webhook's metrics. Each response is counted once, when it is sent."""
 
 from __future__ import annotations
 
@@ -7,62 +7,63 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""Up to the time after which the API server no longer waits."""
+"""Up to the timeout of the API server."""
+FAILURES = ("Malformed", "Failed", "Abandoned")
+RESULTS = {
+    "/mutate": ("Attached", "Skipped", "Unchanged", *FAILURES, "NotReady"),
+    "/validate": ("Allowed", "Denied", *FAILURES),
+}
 
 
 class WebhookMetrics:
-    """Counters of results, not of intentions: each is raised when an answer is given."""
+    """All metrics of the webhook, in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.answers = Counter(
             "kvtier_webhook_answers",
-            "Answers, by path and result: Attached, Skipped, Unchanged, Accepted, Refused, Malformed, Failed, Abandoned, NotReady.",
+            "Admission responses, by path and result: Attached, Skipped, Unchanged, Allowed, "
+            "Denied, Malformed, Failed, Abandoned, NotReady.",
             ["path", "result"],
             registry=registry,
         )
         self.skipped = Counter(
             "kvtier_webhook_skipped_pods",
-            "Selected pods that were left alone, by reason.",
+            "Pods that a policy selects and that were admitted without tiers, by reason.",
             ["reason"],
             registry=registry,
         )
         self.seconds = Histogram(
             "kvtier_webhook_seconds",
-            "From a request's headers to its answer.",
+            "Time to answer an admission request.",
             ["path"],
             buckets=SECONDS,
             registry=registry,
         )
         self.expires = Gauge(
             "kvtier_webhook_certificate_expiry_timestamp_seconds",
-            "When the serving certificate in use ends; 0 without one.",
+            "Expiry of the serving certificate as Unix time; 0 without a certificate.",
             registry=registry,
         )
         self.ready = Gauge(
-            "kvtier_webhook_ready", "Whether this replica can decide about pods.", registry=registry
+            "kvtier_webhook_ready",
+            "Whether this replica is ready to answer admission requests.",
+            registry=registry,
         )
         self.policies = Gauge(
             "kvtier_webhook_policies",
-            "Policies known, by whether they can be read.",
+            "Policies in the cache, by state: readable, unreadable.",
             ["state"],
             registry=registry,
         )
-        for result in (
-            "Attached",
-            "Skipped",
-            "Unchanged",
-            "Malformed",
-            "Failed",
-            "Abandoned",
-            "NotReady",
-        ):
-            self.answers.labels("/mutate", result)
-        for result in ("Accepted", "Refused", "Malformed", "Failed", "Abandoned"):
-            self.answers.labels("/validate", result)
+        for path, results in RESULTS.items():
+            for result in results:
+                self.answers.labels(path, result)
 
-    def follow(self, ready: Callable[[], bool], policies: Callable[[], tuple[int, int]]) -> None:
-        """Asks these whenever metrics are read: whether this replica is ready, how many policies can(not) be read."""
+    def observe(self, ready: Callable[[], bool], policies: Callable[[], tuple[int, int]]) -> None:
+        """Sets the functions that are called at each scrape: readiness, and the numbers of readable
+        and unreadable policies.
+        """
         self.ready.set_function(lambda: float(ready()))
         self.policies.labels("readable").set_function(lambda: policies()[0])
         self.policies.labels("unreadable").set_function(lambda: policies()[1])

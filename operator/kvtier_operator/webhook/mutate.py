@@ -1,7 +1,7 @@
-"""Deciding about a pod: what is asked of the caches, and the patch that comes of it.
+"""Mutation of pods: from an admission request to a JSON patch.
 
-Two halves, because caches may only be read on the event loop's thread and rendering must not hold it up: ``question``
-reads, ``answer`` renders and may run on any thread.
+The work has two parts, because the caches belong to the event loop's thread and rendering must not
+block it: ``mutation_request`` reads the caches; ``mutate`` renders and may run on any thread.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import MIRROR_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
+from kvtier_operator.api.pods import PodMetadata, decode, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.jsonpatch import Operation, between
+from kvtier_operator.webhook.jsonpatch import Operation, diff
 from kvtier_operator.webhook.lister import WebhookLister
-from kvtier_operator.webhook.review import Review
+from kvtier_operator.webhook.review import AdmissionRequest
 
-Attach = Callable[[KVTierPolicy, PodObject, AdmissionContext, Settings], Decision]
+Decide = Callable[[KVTierPolicy, PodObject, AdmissionContext, Settings], Decision]
+POD_CREATION = ("", "Pod", "CREATE", "")
 
 
 @dataclass(frozen=True, slots=True)
 class MutationRequest:
-    """A pod, the policy that governs it, and what is known around it."""
+    """A pod, the policy that governs it, and the cluster state that the decision depends on."""
 
     policy: KVTierPolicy
     pod: PodObject
-    around: AdmissionContext
+    context: AdmissionContext
 
 
 @dataclass(frozen=True, slots=True)
 class MutationResult:
-    """What becomes of a pod. ``result``: Attached, Skipped or Unchanged; ``reason`` and ``message``: why, if skipped."""
+    """``result`` is Attached or Skipped; a skipped pod has a ``reason`` and a ``message``."""
 
     result: str
     patch: tuple[Operation, ...] = ()
@@ -44,60 +46,52 @@ class MutationResult:
     notes: tuple[str, ...] = ()
 
 
-def question(
-    review: Review, knowledge: WebhookLister, settings: Settings
+def mutation_request(
+    request: AdmissionRequest, lister: WebhookLister, settings: Settings
 ) -> MutationRequest | None:
-    """What is to be decided; None where nothing is: another object, another operation, a pod that no policy governs."""
-    if (review.group, review.kind, review.operation, review.sub_resource) != (
-        "",
-        "Pod",
-        "CREATE",
-        "",
-    ):
+    """Collects the input of ``mutate``.
+
+    Returns None if the pod stays unchanged without a decision: another object or operation, a
+    namespace that is not watched, or a pod that no policy governs. Raises
+    ``InvalidObjectError``.
+    """
+    if (request.group, request.kind, request.operation, request.sub_resource) != POD_CREATION:
         return None
-    namespace = review.namespace or str(
-        (review.object.get("metadata") or {}).get("namespace") or ""
-    )
+    metadata = decode(request.object.get("metadata") or {}, PodMetadata)
+    namespace = request.namespace or metadata.namespace
     if settings.watch_namespaces and namespace not in settings.watch_namespaces:
         return None
-    if _never_touched(review.object):
+    if _is_excluded(metadata):
         return None
-    metadata = review.object.get("metadata") or {}
-    policy = knowledge.governing(namespace, metadata.get("labels") or {})
+    policy = lister.governing(namespace, metadata.labels)
     if policy is None or policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         return None
-    return MutationRequest(
-        policy, review.object, knowledge.surroundings(policy, namespace, review.object)
-    )
+    context = lister.admission_context(policy, namespace, decode_pod(request.object))
+    return MutationRequest(policy, request.object, context)
 
 
-def answer(asked: MutationRequest, settings: Settings, decide: Attach) -> MutationResult:
-    """The decision, as a patch of the pod as it came."""
-    pod = asked.pod
-    policy = asked.policy.metadata.name
-    # Asked again after another webhook, or with an annotation copied from another pod: what was found then is not
-    # what is found now.
-    decision = decide(
-        asked.policy, _without_annotation(pod, SKIPPED_ANNOTATION), asked.around, settings
-    )
+def mutate(request: MutationRequest, settings: Settings, decide: Decide) -> MutationResult:
+    """Decides about the pod and renders the decision as a patch of the pod in the request."""
+    pod, policy = request.pod, request.policy.metadata.name
+    # A reinvocation, or an annotation copied from another pod, carries the result of an earlier
+    # decision.
+    undecided = _without_annotation(pod, SKIPPED_ANNOTATION)
+    decision = decide(request.policy, undecided, request.context, settings)
     if isinstance(decision, Attached):
-        return MutationResult(
-            "Attached", tuple(between(pod, decision.pod)), policy, notes=decision.notes
-        )
-    found = {"policy": policy, "reason": decision.reason.value, "message": decision.message}
-    marked = _with_annotation(pod, SKIPPED_ANNOTATION, json.dumps(found, ensure_ascii=False))
-    return MutationResult(
-        "Skipped", tuple(between(pod, marked)), policy, decision.reason.value, decision.message
-    )
+        patch = tuple(diff(pod, decision.pod))
+        return MutationResult("Attached", patch, policy, notes=decision.notes)
+    reason, message = decision.reason.value, decision.message
+    annotation = {"policy": policy, "reason": reason, "message": message}
+    text = json.dumps(annotation, ensure_ascii=False)
+    patch = tuple(diff(pod, _with_annotation(pod, SKIPPED_ANNOTATION, text)))
+    return MutationResult("Skipped", patch, policy, reason, message)
 
 
-def _never_touched(pod: PodObject) -> bool:
-    """The API server's match conditions say the same; a webhook configuration that somebody wrote may lack them."""
-    metadata = pod.get("metadata") or {}
-    annotations = metadata.get("annotations") or {}
-    if MIRROR_ANNOTATION in annotations or STRUCTURAL_ANNOTATION in annotations:
+def _is_excluded(metadata: PodMetadata) -> bool:
+    """Repeats the match conditions of the webhook configuration, which may have been edited."""
+    if MIRROR_ANNOTATION in metadata.annotations or STRUCTURAL_ANNOTATION in metadata.annotations:
         return True
-    return any(owner.get("kind") == "DaemonSet" for owner in metadata.get("ownerReferences") or ())
+    return any(owner.kind == "DaemonSet" for owner in metadata.owner_references)
 
 
 def _without_annotation(pod: PodObject, name: str) -> PodObject:
@@ -111,10 +105,5 @@ def _without_annotation(pod: PodObject, name: str) -> PodObject:
 
 def _with_annotation(pod: PodObject, name: str, value: str) -> dict[str, Any]:
     metadata = pod.get("metadata") or {}
-    return {
-        **pod,
-        "metadata": {
-            **metadata,
-            "annotations": {**(metadata.get("annotations") or {}), name: value},
-        },
-    }
+    annotations = {**(metadata.get("annotations") or {}), name: value}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}}

@@ -1,4 +1,4 @@
-"""AdmissionReview v1: what the API server asks, and the answers. Pure."""
+"""AdmissionReview v1: the API server's request, and the responses to it. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 API_VERSION = "admission.k8s.io/v1"
 KIND = "AdmissionReview"
 MAX_BODY_BYTES = 8 << 20
-"""The API server takes objects of at most 3 MiB; a review of an update holds two, and the JSON of secrets of others is
-not asked for."""
+"""The API server accepts objects of at most 3 MiB, and the review of an update holds two."""
 MAX_WARNING = 256
-"""Longer warnings are cut by the API server, in the middle of a character if need be."""
+"""The API server truncates longer warnings, possibly inside a character."""
 MAX_WARNINGS = 16
-"""The API server drops what is beyond 4 KiB altogether."""
+"""The API server drops all warnings beyond 4 KiB in total."""
 
 
-class MalformedError(Exception):
-    """The body is no AdmissionReview of a version that is spoken here; the message says what is wrong."""
+class InvalidReviewError(Exception):
+    """The body is not an AdmissionReview of a supported version; the message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Review:
-    """One question. ``object``: as it would be stored; ``old``: as it is stored (UPDATE). ``dry_run``: nothing will be
-    stored, which changes nothing here because nothing is ever written.
+class AdmissionRequest:
+    """One request for admission.
+
+    ``object`` is the object to be stored, ``old`` the stored one (UPDATE only). A dry run needs no
+    special treatment because the webhook has no side effects.
     """
 
     uid: str
@@ -41,34 +42,35 @@ class Review:
     dry_run: bool
 
 
-def parse(body: bytes) -> Review:
-    """The question in a request's body. Raises ``MalformedError``, whatever the bytes are."""
+def parse(body: bytes) -> AdmissionRequest:
+    """Decodes the body of an HTTP request. Raises ``InvalidReviewError`` for every other body."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"the body is not JSON: {error}") from None
+        raise InvalidReviewError(f"the body is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise MalformedError("the body is not an object")
-    if document.get("apiVersion") != API_VERSION or document.get("kind") != KIND:
-        raise MalformedError(
-            f"{document.get('apiVersion')} {document.get('kind')} is not accepted; accepted is {API_VERSION} {KIND}"
+        raise InvalidReviewError("the body is not a JSON object")
+    version, kind_name = document.get("apiVersion"), document.get("kind")
+    if version != API_VERSION or kind_name != KIND:
+        raise InvalidReviewError(
+            f"unsupported kind {version} {kind_name}: must be {API_VERSION} {KIND}"
         )
-    request = _mapping(document, "request")
+    request = _object(document, "request")
     uid = request.get("uid")
     if not isinstance(uid, str) or not uid:
-        raise MalformedError("request.uid is missing")
-    kind = _mapping(request, "kind")
+        raise InvalidReviewError("request.uid: Required value")
+    kind = _object(request, "kind")
     old = request.get("oldObject")
-    return Review(
+    return AdmissionRequest(
         uid=uid,
-        operation=_text(request, "operation"),
-        group=_text(kind, "group"),
-        kind=_text(kind, "kind"),
-        sub_resource=_text(request, "subResource"),
-        namespace=_text(request, "namespace"),
-        name=_text(request, "name"),
-        object=_mapping(request, "object") if request.get("object") is not None else {},
-        old=_mapping(request, "oldObject") if old is not None else None,
+        operation=_string(request, "operation"),
+        group=_string(kind, "group"),
+        kind=_string(kind, "kind"),
+        sub_resource=_string(request, "subResource"),
+        namespace=_string(request, "namespace"),
+        name=_string(request, "name"),
+        object=_object(request, "object") if request.get("object") is not None else {},
+        old=_object(request, "oldObject") if old is not None else None,
         dry_run=request.get("dryRun") is True,
     )
 
@@ -76,18 +78,18 @@ def parse(body: bytes) -> Review:
 def allowed(
     uid: str, *, patch: Sequence[Mapping[str, Any]] = (), warnings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Yes, with changes where there are any."""
+    """A response that allows the request, with a JSON patch if there is one."""
     response: dict[str, Any] = {"uid": uid, "allowed": True}
     if patch:
         text = json.dumps(list(patch), separators=(",", ":"))
         response |= {"patchType": "JSONPatch", "patch": base64.b64encode(text.encode()).decode()}
-    return _answer(response, warnings)
+    return _review(response, warnings)
 
 
-def refused(
+def denied(
     uid: str, causes: Sequence[tuple[str, str]], *, warnings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """No, with everything that is wrong: pairs of field and message."""
+    """A response that denies the request, with all causes as pairs of field and message."""
     details = [
         {"reason": "FieldValueInvalid", "field": field, "message": message}
         for field, message in causes
@@ -98,10 +100,10 @@ def refused(
         "message": "\n".join(message for _, message in causes),
         "details": {"causes": details},
     }
-    return _answer({"uid": uid, "allowed": False, "status": status}, warnings)
+    return _review({"uid": uid, "allowed": False, "status": status}, warnings)
 
 
-def _answer(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]:
+def _review(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]:
     if warnings:
         response["warnings"] = [
             text if len(text) <= MAX_WARNING else text[: MAX_WARNING - 1] + "…"
@@ -110,15 +112,15 @@ def _answer(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]
     return {"apiVersion": API_VERSION, "kind": KIND, "response": response}
 
 
-def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _object(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = document.get(key)
     if not isinstance(value, dict):
-        raise MalformedError(f"{key} is not an object")
+        raise InvalidReviewError(f"{key}: Invalid value: must be a JSON object")
     return value
 
 
-def _text(document: Mapping[str, Any], key: str) -> str:
+def _string(document: Mapping[str, Any], key: str) -> str:
     value = document.get(key) or ""
     if not isinstance(value, str):
-        raise MalformedError(f"{key} is not text")
+        raise InvalidReviewError(f"{key}: Invalid value: must be a string")
     return value

@@ -1,4 +1,6 @@
-"""The webhook's process: caches, certificate, admission server and monitoring, from start to a graceful stop."""
+"""The webhook process: caches, serving certificate, admission server and monitoring, from start to
+graceful shutdown.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from kvtier_operator import runtime
 from kvtier_operator.certs import certificates
-from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
+from kvtier_operator.certs.serve import (
+    CertificateDirectory,
+    ServingCertificate,
+    UnusableCertificateError,
+)
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.inject import attach
 from kvtier_operator.kube import trim
@@ -48,9 +54,9 @@ async def serve(
     wall_clock: Callable[[], float] = time.time,
     freeze: Callable[[], None] = gc.freeze,
 ) -> None:
-    """Answers admission requests until ``stop`` is set, and then until no API server asks this replica any more.
+    """Answers admission requests until ``stop`` is set, then drains.
 
-    Raises ``OSError`` where a port cannot be had.
+    Raises ``OSError`` if a port is in use.
     """
     metrics = WebhookMetrics(registry or CollectorRegistry())
     serving = ServingCertificate(metrics.expires.set)
@@ -60,39 +66,42 @@ async def serve(
         if kind == SECRETS:
             secret.changed(found, change)
         else:
-            knowledge.changed(kind, found, change)
+            lister.changed(kind, found, change)
 
     cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
-    knowledge = WebhookLister(cache, settings, wall_clock)
-    server = AdmissionServer(settings, knowledge, serving, metrics, attach)
+    lister = WebhookLister(cache, settings, wall_clock)
+    server = AdmissionServer(settings, lister, serving, metrics, attach)
     state = runtime.Health()
     state.live("webhook", server.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))
     following = [asyncio.ensure_future(cache.run())]
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
         directory = CertificateDirectory(settings.webhook.certificates.directory, serving)
-        following.append(asyncio.ensure_future(directory.follow()))
+        following.append(asyncio.ensure_future(directory.watch()))
     stopped, settled = (
         asyncio.ensure_future(stop.wait()),
         asyncio.ensure_future(_settle(cache, freeze)),
     )
     try:
         async with runtime.serve(settings.monitoring, metrics.registry, state):
-            logger.info("admission requests are answered", extra={"port": await server.start()})
+            logger.info("serving admission requests", extra={"port": await server.start()})
             await asyncio.wait([stopped, *following], return_when=asyncio.FIRST_COMPLETED)
             await server.stop()
     finally:
         for each in (stopped, settled, *following):
             each.cancel()
         ended = await asyncio.gather(*following, return_exceptions=True)
-    # What follows never ends by itself: if it did, the process ends with it and is started again.
+    # These tasks run until cancelled. If one ends, the process ends with its error and is
+    # restarted.
     for result in ended:
         if isinstance(result, Exception):
             raise result
 
 
 def watches(settings: Settings) -> tuple[Watch, ...]:
-    """What the webhook holds copies of. Pods only where admission needs their like: groups of LeaderWorkerSets."""
+    """What the webhook caches. Of pods only those of LeaderWorkerSet groups: admission compares
+    siblings.
+    """
     namespaces = settings.watch_namespaces
     followed = (
         Watch(POLICIES, namespaces, optional=True),
@@ -109,27 +118,31 @@ def watches(settings: Settings) -> tuple[Watch, ...]:
 
 
 class SecretFollower:
-    """Takes the serving certificate from the Secret that the controller keeps."""
+    """Loads the serving certificate from the Secret that the controller maintains."""
 
     def __init__(self, settings: Settings, serving: ServingCertificate) -> None:
         self._name = settings.webhook.certificates.secret_name
         self._serving = serving
 
     def changed(self, secret: Object, change: Change) -> None:
-        """One that was deleted is made again; until then what serves goes on serving."""
-        material = certificates.from_secret(secret)
-        if change is Change.DELETED or material is None:
+        """Loads the key pair. After a deletion the current one stays in use until the controller
+        recreates the Secret.
+        """
+        pair = certificates.from_secret(secret)
+        if change is Change.DELETED or pair is None:
             return
         try:
-            if self._serving.take(material.certificate, material.key):
-                logger.info("serving certificate taken from Secret %s", self._name)
-        except UnusableError as error:
-            logger.warning("Secret %s: %s; it is replaced by the controller", self._name, error)
+            if self._serving.load(pair.certificate, pair.key):
+                logger.info("loaded serving certificate from Secret %s", self._name)
+        except UnusableCertificateError as error:
+            logger.warning(
+                "cannot use Secret %s: %s; the controller replaces it", self._name, error
+            )
 
 
 async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
-    """What a large cluster fills the caches with stays: the garbage collector need not look through it again and again,
-    and hold up an admission each time.
+    """Excludes the initial contents of the caches from garbage collection, which would delay
+    admissions in a large cluster.
     """
     await cache.wait_synced()
     gc.collect()
@@ -155,7 +168,7 @@ def _only_version(node: dict[str, Any]) -> Object:
 
 
 def _only_state(pod: dict[str, Any]) -> Object:
-    """What a sibling is asked for: what it was given, and whether it lives."""
+    """What is read from a sibling: its metadata and its phase."""
     return trim.metadata(
         {"metadata": pod["metadata"], "status": {"phase": (pod.get("status") or {}).get("phase")}}
     )

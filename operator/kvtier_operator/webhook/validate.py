@@ -1,7 +1,8 @@
-"""Deciding about a policy that is created or changed: what is refused, what a person is warned of. Pure.
+"""Validation of policies that are created or updated: errors that deny, and warnings. Pure.
 
-The CRD refuses by CEL what one object shows to be wrong; this says it again for API servers that did not, and adds what
-CEL cannot see: the administrator's allow-lists and the other policies of the namespace.
+The CRD's CEL rules reject what is wrong with one object alone. This module repeats those checks,
+for API servers that did not apply them, and adds what CEL cannot see: the administrator's
+allowedVolumes and the namespace's other policies.
 """
 
 from __future__ import annotations
@@ -19,56 +20,72 @@ from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
 from kvtier_operator.injection.sidecar import sub_path
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.review import Review
+from kvtier_operator.webhook.review import AdmissionRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """Any refusal refuses the whole; warnings are shown by kubectl and change nothing."""
+class AdmissionAllowed:
+    """The policy may be stored. kubectl shows the warnings."""
 
-    refusals: tuple[FieldError, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-def examine(
-    asked: Review,
+@dataclass(frozen=True, slots=True)
+class AdmissionDenied:
+    """The policy must not be stored; ``errors`` holds every reason."""
+
+    errors: tuple[FieldError, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def validate(
+    request: AdmissionRequest,
     others: Sequence[KVTierPolicy],
     settings: Settings,
     namespace_labels: Mapping[str, str] | None = None,
-) -> Findings:
-    """What is wrong with the policy that is asked about, and what a person should know. ``others``: the policies of its
-    namespace, itself among them or not. ``namespace_labels``: None where the namespace is not known.
+) -> AdmissionAllowed | AdmissionDenied:
+    """Validates the policy in the request.
+
+    ``others`` are the policies of its namespace and may include the policy itself.
+    ``namespace_labels`` is None if the namespace is not in the cache. Requests about anything else
+    are allowed.
     """
-    allowed = settings.allowed_volumes
-    if (
-        (asked.group, asked.kind) != (GROUP, KIND)
-        or asked.operation not in ("CREATE", "UPDATE")
-        or asked.sub_resource
-    ):
-        return Findings()
-    document = _complete(asked.object, asked)
-    if (asked.object.get("metadata") or {}).get("deletionTimestamp"):
-        return Findings()
-    policy, found = _refusals(document, allowed)
+    about_policy = (request.group, request.kind, request.sub_resource) == (GROUP, KIND, "")
+    if not about_policy or request.operation not in ("CREATE", "UPDATE"):
+        return AdmissionAllowed()
+    document = _defaulted(request.object, request)
+    if (request.object.get("metadata") or {}).get("deletionTimestamp"):
+        return AdmissionAllowed()
+    policy, errors = _parse(document, settings.allowed_volumes)
     tolerated: list[FieldError] = []
-    if found and asked.old is not None:
-        # What was there before stays as it is until somebody touches it: a list that became stricter must keep nobody
-        # from changing a weight, a label or a finalizer. The policy's Accepted condition says what is wrong.
-        before = set(_refusals(_complete(asked.old, asked), allowed)[1])
-        untouched = asked.old.get("spec") == asked.object.get("spec")
-        tolerated = [refusal for refusal in found if untouched or refusal in before]
-    refused = tuple(refusal for refusal in found if refusal not in tolerated)
-    warnings = [refusal.message for refusal in tolerated]
+    if errors and request.old is not None:
+        # Ratcheting validation: an unchanged value stays valid after the rules became stricter, so
+        # that weights, labels and finalizers can still change. The policy's Accepted condition
+        # reports the error.
+        previous = set(_parse(_defaulted(request.old, request), settings.allowed_volumes)[1])
+        unchanged = request.old.get("spec") == request.object.get("spec")
+        tolerated = [error for error in errors if unchanged or error in previous]
+    warnings = [error.message for error in tolerated]
     if policy is not None:
         name = policy.metadata.name
-        warnings += _of_the_namespace(policy, settings, namespace_labels)
-        warnings += _of_others(
-            policy, [other for other in others if other.metadata.name != name], settings
-        )
-    return Findings(refused, tuple(warnings))
+        siblings = [other for other in others if other.metadata.name != name]
+        warnings += _namespace_warnings(policy, settings, namespace_labels)
+        warnings += _conflict_warnings(policy, siblings, settings)
+    remaining = tuple(error for error in errors if error not in tolerated)
+    if remaining:
+        return AdmissionDenied(remaining, tuple(warnings))
+    return AdmissionAllowed(tuple(warnings))
 
 
-def _refusals(
+def overlaps(left: LabelSelector, right: LabelSelector) -> bool:
+    """Whether the simplest pod that one selector matches is matched by the other too.
+
+    Selectors for different labels do not count as overlapping: almost any two could match some pod.
+    """
+    return matches(right, _example_labels(left)) or matches(left, _example_labels(right))
+
+
+def _parse(
     document: Mapping[str, Any], allowed: Sequence[AllowedVolume]
 ) -> tuple[KVTierPolicy | None, list[FieldError]]:
     try:
@@ -78,60 +95,64 @@ def _refusals(
     return policy, allowlist.volume_errors(policy, allowed)
 
 
-def _complete(document: Mapping[str, Any], asked: Review) -> dict[str, Any]:
-    """With what the API server fills in later; without what people do not write."""
+def _defaulted(document: Mapping[str, Any], request: AdmissionRequest) -> dict[str, Any]:
+    """The document with the metadata that the API server sets later, and without status."""
     metadata = dict(document.get("metadata") or {})
-    metadata.setdefault("namespace", asked.namespace)
+    metadata.setdefault("namespace", request.namespace)
     if "name" not in metadata and metadata.get("generateName"):
-        metadata["name"] = asked.name or f"{metadata['generateName']}xxxxx"
+        metadata["name"] = request.name or f"{metadata['generateName']}xxxxx"
     return {**document, "metadata": metadata, "status": None}
 
 
-def _of_the_namespace(
+def _namespace_warnings(
     policy: KVTierPolicy, settings: Settings, namespace_labels: Mapping[str, str] | None
 ) -> Iterator[str]:
     namespace = policy.namespace
     if settings.watch_namespaces and namespace not in settings.watch_namespaces:
-        yield f"metadata.namespace: the operator does not look at {namespace}, only at {', '.join(settings.watch_namespaces)}"
+        watched = ", ".join(settings.watch_namespaces)
+        yield (
+            f'metadata.namespace: the operator does not watch namespace "{namespace}"; '
+            f"it watches: {watched}"
+        )
     unlabelled = namespace_labels is not None and namespace_labels.get(INJECT_LABEL) != "enabled"
     if unlabelled and policy.spec.attach.mode is AttachMode.WEBHOOK:
-        yield f"metadata.namespace: no pod of {namespace} gets tiers until its administrator labels it {INJECT_LABEL}=enabled"
+        yield (
+            f'metadata.namespace: pods in namespace "{namespace}" do not get tiers until the '
+            f"namespace has the label {INJECT_LABEL}=enabled"
+        )
 
 
-def _of_others(
+def _conflict_warnings(
     policy: KVTierPolicy, others: Sequence[KVTierPolicy], settings: Settings
 ) -> Iterator[str]:
+    volumes = dict(_shareable_volumes(policy, settings))
+    seed = policy.spec.engine.hash_seed
     for other in sorted(others, key=lambda each: each.metadata.name):
+        name = other.metadata.name
         if overlaps(policy.spec.pod_selector, other.spec.pod_selector):
             yield (
-                f"spec.podSelector: policy {other.metadata.name} selects the same pods; the older policy governs each"
+                f'spec.podSelector: policy "{name}" selects the same pods; the older policy '
+                "governs a pod that both select"
             )
-        mine, theirs = dict(_places(policy, settings)), dict(_places(other, settings))
-        common = sorted(mine.keys() & theirs.keys())
+        others_volumes = dict(_shareable_volumes(other, settings))
+        common = sorted(volumes.keys() & others_volumes.keys())
         if not common:
             continue
         yield (
-            f"spec.tiers: policy {other.metadata.name} stores in the same place ({common[0]}); each keeps to its own "
-            "capacity, so the place has to hold both"
+            f'spec.tiers: policy "{name}" uses the same volume ({common[0]}); each policy enforces '
+            "only its own capacity, so the volume must have room for both"
         )
-        together = [place for place in common if mine[place] and theirs[place]]
-        seeds = policy.spec.engine.hash_seed, other.spec.engine.hash_seed
-        if together and seeds[0] != seeds[1]:
+        shared = [volume for volume in common if volumes[volume] and others_volumes[volume]]
+        if shared and seed != other.spec.engine.hash_seed:
             yield (
-                f"spec.engine.hashSeed: {seeds[0]} here and {seeds[1]} in policy {other.metadata.name}, which shares "
-                f"{together[0]}: neither finds what the other stored"
+                f"spec.engine.hashSeed: {seed} differs from {other.spec.engine.hash_seed} in "
+                f'policy "{name}", which shares {shared[0]}: neither policy can reuse the objects '
+                "of the other"
             )
 
 
-def overlaps(left: LabelSelector, right: LabelSelector) -> bool:
-    """Whether a pod that one selects as plainly as can be is selected by the other too. Two selectors about different
-    labels do not count: almost any two could meet in some pod.
-    """
-    return matches(right, _example(left)) or matches(left, _example(right))
-
-
-def _example(selector: LabelSelector) -> dict[str, str]:
-    """Labels of a pod that the selector selects, and no others."""
+def _example_labels(selector: LabelSelector) -> dict[str, str]:
+    """The fewest labels of a pod that the selector matches."""
     labels = {
         requirement.key: (requirement.values or [""])[0]
         for requirement in selector.match_expressions or ()
@@ -140,16 +161,16 @@ def _example(selector: LabelSelector) -> dict[str, str]:
     return {**labels, **(selector.match_labels or {})}
 
 
-def _places(policy: KVTierPolicy, settings: Settings) -> Iterator[tuple[str, bool]]:
-    """Where the policy stores that others may store as well; and whether in the very same directory."""
+def _shareable_volumes(policy: KVTierPolicy, settings: Settings) -> Iterator[tuple[str, bool]]:
+    """Volumes that other policies may use too, and whether policies share one directory in them."""
     for tier in policy.spec.tiers:
         if tier.file_system is None:
             continue
         volume = tier.file_system.volume
-        together = sub_path(policy, tier, settings.allowed_volumes) is None
+        same_directory = sub_path(policy, tier, settings.allowed_volumes) is None
         if volume.persistent_volume_claim is not None:
-            yield f"claim {volume.persistent_volume_claim.claim_name}", together
+            yield f"claim {volume.persistent_volume_claim.claim_name}", same_directory
         elif volume.host_path is not None:
-            yield f"hostPath {volume.host_path.path.rstrip('/')}", together
+            yield f"hostPath {volume.host_path.path.rstrip('/')}", same_directory
         elif volume.nfs is not None:
-            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}", together
+            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}", same_directory

@@ -1,4 +1,4 @@
-"""The Helm chart without a cluster: what it renders is what the code says, and wrong values are refused by Helm itself."""
+"""The Helm chart without a cluster: it renders what the code expects and rejects invalid values."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def settings_of(objects: list[dict[str, Any]]) -> Settings:
     )
 
 
-def test_helm_finds_nothing_wrong() -> None:
+def test_the_chart_passes_helm_lint() -> None:
     found = helm.lint(CHART)
     assert found["errors"] == []
     assert [message for message in found["messages"] if message["severity"] > 1] == []
 
 
-def test_chart_and_code_have_one_version() -> None:
+def test_chart_and_code_have_the_same_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == kvtier.__version__
     values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -71,7 +71,7 @@ def test_chart_and_code_have_one_version() -> None:
     assert tags == {kvtier.__version__}
 
 
-def test_files_of_the_chart_are_what_the_code_generates() -> None:
+def test_generated_files_are_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location(
         "kvtier_tools_chart_files", REPOSITORY / "tools" / "chart_files.py"
     )
@@ -96,7 +96,7 @@ def test_default_values_render_the_defaults_of_the_settings() -> None:
     assert written == expected
 
 
-def test_settings_hold_what_the_values_say() -> None:
+def test_values_are_rendered_into_the_settings() -> None:
     values = {
         "images": {
             "payload": "a/b@sha256:" + "0" * 64,
@@ -126,7 +126,7 @@ def test_settings_hold_what_the_values_say() -> None:
     assert settings.monitoring.port == 9999
 
 
-def test_changed_settings_start_the_pods_anew_and_the_same_do_not() -> None:
+def test_only_changed_settings_restart_the_pods() -> None:
     def checksum(values: dict[str, Any]) -> str:
         deployment = one(render(values), "Deployment", "kvtier-controller")
         return str(
@@ -138,7 +138,7 @@ def test_changed_settings_start_the_pods_anew_and_the_same_do_not() -> None:
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, "other"])
-def test_webhook_configurations_are_those_of_the_code(namespace: str) -> None:
+def test_webhook_configurations_equal_those_of_the_code(namespace: str) -> None:
     objects = render(namespace=namespace)
     settings = Settings(namespace=namespace)
     for expected in (admission.mutating(settings), admission.validating(settings)):
@@ -147,7 +147,7 @@ def test_webhook_configurations_are_those_of_the_code(namespace: str) -> None:
         assert rendered["webhooks"] == expected["webhooks"]
 
 
-def test_no_ca_bundle_stands_in_the_template_so_an_upgrade_takes_none_away() -> None:
+def test_templates_have_no_ca_bundle_that_an_upgrade_would_restore() -> None:
     assert "caBundle:" not in "".join(path.read_text() for path in (CHART / "templates").iterdir())
 
 
@@ -175,7 +175,7 @@ def test_pods_meet_the_restricted_pod_security_standard() -> None:
         assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
-def test_controller_is_one_and_webhook_two_that_prefer_different_nodes() -> None:
+def test_there_is_one_controller_and_two_webhooks_on_different_nodes() -> None:
     objects = render()
     controller = one(objects, "Deployment", "kvtier-controller")["spec"]
     assert controller["replicas"] == 1
@@ -194,7 +194,7 @@ def test_controller_is_one_and_webhook_two_that_prefer_different_nodes() -> None
     assert accounts == {"kvtier-controller", "kvtier-webhook"}
 
 
-def test_a_single_webhook_has_no_budget_that_would_block_a_drain() -> None:
+def test_a_single_webhook_has_no_disruption_budget() -> None:
     assert not [
         body
         for body in render({"webhook": {"replicas": 1}})
@@ -202,13 +202,13 @@ def test_a_single_webhook_has_no_budget_that_would_block_a_drain() -> None:
     ]
 
 
-def test_selectors_do_not_hold_what_an_upgrade_changes() -> None:
+def test_selectors_have_no_labels_that_an_upgrade_changes() -> None:
     for name in ("kvtier-controller", "kvtier-webhook"):
         keys = one(render(), "Deployment", name)["spec"]["selector"]["matchLabels"].keys()
         assert not {"app.kubernetes.io/version", "helm.sh/chart"} & keys
 
 
-def test_the_definition_stays_when_the_chart_goes() -> None:
+def test_uninstalling_keeps_the_crd() -> None:
     definition = one(render(), "CustomResourceDefinition")
     assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert not [
@@ -218,7 +218,7 @@ def test_the_definition_stays_when_the_chart_goes() -> None:
     ]
 
 
-def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> None:
+def test_volumes_can_be_created_only_if_enabled_and_within_allowed_volumes() -> None:
     def creates(objects: list[dict[str, Any]]) -> bool:
         rules = [
             rule
@@ -252,7 +252,7 @@ def test_volumes_may_be_created_only_where_asked_and_then_within_the_list() -> N
     assert "/mnt/nvme" not in json.dumps(guard)
 
 
-def test_watched_namespaces_get_roles_and_the_rest_of_the_cluster_no_rule_for_them() -> None:
+def test_watched_namespaces_get_roles_instead_of_cluster_rules() -> None:
     def reads(body: dict[str, Any], resource: str) -> bool:
         return any(resource in rule["resources"] for rule in body["rules"])
 
@@ -304,9 +304,7 @@ def rules_of(
 @pytest.mark.parametrize("mode", ["SelfManaged", "Mounted"])
 @pytest.mark.parametrize("volumes", [True, False], ids=["volumes", "no-volumes"])
 @pytest.mark.parametrize("namespaces", [[], ["a", NAMESPACE]], ids=["everywhere", "some"])
-def test_rules_are_those_of_the_code_and_no_more(
-    mode: str, volumes: bool, namespaces: list[str]
-) -> None:
+def test_rules_equal_those_of_the_code(mode: str, volumes: bool, namespaces: list[str]) -> None:
     certificates = {"certificates": {"mode": mode}}
     values = {
         "webhook": certificates,
@@ -342,10 +340,8 @@ def test_rules_are_those_of_the_code_and_no_more(
         ("Mounted", set()),
     ],
 )
-def test_certificates_that_others_keep_give_nobody_a_rule_for_them(
-    mode: str, expected: set[Any]
-) -> None:
-    # Namespaces are watched, so that the rule for the tokens of policies is not among those of the operator's own.
+def test_mounted_certificates_need_no_rules(mode: str, expected: set[Any]) -> None:
+    # With watched namespaces, the rule for policies' tokens is not in the operator's namespace.
     objects = render({"webhook": {"certificates": {"mode": mode}}, "watchNamespaces": ["a"]})
     found = set()
     for account in ("controller", "webhook"):
@@ -364,7 +360,7 @@ def test_certificates_that_others_keep_give_nobody_a_rule_for_them(
     assert about_certificates == expected
 
 
-def test_rules_name_the_secret_that_the_values_name() -> None:
+def test_rules_name_the_configured_secret() -> None:
     rendered = render({"webhook": {"certificates": {"secretName": "mine"}}})
     named = {
         name
@@ -377,7 +373,7 @@ def test_rules_name_the_secret_that_the_values_name() -> None:
     assert named == {"mine"}
 
 
-def test_network_policies_close_one_port_and_no_other() -> None:
+def test_network_policies_restrict_only_one_port() -> None:
     assert not [body for body in render() if body["kind"] == "NetworkPolicy"]
     rendered = render({"networkPolicy": {"enabled": True, "servingNamespaces": ["serving"]}})
     tiers = one(rendered, "NetworkPolicy", "kvtier-tiers")
@@ -394,7 +390,7 @@ def test_network_policies_close_one_port_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "words"),
     [
         ({"webhook": {"replica": 1}}, ["/webhook", "replica"]),
         ({"webhook": {"replicas": 0}}, ["/webhook/replicas", "minimum"]),
@@ -428,19 +424,17 @@ def test_network_policies_close_one_port_and_no_other() -> None:
         ({"nameOverride": "x"}, ["nameOverride"]),
     ],
 )
-def test_wrong_values_are_refused_by_helm_which_names_them(
-    values: dict[str, Any], said: list[str]
-) -> None:
+def test_helm_rejects_invalid_values_by_name(values: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(helm.HelmValuesError) as caught:
         render(values)
-    for word in said:
+    for word in words:
         assert word in str(caught.value)
 
 
-def test_no_object_of_the_schema_takes_unknown_keys() -> None:
+def test_the_schema_rejects_unknown_keys() -> None:
     free = {"global", "affinity"}
 
-    def look(schema: Any, path: tuple[str, ...]) -> None:
+    def check(schema: Any, path: tuple[str, ...]) -> None:
         if isinstance(schema, dict):
             if (
                 schema.get("type") == "object"
@@ -449,12 +443,12 @@ def test_no_object_of_the_schema_takes_unknown_keys() -> None:
             ):
                 assert "additionalProperties" in schema, f"open: {path}"
             for key, value in schema.items():
-                look(value, (*path, key))
+                check(value, (*path, key))
 
-    look(json.loads((CHART / "values.schema.json").read_text()), ())
+    check(json.loads((CHART / "values.schema.json").read_text()), ())
 
 
-def test_the_schema_knows_every_default_and_the_models_every_allowed_volume() -> None:
+def test_schema_defaults_and_models_agree() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values.keys() == schema["properties"].keys() - {"global"}
@@ -464,8 +458,8 @@ def test_the_schema_knows_every_default_and_the_models_every_allowed_volume() ->
     assert entry <= {field.alias for field in AllowedVolume.model_fields.values()}
 
 
-def test_values_of_each_setting_are_settable_by_the_chart() -> None:
-    # A setting that the chart cannot set is one that nobody can.
+def test_every_setting_can_be_set_by_the_chart() -> None:
+    # A setting that the chart does not render cannot be set at all.
     not_by_the_chart = {
         "host",
         "directory",
@@ -476,13 +470,13 @@ def test_values_of_each_setting_are_settable_by_the_chart() -> None:
     }
     written = yaml.safe_load(one(render(), "ConfigMap")["data"]["settings.yaml"])
 
-    def look(model: type[Any], body: dict[str, Any], path: str) -> None:
+    def check(model: type[Any], body: dict[str, Any], path: str) -> None:
         for field in model.model_fields.values():
             alias = str(field.alias)
             if alias in not_by_the_chart:
                 continue
             assert alias in body, f"{path}.{alias} is not in the chart"
             if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
-                look(field.annotation, body[alias], f"{path}.{alias}")
+                check(field.annotation, body[alias], f"{path}.{alias}")
 
-    look(Settings, written, "settings")
+    check(Settings, written, "settings")

@@ -331,7 +331,7 @@ class TestDelivery:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [TIERD_CONTAINER]
         assert volume(pod, PAYLOAD_VOLUME)["image"]["reference"] == "kvtier/payload@sha256:0"
         mount = container(pod, "vllm")["volumeMounts"][-1]
-        assert (mount["mountPath"], mount["subPath"]) == (PAYLOAD_DIRECTORY, "opt/kvtier/source")
+        assert (mount["mountPath"], mount["subPath"]) == (PAYLOAD_DIRECTORY, "opt/kvtier/engine")
 
     def test_where_image_volumes_may_be_off_that_is_said(self) -> None:
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.planner import (
-    Group,
     GroupKind,
+    KVCacheGroup,
     Part,
     Planner,
     UnsupportedGeometryError,
     effective_chunk_tokens,
 )
 
-FULL = Group(GroupKind.FULL, 32, "FullAttentionSpec")
+FULL = KVCacheGroup(GroupKind.FULL, 32, "FullAttentionSpec")
 
 
 def _planner(block: int = 32, chunk: int = 64, hashed: int = 32) -> Planner:
-    return Planner.build([Group(GroupKind.FULL, block)], chunk, hashed)
+    return Planner.build([KVCacheGroup(GroupKind.FULL, block)], chunk, hashed)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,8 @@ def test_the_effective_chunk_is_the_smallest_common_multiple_that_is_large_enoug
     blocks: list[int], asked: int, effective: int
 ) -> None:
     assert (
-        effective_chunk_tokens([Group(GroupKind.FULL, size) for size in blocks], asked) == effective
+        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in blocks], asked)
+        == effective
     )
 
 
@@ -39,7 +40,7 @@ def test_block_sizes_without_a_usable_multiple_are_refused_with_the_numbers(
     sizes: list[int],
 ) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
-        effective_chunk_tokens([Group(GroupKind.FULL, size) for size in sizes], 256)
+        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in sizes], 256)
     assert all(str(size) in str(refused.value) for size in sizes)
 
 
@@ -48,12 +49,12 @@ def test_block_sizes_without_a_usable_multiple_are_refused_with_the_numbers(
     [
         [],
         [FULL, FULL],
-        [FULL, Group(GroupKind.SLIDING, 32, "SlidingWindowSpec", 128)],
-        [Group(GroupKind.STATE, 64, "MambaSpec")],
-        [Group(GroupKind.OTHER, 16, "ChunkedLocalAttentionSpec")],
+        [FULL, KVCacheGroup(GroupKind.SLIDING, 32, "SlidingWindowSpec", 128)],
+        [KVCacheGroup(GroupKind.STATE, 64, "MambaSpec")],
+        [KVCacheGroup(GroupKind.OTHER, 16, "ChunkedLocalAttentionSpec")],
     ],
 )
-def test_models_that_are_not_served_are_named_with_their_groups(groups: list[Group]) -> None:
+def test_models_that_are_not_served_are_named_with_their_groups(groups: list[KVCacheGroup]) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
         Planner.build(groups, 256, 32)
     for group in groups:
@@ -86,7 +87,7 @@ def test_parts_cover_exactly_the_blocks_between_start_and_end(
     blocks: int, per_chunk: int, one: int, other: int
 ) -> None:
     block = 16 * blocks
-    planner = Planner.build([Group(GroupKind.FULL, block)], block * per_chunk, block)
+    planner = Planner.build([KVCacheGroup(GroupKind.FULL, block)], block * per_chunk, block)
     start, end = sorted((one, other))
     covered = [
         block

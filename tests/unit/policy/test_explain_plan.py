@@ -1,4 +1,4 @@
-"""`kvtier explain-plan`: what would be loaded, from numbers."""
+"""``kvtier explain-plan``: which prefix an engine would load."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command, which must refuse; returns the message."""
+def failure(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command, which must fail; returns the message."""
 
     def run(*arguments: object) -> str:
         capsys.readouterr()
@@ -45,27 +45,27 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_a_fast_tier_is_chosen_with_estimates_and_clock(plan: Any) -> None:
+def test_a_fast_tier_is_chosen_with_estimates_and_deadline(plan: Any) -> None:
     found = plan(8192, "--held", "nvme=8192", "--speed", "nvme=0.1,20", *H200)
     assert found["chosen"]["tokens"] == 8192
     assert found["reason"] == "least_time"
     assert found["recomputeSeconds"] == pytest.approx(0.19677, rel=1e-3)
-    assert found["clock"] == {
+    assert found["deadline"] == {
         "seconds": pytest.approx(0.5 * found["recomputeSeconds"]),
         "limitSeconds": 5.0,
     }
     assert found["chosen"]["readySeconds"] == pytest.approx(4 * 1e-4 + 8192 * 131_072 / 20e9)
 
 
-def test_a_slow_tier_is_not(plan: Any) -> None:
+def test_a_slow_tier_is_not_chosen(plan: Any) -> None:
     found = plan(8192, "--held", "nvme=8192", "--speed", "nvme=0.1,1", *H200)
-    assert (found["chosen"], found["reason"], found["tooSlow"], found["clock"]) == (
+    assert (found["chosen"], found["reason"], found["tooSlow"], found["deadline"]) == (
         None,
         "recomputing_is_faster",
         ["nvme"],
         None,
     )
-    assert found["candidates"][0]["cutByTheClock"]
+    assert found["candidates"][0]["limitedByDeadline"]
 
 
 def test_a_queue_can_make_a_fast_tier_too_slow(plan: Any) -> None:
@@ -74,7 +74,7 @@ def test_a_queue_can_make_a_fast_tier_too_slow(plan: Any) -> None:
     assert plan(*arguments, "--queued", "nvme=200")["chosen"] is None
 
 
-def test_what_the_gpu_holds_is_neither_loaded_nor_recomputed(plan: Any) -> None:
+def test_tokens_in_the_gpu_cache_are_neither_loaded_nor_recomputed(plan: Any) -> None:
     found = plan(8192, "--held", "nvme=8192", "--in-gpu", 4096, "--speed", "nvme=0.1,20", *H200)
     assert found["chosen"]["tokens"] == 4096
     assert found["recomputeSeconds"] < 0.12
@@ -83,7 +83,7 @@ def test_what_the_gpu_holds_is_neither_loaded_nor_recomputed(plan: Any) -> None:
 def test_without_a_speed_of_the_engine_the_longest_is_loaded(plan: Any) -> None:
     found = plan(8192, "--held", "ram=512", "--held", "shared=4096")
     assert (found["chosen"]["tokens"], found["reason"]) == (4608, "longest_without_estimate")
-    assert found["clock"] == {"seconds": 10.0, "limitSeconds": 10.0}
+    assert found["deadline"] == {"seconds": 10.0, "limitSeconds": 10.0}
 
 
 def test_tokens_per_second_are_enough_of_a_speed(plan: Any) -> None:
@@ -105,7 +105,7 @@ def test_less_than_min_load_tokens_is_not_loaded(plan: Any) -> None:
         assert (found["chosen"], found["reason"]) == (None, "below_min_load_tokens")
 
 
-def test_a_topology_directory_will_do_instead_of_a_policy(
+def test_a_topology_directory_replaces_the_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     policy = REPOSITORY / "examples" / "demo-policy.yaml"
@@ -120,33 +120,39 @@ def test_a_topology_directory_will_do_instead_of_a_policy(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--held", "nvme=100"), "a multiple of the chunk (256 tokens)"),
-        (("--held", "nvme=-256"), "a multiple of the chunk (256 tokens)"),
-        (("--held", "tape=256"), "the tiers are ram, nvme, shared"),
-        (("--held", "nvme"), "NAME=TOKENS is the form"),
-        (("--held", "nvme=16384"), "at most the prompt is held"),
-        (("--held", "nvme=512", "--speed", "nvme=1"), "NAME=MILLISECONDS,GB/S is the form"),
-        (("--held", "nvme=512", "--speed", "nvme=1,0"), "a positive number"),
-        (("--held", "nvme=512", "--speed", "nvme=nan,1"), "a finite number"),
-        (("--held", "nvme=512", "--speed", "nvme=-1,1"), "a latency of 0 or more"),
-        (("--held", "nvme=512", "--alpha", "-1"), "seconds, not negative"),
-        (("--held", "nvme=512", "--alpha", "1", "--tokens-per-second", "3"), "one of the two"),
-        (("--held", "nvme=512", "--tokens-per-second", "0"), "a positive number"),
-        (("--held", "nvme=512", "--in-gpu", "9000"), "a part of the prompt"),
-        (("--held", "nvme=512", "--queued", "nvme=x"), "NAME=CHUNKS is the form"),
-        (("--held", "nvme=512", "--queued", "nvme=-1"), "a number of chunks"),
-        (("--held", "nvme=256e18"), "at most the prompt is held"),
+        (("--held", "nvme=100"), "must be a multiple of the chunk size (256 tokens)"),
+        (("--held", "nvme=-256"), "must be a multiple of the chunk size (256 tokens)"),
+        (("--held", "tape=256"), "must be one of the tiers: ram, nvme, shared"),
+        (("--held", "nvme"), "must have the form NAME=TOKENS"),
+        (("--held", "nvme=16384"), "must be at most the prompt (8192 tokens) in total"),
+        (("--held", "nvme=512", "--speed", "nvme=1"), "in the form NAME=MS,GB/S"),
+        (("--held", "nvme=512", "--speed", "nvme=1,0"), "must be positive"),
+        (("--held", "nvme=512", "--speed", "nvme=nan,1"), "must be a finite number"),
+        (("--held", "nvme=512", "--speed", "nvme=-1,1"), "the latency must not be negative"),
+        (("--held", "nvme=512", "--alpha", "-1"), "must not be negative"),
+        (
+            ("--held", "nvme=512", "--alpha", "1", "--tokens-per-second", "3"),
+            "must not be combined with --tokens-per-second",
+        ),
+        (("--held", "nvme=512", "--tokens-per-second", "0"), "must be positive"),
+        (
+            ("--held", "nvme=512", "--in-gpu", "9000"),
+            "must be between 0 and the prompt (8192 tokens)",
+        ),
+        (("--held", "nvme=512", "--queued", "nvme=x"), "in the form NAME=CHUNKS"),
+        (("--held", "nvme=512", "--queued", "nvme=-1"), "must be a number of chunks"),
+        (("--held", "nvme=256e18"), "must be at most the prompt (8192 tokens) in total"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_with_what_would_be_taken(
-    refusal: Any, arguments: tuple[str, ...], message: str
+def test_an_invalid_option_is_an_error_with_the_requirement(
+    failure: Any, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in refusal(8192, "--file", POLICY, *arguments)
+    assert message in failure(8192, "--file", POLICY, *arguments)
 
 
-def test_a_policy_or_a_topology_is_needed_and_only_one(refusal: Any, tmp_path: Path) -> None:
-    assert "is needed" in refusal(8192, "--held", "ram=512")
-    assert "says what the tiers are" in refusal(
+def test_exactly_one_of_policy_and_topology_is_required(failure: Any, tmp_path: Path) -> None:
+    assert "either --file or --topology is required" in failure(8192, "--held", "ram=512")
+    assert "must not be combined with --file" in failure(
         8192, "--held", "ram=512", "--file", POLICY, "--topology", tmp_path
     )
 

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from tests.support.policies import changed, complete_policy
 
+from kvtier.cli import faults
 from kvtier.cli.main import main
 from kvtier.config.loader import load
+from kvtier.scorecard.runner import ScorecardRow
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -52,24 +54,20 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 class TestValidate:
-    def test_accepts(self, kvtier: Any, policy: Path) -> None:
+    def test_a_valid_policy(self, kvtier: Any, policy: Path) -> None:
         outcome = kvtier("validate", policy)
         assert (outcome.status, outcome.err) == (0, "")
-        assert outcome.out == f"{policy}: default/chat-70b accepted\n"
+        assert outcome.out == f"{policy}: default/chat-70b valid\n"
 
-    def test_refuses_with_status_two_and_the_message_on_standard_error(
-        self, kvtier: Any, tmp_path: Path
-    ) -> None:
+    def test_errors_go_to_standard_error_with_status_two(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7})))
         outcome = kvtier("validate", bad)
         assert (outcome.status, outcome.out) == (2, "")
-        assert (
-            outcome.err
-            == f"{bad}: spec.chunkTokens: Invalid value: 7: must be a multiple of 16 from 16 to 65536\n"
-        )
+        message = "spec.chunkTokens: Invalid value: 7: must be a multiple of 16 from 16 to 65536"
+        assert outcome.err == f"{bad}: {message}\n"
 
-    def test_checks_several_files_and_goes_on_after_a_refusal(
+    def test_an_invalid_file_does_not_stop_the_check_of_the_others(
         self, kvtier: Any, policy: Path, tmp_path: Path
     ) -> None:
         (tmp_path / "empty.yaml").write_text("")
@@ -77,9 +75,9 @@ class TestValidate:
         assert outcome.status == 2
         assert "No such file" in outcome.err
         assert "the file is empty" in outcome.err
-        assert "default/chat-70b accepted" in outcome.out
+        assert "default/chat-70b valid" in outcome.out
 
-    def test_answers_programs_in_json(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
+    def test_json(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(
             policy.read_text()
@@ -88,38 +86,39 @@ class TestValidate:
         )
         outcome = kvtier("validate", "--json", policy, bad)
         assert outcome.status == 2
-        assert outcome.json["accepted"] is False
+        assert outcome.json["valid"] is False
         good, mixed = outcome.json["files"]
-        assert (good["accepted"], good["policies"][0]["name"]) == (True, "chat-70b")
+        assert (good["valid"], good["policies"][0]["name"]) == (True, "chat-70b")
         assert [entry["where"] for entry in mixed["policies"]] == ["document 0", "document 1"]
+        detail = "must be a multiple of 16 from 16 to 65536"
         assert mixed["policies"][1]["errors"] == [
             {
                 "field": "spec.chunkTokens",
-                "value": "7",
                 "type": "Invalid value",
-                "detail": "must be a multiple of 16 from 16 to 65536",
-                "message": "spec.chunkTokens: Invalid value: 7: must be a multiple of 16 from 16 to 65536",
+                "value": "7",
+                "detail": detail,
+                "message": f"spec.chunkTokens: Invalid value: 7: {detail}",
             }
         ]
 
-    def test_answers_in_json_whatever_a_file_holds(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_json_is_valid_whatever_a_file_holds(self, kvtier: Any, tmp_path: Path) -> None:
         path = tmp_path / "bad.yaml"
         path.write_text('{kind: "\\ud800"}')
         outcome = kvtier("validate", "--json", path)
         assert outcome.status == 2
-        assert not outcome.json["accepted"]
+        assert not outcome.json["valid"]
 
-    def test_says_when_a_policy_is_there_twice(self, kvtier: Any, policy: Path) -> None:
+    def test_a_policy_defined_twice_is_a_warning(self, kvtier: Any, policy: Path) -> None:
         policy.write_text(policy.read_text() + "---\n" + policy.read_text())
         outcome = kvtier("validate", policy)
         assert outcome.status == 0
-        assert "default/chat-70b is there more than once" in outcome.err
+        assert "default/chat-70b is defined more than once" in outcome.err
 
     def test_reads_standard_input(
         self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(policy.read_bytes())))
-        assert kvtier("validate", "-").out == "standard input: default/chat-70b accepted\n"
+        assert kvtier("validate", "-").out == "standard input: default/chat-70b valid\n"
 
     def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
@@ -144,9 +143,22 @@ class TestRender:
     def test_writes_a_topology(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         target = tmp_path / "topology"
         outcome = kvtier(
-            "render", "-f", policy, "--topology", target, "--tier-path", f"nvme={tmp_path}/kv", "--run-directory",
-            tmp_path / "run", "--http", "[::1]:0", "--daemon", "Sidecar", "--generation", 3,
-        )  # fmt: skip
+            "render",
+            "-f",
+            policy,
+            "--topology",
+            target,
+            "--tier-path",
+            f"nvme={tmp_path}/kv",
+            "--run-directory",
+            tmp_path / "run",
+            "--http",
+            "[::1]:0",
+            "--daemon",
+            "Sidecar",
+            "--generation",
+            3,
+        )
         assert (outcome.status, outcome.out) == (0, f"{target}\n")
         document = load(target).structural
         assert document.tiers[1].model_dump()["path"] == f"{tmp_path}/kv"
@@ -157,9 +169,7 @@ class TestRender:
         )
         assert (document.daemon, document.live.generation) == ("Sidecar", 3)
 
-    def test_prints_what_it_wrote_for_programs(
-        self, kvtier: Any, policy: Path, tmp_path: Path
-    ) -> None:
+    def test_prints_the_topology_as_json(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         answer = kvtier("render", "-f", policy, "--topology", tmp_path / "t", "--json").json
         assert answer["directory"] == str(tmp_path / "t")
         assert answer["structural"] == json.loads((tmp_path / "t" / "structural.json").read_text())
@@ -180,7 +190,7 @@ class TestRender:
         }
         assert (tmp_path / "t" / "structural.json").exists()
 
-    def test_prints_another_connectors_configuration_and_what_it_cannot_say(
+    def test_prints_the_configuration_of_another_connector_and_its_gaps(
         self, kvtier: Any, policy: Path, tmp_path: Path
     ) -> None:
         other = tmp_path / "other.yaml"
@@ -202,9 +212,21 @@ class TestRender:
     ) -> None:
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         outcome = kvtier(
-            "render", "-f", policy, "--topology", tmp_path / "t", "--engine-env", "--payload", tmp_path / "p",
-            "--env", "PYTHONPATH=/x", "--env", "VLLM_PLUGINS", "--env", "PYTHONHASHSEED=3",
-        )  # fmt: skip
+            "render",
+            "-f",
+            policy,
+            "--topology",
+            tmp_path / "t",
+            "--engine-env",
+            "--payload",
+            tmp_path / "p",
+            "--env",
+            "PYTHONPATH=/x",
+            "--env",
+            "VLLM_PLUGINS",
+            "--env",
+            "PYTHONHASHSEED=3",
+        )
         assert outcome.out.splitlines() == [
             f"KVTIER_TOPOLOGY={tmp_path}/t",
             f"PYTHONPATH={tmp_path}/p:/x",
@@ -214,7 +236,7 @@ class TestRender:
         assert "holds no connector" in outcome.err
         assert "PYTHONHASHSEED is 3" in outcome.err
 
-    def test_a_variable_that_is_not_set_counts_as_not_there(
+    def test_a_variable_that_is_not_set_is_ignored(
         self, kvtier: Any, policy: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -234,7 +256,10 @@ class TestRender:
             (["--engine-args", "--engine-env"], "--engine-args"),
             (["--topology", "T", "--tier-path", "nvme"], "NAME=DIR"),
             (["--topology", "T", "--tier-path", "other=/x"], "nvme"),
-            (["--topology", "T", "--tier-path", "nvme=/x", "--tier-path", "nvme=/y"], "nvme once"),
+            (
+                ["--topology", "T", "--tier-path", "nvme=/x", "--tier-path", "nvme=/y"],
+                "set each tier once",
+            ),
             (["--topology", "T", "--run-directory", "/dev/shm/" + "x" * 100], "runDirectory"),
             (["--topology", "T", "--http", "9400"], "HOST:PORT"),
             (["--topology", "T", "--http", "h:99999"], "HOST:PORT"),
@@ -245,7 +270,7 @@ class TestRender:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,
     )
-    def test_refuses_options_that_make_no_sense(
+    def test_an_invalid_combination_of_options_is_an_error(
         self, kvtier: Any, policy: Path, tmp_path: Path, options: list[str], part: str
     ) -> None:
         words = [str(tmp_path / "T") if word == "T" else word for word in options]
@@ -254,7 +279,7 @@ class TestRender:
         assert part in outcome.err
         assert not (tmp_path / "T").exists()
 
-    def test_refuses_one_directory_for_two_tiers(
+    def test_two_tiers_must_not_share_a_directory(
         self, kvtier: Any, policy: Path, tmp_path: Path
     ) -> None:
         document = yaml.safe_load(policy.read_text())
@@ -265,9 +290,7 @@ class TestRender:
         assert "twin" in outcome.err
         assert not (tmp_path / "T").exists()
 
-    def test_takes_one_policy_of_several_by_name(
-        self, kvtier: Any, policy: Path, tmp_path: Path
-    ) -> None:
+    def test_a_policy_is_selected_by_name(self, kvtier: Any, policy: Path, tmp_path: Path) -> None:
         other = changed(yaml.safe_load(policy.read_text()), {"metadata.name": "other"})
         policy.write_text(policy.read_text() + "---\n" + yaml.safe_dump(other))
         assert len(kvtier("render", "-f", policy, "--json").json["items"]) == 4
@@ -279,7 +302,9 @@ class TestRender:
             == 0
         )
 
-    def test_refuses_a_refused_policy_with_all_messages(self, kvtier: Any, policy: Path) -> None:
+    def test_an_invalid_policy_is_an_error_with_all_messages(
+        self, kvtier: Any, policy: Path
+    ) -> None:
         policy.write_text(
             yaml.safe_dump(changed(complete_policy(), {"spec.chunkTokens": 7, "spec.zzz": 1}))
         )
@@ -288,7 +313,16 @@ class TestRender:
         assert "spec.chunkTokens: Invalid value: 7" in outcome.err
         assert "spec.zzz" in outcome.err
 
-    def test_a_file_that_is_not_there_is_an_error(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_the_policy_is_read_from_standard_input(
+        self, kvtier: Any, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        content = io.TextIOWrapper(io.BytesIO(policy.read_bytes()))
+        monkeypatch.setattr(sys, "stdin", content)
+        outcome = kvtier("render", "-f", "-", "--topology", tmp_path / "t")
+        assert (outcome.status, outcome.err) == (0, "")
+        assert (tmp_path / "t" / "structural.json").exists()
+
+    def test_a_missing_file_is_an_error(self, kvtier: Any, tmp_path: Path) -> None:
         outcome = kvtier("render", "-f", tmp_path / "none.yaml")
         assert outcome.status == 1
         assert "none.yaml" in outcome.err
@@ -305,18 +339,18 @@ class TestExplain:
             "kvtp.spec.tiers.fileSystem.capacity",
         ],
     )
-    def test_finds_a_field_however_its_path_is_written(self, kvtier: Any, name: str) -> None:
+    def test_a_field_is_found_by_any_form_of_its_path(self, kvtier: Any, name: str) -> None:
         outcome = kvtier("explain", name)
         assert outcome.status == 0
         for part in (
             "spec.tiers.fileSystem.capacity",
             "quantity",
             "required",
-            "live: changes under a running engine",
+            "live: applies to running engines",
         ):
             assert part in outcome.out
 
-    def test_answers_programs_in_json(self, kvtier: Any) -> None:
+    def test_json(self, kvtier: Any) -> None:
         answer = kvtier("explain", "spec.chunkTokens", "--json").json
         assert answer == {
             "path": "spec.chunkTokens",
@@ -345,14 +379,14 @@ class TestExplain:
     @pytest.mark.parametrize(
         ("name", "part"),
         [
-            ("spec.tiers.fileSystem.capasity", "spec.tiers.fileSystem.capacity is the nearest"),
-            ("spec.teirs", "spec.tiers is the nearest"),
+            ("spec.tiers.fileSystem.capasity", "did you mean spec.tiers.fileSystem.capacity?"),
+            ("spec.teirs", "did you mean spec.tiers?"),
             ("spec.capacity", "spec.tiers[].memory.capacity"),
-            ("spec.chunkTokens.more", "has no fields"),
+            ("spec.chunkTokens.more", "has no subfields"),
             ("spec.breaker.zzz", "failureThreshold, periodSeconds"),
         ],
     )
-    def test_an_unknown_field_is_refused_with_the_nearest(
+    def test_an_unknown_field_is_an_error_with_the_closest_name(
         self, kvtier: Any, name: str, part: str
     ) -> None:
         outcome = kvtier("explain", name)
@@ -366,14 +400,15 @@ class TestExplain:
 
 
 class TestPayload:
-    def test_writes_what_an_interpreter_finds_as_a_plugin(
+    def test_an_interpreter_finds_the_plugin_in_the_payload(
         self, kvtier: Any, tmp_path: Path
     ) -> None:
         assert kvtier("payload", tmp_path / "p").out == f"{tmp_path / 'p'}\n"
         program = (
             "import importlib.metadata as m, kvtier; "
             "print(kvtier.__file__); "
-            "print([p.value for p in m.entry_points(group='vllm.general_plugins') if p.name == 'kvtier'])"
+            "entries = m.entry_points(group='vllm.general_plugins'); "
+            "print([entry.value for entry in entries if entry.name == 'kvtier'])"
         )
         found = subprocess.run(
             [sys.executable, "-S", "-c", program],
@@ -387,7 +422,7 @@ class TestPayload:
             "['kvtier.engines.vllm.plugin:register']",
         ]
 
-    def test_replaces_an_older_one_and_leaves_other_files(
+    def test_replaces_an_existing_payload_and_keeps_other_files(
         self, kvtier: Any, tmp_path: Path
     ) -> None:
         (tmp_path / "kvtier-0.0.1.dist-info").mkdir()
@@ -408,8 +443,22 @@ class TestPayload:
             assert path.stat().st_mode & 0o044 == 0o044, path
 
 
+class TestTables:
+    @pytest.mark.parametrize("columns", ["80", "20"])
+    def test_a_table_in_a_pipe_has_its_full_width(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", columns)
+        row = ScorecardRow("hang", "pass", "r" * 300, notes=["[red]not markup[/red]"])
+        faults.show([row], [])
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in lines if "hang" in line]
+        assert "r" * 300 + "; [red]not markup[/red]" in line
+        assert "wait beyond limit (s)" in "".join(lines)
+
+
 class TestWithoutPackages:
-    def test_the_command_says_what_to_install(self, tmp_path: Path) -> None:
+    def test_the_command_names_the_packages_to_install(self, tmp_path: Path) -> None:
         for missing in ("typer", "rich"):
             blocked = tmp_path / missing
             blocked.mkdir()
@@ -420,10 +469,12 @@ class TestWithoutPackages:
             assert (outcome.returncode, outcome.stdout) == (1, "")
             assert "install kvtier[cli]" in outcome.stderr
 
-    def test_what_the_demo_uses_needs_pydantic_and_yaml_alone(self) -> None:
+    def test_rendering_needs_only_pydantic_and_yaml(self) -> None:
         program = (
-            "import sys, kvtier.payload, kvtier.cli.render, kvtier.config.loader, kvtier.config.writer;"
-            "import kvtier_operator.api.documents, kvtier_operator.render.engine, kvtier_operator.render.documents;"
+            "import sys, kvtier.payload, kvtier.cli.render;"
+            "import kvtier.config.loader, kvtier.config.writer;"
+            "import kvtier_operator.api.documents, kvtier_operator.render.engine;"
+            "import kvtier_operator.render.documents;"
             "foreign = {name.split('.')[0] for name in sys.modules} & "
             "{'typer', 'rich', 'click', 'torch', 'vllm', 'zmq', 'kubernetes', 'msgspec', 'numpy'};"
             "print(sorted(foreign))"

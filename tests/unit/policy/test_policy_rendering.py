@@ -184,12 +184,12 @@ class TestTopology:
         )
 
     def test_a_written_directory_reads_back_as_the_same(self, tmp_path: Path) -> None:
-        written = local.write(_local(), tmp_path, generation=3)
+        written = local.write_topology(_local(), tmp_path, local.LocalOptions(generation=3))
         assert load(tmp_path) == written.topology
 
     def test_writing_twice_gives_the_same_bytes(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
-            local.write(_local(), tmp_path / name)
+            local.write_topology(_local(), tmp_path / name)
         for file in ("structural.json", "live.json"):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
         assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
@@ -200,7 +200,7 @@ class TestTopology:
     def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(
         self, tmp_path: Path
     ) -> None:
-        written = local.write(
+        written = local.write_topology(
             _local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path
         )
         disk = written.topology.structural.tiers[1]
@@ -211,33 +211,41 @@ class TestTopology:
     def test_a_tier_whose_place_was_named_gets_no_other(self, tmp_path: Path) -> None:
         policy = _local()
         names = [tier.name for tier in policy.spec.tiers if tier.file_system is not None]
-        local.write(
-            policy, tmp_path, tier_paths={name: str(tmp_path / "x" / name) for name in names}
+        local.write_topology(
+            policy,
+            tmp_path,
+            local.LocalOptions(tier_paths={name: str(tmp_path / "x" / name) for name in names}),
         )
         assert not (tmp_path / local.TIERS_DIRECTORY).exists()
 
     def test_the_files_can_be_read_by_other_users(self, tmp_path: Path) -> None:
-        local.write(_local(), tmp_path)
+        local.write_topology(_local(), tmp_path)
         assert (tmp_path / "live.json").stat().st_mode & 0o777 == 0o644
 
     def test_on_this_machine_the_engine_starts_tierd_and_files_keep_their_group(
         self, tmp_path: Path
     ) -> None:
-        document = local.place(_local({"spec.security": REMOVED}), tmp_path).topology.structural
+        document = local.place_topology(
+            _local({"spec.security": REMOVED}), tmp_path
+        ).topology.structural
         assert (document.daemon, document.storage_gid, document.http.host) == (
             Daemon.ENGINE,
             None,
             "127.0.0.1",
         )
-        named = local.place(_local(), tmp_path, daemon=Daemon.SIDECAR).topology.structural
+        named = local.place_topology(
+            _local(), tmp_path, local.LocalOptions(daemon=Daemon.SIDECAR)
+        ).topology.structural
         assert (named.daemon, named.storage_gid) == (Daemon.SIDECAR, 3000)
 
     def test_a_directory_given_for_a_tier_wins(self, tmp_path: Path) -> None:
-        placed = local.place(
+        placed = local.place_topology(
             _local(),
             tmp_path,
-            tier_paths={"nvme": str(tmp_path / "x")},
-            run_directory=str(tmp_path / "run"),
+            local.LocalOptions(
+                tier_paths={"nvme": str(tmp_path / "x")},
+                run_directory=str(tmp_path / "run"),
+            ),
         )
         assert placed.topology.structural.tiers[1].model_dump()["path"] == str(tmp_path / "x")
         assert placed.topology.structural.run_directory == str(tmp_path / "run")
@@ -247,7 +255,9 @@ class TestTopology:
         self, tmp_path: Path
     ) -> None:
         assert (
-            local.place(_local(), tmp_path).topology.structural.tiers[1].model_dump()["path"]
+            local.place_topology(_local(), tmp_path)
+            .topology.structural.tiers[1]
+            .model_dump()["path"]
             == "/mnt/nvme/kv"
         )
         for volume in (
@@ -255,7 +265,9 @@ class TestTopology:
             {"persistentVolumeClaim": {"claimName": "c"}},
             {"claimTemplate": {}},
         ):
-            placed = local.place(_local({"spec.tiers.1.fileSystem.volume": volume}), tmp_path)
+            placed = local.place_topology(
+                _local({"spec.tiers.1.fileSystem.volume": volume}), tmp_path
+            )
             assert placed.topology.structural.tiers[1].model_dump()["path"] == str(
                 tmp_path / "tiers" / "nvme"
             )
@@ -263,9 +275,11 @@ class TestTopology:
 
     def test_an_export_needs_a_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"nas.example:/kv.*--tier-path shared=DIR"):
-            local.place(_policy(), tmp_path)
+            local.place_topology(_policy(), tmp_path)
         assert (
-            local.place(_policy(), tmp_path, tier_paths={"shared": "/mnt"})
+            local.place_topology(
+                _policy(), tmp_path, local.LocalOptions(tier_paths={"shared": "/mnt"})
+            )
             .topology.structural.tiers[2]
             .name
             == "shared"
@@ -273,7 +287,9 @@ class TestTopology:
 
     def test_a_directory_for_a_tier_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"disk.*nvme"):
-            local.place(_local(), tmp_path, tier_paths={"disk": "/mnt"})
+            local.place_topology(
+                _local(), tmp_path, local.LocalOptions(tier_paths={"disk": "/mnt"})
+            )
 
     def test_users_and_policies_do_not_meet_in_one_run_directory(self) -> None:
         policy = _policy()
@@ -480,5 +496,5 @@ class TestKubernetes:
         assert volumes.pod_volume(policy, policy.spec.tier("nvme")) == expected
 
     def test_http_endpoints_are_loopback_unless_rendered_for_pods(self, tmp_path: Path) -> None:
-        assert local.place(_local(), tmp_path).topology.structural.http == HttpEndpoint()
+        assert local.place_topology(_local(), tmp_path).topology.structural.http == HttpEndpoint()
         assert structural(_policy(), pod_placement(_policy())).http.port == HttpEndpoint().port

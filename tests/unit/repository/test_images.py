@@ -186,3 +186,14 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
     written = tmp_path / "payload/opt/kvtier/payload"
     assert sorted(path.name for path in written.iterdir())[0] == "kvtier"
     assert "vllm.general_plugins" in next(written.glob("*.dist-info/entry_points.txt")).read_text()
+    mounted = tmp_path / "payload/opt/kvtier/engine"
+    assert source_files(mounted) == source_files(written)
+
+
+def source_files(directory: Path) -> dict[str, bytes]:
+    """Content by path, without bytecode."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }

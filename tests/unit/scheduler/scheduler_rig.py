@@ -1,4 +1,7 @@
-"""A scheduler side without an engine: vLLM's requests, block pool and step outputs as plain objects, tierd as a list of messages."""
+"""A scheduler side without an engine.
+
+vLLM's requests, block pool and step outputs are plain objects; tierd is a list of messages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, StoreJob, WorkerReport
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.engines.vllm.tierd_session import TierdSession
-from kvtier.planner import Group, GroupKind, Planner
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import (
     PROTOCOL,
     Credits,
@@ -111,7 +114,7 @@ class FakeClient:
         self.sent = [message for message in self.sent if not isinstance(message, kind)]
         return found
 
-    # tierd's words.
+    # Messages from tierd.
 
     def welcome(self, epoch: int = 1, settings: str = "") -> None:
         self.attached, self.epoch, self._sequence = True, epoch, 0
@@ -230,12 +233,16 @@ class FakePool:
             self.freed.append(block.block_id)
 
     def referenced(self) -> list[int]:
-        """Blocks that somebody holds."""
+        """Blocks that are referenced."""
         return [block.block_id for block in self.blocks if block.ref_cnt]
 
 
 class Rig:
-    """One scheduler side with everything around it. ``offers_tables``: as vLLM 0.32 does; else tables are followed, as on 0.24."""
+    """One scheduler side with everything around it.
+
+    ``offers_tables``: the output has block tables, as on vLLM 0.32; otherwise the connector tracks
+    them, as on 0.24.
+    """
 
     def __init__(
         self,
@@ -254,7 +261,7 @@ class Rig:
         self._next_block = 1
         self._seen: set[str] = set()
         self.clients: list[FakeClient] = []
-        planner = Planner.build([Group(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
+        planner = Planner.build([KVCacheGroup(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
         self.scheduler = KVTierConnectorScheduler(
             TierdSession(
                 document or topology(),
@@ -397,7 +404,7 @@ class Rig:
     # Shorthands.
 
     def hold(self, keys: Iterable[bytes], bits: int = RAM) -> None:
-        """tierd says that it holds these keys."""
+        """Adds keys to the replica."""
         self.client.delta(added=dict.fromkeys(keys, bits))
 
     def result(

@@ -1,4 +1,4 @@
-"""The connector as vLLM sees it: no exception leaves it, and what is owed is given whatever breaks."""
+"""The connector as vLLM sees it: no hook raises, and every expected report is made."""
 
 from __future__ import annotations
 
@@ -85,8 +85,11 @@ def connector(directory: Path) -> Iterator[KVTierConnector]:
     """A scheduler-role connector over a rig's scheduler side."""
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
     assert made._off_reason == ""
+    scheduler = made._scheduler
+    assert scheduler is not None
     yield made
     made.shutdown()
+    scheduler.shutdown()  # tests replace it
 
 
 class _Blocks:
@@ -112,14 +115,16 @@ def _break(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(rig.scheduler, name, broken)
 
 
-def test_it_serves_hybrid_models_managers_and_delivers_nothing(connector: KVTierConnector) -> None:
+def test_the_connector_supports_hybrid_memory_and_requires_no_delivery(
+    connector: KVTierConnector,
+) -> None:
     assert supports_hma(connector)
     assert connector.requires_kv_delivery is False
     assert connector.get_finished_count() is None
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_model_that_is_not_served_turns_it_off_with_the_numbers(
+def test_unsupported_models_turn_kvtier_off_with_their_geometry(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = KVTierConnector(_config(directory), role, _caches(_sliding(), _full()))
@@ -130,7 +135,7 @@ def test_a_model_that_is_not_served_turns_it_off_with_the_numbers(
 
 
 @pytest.mark.parametrize("change", ["directory", "policy", "topology"])
-def test_whatever_is_wrong_with_its_configuration_turns_it_off(
+def test_invalid_configuration_turns_kvtier_off(
     tmp_path: Path, directory: Path, change: str
 ) -> None:
     config = _config(directory, policy="fail" if change == "policy" else "recompute")
@@ -142,7 +147,7 @@ def test_whatever_is_wrong_with_its_configuration_turns_it_off(
     assert made._off_reason
 
 
-def test_an_unexpected_error_in_the_constructor_turns_it_off(
+def test_unexpected_errors_in_the_constructor_turn_kvtier_off(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> None:
@@ -154,7 +159,7 @@ def test_an_unexpected_error_in_the_constructor_turns_it_off(
     made.shutdown()
 
 
-def test_a_connector_that_is_off_still_gives_vllm_what_it_needs(tmp_path: Path) -> None:
+def test_a_connector_that_is_off_still_serves_every_hook(tmp_path: Path) -> None:
     made = KVTierConnector(
         _config(tmp_path / "absent"), KVConnectorRole.SCHEDULER, _caches(_full())
     )
@@ -180,7 +185,7 @@ def test_a_connector_that_is_off_still_gives_vllm_what_it_needs(tmp_path: Path) 
     worker.shutdown()
 
 
-def test_an_error_in_a_question_is_an_answer_of_nothing_for_good(
+def test_an_error_in_a_lookup_turns_kvtier_off(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = _attached(connector)
@@ -196,7 +201,7 @@ def test_an_error_in_a_question_is_an_answer_of_nothing_for_good(
     assert connector.get_kv_connector_stats().data["errors"] == {"get_num_new_matched_tokens": 1}  # type: ignore[union-attr]
 
 
-def test_a_load_whose_beginning_breaks_still_gets_its_report(
+def test_a_load_that_fails_to_start_is_still_reported(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = _attached(connector)
@@ -231,7 +236,7 @@ def test_blocks_are_released_after_an_error(
     assert rig.scheduler._states == {}
 
 
-def test_a_report_that_cannot_be_taken_does_not_end_the_engine(
+def test_errors_in_any_hook_do_not_end_the_engine(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = _attached(connector)
@@ -264,14 +269,14 @@ def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> Non
     assert connector.get_external_cache_hit_sources(request, 0) == {}  # type: ignore[arg-type]
 
 
-def test_both_sides_call_an_engine_by_one_name_that_tells_data_parallel_ranks_apart(
+def test_engine_names_distinguish_data_parallel_ranks(
     directory: Path,
 ) -> None:
     assert engine_name(_config(directory)) == "e/dp2"
     assert engine_name(_config(directory, data_parallel_index=0)) == "e/dp0"
 
 
-def test_uniform_types_are_unwrapped_and_mixed_ones_refused() -> None:
+def test_uniform_types_are_unwrapped_and_mixed_types_rejected() -> None:
     uniform = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _full()})
     assert group_of(KVCacheGroupSpec(["a", "b"], uniform)).kind is GroupKind.FULL
     mixed = UniformTypeKVCacheSpecs(
@@ -280,7 +285,7 @@ def test_uniform_types_are_unwrapped_and_mixed_ones_refused() -> None:
     assert group_of(KVCacheGroupSpec(["a", "b"], mixed)).kind is GroupKind.OTHER
 
 
-def test_a_subclass_of_a_served_type_is_not_served() -> None:
+def test_subclasses_of_supported_specs_are_not_supported() -> None:
     class Special(FullAttentionSpec):
         pass
 
@@ -290,7 +295,7 @@ def test_a_subclass_of_a_served_type_is_not_served() -> None:
     assert group_of(KVCacheGroupSpec(["a"], special)).kind is GroupKind.OTHER
 
 
-def test_context_parallelism_is_refused_with_its_size(directory: Path) -> None:
+def test_context_parallelism_is_rejected(directory: Path) -> None:
     config = _config(directory, decode_context_parallel_size=2)
     with pytest.raises(UnsupportedGeometryError, match="decode_context_parallel_size is 2"):
         planner_for(config, _caches(_full()), CHUNK)

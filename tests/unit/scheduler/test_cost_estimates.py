@@ -1,4 +1,4 @@
-"""What the scheduler side measures of the engine, and what it tells tierd, so that tierd can decide by cost."""
+"""Costs that the scheduler side measures, and sends to tierd for selection by cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def promoted(rig: Rig, chunks: int = 4, computed: int = 0) -> Promote:
     return rig.client.take(Promote)[-1]
 
 
-def test_a_promotion_says_where_its_keys_lie_and_what_computing_them_costs(cost: Rig) -> None:
+def test_under_cost_a_promotion_carries_token_ends_and_prefill_cost(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
     promote = promoted(cost, computed=CHUNK // 2)
@@ -54,26 +54,26 @@ def test_a_promotion_says_where_its_keys_lie_and_what_computing_them_costs(cost:
     assert promote.ends == (CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK)
 
 
-def test_before_there_is_an_estimate_it_says_so_and_the_time_limit_is_the_tiers(cost: Rig) -> None:
+def test_without_an_estimate_the_tier_timeout_applies(cost: Rig) -> None:
     promote = promoted(cost)
     assert (promote.alpha, promote.beta, promote.budget_seconds) == (0.0, 0.0, 4)
     assert len(promote.ends) == 4
 
 
-def test_with_an_estimate_nobody_waits_longer_than_tierd_could_want_to(cost: Rig) -> None:
+def test_with_an_estimate_the_wait_is_bounded_by_recomputation(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
     assert promoted(cost).budget_seconds == pytest.approx(1.5 * 4 * CHUNK * ALPHA)
 
 
-def test_under_weighted_tierd_is_told_nothing_of_cost(rig: Rig) -> None:
+def test_under_weighted_a_promotion_carries_no_cost(rig: Rig) -> None:
     for _ in range(6):
         prefill(rig)
     promote = promoted(rig)
     assert (promote.ends, promote.alpha, promote.budget_seconds) == ((), 0.0, 4)
 
 
-def test_steps_that_mostly_decode_do_not_count(cost: Rig) -> None:
+def test_steps_that_mostly_decode_are_not_measured(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost, tokens=100, alpha=1.0, beside=20)
     assert cost.scheduler.prefill.estimate() is None
@@ -82,7 +82,7 @@ def test_steps_that_mostly_decode_do_not_count(cost: Rig) -> None:
     assert cost.scheduler.prefill.estimate() is not None
 
 
-def test_a_step_that_was_built_while_the_one_before_ran_counts_from_that_ones_end(
+def test_a_step_built_ahead_counts_from_the_end_of_the_previous_step(
     cost: Rig,
 ) -> None:
     requests = [cost.request(1_024, f"r{i}", seed=i + 1) for i in range(8)]
@@ -135,7 +135,7 @@ def load(rig: Rig, tokens: int, seconds: float) -> int | None:
     return offered
 
 
-def test_ram_is_loaded_although_each_load_waits_for_a_step(cost: Rig) -> None:
+def test_waiting_for_a_step_does_not_count_as_copy_time(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
     for i in range(COPY_SAMPLES + 4):
@@ -144,7 +144,7 @@ def test_ram_is_loaded_although_each_load_waits_for_a_step(cost: Rig) -> None:
         assert load(cost, tokens, 0.1 + tokens * ALPHA / 10) == tokens
 
 
-def test_ram_is_not_loaded_where_copies_are_measured_to_be_slower_than_computing(cost: Rig) -> None:
+def test_ram_is_not_loaded_where_copies_are_slower_than_recomputation(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
     offers = [load(cost, CHUNK * (4 + i), CHUNK * (4 + i) * ALPHA * 3) for i in range(COPY_SAMPLES)]
@@ -154,7 +154,7 @@ def test_ram_is_not_loaded_where_copies_are_measured_to_be_slower_than_computing
     assert load(cost, CHUNK * 4, 0.001)
 
 
-def test_loads_that_all_took_the_same_time_say_nothing_about_copies() -> None:
+def test_loads_of_equal_duration_do_not_count_as_slow_copies() -> None:
     copies = CopyEstimator()
     for _ in range(COPY_SAMPLES):
         copies.observe(1_000, 5.0)

@@ -21,7 +21,7 @@ from kvtier.engines.vllm.identity import (
     unstable_seed,
 )
 from kvtier.namespace import canonical_json
-from kvtier.planner import Group, GroupKind, Planner
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 
 SEED = "ab" * 32
 
@@ -83,7 +83,7 @@ def _config(directory: Path, **changes: Any) -> Any:
 
 
 def _planner(chunk: int = 64, block: int = 32) -> Planner:
-    return Planner.build([Group(GroupKind.FULL, block, "FullAttentionSpec")], chunk, block)
+    return Planner.build([KVCacheGroup(GroupKind.FULL, block, "FullAttentionSpec")], chunk, block)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def _text(
     return canonical_json(identity)
 
 
-def test_the_same_engine_has_the_same_identity_wherever_its_model_lies(tmp_path: Path) -> None:
+def test_the_identity_does_not_depend_on_the_model_directory(tmp_path: Path) -> None:
     assert _text(_config(_model(tmp_path / "a"))) == _text(_config(_model(tmp_path / "b")))
 
 
@@ -118,14 +118,14 @@ def test_the_same_engine_has_the_same_identity_wherever_its_model_lies(tmp_path:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_whatever_shapes_the_kv_makes_another_identity(
+def test_everything_that_shapes_the_kv_changes_the_identity(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     model = _model(tmp_path / "m")
     assert _text(_config(model, **changes)) != _text(_config(model))
 
 
-def test_chunk_block_seed_and_salt_make_another_identity(tmp_path: Path) -> None:
+def test_chunk_block_seed_and_salt_change_the_identity(tmp_path: Path) -> None:
     config = _config(_model(tmp_path / "m"))
     structural = topology().structural
     salted = structural.model_copy(
@@ -146,7 +146,7 @@ def test_data_parallel_ranks_share(tmp_path: Path) -> None:
     assert _text(_config(model, data_parallel_rank=3)) == _text(_config(model))
 
 
-def test_the_longest_sequence_matters_only_where_rope_depends_on_it(tmp_path: Path) -> None:
+def test_max_model_len_matters_only_where_rope_depends_on_it(tmp_path: Path) -> None:
     model = _model(tmp_path / "m")
     assert _text(_config(model, max_model_len=4096)) == _text(_config(model))
     hf = _Hf(hidden_size=64, rope_parameters={"rope_type": "longrope"})
@@ -171,12 +171,12 @@ def test_the_longest_sequence_matters_only_where_rope_depends_on_it(tmp_path: Pa
         ),
     ],
 )
-def test_kinds_of_rope_that_are_not_known_count_as_depending(config: _Hf, depends: bool) -> None:
+def test_unknown_rope_types_count_as_depending_on_length(config: _Hf, depends: bool) -> None:
     assert rope_depends_on_length(config) is depends
 
 
 @pytest.mark.parametrize("position", [0, 4999])
-def test_other_weights_are_another_model(tmp_path: Path, position: int) -> None:
+def test_different_weights_change_the_digest(tmp_path: Path, position: int) -> None:
     weights = bytearray(b"w" * 5000)
     weights[position] ^= 1
     assert (
@@ -185,14 +185,14 @@ def test_other_weights_are_another_model(tmp_path: Path, position: int) -> None:
     )
 
 
-def test_a_tokenizer_is_not_part_of_a_model(tmp_path: Path) -> None:
+def test_the_tokenizer_is_not_part_of_the_digest(tmp_path: Path) -> None:
     before = model_digest(_model(tmp_path / "m"))
     (tmp_path / "m" / "tokenizer.json").write_text('{"other": 1}')
     (tmp_path / "m" / "generation_config.json").write_text("{}")
     assert model_digest(tmp_path / "m") == before == (before[0], 1)
 
 
-def test_configuration_code_and_sizes_are_part_of_it(tmp_path: Path) -> None:
+def test_configuration_code_and_sizes_are_part_of_the_digest(tmp_path: Path) -> None:
     digests = {model_digest(_model(tmp_path / "m"))[0]}
     (tmp_path / "m" / "modeling_x.py").write_text("pass")
     digests.add(model_digest(tmp_path / "m")[0])
@@ -205,7 +205,7 @@ def test_configuration_code_and_sizes_are_part_of_it(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_a_revision_that_is_not_known_keeps_objects_in_ram(tmp_path: Path) -> None:
+def test_an_unknown_revision_makes_the_identity_ephemeral(tmp_path: Path) -> None:
     reasons: list[str] = []
     model = SimpleNamespace(model="org/name", hf_config=_Hf(), seed=0)
     model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
@@ -228,13 +228,13 @@ def test_a_revision_that_is_not_known_keeps_objects_in_ram(tmp_path: Path) -> No
         (SimpleNamespace(model=__file__, model_weights=""), "single file"),
     ],
 )
-def test_weights_that_cannot_be_looked_at_keep_objects_in_ram(model: Any, word: str) -> None:
+def test_unreadable_weights_make_the_identity_ephemeral(model: Any, word: str) -> None:
     reasons: list[str] = []
     model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
     assert word in reasons[0]
 
 
-def test_a_model_without_weight_files_keeps_objects_in_ram_unless_they_are_made_from_a_seed(
+def test_a_model_without_weight_files_is_ephemeral_unless_its_weights_come_from_a_seed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -247,7 +247,9 @@ def test_a_model_without_weight_files_keeps_objects_in_ram_unless_they_are_made_
     assert reasons == []
 
 
-def test_hashes_with_a_random_seed_keep_objects_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hashes_with_a_random_seed_make_the_identity_ephemeral(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert unstable_seed("xxhash", SEED) == ""
     assert unstable_seed("sha256", None)
     monkeypatch.delenv("PYTHONHASHSEED")
@@ -262,7 +264,7 @@ def test_hashes_with_a_random_seed_keep_objects_in_ram(monkeypatch: pytest.Monke
     assert "PYTHONHASHSEED" in unstable_seed("sha256", SEED)
 
 
-def test_what_has_no_stable_text_is_named() -> None:
+def test_values_without_a_stable_representation_are_reported() -> None:
     reasons: list[str] = []
     assert plain({"a": (1, 2.5, None, {"x"}), "f": float("inf")}, "c", reasons) == {
         "a": [1, 2.5, None, ["x"]],
@@ -273,7 +275,7 @@ def test_what_has_no_stable_text_is_named() -> None:
     assert "c.y" in reasons[0]
 
 
-def test_it_is_computed_once(tmp_path: Path) -> None:
+def test_the_identity_is_computed_once(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def seed() -> str:
@@ -289,7 +291,7 @@ def test_it_is_computed_once(tmp_path: Path) -> None:
     assert json.loads(builder().text)["effective_chunk_tokens"] == 64
 
 
-def test_an_identity_that_cannot_be_established_means_ram_of_this_engine_only(
+def test_an_identity_that_cannot_be_determined_is_ephemeral(
     tmp_path: Path,
 ) -> None:
     config = _config(_model(tmp_path / "m"))

@@ -26,7 +26,7 @@ def test_tokens_count_as_loaded_when_the_load_is_complete(rig: Rig) -> None:
     assert not counts.failures
 
 
-def test_a_request_whose_load_failed_is_never_offered_anything_again(rig: Rig) -> None:
+def test_a_request_whose_load_failed_matches_nothing_again(rig: Rig) -> None:
     """vLLM asks again after a failed load, gets the same answer, and so on for ever."""
     request, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 0, reason="limit")])
@@ -39,7 +39,7 @@ def test_a_request_whose_load_failed_is_never_offered_anything_again(rig: Rig) -
     assert rig.scheduler.loads.counts.failures == {"limit": 1}
 
 
-def test_a_load_that_brought_a_part_counts_that_part_and_is_a_failure(rig: Rig) -> None:
+def test_a_partial_load_counts_its_tokens_and_a_failure(rig: Rig) -> None:
     request, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 3, reason="gone")])
     assert rig.scheduler.loads.counts.loaded_tokens == {"ram": 3 * CHUNK}
@@ -47,7 +47,7 @@ def test_a_load_that_brought_a_part_counts_that_part_and_is_a_failure(rig: Rig) 
     assert rig.ask(request) == 0
 
 
-def test_with_several_ranks_the_least_counts_and_only_once() -> None:
+def test_with_several_ranks_the_shortest_load_counts_once() -> None:
     rig = Rig(ranks=2)
     _, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 4)])
@@ -58,7 +58,7 @@ def test_with_several_ranks_the_least_counts_and_only_once() -> None:
     assert rig.scheduler.loads.counts.failures == {"limit": 1}
 
 
-def test_a_request_that_was_aborted_while_it_loads_is_cancelled_and_its_report_still_taken(
+def test_aborting_a_request_cancels_its_load_and_the_report_is_still_handled(
     rig: Rig,
 ) -> None:
     request, job = _loading(rig)
@@ -69,7 +69,7 @@ def test_a_request_that_was_aborted_while_it_loads_is_cancelled_and_its_report_s
     assert rig.scheduler.loads.in_flight == 0
 
 
-def test_nothing_of_a_request_that_is_aborted_while_it_loads_is_stored(rig: Rig) -> None:
+def test_a_request_aborted_during_its_load_is_not_stored(rig: Rig) -> None:
     rig.client.credit(8)
     request, _ = _loading(rig)
     rig.client.delta(removed=dict.fromkeys(request.keys(0, 4), 1))
@@ -77,14 +77,14 @@ def test_nothing_of_a_request_that_is_aborted_while_it_loads_is_stored(rig: Rig)
     assert rig.build().stores == []
 
 
-def test_a_report_that_nobody_expects_is_counted_and_nothing_else(rig: Rig) -> None:
+def test_unexpected_reports_are_counted_and_ignored(rig: Rig) -> None:
     rig.build()
     rig.report(loads=[rig.result(99, 1)], done={99: 1})
     assert rig.scheduler.loads.counts.failures == {"unknown_report": 1}
     assert rig.scheduler.stores.dropped == {"unknown_report": 1}
 
 
-def test_losing_tierd_leaves_loads_in_flight_to_the_worker(rig: Rig) -> None:
+def test_losing_tierd_does_not_end_loads_on_the_scheduler_side(rig: Rig) -> None:
     request, job = _loading(rig)
     rig.client.lose()
     rig.build()
@@ -93,7 +93,7 @@ def test_losing_tierd_leaves_loads_in_flight_to_the_worker(rig: Rig) -> None:
     assert rig.ask(request) == 0
 
 
-def test_a_request_that_loaded_well_may_load_again_after_a_preemption(rig: Rig) -> None:
+def test_a_preempted_request_may_load_again(rig: Rig) -> None:
     request, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 4)])
     rig.run({"r": 50})
@@ -102,7 +102,7 @@ def test_a_request_that_loaded_well_may_load_again_after_a_preemption(rig: Rig) 
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_a_preempted_request_has_a_new_clock(rig: Rig) -> None:
+def test_a_preemption_restarts_the_time_limit(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     assert rig.ask(request) == 0
     rig.run({"r": 4 * CHUNK + 5})
@@ -114,7 +114,7 @@ def test_a_preempted_request_has_a_new_clock(rig: Rig) -> None:
     assert rig.client.take(Promote)[0].budget_seconds == 4
 
 
-def test_a_load_that_could_not_be_described_still_goes_to_the_worker_as_one_that_must_fail(
+def test_a_load_that_cannot_be_described_becomes_a_failing_job(
     rig: Rig,
 ) -> None:
     request = rig.request(300)

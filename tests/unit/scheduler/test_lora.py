@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: vLLM's hash has the adapter's name, KVTier adds what lies in its files."""
+"""Requests with LoRA adapters: the digest of the files becomes part of their keys."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _stored(rig: Rig, request: FakeRequest) -> list[bytes]:
     return [b"\0" + item[2] for reserve in rig.client.take(Reserve) for item in reserve.items]
 
 
-def test_until_the_digest_is_known_it_neither_loads_nor_stores(digests: _Digests) -> None:
+def test_requests_are_not_cached_until_the_adapter_digest_is_known(digests: _Digests) -> None:
     rig = Rig(adapters=digests.adapters)
     rig.client.credit(8)
     request = rig.request(300, lora=_lora())
@@ -71,7 +71,7 @@ def test_until_the_digest_is_known_it_neither_loads_nor_stores(digests: _Digests
     assert len(rig.build({"r": 1}).stores) == 4
 
 
-def test_its_keys_are_neither_the_base_models_nor_another_adapters(digests: _Digests) -> None:
+def test_adapter_keys_differ_from_the_base_model_and_other_adapters(digests: _Digests) -> None:
     rig = Rig(adapters=digests.adapters)
     rig.client.credit(32)
     digests.known(_lora("x", 1, "/x"))
@@ -99,7 +99,7 @@ def _asked(rig: Rig, request: FakeRequest) -> FakeRequest:
     return request
 
 
-def test_an_adapter_without_readable_files_is_not_cached(digests: _Digests) -> None:
+def test_unreadable_adapters_are_not_cached(digests: _Digests) -> None:
     rig = Rig(adapters=digests.adapters)
     assert digests.known(_lora(path="/missing")) == "unreadable"
     request = rig.request(300, lora=_lora(path="/missing"))
@@ -107,7 +107,7 @@ def test_an_adapter_without_readable_files_is_not_cached(digests: _Digests) -> N
     assert rig.scheduler._states["r"].skip_reason == "adapter_unreadable"
 
 
-def test_an_adapter_that_was_replaced_in_place_is_out_for_good(digests: _Digests) -> None:
+def test_an_adapter_replaced_in_place_is_never_cached_again(digests: _Digests) -> None:
     rig = Rig(adapters=digests.adapters)
     rig.client.credit(32)
     digests.known(_lora())
@@ -121,14 +121,14 @@ def test_an_adapter_that_was_replaced_in_place_is_out_for_good(digests: _Digests
     assert digests.adapters.digest(_lora("other", 2, "/y")) == "unknown"
 
 
-def test_one_number_with_two_paths_is_out(digests: _Digests) -> None:
+def test_an_adapter_number_with_two_paths_is_not_cached(digests: _Digests) -> None:
     """The engine keeps computing with what it loaded first under a number."""
     digests.known(_lora(path="/x"))
     assert digests.adapters.digest(_lora(path="/y")) == "replaced"
     assert digests.adapters.digest(_lora(path="/x")) == "replaced"
 
 
-def test_asking_again_reads_nothing_again(digests: _Digests) -> None:
+def test_a_digest_is_computed_once(digests: _Digests) -> None:
     for _ in range(5):
         digests.adapters.digest(_lora())
     digests.known(_lora())
@@ -146,13 +146,13 @@ def test_a_digest_covers_names_and_contents(tmp_path: Path) -> None:
     assert len({first, second, adapter_digest(str(tmp_path))}) == 3
 
 
-def test_no_directory_and_an_empty_one_have_no_digest(tmp_path: Path) -> None:
+def test_missing_and_empty_directories_have_no_digest(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(FileNotFoundError):
             adapter_digest(str(path))
 
 
-def test_files_changed_after_the_engine_started_may_not_be_what_it_loaded_so_no_other_engine_shares(
+def test_adapters_changed_after_the_engine_started_are_not_shared(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")

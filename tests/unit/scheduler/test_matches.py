@@ -8,63 +8,63 @@ from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, Rig, topology
 from kvtier.tierd.wire import Load, Promote
 
 
-def test_an_unattached_engine_offers_nothing() -> None:
+def test_a_detached_engine_matches_nothing() -> None:
     rig = Rig(attach=False)
     assert rig.ask(rig.request(300)) == 0
 
 
-def test_nothing_is_offered_before_the_snapshot_has_come() -> None:
+def test_nothing_matches_before_the_snapshot_arrives() -> None:
     rig = Rig(attach=False)
     rig.client.welcome()
     rig.client.ready(snapshot=False)
     assert rig.ask(rig.request(300)) == 0
 
 
-def test_the_whole_chunks_in_ram_are_offered_at_once(rig: Rig) -> None:
+def test_whole_chunks_in_ram_match_at_once(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 3))
     assert rig.ask(request) == 3 * CHUNK
     assert rig.client.sent == []
 
 
-def test_a_gap_ends_the_offer(rig: Rig) -> None:
+def test_a_missing_chunk_ends_the_match(rig: Rig) -> None:
     request = rig.request(400)
     rig.hold([request.key(0), request.key(1), request.key(3)])
     assert rig.ask(request) == 2 * CHUNK
 
 
-def test_a_missing_first_chunk_means_nothing(rig: Rig) -> None:
+def test_without_the_first_chunk_nothing_matches(rig: Rig) -> None:
     request = rig.request(400)
     rig.hold(request.keys(1, 4))
     assert rig.ask(request) == 0
 
 
-def test_a_hit_that_ends_inside_a_chunk_is_offered_from_there_on(rig: Rig) -> None:
+def test_a_local_hit_inside_a_chunk_is_extended(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request, 96) == 4 * CHUNK - 96
 
 
-def test_a_hit_that_is_no_block_boundary_is_left_alone(rig: Rig) -> None:
+def test_a_local_hit_that_is_no_block_boundary_is_not_extended(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request, 70) == 0
 
 
-def test_a_prompt_may_be_offered_wholly(rig: Rig) -> None:
+def test_a_whole_prompt_may_match(rig: Rig) -> None:
     """vLLM computes the last token once more, which full attention does not mind."""
     request = rig.request(4 * CHUNK)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_what_the_gpu_holds_is_not_offered(rig: Rig) -> None:
+def test_tokens_in_gpu_memory_do_not_match(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request, 4 * CHUNK) == 0
 
 
-def test_too_few_tokens_are_not_worth_a_load() -> None:
+def test_matches_below_the_minimum_are_ignored() -> None:
     rig = Rig(topology(min_load_tokens=130))
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
@@ -72,7 +72,7 @@ def test_too_few_tokens_are_not_worth_a_load() -> None:
     assert rig.ask(request, 96) == 4 * CHUNK - 96
 
 
-def test_the_least_worth_loading_changes_under_a_running_engine() -> None:
+def test_the_minimum_can_change_while_the_engine_runs() -> None:
     rig = Rig()
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
@@ -82,7 +82,7 @@ def test_the_least_worth_loading_changes_under_a_running_engine() -> None:
     assert rig.ask(request) == 0
 
 
-def test_asking_again_gives_the_same_without_looking_again(rig: Rig) -> None:
+def test_repeated_lookups_use_the_cached_match(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     first = rig.ask(request)
@@ -90,7 +90,7 @@ def test_asking_again_gives_the_same_without_looking_again(rig: Rig) -> None:
     assert [rig.ask(request) for _ in range(50)] == [first] * 50
 
 
-def test_a_key_that_leaves_is_not_offered_again(rig: Rig) -> None:
+def test_an_evicted_key_no_longer_matches(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request) == 4 * CHUNK
@@ -98,7 +98,7 @@ def test_a_key_that_leaves_is_not_offered_again(rig: Rig) -> None:
     assert rig.ask(request) == 2 * CHUNK
 
 
-def test_keys_that_arrive_meanwhile_are_noticed_after_a_moment(rig: Rig) -> None:
+def test_new_keys_match_after_the_refresh_interval(rig: Rig) -> None:
     request = rig.request(300)
     assert rig.ask(request) == 0
     rig.hold(request.keys(0, 4))
@@ -107,7 +107,7 @@ def test_keys_that_arrive_meanwhile_are_noticed_after_a_moment(rig: Rig) -> None
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_a_lost_tierd_means_nothing_at_once_and_never_later(rig: Rig) -> None:
+def test_nothing_matches_once_tierd_is_lost(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     assert rig.ask(request) == 4 * CHUNK
@@ -115,7 +115,7 @@ def test_a_lost_tierd_means_nothing_at_once_and_never_later(rig: Rig) -> None:
     assert rig.ask(request) == 0
 
 
-def test_a_gap_in_the_deltas_means_nothing_until_a_snapshot_has_come(rig: Rig) -> None:
+def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 2))
     rig.client._sequence += 1
@@ -130,7 +130,7 @@ def test_a_gap_in_the_deltas_means_nothing_until_a_snapshot_has_come(rig: Rig) -
     [{"prompt_embeds": object()}, {"resumable": True}, {"skip_reading_prefix_cache": True}],
     ids=lambda more: next(iter(more)),
 )
-def test_requests_whose_hash_does_not_say_what_was_computed_take_no_part(
+def test_requests_whose_hashes_do_not_identify_their_kv_are_skipped(
     rig: Rig, more: dict[str, object]
 ) -> None:
     request = rig.request(300, **more)
@@ -158,7 +158,7 @@ def test_a_load_names_its_keys_and_the_blocks_they_go_to(rig: Rig) -> None:
     assert job.timeout_seconds >= 1.0
 
 
-def test_the_second_call_after_a_load_begins_nothing(rig: Rig) -> None:
+def test_the_second_call_after_a_load_starts_nothing(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.admit(request, 0, rig.ask(request) or 0)
@@ -169,7 +169,7 @@ def test_the_second_call_after_a_load_begins_nothing(rig: Rig) -> None:
     assert len(rig.client.take(Load)) == 1
 
 
-def test_a_load_goes_to_the_worker_even_if_tierd_cannot_be_told(rig: Rig) -> None:
+def test_a_load_reaches_the_worker_even_if_tierd_is_unreachable(rig: Rig) -> None:
     """vLLM waits for a report from the moment it allocated, and only the worker can give it."""
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
@@ -180,7 +180,7 @@ def test_a_load_goes_to_the_worker_even_if_tierd_cannot_be_told(rig: Rig) -> Non
     assert rig.scheduler.loads.counts.failures["not_sent"] == 1
 
 
-def test_under_a_heavier_ram_a_shorter_prefix_from_ram_wins() -> None:
+def test_a_higher_ram_weight_prefers_a_shorter_prefix_in_ram() -> None:
     rig = Rig(topology(ram=100, disk=10))
     request = rig.request(8 * CHUNK)
     rig.hold(request.keys(0, 4), RAM)

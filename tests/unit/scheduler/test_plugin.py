@@ -1,4 +1,4 @@
-"""Attaching by environment alone: what the user configured stands, and nothing keeps an engine from starting."""
+"""Attaching by environment: user configuration wins, and no error stops the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _attach(arguments: _Arguments, directory: str) -> Any:
     return plugin.attach(arguments, directory, arguments.create).kv_transfer_config
 
 
-def test_where_nothing_is_configured_the_connector_is(directory: str) -> None:
+def test_the_connector_is_attached_where_none_is_configured(directory: str) -> None:
     transfer = _attach(_Arguments(), directory)
     assert transfer.kv_connector == "KVTierConnector"
     assert transfer.kv_role == "kv_both"
@@ -54,7 +54,7 @@ def test_where_nothing_is_configured_the_connector_is(directory: str) -> None:
     [{"kv_connector": "Other"}, SimpleNamespace(kv_connector="Other")],
     ids=["dict", "object"],
 )
-def test_what_the_user_configured_is_left_alone_and_said(
+def test_a_user_configured_connector_takes_precedence(
     directory: str, existing: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert _attach(_Arguments(kv_transfer_config=existing), directory) is existing
@@ -62,7 +62,7 @@ def test_what_the_user_configured_is_left_alone_and_said(
     assert len(caplog.records) == 1
 
 
-def test_vllms_own_offloading_is_left_alone(directory: str) -> None:
+def test_vllms_own_offloading_takes_precedence(directory: str) -> None:
     assert _attach(_Arguments(kv_offloading_size=4.0), directory) is None
 
 
@@ -76,24 +76,24 @@ def test_a_topology_that_cannot_be_read_is_one_log_line(
     assert len([record for record in caplog.records if "not attached" in record.message]) == 1
 
 
-def test_a_topology_for_another_engine_is_not_used(tmp_path: Path) -> None:
+def test_a_topology_for_another_engine_type_is_not_used(tmp_path: Path) -> None:
     structural = topology().structural.model_copy(update={"engine_type": "ATOM"})
     (tmp_path / "structural.json").write_text(structural.model_dump_json(by_alias=True))
     assert _attach(_Arguments(), str(tmp_path)) is None
 
 
-def test_encoder_decoder_models_start_without(directory: str) -> None:
+def test_encoder_decoder_models_start_without_kvtier(directory: str) -> None:
     assert _attach(_Arguments(encoder_decoder=True), directory) is None
 
 
-def test_an_engine_that_refuses_the_connector_starts_without(
+def test_an_engine_that_rejects_the_connector_starts_without_it(
     directory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert _attach(_Arguments(refuses=True), directory) is None
     assert "not with a connector" in caplog.text
 
 
-def test_an_engine_that_would_not_start_anyway_says_its_own_reason(directory: str) -> None:
+def test_an_engine_that_cannot_start_raises_its_own_error(directory: str) -> None:
     def create() -> Any:
         raise ValueError("no such model")
 
@@ -101,7 +101,7 @@ def test_an_engine_that_would_not_start_anyway_says_its_own_reason(directory: st
         plugin.attach(_Arguments(), directory, create)
 
 
-def test_without_the_variable_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     before = EngineArgs.create_engine_config
@@ -125,7 +125,7 @@ def test_registering_twice_wraps_once(monkeypatch: pytest.MonkeyPatch, directory
     assert EngineArgs.create_engine_config is wrapped
 
 
-def test_a_vllm_that_cannot_be_wrapped_is_a_log_line(
+def test_an_unsupported_vllm_is_one_log_line(
     monkeypatch: pytest.MonkeyPatch, directory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
@@ -136,10 +136,11 @@ def test_a_vllm_that_cannot_be_wrapped_is_a_log_line(
     assert "not attached" in caplog.text
 
 
-def test_another_connector_comes_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_configures_another_connector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "KVTIER_TRANSFER_CONFIG",
-        '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"block_size":64}}',
+        '{"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"block_size":64}}',
     )
     transfer = _attach(_Arguments(), "")
     assert transfer.kv_connector == "OffloadingConnector"
@@ -159,7 +160,7 @@ def test_another_connector_comes_as_the_variable_says(monkeypatch: pytest.Monkey
         '{"kv_connector": "NoSuch", "kv_role": "kv_both"}',
     ],
 )
-def test_a_variable_that_vllm_cannot_read_is_one_log_line(
+def test_an_invalid_variable_is_one_log_line(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("KVTIER_TRANSFER_CONFIG", text)

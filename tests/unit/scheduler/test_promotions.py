@@ -32,7 +32,7 @@ def _waiting(rig: Rig, chunks: int = 4, bits: int = DISK) -> tuple[FakeRequest, 
     return request, promote
 
 
-def test_keys_in_a_lower_tier_are_promoted_while_the_request_waits(rig: Rig) -> None:
+def test_keys_in_a_secondary_tier_are_promoted_while_the_request_waits(rig: Rig) -> None:
     request, promote = _waiting(rig)
     assert [b"\0" + block_hash for _, block_hash in promote.keys] == request.keys(0, 4)
     assert promote.budget_seconds == 4
@@ -40,7 +40,7 @@ def test_keys_in_a_lower_tier_are_promoted_while_the_request_waits(rig: Rig) -> 
     assert rig.client.sent == []
 
 
-def test_the_budget_is_the_largest_limit_of_the_tiers_in_the_plan(rig: Rig) -> None:
+def test_the_budget_is_the_largest_timeout_of_the_tiers_in_the_prefix(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 1), RAM)
     rig.hold(request.keys(1, 2), DISK)
@@ -54,7 +54,7 @@ def test_a_key_in_several_tiers_comes_from_the_first(rig: Rig) -> None:
     assert promote.budget_seconds == 4
 
 
-def test_what_was_promoted_is_offered_and_loaded_under_the_promotion(rig: Rig) -> None:
+def test_promoted_keys_match_and_are_loaded_under_the_promotion(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4)
     assert rig.ask(request) == 4 * CHUNK
@@ -66,13 +66,13 @@ def test_what_was_promoted_is_offered_and_loaded_under_the_promotion(rig: Rig) -
     assert rig.client.take(Cancel) == []
 
 
-def test_a_part_that_arrived_is_used(rig: Rig) -> None:
+def test_a_partial_promotion_is_used(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 2, "partial")
     assert rig.ask(request) == 2 * CHUNK
 
 
-def test_a_promotion_that_failed_is_not_tried_again_by_the_request(rig: Rig) -> None:
+def test_a_failed_promotion_is_not_retried_by_the_request(rig: Rig) -> None:
     """A tier that fails at once would be asked in every step."""
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 0, "failed")
@@ -82,7 +82,7 @@ def test_a_promotion_that_failed_is_not_tried_again_by_the_request(rig: Rig) -> 
     assert rig.client.take(Promote) == []
 
 
-def test_too_little_is_given_back() -> None:
+def test_a_promotion_below_the_minimum_is_cancelled() -> None:
     rig = Rig(topology(min_load_tokens=3 * CHUNK))
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 2, "partial")
@@ -90,7 +90,7 @@ def test_too_little_is_given_back() -> None:
     assert [cancel.promotion for cancel in rig.client.take(Cancel)] == [promote.promotion]
 
 
-def test_the_wait_ends_by_this_sides_own_clock_if_tierd_does_not_answer(rig: Rig) -> None:
+def test_a_promotion_times_out_if_tierd_does_not_answer(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.now += 4.05
     assert rig.ask(request) is None
@@ -100,7 +100,7 @@ def test_the_wait_ends_by_this_sides_own_clock_if_tierd_does_not_answer(rig: Rig
     assert rig.scheduler.loads.counts.promotions["out_of_time"] == 1
 
 
-def test_when_the_clock_is_out_ram_is_used(rig: Rig) -> None:
+def test_after_the_timeout_ram_is_used(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 2), RAM)
     rig.hold(request.keys(2, 2), DISK)
@@ -109,7 +109,7 @@ def test_when_the_clock_is_out_ram_is_used(rig: Rig) -> None:
     assert rig.ask(request) == 2 * CHUNK
 
 
-def test_a_late_answer_to_a_promotion_that_was_given_up_is_ignored(rig: Rig) -> None:
+def test_a_late_answer_to_a_cancelled_promotion_is_ignored(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.now += 4.2
     assert rig.ask(request) == 0
@@ -117,7 +117,7 @@ def test_a_late_answer_to_a_promotion_that_was_given_up_is_ignored(rig: Rig) -> 
     assert rig.ask(request) == 0
 
 
-def test_losing_tierd_ends_every_wait_at_once(rig: Rig) -> None:
+def test_losing_tierd_ends_every_pending_promotion(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.lose()
     assert rig.ask(request) == 0
@@ -127,7 +127,7 @@ def test_losing_tierd_ends_every_wait_at_once(rig: Rig) -> None:
     assert rig.ask(request) == 0
 
 
-def test_what_a_lost_tierd_had_promoted_is_not_offered(rig: Rig) -> None:
+def test_promotions_of_a_lost_tierd_do_not_match(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4)
     assert rig.ask(request) == 4 * CHUNK
@@ -137,7 +137,7 @@ def test_what_a_lost_tierd_had_promoted_is_not_offered(rig: Rig) -> None:
     assert rig.ask(request) == 0
 
 
-def test_at_most_so_many_requests_wait_and_others_get_what_ram_has(rig: Rig) -> None:
+def test_the_number_of_pending_promotions_is_bounded(rig: Rig) -> None:
     for number in range(MAX_PENDING_PROMOTIONS):
         request = rig.request(200, f"r{number}", seed=number)
         rig.hold(request.keys(0, 3), DISK)
@@ -152,7 +152,7 @@ def test_at_most_so_many_requests_wait_and_others_get_what_ram_has(rig: Rig) -> 
     assert rig.scheduler.loads.counts.promotions["too_many_waiting"] == 2
 
 
-def test_an_aborted_request_gives_its_promotion_up(rig: Rig) -> None:
+def test_aborting_a_request_cancels_its_promotion(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.finish(request, "FINISHED_ABORTED")
     assert [cancel.promotion for cancel in rig.client.take(Cancel)] == [promote.promotion]
@@ -160,7 +160,7 @@ def test_an_aborted_request_gives_its_promotion_up(rig: Rig) -> None:
     assert rig.build().cancelled_loads == []
 
 
-def test_a_request_that_is_not_admitted_for_long_gives_its_slots_back(rig: Rig) -> None:
+def test_a_request_that_is_not_admitted_releases_its_slots(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4)
     rig.client.delta(added=dict.fromkeys(request.keys(0, 4), RAM))
@@ -171,7 +171,7 @@ def test_a_request_that_is_not_admitted_for_long_gives_its_slots_back(rig: Rig) 
 
 
 @pytest.mark.parametrize("computed", [CHUNK, 2 * CHUNK])
-def test_a_local_hit_that_grew_meanwhile_is_not_loaded_over(rig: Rig, computed: int) -> None:
+def test_a_promotion_is_cancelled_if_the_local_hit_grew(rig: Rig, computed: int) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4)
     rig.client.delta(added=dict.fromkeys(request.keys(0, 4), RAM))
@@ -181,7 +181,7 @@ def test_a_local_hit_that_grew_meanwhile_is_not_loaded_over(rig: Rig, computed: 
     assert rig.client.take(Load)[0].promotion == 0
 
 
-def test_a_promoted_load_has_the_rest_of_the_requests_clock(rig: Rig) -> None:
+def test_a_promoted_load_gets_the_rest_of_the_time_limit(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.now += 1
     rig.client.promoted(promote.promotion, 4)
@@ -190,14 +190,14 @@ def test_a_promoted_load_has_the_rest_of_the_requests_clock(rig: Rig) -> None:
     assert job.timeout_seconds == pytest.approx(3.05 + 4 * SLOT_BYTES / MIN_COPY_BYTES_PER_SECOND)
 
 
-def test_where_promoted_tokens_came_from_is_known_when_the_load_begins(rig: Rig) -> None:
+def test_the_sources_of_promoted_tokens_are_known_when_the_load_starts(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4, tiers=(0, 0, 1, 2))
     rig.admit(request, 0, rig.ask(request) or 0)
     assert rig.scheduler.get_external_token_sources(request) == {0: 2 * CHUNK, 1: CHUNK, 2: CHUNK}  # type: ignore[arg-type]
 
 
-def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be_verified(
+def test_unverified_objects_in_ram_are_promoted(
     rig: Rig,
 ) -> None:
     request = rig.request(4 * CHUNK + 5)
@@ -212,7 +212,7 @@ def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_what_has_to_be_verified_does_not_count_as_ram_where_it_cannot_be_waited_for(
+def test_unverified_objects_do_not_count_as_ram(
     rig: Rig,
 ) -> None:
     request = rig.request(4 * CHUNK + 5)
@@ -224,7 +224,7 @@ def test_what_has_to_be_verified_does_not_count_as_ram_where_it_cannot_be_waited
     assert rig.ask(request) == 2 * CHUNK
 
 
-def test_a_request_whose_hits_lie_only_in_a_tier_that_is_given_up_is_answered_at_once(
+def test_hits_in_an_unusable_tier_only_do_not_match(
     rig: Rig,
 ) -> None:
     request = rig.request(4 * CHUNK + 5)
@@ -239,7 +239,7 @@ def test_a_request_whose_hits_lie_only_in_a_tier_that_is_given_up_is_answered_at
     assert rig.ask(later) is None
 
 
-def test_what_ram_and_other_tiers_have_is_offered_while_one_is_given_up(rig: Rig) -> None:
+def test_other_tiers_match_while_one_is_unusable(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 2), RAM | DISK)
     rig.hold(request.keys(2, 2), DISK)
@@ -251,7 +251,7 @@ def test_what_ram_and_other_tiers_have_is_offered_while_one_is_given_up(rig: Rig
     assert rig.client.take(Promote)[0].budget_seconds == 9
 
 
-def test_an_answer_from_before_a_tier_was_given_up_does_not_hold(rig: Rig) -> None:
+def test_a_cached_match_is_void_once_a_tier_is_unusable(rig: Rig) -> None:
     request = rig.request(4 * CHUNK + 5)
     rig.hold(request.keys(0, 4), RAM)
     assert rig.ask(request) == 4 * CHUNK

@@ -1,4 +1,4 @@
-"""Numbers on their way from the connector to the engine's /metrics."""
+"""Metrics on their way from the connector to the engine's /metrics."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _stats() -> KVTierStats:
     return stats
 
 
-def test_they_cross_processes_as_plain_data() -> None:
+def test_stats_are_plain_data() -> None:
     data = _stats().data
     assert json.loads(json.dumps(data)) == data
 
 
-def test_reports_of_ranks_and_scheduler_add_up() -> None:
+def test_stats_of_ranks_and_scheduler_are_aggregated() -> None:
     joined = _stats().aggregate(_stats())
     assert joined.data["loaded_tokens"] == {"ram": 256, "disk": 128}
     assert joined.data["load_seconds"] == [0.25, 0.75, 0.25, 0.75]
 
 
-def test_the_log_line_has_totals() -> None:
+def test_the_log_line_shows_totals() -> None:
     assert _stats().reduce() == {
         "kvtier_loaded_tokens": 192,
         "kvtier_offered_tokens": 256,
@@ -41,7 +41,7 @@ def test_the_log_line_has_totals() -> None:
     }
 
 
-def test_nothing_happened_is_nothing_to_send() -> None:
+def test_stats_without_counts_are_empty() -> None:
     stats = KVTierStats()
     stats.add("offered_tokens", 0)
     stats.observe_loads([])
@@ -51,7 +51,7 @@ def test_nothing_happened_is_nothing_to_send() -> None:
     assert filled.is_empty()
 
 
-def test_durations_are_bounded() -> None:
+def test_load_durations_are_bounded() -> None:
     stats = KVTierStats()
     for _ in range(3):
         stats.observe_loads([0.1] * MAX_OBSERVATIONS)
@@ -80,7 +80,7 @@ def _metrics(types: _Types) -> KVTierPromMetrics:
     return KVTierPromMetrics(config, types.types(), ["model_name", "engine"], labels)  # type: ignore[arg-type]
 
 
-def test_they_appear_with_the_engines_labels() -> None:
+def test_metrics_have_the_engines_labels() -> None:
     types = _Types()
     metrics = _metrics(types)
     metrics.observe(_stats().data, 1)
@@ -100,17 +100,17 @@ def test_they_appear_with_the_engines_labels() -> None:
         {"offered_tokens": {"": -1}},
     ],
 )
-def test_data_that_cannot_be_recorded_does_not_end_the_server(data: dict[str, Any]) -> None:
+def test_invalid_stats_do_not_end_the_server(data: dict[str, Any]) -> None:
     _metrics(_Types()).observe(data, 0)
 
 
-def test_an_engine_that_is_not_known_is_ignored() -> None:
+def test_stats_of_an_unknown_engine_are_ignored() -> None:
     types = _Types()
     _metrics(types).observe(_stats().data, 9)
     assert "loaded_tokens_total{" not in types.text()
 
 
-def test_what_the_scheduler_side_counted_is_taken_once(rig: Rig) -> None:
+def test_scheduler_counts_are_collected_once(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.admit(request, 0, rig.ask(request) or 0)
@@ -124,7 +124,7 @@ def test_what_the_scheduler_side_counted_is_taken_once(rig: Rig) -> None:
     assert stats.data["load_failures"] == {"address": 1}
 
 
-def test_heartbeats_say_which_prompt_tokens_were_loaded_from_which_tier_instead_of_computed(
+def test_heartbeats_carry_prompt_tokens_and_loaded_tokens_by_tier(
     rig: Rig,
 ) -> None:
     request = rig.request(300)

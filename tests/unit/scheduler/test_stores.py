@@ -110,7 +110,7 @@ def test_a_step_that_was_built_ahead_counts_only_when_it_is_reported(rig: Rig) -
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
 
 
-def test_what_a_tier_holds_is_not_stored_again(rig: Rig) -> None:
+def test_chunks_in_a_tier_are_not_stored_again(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold([request.key(0), request.key(2)], 2)
     rig.client.accepts = False  # no promotion
@@ -121,7 +121,7 @@ def test_what_a_tier_holds_is_not_stored_again(rig: Rig) -> None:
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [1, 3]
 
 
-def test_what_was_loaded_is_not_stored_again(rig: Rig) -> None:
+def test_loaded_chunks_are_not_stored_again(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 2))
     rig.admit(request, 0, rig.ask(request) or 0)
@@ -132,7 +132,7 @@ def test_what_was_loaded_is_not_stored_again(rig: Rig) -> None:
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
 
 
-def test_what_the_gpu_holds_and_no_tier_any_more_is_stored_from_there(rig: Rig) -> None:
+def test_chunks_in_gpu_memory_and_no_tier_are_stored(rig: Rig) -> None:
     request = rig.request(300)
     assert rig.ask(request, 3 * CHUNK) == 0
     rig.allocate(request, 3 * CHUNK)
@@ -142,7 +142,7 @@ def test_what_the_gpu_holds_and_no_tier_any_more_is_stored_from_there(rig: Rig) 
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 1, 2, 3]
 
 
-def test_what_a_load_failed_to_bring_is_stored_once_it_was_computed(rig: Rig) -> None:
+def test_chunks_of_a_failed_load_are_stored_once_computed(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.admit(request, 0, rig.ask(request) or 0)
@@ -204,7 +204,7 @@ def test_a_finished_request_stores_the_rest_while_its_blocks_are_there(rig: Rig)
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
-def test_of_an_aborted_request_only_what_was_reported_is_stored(rig: Rig, status: str) -> None:
+def test_only_executed_chunks_of_an_aborted_request_are_stored(rig: Rig, status: str) -> None:
     request = rig.request(300)
     rig.ask(request)
     rig.build({"r": 150})
@@ -215,8 +215,8 @@ def test_of_an_aborted_request_only_what_was_reported_is_stored(rig: Rig, status
     assert [store.run.blocks[0] for store in rig.build().stores] == [table[0], table[2]]
 
 
-def test_a_step_in_flight_is_not_taken_for_executed_when_a_request_ends(rig: Rig) -> None:
-    """The output of one step ends a request while the next is running: what only the next one computes is not there."""
+def test_a_step_in_flight_does_not_count_as_executed(rig: Rig) -> None:
+    """The output of one step ends a request while the next step runs."""
     request = rig.request(100)
     rig.ask(request)
     rig.build({"r": 100})
@@ -236,7 +236,7 @@ def test_a_request_that_ends_without_blocks_stores_nothing(rig: Rig) -> None:
     assert rig.pool.referenced() == []
 
 
-def test_a_preempted_request_does_not_store_what_it_has_not_computed_again(rig: Rig) -> None:
+def test_a_preempted_request_stores_only_recomputed_chunks(rig: Rig) -> None:
     request = _computed(rig, 200)
     rig.preempt(request)
     rig.build(preempted=["r"])
@@ -246,7 +246,7 @@ def test_a_preempted_request_does_not_store_what_it_has_not_computed_again(rig: 
     assert rig.build({"r": 10}).stores == []
 
 
-def test_a_report_from_before_a_preemption_says_nothing_about_the_new_blocks(rig: Rig) -> None:
+def test_a_report_from_before_a_preemption_does_not_apply_to_new_blocks(rig: Rig) -> None:
     request = rig.request(200)
     rig.ask(request)
     rig.build({"r": 200})
@@ -258,7 +258,7 @@ def test_a_report_from_before_a_preemption_says_nothing_about_the_new_blocks(rig
     assert rig.build({"r": 10}).stores == []
 
 
-def test_a_request_that_is_preempted_and_resumed_within_one_step_begins_anew(rig: Rig) -> None:
+def test_a_request_preempted_and_resumed_within_one_step_starts_over(rig: Rig) -> None:
     request = _computed(rig, 200)
     rig.preempt(request)
     assert rig.ask(request) == 0
@@ -267,7 +267,7 @@ def test_a_request_that_is_preempted_and_resumed_within_one_step_begins_anew(rig
     assert rig.build({"r": 10}).stores == []
 
 
-def test_a_resumed_request_stores_only_what_is_missing(rig: Rig) -> None:
+def test_a_resumed_request_stores_only_missing_chunks(rig: Rig) -> None:
     request = _computed(rig, 200)
     stores = rig.run({"r": 1}).stores
     assert chunks_of(rig, stores) == [0, 1, 2]
@@ -298,7 +298,7 @@ def test_a_preempted_request_waits_for_its_stores_before_it_loads(rig: Rig) -> N
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_it_does_not_wait_for_stores_for_ever(rig: Rig) -> None:
+def test_the_wait_for_stores_is_bounded(rig: Rig) -> None:
     request = _computed(rig, 300)
     rig.build({"r": 1})
     rig.preempt(request)
@@ -323,7 +323,7 @@ def test_without_a_free_slot_a_store_waits_while_the_request_runs_and_is_dropped
     assert rig.scheduler.stores.dropped == {"no_credit": 2}
 
 
-def test_no_more_than_a_bound_is_in_flight(rig: Rig) -> None:
+def test_bytes_in_flight_are_bounded(rig: Rig) -> None:
     rig.scheduler.stores._max_in_flight_bytes = 2 * SLOT_BYTES
     _computed(rig)
     stores = rig.build({"r": 1}).stores
@@ -332,7 +332,7 @@ def test_no_more_than_a_bound_is_in_flight(rig: Rig) -> None:
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
 
 
-def test_a_key_that_was_just_delivered_is_not_stored_twice_before_tierd_says_so(rig: Rig) -> None:
+def test_a_recently_committed_key_is_not_stored_twice(rig: Rig) -> None:
     _computed(rig, 100)
     (store,) = rig.build({"r": 1}).stores
     rig.report(done={store.reservation: 1})
@@ -354,7 +354,7 @@ def test_nothing_is_stored_while_a_worker_is_not_attached(rig: Rig) -> None:
     assert len(rig.build({"r": 1}).stores) == 4
 
 
-def test_when_tierd_is_lost_its_slots_are_forgotten_and_blocks_stay_until_the_worker_reports(
+def test_after_tierd_is_lost_blocks_stay_referenced_until_the_worker_reports(
     rig: Rig,
 ) -> None:
     _computed(rig)
@@ -371,7 +371,7 @@ def test_when_tierd_is_lost_its_slots_are_forgotten_and_blocks_stay_until_the_wo
     assert {store.epoch for store in rig.build({"other": 1}).stores} == {2}
 
 
-def test_what_was_planned_when_tierd_was_lost_is_let_go(rig: Rig) -> None:
+def test_planned_stores_are_dropped_when_tierd_is_lost(rig: Rig) -> None:
     request = _computed(rig)
     rig.finish(request)
     assert rig.pool.referenced()
@@ -381,7 +381,7 @@ def test_what_was_planned_when_tierd_was_lost_is_let_go(rig: Rig) -> None:
     assert rig.scheduler.stores.dropped == {"lost": 4}
 
 
-def test_a_reservation_that_cannot_be_sent_is_no_store(rig: Rig) -> None:
+def test_a_store_whose_reservation_cannot_be_sent_is_dropped(rig: Rig) -> None:
     _computed(rig)
     rig.client.accepts = False
     assert rig.build({"r": 1}).stores == []
@@ -396,7 +396,7 @@ def test_without_vllms_block_pool_nothing_is_stored(rig: Rig) -> None:
     assert rig.scheduler.stores.dropped == {"no_block_pool": 4}
 
 
-def test_an_idle_engine_steps_on_for_stores_but_not_for_ever(rig: Rig) -> None:
+def test_an_idle_engine_steps_for_stores_for_a_bounded_time(rig: Rig) -> None:
     request = _computed(rig)
     rig.finish(request)
     assert rig.scheduler.has_pending_work()
@@ -414,7 +414,7 @@ def test_a_null_block_is_not_stored(rig: Rig) -> None:
     assert rig.scheduler.stores.dropped == {"blocks_gone": 1}
 
 
-def test_what_lies_only_in_a_tier_that_is_given_up_is_stored_in_ram(rig: Rig) -> None:
+def test_chunks_in_an_unusable_tier_only_are_stored(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4), 2)
     rig.client.sink(Usable(bits=RAM))
@@ -423,7 +423,7 @@ def test_what_lies_only_in_a_tier_that_is_given_up_is_stored_in_ram(rig: Rig) ->
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(16, 2), (31, 3), (12, 1)])
-def test_stores_in_flight_keep_at_most_a_quarter_of_the_cache_referenced(
+def test_stores_reference_at_most_a_quarter_of_the_cache(
     rig: Rig, blocks: int, chunks: int
 ) -> None:
     del rig.pool.blocks[blocks:]

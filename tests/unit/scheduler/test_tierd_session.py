@@ -17,7 +17,7 @@ from kvtier.tierd.wire import (
 )
 
 
-def test_the_handshake_says_who_writes(rig: Rig) -> None:
+def test_the_handshake_names_the_writer_ranks(rig: Rig) -> None:
     hello = Rig(ranks=4).client.hello()
     assert (hello.role, hello.engine, hello.ranks, hello.writer_ranks) == (
         "scheduler",
@@ -29,21 +29,21 @@ def test_the_handshake_says_who_writes(rig: Rig) -> None:
     assert hello.ephemeral_reason == ""
 
 
-def test_keys_that_leave_are_acknowledged_at_once_by_the_clients_thread(rig: Rig) -> None:
+def test_eviction_notices_are_acknowledged_on_the_clients_thread(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.client.leaving(request.keys(0, 1), token=11)
     assert [ack.token for ack in rig.client.take(EvictionAck)] == [11]
 
 
-def test_a_missing_delta_is_asked_for_once(rig: Rig) -> None:
+def test_a_missing_delta_requests_one_resync(rig: Rig) -> None:
     rig.client._sequence += 3
     rig.client.delta()
     rig.client.delta()
     assert len(rig.client.take(Resync)) == 1
 
 
-def test_a_refusal_is_said_once_and_means_no_tiers(
+def test_a_refusal_is_logged_once_and_disables_tiers(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(attach=False)
@@ -54,7 +54,7 @@ def test_a_refusal_is_said_once_and_means_no_tiers(
     assert rig.scheduler.session.counters["refused"] == 3
 
 
-def test_a_new_tierd_is_used_once_it_is_ready(rig: Rig) -> None:
+def test_a_new_tierd_is_used_once_its_namespace_is_open(rig: Rig) -> None:
     request = rig.request(300)
     rig.client.lose()
     assert rig.ask(request) == 0
@@ -66,7 +66,7 @@ def test_a_new_tierd_is_used_once_it_is_ready(rig: Rig) -> None:
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_live_settings_are_taken_and_bad_ones_refused_value_by_value(rig: Rig) -> None:
+def test_live_settings_are_validated_value_by_value(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.client.sink(
@@ -77,7 +77,7 @@ def test_live_settings_are_taken_and_bad_ones_refused_value_by_value(rig: Rig) -
     assert rig.scheduler.session.counters["settings_refused"] == 1
 
 
-def test_a_raised_limit_holds_for_the_next_promotion(rig: Rig) -> None:
+def test_a_changed_timeout_applies_to_the_next_promotion(rig: Rig) -> None:
     changed = topology().live.model_copy(update={"tiers": {**topology().live.tiers}})
     text = changed.model_dump_json(by_alias=True).replace(
         '"loadTimeoutSeconds":4', '"loadTimeoutSeconds":40'
@@ -89,7 +89,7 @@ def test_a_raised_limit_holds_for_the_next_promotion(rig: Rig) -> None:
     assert rig.client.take(Promote)[0].budget_seconds == 40
 
 
-def test_after_a_reset_nothing_of_before_is_offered(rig: Rig) -> None:
+def test_after_a_reset_older_objects_do_not_match(rig: Rig) -> None:
     before = rig.request(300, "before")
     rig.hold(before.keys(0, 4))
     assert rig.scheduler.reset_cache()
@@ -106,7 +106,7 @@ def test_after_a_reset_nothing_of_before_is_offered(rig: Rig) -> None:
     assert rig.ask(after) == 2 * CHUNK
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(rig: Rig) -> None:
+def test_kv_computed_before_a_reset_is_not_stored_after_it(rig: Rig) -> None:
     rig.client.credit(16)
     running, done = rig.request(300, "running"), rig.request(300, "done", seed=1)
     for request in (running, done):
@@ -125,7 +125,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(rig: Rig) -> No
     assert rig.client.take(Reserve) == []
 
 
-def test_slots_of_stores_that_a_reset_dropped_are_used_again(rig: Rig) -> None:
+def test_slots_of_stores_dropped_by_a_reset_are_reused(rig: Rig) -> None:
     rig.client.credit(4)
     first = rig.request(300, "first")
     rig.ask(first)
@@ -141,7 +141,7 @@ def test_slots_of_stores_that_a_reset_dropped_are_used_again(rig: Rig) -> None:
     assert len(rig.build({"second": 1}).stores) == 4
 
 
-def test_a_reset_before_the_namespace_is_open_is_made_good_when_it_opens() -> None:
+def test_a_reset_before_the_namespace_opens_is_sent_when_it_opens() -> None:
     rig = Rig(attach=False)
     rig.client.welcome()
     assert rig.scheduler.reset_cache()
@@ -156,7 +156,7 @@ def test_a_reset_before_the_namespace_is_open_is_made_good_when_it_opens() -> No
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_after_a_reset_every_later_session_is_for_this_engine_alone(rig: Rig) -> None:
+def test_after_a_reset_every_later_session_is_ephemeral(rig: Rig) -> None:
     rig.scheduler.reset_cache()
     assert len(rig.client.take(ResetCache)) == 1
     rig.client.lose()
@@ -175,7 +175,7 @@ def test_a_reset_without_tierd_is_not_forgotten(rig: Rig) -> None:
     assert rig.client.hello().ephemeral_reason == RESET_REASON
 
 
-def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
+def test_a_reset_that_races_with_the_next_hello_is_sent_later(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons: list[str] = []
@@ -199,6 +199,6 @@ def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
     assert rig.ask(request) == 4 * CHUNK
 
 
-def test_closing_says_goodbye(rig: Rig) -> None:
+def test_shutdown_closes_the_client(rig: Rig) -> None:
     rig.scheduler.shutdown()
     assert rig.client.closed

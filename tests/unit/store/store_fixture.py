@@ -1,5 +1,4 @@
-"""A store with everything around it in the test's hands: time, I/O, tiers, and the memory of the
-pool."""
+"""A store whose time, I/O, tiers and pool memory are under the test's control."""
 
 from __future__ import annotations
 
@@ -45,18 +44,18 @@ CHECKSUMS = Blake3()
 
 
 def block_hash(number: int) -> bytes:
-    """The hash of the number-th chunk of a prompt."""
+    """The block hash of chunk ``number``."""
     return hashlib.sha256(b"%d" % number).digest()
 
 
 def shard_content(namespace: str, key: bytes, rank: int, size: int) -> bytes:
-    """The bytes that belong to a key, and to no other."""
+    """The bytes of one shard of a key; different for each key and rank."""
     seed = hashlib.sha256(namespace.encode() + key + bytes((rank,))).digest()
     return (seed * (size // len(seed) + 1))[:size]
 
 
 def object_bytes(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> bytes:
-    """A whole object as it lies in a slot."""
+    """A whole object, as in a slot."""
     parts = [
         shard_content(namespace, key, r, size).ljust(aligned(size), b"\0")
         for r, size in enumerate(shard_bytes)
@@ -65,7 +64,7 @@ def object_bytes(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> by
 
 
 def object_meta(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> ObjectMeta:
-    """The seal of a whole object."""
+    """The checksums of a whole object."""
     digests = (
         CHECKSUMS.digest(memoryview(shard_content(namespace, key, r, size)))
         for r, size in enumerate(shard_bytes)
@@ -74,7 +73,7 @@ def object_meta(namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> Obj
 
 
 class WatchedTier(DictTier):
-    """A tier in a dict. ``fail``: makes what the next operations raise, until it is None again."""
+    """A tier in a dict. While ``fail`` is set, every operation raises what it returns."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -89,7 +88,7 @@ class WatchedTier(DictTier):
             raise self.fail()
 
     def put(self, namespace: str, key: bytes, shard_bytes: tuple[int, ...]) -> None:
-        """As if another process had stored the right bytes."""
+        """Adds an object, as another process would."""
         ref = ObjectRef(namespace, key)
         self.objects[ref] = (
             object_bytes(namespace, key, shard_bytes),
@@ -98,7 +97,7 @@ class WatchedTier(DictTier):
         self._on_change(namespace, key, True)
 
     def drop(self, namespace: str, key: bytes) -> None:
-        """As if the tier had evicted it."""
+        """Removes an object, as an eviction would."""
         self.delete(ObjectRef(namespace, key))
 
     def open(self, on_change: OnChange) -> None:
@@ -132,7 +131,7 @@ class WatchedTier(DictTier):
 def live(
     selection: Selection = Selection.COST, threshold: int = 5, period: int = 60, **tiers: LiveTier
 ) -> Live:
-    """Live values for the memory tier and these."""
+    """Live values for the memory tier and these tiers."""
     breaker = BreakerSettings(failure_threshold=threshold, period_seconds=period)
     return Live(selection=selection, breaker=breaker, tiers={"ram": LiveTier(), **tiers})
 
@@ -144,7 +143,7 @@ def topology(
     read_threads: int = 8,
     eviction_policy: Literal["LRU", "ARC"] = "LRU",
 ) -> Topology:
-    """A document with one memory tier and file tiers of these names."""
+    """A topology with one memory tier and file tiers of these names."""
     lower = [
         FileSystemTierDocument(name=n, path="/x", sharing="Pod", read_threads=read_threads)
         for n in names
@@ -165,7 +164,7 @@ def topology(
 
 
 class ReadLogStub:
-    """Which slots are noted as being read into."""
+    """A ``ReadLog`` in memory."""
 
     def __init__(self) -> None:
         self.places: dict[int, SlotLocation] = {}
@@ -181,7 +180,7 @@ class ReadLogStub:
 
 
 class StoreFixture:
-    """One store, its tiers opened, and shorthand for what tests do with it.
+    """One store with open tiers, and shorthands for tests.
 
     Objects have one shard of one page unless an engine says otherwise. ``events`` collects all that
     the store emitted, ``stamps`` when.
@@ -234,8 +233,9 @@ class StoreFixture:
         )
 
     def restart(self, fenced: bool = False, hung: str = "") -> None:
-        """The store's process is killed and another begins over the same pool. Calls under way die
-        with it, unless it has a name as one whose threads hang in the kernel."""
+        """Replaces the store, as if its process were killed and restarted.
+
+        Calls in progress end with it. With a name (``hung``), its threads hang in the kernel."""
         if hung and self.read_log.places:
             self.orphaned_reads[hung] = tuple(self.read_log.places.values())
         self.io = ManualExecutor()
@@ -247,16 +247,16 @@ class StoreFixture:
         self.pump()
 
     def release_orphaned_reads(self, name: str) -> None:
-        """The last thread of a dead process is gone."""
+        """Ends the last thread of a dead process."""
         del self.orphaned_reads[name]
         self.store.release_orphaned_reads(name)
 
     def flip(self, offset: int) -> None:
-        """One bit of the pool is not what it was."""
+        """Flips one bit of the pool."""
         self.pool[offset] ^= 1
 
     def damage_table(self, position: int) -> None:
-        """One bit of the slot table is not what it was."""
+        """Flips one bit of the slot table."""
         data = os.pread(self._table_file, 1, position)
         if data:
             os.pwrite(self._table_file, bytes([data[0] ^ 1]), position)
@@ -273,7 +273,7 @@ class StoreFixture:
         writers: tuple[int, ...] = (0,),
         persistent: bool = True,
     ) -> EngineInfo:
-        """Opens an engine and lets it have its credits."""
+        """Opens an engine and grants its credits."""
         slot_bytes = tuple(sum(map(aligned, group)) for group in shards)
         info = EngineInfo(name, namespace, slot_bytes, shards, writers, persistent)
         self.store.open_engine(info)
@@ -289,7 +289,7 @@ class StoreFixture:
         return events
 
     def advance(self, seconds: float) -> list[StoreEvent]:
-        """Lets time pass, pumping whenever the store asked for it."""
+        """Advances the clock, and pumps at each ``next_wake``."""
         until = self.clock.now + seconds
         events = []
         while (wake := self.store.next_wake()) is not None and wake <= until:
@@ -299,13 +299,13 @@ class StoreFixture:
         return events + self.pump()
 
     def settle(self, lanes: str = "") -> None:
-        """Runs all I/O of these lanes until there is none."""
+        """Runs all I/O of these lanes until none is pending."""
         self.pump()
         while self.io.run_all(lanes):
             self.pump()
 
     def credits(self, engine: str = "e", group: int = 0) -> list[int]:
-        """Free slots that the engine was given and has not used, as it knows them itself."""
+        """Unused credits of the engine, from its own point of view."""
         granted = [
             slot
             for event in self.events
@@ -340,14 +340,14 @@ class StoreFixture:
         return slot
 
     def promote(self, *chunks: int, budget: float = 5.0, engine: str = "e") -> int:
-        """Asks for chunks; returns the promotion's number."""
+        """Starts a promotion of chunks; returns the promotion's number."""
         number = self.number()
         self.store.promote(engine, number, [(0, block_hash(chunk)) for chunk in chunks], budget)
         self.pump()
         return number
 
     def ends(self, promotion: int) -> list[PromotionEnded]:
-        """How a promotion ended, so far."""
+        """The end events of a promotion so far."""
         return [
             e for e in self.events if isinstance(e, PromotionEnded) and e.promotion == promotion
         ]
@@ -355,7 +355,7 @@ class StoreFixture:
     def load(
         self, *chunks: int, promotion: int = 0, engine: str = "e", ranks: tuple[int, ...] = (0,)
     ) -> LoadAnnounced:
-        """Loads chunks; returns the answer."""
+        """Loads chunks; returns the announcement."""
         number = self.number()
         self.store.load(
             engine, number, promotion, [(0, block_hash(chunk)) for chunk in chunks], ranks
@@ -365,7 +365,7 @@ class StoreFixture:
         return ready
 
     def put_in_tier(self, *chunks: int, tier: int = 0) -> None:
-        """Puts chunks into a lower tier, as if stored in an earlier life."""
+        """Puts chunks into a secondary tier."""
         for chunk in chunks:
             self.tiers[tier].put(NAMESPACE, b"\0" + block_hash(chunk), (PAGE,))
         self.pump()
@@ -378,7 +378,7 @@ class StoreFixture:
         return self.store._index.bits(NAMESPACE, b"\0" + block_hash(chunk))
 
     def counted(self, name: str, tier: str = "", reason: str | None = None) -> int:
-        """A counter, summed over reasons where none is given."""
+        """A counter, summed over reasons if none is given."""
         values = self.counters.values.items()
         return sum(v for k, v in values if k[:2] == (name, tier) and reason in (None, k[2]))
 
@@ -386,7 +386,7 @@ class StoreFixture:
         return [e for e in self.events if isinstance(e, KeysEvicting)]
 
     def check_accounts(self) -> None:
-        """The accounts add up, and are those of the slots themselves."""
+        """Checks that the accounts add up to the pool."""
         accounts = self.store.accounts()
         parts = {
             name: getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes"

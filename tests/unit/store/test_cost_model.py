@@ -1,4 +1,4 @@
-"""What is measured while serving: prefill speed, and what a tier delivers."""
+"""The cost model: prefill speed and tier throughput, as measured while serving."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_reads_that_fail_at_once_do_not_make_a_tier_look_fast() -> None:
     assert model.queued_reads == model.queued_bytes == 0
 
 
-def test_two_loads_at_once_share_what_the_tier_delivers() -> None:
+def test_two_concurrent_loads_share_the_bandwidth_of_the_tier() -> None:
     model = TierModel(threads=8)
     for i in range(4):
         first, second = model.begin(i * 10.0), model.begin(i * 10.0)
@@ -233,6 +233,6 @@ def test_two_loads_at_once_share_what_the_tier_delivers() -> None:
                 model.ended(batch, i * 10.0 + 2.0, MIB, True)
     found = model.estimate(100.0)
     assert found is not None
-    # Eight reads took two seconds; that four of them belong to somebody else does not make the tier
+    # Eight reads took two seconds; that four of them belong to another batch does not make the tier
     # slower.
     assert found.seconds(1, 8 * MIB) == pytest.approx(2.0, rel=0.3)

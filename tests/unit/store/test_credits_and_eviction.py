@@ -1,4 +1,4 @@
-"""Free slots: who gets them, and what goes for them."""
+"""Credits, and the evictions that provide them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def key(chunk: int) -> bytes:
 
 
 def fill(fixture: StoreFixture, chunks: int) -> None:
-    """Stores chunks 0, 1, ... and lets nothing be pending."""
+    """Stores chunks 0, 1, ... and settles."""
     for chunk in range(chunks):
         fixture.put(chunk)
         fixture.settle()
@@ -224,7 +224,7 @@ def test_groups_of_one_engine_get_room_for_about_as_many_objects_each() -> None:
     assert 30 <= sum(held[1]) <= 51
 
 
-def test_an_engine_that_comes_later_gets_its_share_of_a_full_pool() -> None:
+def test_a_later_engine_gets_its_share_of_a_full_pool() -> None:
     fixture = StoreFixture(slots=128)
     fixture.engine("first", namespace="b" * 32)
     for chunk in range(150):

@@ -1,4 +1,4 @@
-"""Which object goes next."""
+"""Eviction orders: LRU and ARC."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evict(policy: EvictionOrder[int]) -> int | None:
 
 @pytest.mark.parametrize("make", [lru, arc])
 class TestEveryPolicy:
-    def test_lets_the_oldest_of_what_was_used_alike_go_first(self, make) -> None:  # type: ignore[no-untyped-def]
+    def test_of_objects_used_alike_the_oldest_is_evicted_first(self, make) -> None:  # type: ignore[no-untyped-def]
         policy = make()
         admit(policy, 1, 2, 3)
         assert [evict(policy) for _ in range(4)] == [1, 2, 3, None]
@@ -114,7 +114,7 @@ class TestArc:
             left.add(victim)
         assert left >= set(range(5))
 
-    def test_what_comes_back_soon_after_it_went_counts_as_used_often(self) -> None:
+    def test_an_object_stored_again_soon_after_its_eviction_counts_as_used_often(self) -> None:
         policy = arc()
         admit(policy, 1, 2, 3)
         assert evict(policy) == 1
@@ -122,7 +122,7 @@ class TestArc:
         assert policy.target_recent >= 1
         assert evict(policy) == 2
 
-    def test_remembers_no_more_of_what_went_than_is_resident(self) -> None:
+    def test_there_are_at_most_as_many_ghosts_as_resident_objects(self) -> None:
         policy = arc()
         admit(policy, 1, 2, 3)
         for item in range(10, 1000):

@@ -1,4 +1,4 @@
-"""How a promotion under ``Cost`` uses what an engine says about its prompt."""
+"""Promotions with selection ``Cost``: deadlines, stages and probes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_loads(
         fixture.settle("read:")
 
 
-def test_the_clock_ends_a_wait_after_half_of_recomputing() -> None:
+def test_the_deadline_ends_a_wait_after_half_of_the_recomputing_time() -> None:
     fixture = world_with(*range(4))
     number = promote(fixture, *range(4))
     began = fixture.clock.now
@@ -71,7 +71,7 @@ def test_the_clock_ends_a_wait_after_half_of_recomputing() -> None:
     assert fixture.stamps[fixture.events.index(end)] == pytest.approx(began + 4 * 0.256 * 0.5)
 
 
-def test_what_has_arrived_in_order_gives_back_the_time_of_computing_it() -> None:
+def test_keys_that_arrive_in_order_extend_the_deadline_by_their_computing_time() -> None:
     fixture = world_with(*range(4))
     number = promote(fixture, *range(4))
     fixture.advance(0.5)
@@ -84,7 +84,7 @@ def test_what_has_arrived_in_order_gives_back_the_time_of_computing_it() -> None
     assert (end.outcome, end.usable) == (PromotionOutcome.PARTIAL, 1)
 
 
-def test_what_has_arrived_out_of_order_gives_nothing_back() -> None:
+def test_keys_that_arrive_out_of_order_do_not_extend_the_deadline() -> None:
     fixture = world_with(*range(4))
     number = promote(fixture, *range(4))
     for call in fixture.calls("read:")[1:]:
@@ -94,14 +94,14 @@ def test_what_has_arrived_out_of_order_gives_nothing_back() -> None:
     assert [end.usable for end in fixture.ends(number)] == [0]
 
 
-def test_time_that_the_request_has_waited_before_counts() -> None:
+def test_time_waited_before_the_promotion_counts() -> None:
     fixture = world_with(*range(4))
     number = promote(fixture, *range(4), given=shape(4, waited=0.5))
     fixture.advance(0.02)
     assert len(fixture.ends(number)) == 1
 
 
-def test_the_budget_ends_a_wait_that_the_clock_would_allow() -> None:
+def test_the_budget_ends_a_wait_that_the_deadline_would_allow() -> None:
     fixture = world_with(*range(4))
     number = promote(fixture, *range(4), budget=0.1)
     fixture.advance(0.11)
@@ -145,7 +145,7 @@ def test_a_plan_in_stages_limits_parallel_reads_and_continues_in_order() -> None
     assert [end.outcome for end in fixture.ends(number)] == [PromotionOutcome.WHOLE]
 
 
-def test_a_key_that_comes_otherwise_before_its_stage_is_not_read() -> None:
+def test_a_key_that_becomes_resident_before_its_stage_is_not_read() -> None:
     fixture = world_with(*range(8))
     read_loads(fixture, seconds=1.6, reads=8)
     number = promote(fixture, *range(8))

@@ -1,4 +1,4 @@
-"""Loads: what is announced, and for how long it stays."""
+"""Loads: announced slots, and how long they stay pinned."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_a_load_that_names_a_running_promotion_ends_it() -> None:
     assert fixture.store.pinned_bytes == 0
 
 
-def test_what_a_vanished_engine_may_be_reading_stays_for_60_seconds_and_readable_for_others() -> (
-    None
-):
+def test_objects_of_a_vanished_engines_loads_stay_for_60_seconds_and_remain_readable() -> None:
     fixture = stored(1)
     fixture.load(0)
     fixture.store.close_engine("e", False)
@@ -93,7 +91,7 @@ def test_what_a_vanished_engine_may_be_reading_stays_for_60_seconds_and_readable
     assert fixture.store.pinned_bytes == 0
 
 
-def test_what_an_engine_was_reading_is_free_once_it_is_proven_gone() -> None:
+def test_objects_an_engine_was_reading_are_released_once_it_is_confirmed_dead() -> None:
     fixture = stored(1)
     fixture.load(0)
     fixture.store.close_engine("e", False)

@@ -1,4 +1,4 @@
-"""Slots into which a thread of a dead tierd may still read are nobody's until it is gone."""
+"""Slots that a thread of a dead tierd may still be reading into are quarantined."""
 
 from __future__ import annotations
 

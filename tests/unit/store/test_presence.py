@@ -1,4 +1,4 @@
-"""What the store says about which tier holds what."""
+"""Presence: which tier holds which key, as announced by the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def key(chunk: int) -> bytes:
     return b"\0" + block_hash(chunk)
 
 
-def test_an_engine_that_opens_finds_what_the_tiers_hold() -> None:
+def test_a_new_engine_finds_the_objects_that_tiers_hold() -> None:
     fixture = StoreFixture(tiers=("disk", "nfs"))
     fixture.put_in_tier(0, 1, tier=0)
     fixture.put_in_tier(1, 2, tier=1)
@@ -28,7 +28,7 @@ def test_objects_of_namespaces_without_engines_are_not_announced() -> None:
     assert list(fixture.store.presence("b" * 32)) == []
 
 
-def test_what_a_tier_gains_and_loses_is_announced() -> None:
+def test_keys_added_to_and_removed_from_a_tier_are_announced() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.tier.put(NAMESPACE, key(0), (PAGE,))
@@ -40,7 +40,7 @@ def test_what_a_tier_gains_and_loses_is_announced() -> None:
     assert fixture.pump() == [PresenceChanged(NAMESPACE, key(0), 2, False)]
 
 
-def test_what_happened_while_no_engine_was_there_is_known_to_the_next() -> None:
+def test_changes_without_an_open_engine_are_known_to_the_next_one() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0, 1)
@@ -51,7 +51,7 @@ def test_what_happened_while_no_engine_was_there_is_known_to_the_next() -> None:
     assert dict(fixture.store.presence(NAMESPACE)) == {key(1): 2}
 
 
-def test_what_is_in_ram_survives_the_engine() -> None:
+def test_objects_in_ram_survive_the_engine() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put(0)
@@ -92,7 +92,7 @@ def test_a_tier_is_listed_again_in_parts_while_it_changes(
         assert len(fixture.pump()) <= 10 + 8
         looks += 1
         if looks <= 3:
-            # One that was listed, one that is still to be, and one that nobody knows yet.
+            # One key already listed, one not yet listed, and one unknown to the index.
             for gone in (looks, 49 - looks):
                 del held[gone]
                 fixture.tier.drop(NAMESPACE, key(gone))
@@ -138,7 +138,7 @@ def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(
     assert list(fixture.store.presence(NAMESPACE)) == []
 
 
-def test_two_engines_of_one_namespace_see_what_the_other_stored() -> None:
+def test_two_engines_of_one_namespace_see_each_others_objects() -> None:
     fixture = StoreFixture()
     fixture.engine("e0")
     fixture.engine("e1")

@@ -1,4 +1,4 @@
-"""Promotions: what is brought into RAM, from where, and when they end."""
+"""Promotions: keys read into RAM, their sources, and when a promotion ends."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_a_budget_only_keys_in_ram_count(budget: float) -> None:
     assert ended(fixture, fixture.promote(0, 1, budget=budget)) == (PromotionOutcome.PARTIAL, 1)
 
 
-def test_when_the_clock_is_out_what_has_arrived_in_one_piece_counts() -> None:
+def test_at_the_deadline_the_contiguous_prefix_that_has_arrived_counts() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0, 1, 2)
@@ -165,7 +165,7 @@ def test_a_read_past_its_estimate_cannot_be_joined() -> None:
     assert fixture.counted("promotions_cut", "", "read_past_its_estimate") == 1
 
 
-def test_two_promotions_of_a_long_prefix_and_a_short_one_hold_what_each_needs() -> None:
+def test_promotions_of_a_long_and_a_short_prefix_each_pin_their_keys() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0, 1)
@@ -329,7 +329,7 @@ def test_reads_make_room_by_evicting_and_wait_for_it() -> None:
         fixture.settle()
     fixture.put_in_tier(*range(100, 104))
     promotion = fixture.promote(*range(100, 104))
-    # One slot was kept in reserve; the others come when what leaves has left.
+    # One slot was in reserve; the evictions provide the others.
     assert len(fixture.calls("read:")) == 1
     for _ in range(3):
         fixture.advance(0.11)

@@ -1,5 +1,4 @@
-"""What the last tierd left in RAM: taken over after the fence, verified at its first hit, or
-absent."""
+"""Objects of the previous tierd: recovered after the fence and verified on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from kvtier.tiers import checksum
 def left_behind(
     *chunks: int, slots: int = 16, seal: bool = True, fenced: bool = False
 ) -> StoreFixture:
-    """A fixture in its second life; in its first these chunks were stored, in RAM alone."""
+    """A fixture after a restart; these chunks were stored before, in RAM only."""
     values = live(disk=LiveTier(capacity_bytes=1 << 30, store_policy=StorePolicy.NONE))
     fixture = StoreFixture(slots=slots, values=values)
     fixture.engine()
@@ -253,7 +252,7 @@ def test_two_requests_share_one_verification() -> None:
     assert [fixture.ends(p)[0].outcome for p in (first, second)] == [PromotionOutcome.WHOLE] * 2
 
 
-def test_a_verification_that_takes_too_long_costs_the_clock_and_no_more() -> None:
+def test_a_slow_verification_costs_no_more_than_the_deadline() -> None:
     fixture = left_behind(0)
     fixture.engine()
     promotion = fixture.promote(0, budget=0.5)
@@ -263,7 +262,7 @@ def test_a_verification_that_takes_too_long_costs_the_clock_and_no_more() -> Non
     assert fixture.store.pinned_bytes == 0
 
 
-def test_under_cost_the_clock_of_what_has_to_be_verified_is_half_of_recomputing_it() -> None:
+def test_under_cost_the_deadline_of_a_verification_is_half_of_the_recomputing_time() -> None:
     fixture = left_behind(0, 1)
     fixture.engine()
     shape = PrefixCost(0, (1000, 2000), Prefill(1e-3, 0.0))

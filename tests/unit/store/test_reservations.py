@@ -1,4 +1,4 @@
-"""How chunks become objects: reservations, deliveries, commits."""
+"""Reservations, deliveries and commits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_early_acknowledgements_are_bounded_and_the_oldest_dropped_and_counted()
     fixture.engine()
     for number in range(MAX_EARLY + 10):
         fixture.store.deliver("e", 0, number)
-    assert fixture.counted("early_answers_dropped") == 10
+    assert fixture.counted("early_acks_dropped") == 10
 
 
 def test_a_key_that_is_present_is_not_stored_again() -> None:
@@ -137,7 +137,7 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
-def test_what_the_protocol_does_not_allow_is_counted_and_harmless(reason: str, act) -> None:  # type: ignore[no-untyped-def]
+def test_protocol_violations_are_counted_and_harmless(reason: str, act) -> None:  # type: ignore[no-untyped-def]
     fixture = StoreFixture()
     fixture.engine()
     fixture.engine("other")

@@ -1,4 +1,4 @@
-"""Selection by cost: what is expected to be ready first, and never what loses to recomputing."""
+"""Selection ``Cost``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_queued_reads_of_a_tier_count() -> None:
     assert choose_by_cost(ask([1] * 16, tier(4, queued=100))).chosen is None
 
 
-def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_keep_the_clock_going() -> None:
+def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_extend_the_deadline() -> None:
     decision = choose_by_cost(ask([1] * 8, tier(1.2)))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 4, False)
@@ -109,7 +109,7 @@ def test_a_load_that_delivers_nothing_before_the_deadline_is_not_started() -> No
     assert choose_by_cost(ask([1] * 32, slow_to_start, limit_seconds=600.0)).chosen is None
 
 
-def test_a_tier_that_varies_needs_more_distance_from_the_clock() -> None:
+def test_a_tier_that_varies_needs_a_larger_margin_to_the_deadline() -> None:
     keys, near = [1], tier(2.2)
     assert choose_by_cost(ask(keys, near)).chosen is not None
     assert choose_by_cost(ask(keys, tier(2.2, spread=0.1))).chosen is None
@@ -122,7 +122,7 @@ def test_weights_favour_one_tier_but_never_a_load_that_loses() -> None:
     assert choose_by_cost(ask([1] * 32, tier(1.5, weight=50))).chosen is None
 
 
-def test_load_timeout_seconds_is_part_of_the_clock() -> None:
+def test_load_timeout_seconds_limits_the_deadline() -> None:
     assert choose_by_cost(ask([1] * 400, tier(4), limit_seconds=0.9)).chosen is not None
     cut = choose_by_cost(ask([1] * 400, tier(4, threads=256), limit_seconds=0.3))
     assert cut.chosen is None or cut.chosen.cut
@@ -198,7 +198,7 @@ def test_nothing_chosen_is_expected_to_lose_to_recomputing(
     beta=st.floats(0, 1e-6),
     limit=st.floats(0.001, 600),
 )
-def test_whenever_the_clock_ends_a_wait_no_more_than_half_of_recomputing_was_lost(
+def test_a_wait_ended_by_the_deadline_costs_at_most_half_of_the_recomputing_time(
     start: int, spans: list[int], stop: int, alpha: float, beta: float, limit: float
 ) -> None:
     prefill = Prefill(alpha, beta)
@@ -211,7 +211,7 @@ def test_whenever_the_clock_ends_a_wait_no_more_than_half_of_recomputing_was_los
     assert clock.seconds(0) <= 0.5 * prefill.seconds(start, end) * (1 + 1e-9)
 
 
-def test_without_an_estimate_the_clock_is_load_timeout_seconds_alone() -> None:
+def test_without_an_estimate_the_deadline_is_load_timeout_seconds() -> None:
     assert LoadDeadline(5.0).seconds(0) == LoadDeadline(5.0).seconds(10_000) == 5.0
 
 

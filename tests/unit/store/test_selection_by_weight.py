@@ -1,4 +1,4 @@
-"""Which prefix to load."""
+"""Selection ``Weighted``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers
-do."""
+"""Time to first token in simulated time: bounds that hold whatever the tiers do."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ BANDWIDTHS = [10 ** (6 + i / STEPS_PER_DECADE) for i in range(4 * STEPS_PER_DECA
 
 
 def measured(simulation: Simulation) -> Simulation:
-    """With prompts that nobody has, so that the engine's speed is known."""
+    """Measures the engine's speed with prompts that no tier has."""
     for tokens in (4_096, 16_384):
         simulation.run(simulation.prompt(tokens), choice=Choice.RECOMPUTE)
     return simulation
@@ -90,7 +89,7 @@ def test_a_tier_that_hangs_costs_half_of_recomputing_once_and_then_nothing() -> 
     assert costs[1:] == [1.0] * 11
 
 
-def test_what_arrived_in_order_before_the_tier_stopped_is_used() -> None:
+def test_keys_that_arrived_in_order_before_the_tier_stopped_are_used() -> None:
     prefill, chunk_bytes = ENGINES["8B on one H200"]
     tier = SimulatedTier("disk", 20e9, in_order=True)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
@@ -194,7 +193,7 @@ def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
     for request in requests:
         simulation.finish(request)
         assert request.first_token_seconds <= 1.5 * request.recompute_seconds * (1 + 1e-6)
-    # And nothing is held any more once everything has come back, however late.
+    # Nothing is pinned once every read has returned, however late.
     script[:] = [ReadPlan()]
     tiers[0].bytes_per_second = 1e11
     tiers[0].release()

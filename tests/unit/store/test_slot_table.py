@@ -1,4 +1,4 @@
-"""The table that tells the next tierd what is in the pool."""
+"""The slot table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def file() -> Iterator[int]:
 
 @pytest.fixture
 def reopen(file: int) -> Open:
-    """A table of another life over the same file."""
+    """Opens the table again, as the next process would."""
 
     def reopen(identity: TableIdentity = IDENTITY, namespaces: set[str] | None = None) -> SlotTable:
         return SlotTable(os.dup(file), identity, namespaces)
@@ -58,7 +58,7 @@ def reopen(file: int) -> Open:
     return reopen
 
 
-def test_the_next_life_finds_what_was_added_and_not_erased_oldest_first(reopen: Open) -> None:
+def test_reopening_returns_the_records_added_and_not_erased_oldest_first(reopen: Open) -> None:
     table = reopen()
     for number in (5, 3, 9, 1):
         assert table.add(record(number)) == ""
@@ -93,7 +93,7 @@ def test_erased_places_are_used_again(reopen: Open, file: int) -> None:
     ],
     ids=["another pool file", "another topology", "a smaller pool"],
 )
-def test_a_table_of_something_else_is_refused_as_a_whole(
+def test_a_table_with_another_identity_is_rejected_as_a_whole(
     reopen: Open, identity: TableIdentity, reason: str
 ) -> None:
     table = reopen()
@@ -114,7 +114,7 @@ def test_a_pool_that_has_grown_is_recovered(reopen: Open) -> None:
     assert reopen().rejected == {"pool_size": 1}
 
 
-def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> None:
+def test_objects_of_a_namespace_without_its_text_are_rejected(reopen: Open) -> None:
     table = reopen()
     table.add(record(1))
     table.add(record(2, namespace="f" * 32))

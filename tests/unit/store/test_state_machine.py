@@ -1,9 +1,9 @@
-"""TierStore against a model, under any interleaving of calls, I/O and time.
+"""TierStore against a model, for any interleaving of calls, I/O and time.
 
-The model is an adversary that keeps to the contract: engines write garbage into every slot that is
-theirs until they are proven gone, hung reads write garbage into their slots until they return,
-workers of vanished engines go on reading. What the store then announces must hold exactly the bytes
-of its key.
+The model is an adversary within the contract. Engines write garbage into every slot that is theirs
+until they are confirmed dead, hung reads write garbage into their slots until they return, and
+workers of closed engines continue to read. Every announced slot must hold exactly the bytes of its
+key.
 """
 
 from __future__ import annotations
@@ -194,14 +194,14 @@ class Driver:
             self.fixture.io.hold(waiting[number % len(waiting)])
 
     def scribble(self, number: int) -> None:
-        """A read that has begun and not returned writes garbage into its slot."""
+        """A read in progress writes garbage into its slot."""
         memories = self.hung_reads()
         if memories:
             memory = memories[number % len(memories)]
             memory[:] = bytes([number % 251]) * len(memory)
 
     def hung_reads(self) -> list[memoryview]:
-        """The memory of reads that have begun."""
+        """The memory of reads in progress."""
         found = []
         for call in self.fixture.io.pending:
             if call.started and call.lane.startswith("read:") and isinstance(call.call, IoCall):
@@ -253,7 +253,7 @@ class Driver:
     def restart(self, pool_flip: int, table_flip: int, hung: str) -> None:
         fixture = self.fixture
         if hung and fixture.read_log.places:
-            # What has not begun never will.
+            # Calls that have not started never start.
             self.orphans[hung] = self.hung_reads()
         sealed = [
             entry
@@ -277,7 +277,7 @@ class Driver:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """See the module's text."""
+    """The model and its rules. See the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.numbers
 
     def in_use(self) -> list[tuple[int, int, str]]:
-        """Ranges that somebody may write at this moment, whatever the store thinks."""
+        """Ranges that an engine or a read may be writing, independent of the store's view."""
         found = [
             (o, n, f"{e.info.engine} writes")
             for e in [*self.engines.values(), *self.ghosts]
@@ -360,7 +360,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.check_load(engine, event.load)
 
     def check_load(self, engine: ModelEngine, load: int) -> None:
-        """What was announced holds its keys' bytes, and nobody may write there."""
+        """Checks that announced slots hold their keys' bytes, and that nothing writes there."""
         keys, slots, _ = engine.loads[load]
         for key, slot in zip(keys, slots, strict=False):
             shards = engine.kind.shards[key[0]]
@@ -401,7 +401,7 @@ class StoreMachine(RuleBasedStateMachine):
         held: tuple[int, int],
         eviction_policy: Literal["LRU", "ARC"],
     ) -> None:
-        """Some engines are there, and the tiers hold a few prefixes of an earlier life."""
+        """Opens some engines; the tiers hold a few prefixes."""
         self.fenced = self.began_fenced = fenced
         self.eviction_policy = eviction_policy
         self.driver = Driver(fenced, eviction_policy)
@@ -542,7 +542,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), rounds=st.integers(1, 20))
     def churn(self, data: st.DataObject, rounds: int) -> None:
-        """Chunks that nobody asked for push out what nobody holds."""
+        """Further chunks evict objects that are not pinned."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
         for _ in range(rounds):
             self.store_chunk(engine, 1000 + self.number())
@@ -759,7 +759,7 @@ class StoreMachine(RuleBasedStateMachine):
         slot=st.integers(0, SLOTS - 1),
     )
     def violate(self, what: str, name: str, slot: int) -> None:
-        """A client that does not keep to the protocol harms nobody."""
+        """A client that violates the protocol has no effect on others."""
         number = self.number()
         if what == "deliver":
             self.do("call", "deliver", name, 7, number)
@@ -853,7 +853,7 @@ class StoreMachine(RuleBasedStateMachine):
         return max(len(run) for run in "".join(".x"[free] for free in pages).split(".")) * PAGE
 
     def wind_down(self) -> None:
-        """Everything comes to an end, and then nothing is held."""
+        """Ends every operation, then checks that nothing is pinned."""
         for tier in (0, 1):
             self.do("tier_mode", tier, "ok")
         if self.fenced:

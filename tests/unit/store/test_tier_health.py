@@ -1,4 +1,4 @@
-"""When a lower tier is given up for a while, and how it comes back."""
+"""When a secondary tier is suspended, and how it is used again."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_probe_that_hangs_is_not_followed_by_another() -> None:
     assert len(fixture.calls("check:")) == 1
 
 
-def test_what_waits_at_a_tier_whose_breaker_opens_is_taken_back_at_once() -> None:
+def test_queued_calls_of_a_tier_whose_breaker_opens_are_revoked_at_once() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0, 1)
@@ -215,7 +215,7 @@ def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     assert fixture.counted("tier_late_reads", "disk") == 1
 
 
-def test_a_read_that_comes_after_its_limit_and_before_it_is_late_is_no_failure() -> None:
+def test_a_read_after_its_time_limit_that_is_not_late_is_no_failure() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier(load_timeout_seconds=1)))
     fixture.engine()
     fixture.put_in_tier(0)
@@ -374,7 +374,7 @@ def test_one_event_announces_that_a_tier_is_suspended_and_that_it_is_back() -> N
     fixture = broken()
     assert usable(fixture) == [RAM_BITS | 2, RAM_BITS]
     assert fixture.store.usable_bits == RAM_BITS
-    # The index keeps its keys: none of them is announced anew.
+    # The index still has its keys: none of them is announced again.
     assert fixture.bits(9) == 2
     before = len([e for e in fixture.events if isinstance(e, PresenceChanged)])
     fixture.tier.fail = None
@@ -456,6 +456,6 @@ def test_an_object_whose_checksum_cannot_be_computed_is_a_miss_with_a_reason_of_
     assert fixture.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("tier_reads_failed", "disk", "unverifiable") == 1
     assert state(fixture) == "Healthy"
-    # Not asked for again for a while.
+    # Not read again for a while.
     assert fixture.ends(fixture.promote(0))[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("tier_reads_failed", "disk") == 1

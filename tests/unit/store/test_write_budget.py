@@ -1,4 +1,4 @@
-"""How many bytes a tier is given in a second."""
+"""The write budget of a tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put(fixture: StoreFixture, *chunks: int) -> None:
         fixture.settle("hash")
 
 
-def test_what_exceeds_the_budget_is_dropped_and_counted_with_a_reason_of_its_own() -> None:
+def test_writes_beyond_the_budget_are_dropped_and_counted_under_their_own_reason() -> None:
     fixture = limited(2 * PAGE)
     put(fixture, *range(5))
     assert len(fixture.calls("write:")) == 2
@@ -34,7 +34,7 @@ def test_what_exceeds_the_budget_is_dropped_and_counted_with_a_reason_of_its_own
     assert fixture.counted("tier_writes_dropped", "disk") == 3
 
 
-def test_the_budget_comes_back_with_time() -> None:
+def test_the_budget_refills_over_time() -> None:
     fixture = limited(2 * PAGE)
     put(fixture, *range(5))
     fixture.settle()
@@ -43,7 +43,7 @@ def test_the_budget_comes_back_with_time() -> None:
     assert len(fixture.calls("write:")) == 2
 
 
-def test_what_was_dropped_is_written_when_it_is_wanted_again() -> None:
+def test_a_dropped_write_is_retried_on_the_next_use() -> None:
     fixture = limited(PAGE)
     put(fixture, 0, 1)
     fixture.settle()
@@ -118,7 +118,7 @@ def test_over_any_time_no_more_is_written_than_rate_times_time_a_seconds_worth_a
         assert taken <= rate * (clock.now - began) + rate + largest + 1e-6
 
 
-def test_what_a_breaker_takes_back_is_not_paid_for() -> None:
+def test_writes_that_a_breaker_revokes_are_not_charged() -> None:
     fixture = limited(2 * PAGE)
     put(fixture, 0, 1)
     fixture.put_in_tier(*range(10, 15))

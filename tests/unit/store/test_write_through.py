@@ -1,4 +1,4 @@
-"""Write-through to lower tiers: what is written, when, and what is dropped."""
+"""Write-through to secondary tiers: which objects are written or dropped, and when."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_each_tier_follows_its_own_policy_and_a_change_counts_at_once() -> None:
     assert [len(tier.objects) for tier in fixture.tiers] == [2, 1]
 
 
-def test_what_exceeds_the_bound_of_pending_bytes_is_dropped_and_counted() -> None:
+def test_writes_beyond_the_pending_bytes_limit_are_dropped_and_counted() -> None:
     fixture = StoreFixture(values=live(disk=LiveTier(max_pending_store_bytes=2 * PAGE)))
     fixture.engine()
     for chunk in range(4):
@@ -126,7 +126,7 @@ def test_what_exceeds_the_bound_of_pending_bytes_is_dropped_and_counted() -> Non
     assert fixture.store.tier_reports()[1].pending_store_bytes == 0
 
 
-def test_what_was_dropped_is_written_when_it_is_wanted_again() -> None:
+def test_a_dropped_write_is_retried_on_the_next_use() -> None:
     fixture = StoreFixture(values=live(disk=LiveTier(max_pending_store_bytes=0)))
     fixture.engine()
     fixture.put(0)
@@ -186,7 +186,7 @@ def test_an_object_that_the_tier_has_is_not_written_again() -> None:
     assert "write" not in fixture.tier.calls
 
 
-def test_what_came_from_one_tier_is_offered_to_the_others_when_it_is_loaded() -> None:
+def test_an_object_read_from_one_tier_is_written_to_the_others_when_it_is_loaded() -> None:
     fixture = StoreFixture(tiers=("disk", "nfs"))
     fixture.engine()
     fixture.put_in_tier(0, tier=1)
@@ -209,7 +209,7 @@ def test_writes_of_an_engine_that_went_are_finished() -> None:
     assert fixture.bits(0) == 3
 
 
-def test_pending_stores_count_what_waits_for_a_checksum_or_a_write() -> None:
+def test_pending_stores_count_objects_that_wait_for_a_checksum_or_a_write() -> None:
     fixture = StoreFixture(tiers=("disk", "nfs"))
     fixture.engine()
     fixture.put(0)
@@ -243,7 +243,7 @@ def test_objects_checksummed_while_a_tier_was_opening_are_written_once_it_is_ope
     assert fixture.bits(0) == 3
 
 
-def test_what_was_dropped_while_a_breaker_was_open_is_written_once_it_has_closed() -> None:
+def test_writes_dropped_while_a_breaker_was_open_are_made_once_it_has_closed() -> None:
     fixture = StoreFixture(values=live(threshold=1, period=10, disk=LiveTier()))
     fixture.engine()
     fixture.tier.fail = TierUnavailableError("gone")

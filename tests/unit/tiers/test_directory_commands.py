@@ -111,7 +111,7 @@ def test_inspect_prints_a_table(kvtier: Any, root: Path, tier: FileSystemTier) -
     assert "320.0 KiB" in out
     assert f"process {os.getpid()}, alive" in out
     tier.close()
-    assert "given back in order" in kvtier("inspect", root).out
+    assert "released" in kvtier("inspect", root).out
 
 
 def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -> None:

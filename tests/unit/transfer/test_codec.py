@@ -38,7 +38,7 @@ def _one_layer(
 
 @pytest.mark.parametrize("slices", [cpu.SLICE_BYTES, 0], ids=["few bytes", "many bytes"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_known_layout_is_understood_and_proven(
+def test_every_known_layout_round_trips(
     name: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "SLICE_BYTES", slices)
@@ -54,7 +54,7 @@ def test_every_known_layout_is_understood_and_proven(
         )
 
 
-def test_layers_at_equal_distances_in_one_storage_are_one_band() -> None:
+def test_layers_at_equal_distances_in_one_storage_are_one_segment() -> None:
     segments = {
         name: len(build_codec(x.caches, x, 64).groups[0].segments) for name, x in LAYOUTS.items()
     }
@@ -181,7 +181,7 @@ def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
         (None, 10, 64, "no tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason(
+def test_unsupported_tensors_are_rejected_with_a_reason(
     tensor: object, blocks: int, page: int, message: str
 ) -> None:
     layout = _one_layer(torch.zeros(1), blocks, page)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(
         build_codec({"layer.0": tensor}, layout, 16)
 
 
-def test_a_page_that_is_one_state_is_refused() -> None:
+def test_recurrent_state_is_rejected() -> None:
     class State:
         block_size, page_size_bytes, shapes = 16, 64, ((4, 4),)
 
@@ -199,7 +199,7 @@ def test_a_page_that_is_one_state_is_refused() -> None:
         build_codec(caches, SyntheticCache("test", dict(caches), 10, (group,)), 16)
 
 
-def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
+def test_a_chunk_that_is_no_multiple_of_a_block_is_rejected() -> None:
     layout = next(iter(LAYOUTS.values()))
     with pytest.raises(CodecError, match="must be a multiple"):
         build_codec(layout.caches, layout, 40)
@@ -208,8 +208,9 @@ def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObject) -> None:
-    """Blocks first or second, up to four page dimensions in any order of strides, gaps, offsets, kernel blocks, item
-    sizes.
+    """Blocks first or second, up to four page dimensions in any order of strides.
+
+    With gaps, offsets, kernel blocks and all item sizes.
     """
     blocks = data.draw(st.integers(5, 9))
     kernel = data.draw(st.sampled_from([1, 1, 2, 3]))

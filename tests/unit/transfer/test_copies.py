@@ -1,5 +1,6 @@
-"""Copies between KV tensors and a pool: whole chunks, parts, refusals, accounting, and the pure parts of the CUDA
-engine.
+"""Copies between KV tensors and a pool.
+
+Whole chunks, parts, invalid addresses, bytes in flight, and the pure parts of the CUDA engine.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_the_self_test_passes_on_the_cpu(
         (Copy(0, 4, 0, (1,)), "aligned"),
     ],
 )
-def test_an_address_outside_cache_or_pool_is_refused(
+def test_addresses_outside_the_cache_or_pool_are_rejected(
     engine: CpuCopyEngine, copy: Copy, problem: str
 ) -> None:
     with pytest.raises(CopyError, match=problem):
@@ -225,7 +226,7 @@ def test_the_startup_check_finds_layers_that_share_bytes() -> None:
         verify_round_trip(caches, codec, make_engine(caches, codec))
 
 
-def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(
+def test_a_device_failure_is_a_copy_error_and_releases_the_bytes_in_flight(
     layout: SyntheticCache, codec: Codec
 ) -> None:
     engine = _Broken(layout.caches, codec)
@@ -236,7 +237,7 @@ def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(
     assert engine.in_flight_bytes(Direction.TO_HOST) == 0
 
 
-def test_a_pool_is_shared_with_whoever_else_maps_the_file(tmp_path: Path) -> None:
+def test_a_pool_is_shared_with_other_mappings_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     path.write_bytes(bytes(8192))
     pool = open_pool(path, 8192)
@@ -245,7 +246,7 @@ def test_a_pool_is_shared_with_whoever_else_maps_the_file(tmp_path: Path) -> Non
     assert pool.identity == file_identity(path)
 
 
-def test_a_pool_smaller_than_announced_is_refused(tmp_path: Path) -> None:
+def test_a_pool_smaller_than_announced_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     path.write_bytes(bytes(4096))
     with pytest.raises(ValueError, match="must be at least 8192"):

@@ -1,4 +1,4 @@
-"""Certificates: what is made verifies, what is wrong is replaced, and a rotation leaves no gap."""
+"""Issued certificates verify, unusable ones are replaced, and a rotation leaves no gap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.certs import certificates
-from kvtier_operator.certs.certificates import KeyPair, issue, problem, step
+from kvtier_operator.certs.certificates import KeyPair, issue, next_step, problem
 from kvtier_operator.certs.serve import ServingCertificate
 from kvtier_operator.settings import Settings
 
@@ -19,11 +19,11 @@ DAY = 24 * 3600.0
 LIFETIME, BEFORE = 90 * DAY, 30 * DAY
 
 
-def shaken(material: KeyPair, name: str) -> str:
+def handshake_error(pair: KeyPair, name: str) -> str:
     """What a client that trusts the bundle says to the pair: empty if it takes it."""
     serving = ServingCertificate()
-    serving.take(material.certificate, material.key)
-    client = ssl.create_default_context(cadata=material.bundle.decode())
+    serving.load(pair.certificate, pair.key)
+    client = ssl.create_default_context(cadata=pair.bundle.decode())
     client.verify_flags |= ssl.VERIFY_X509_STRICT
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     ours = client.wrap_bio(incoming, outgoing, server_hostname=name)
@@ -40,7 +40,7 @@ def shaken(material: KeyPair, name: str) -> str:
 
 
 def made(now: float, lifetime: float = LIFETIME) -> KeyPair:
-    return step(None, NAMES, now, lifetime, BEFORE, spread=False).material
+    return next_step(None, NAMES, now, lifetime, BEFORE, distributed=False).pair
 
 
 def real() -> KeyPair:
@@ -49,13 +49,13 @@ def real() -> KeyPair:
     return made(time.time())
 
 
-def test_what_is_made_verifies_by_every_name() -> None:
-    material = real()
-    assert [shaken(material, name) for name in NAMES] == ["", ""]
-    assert shaken(material, "other.svc") != ""
+def test_an_issued_certificate_verifies_for_every_name() -> None:
+    pair = real()
+    assert [handshake_error(pair, name) for name in NAMES] == ["", ""]
+    assert handshake_error(pair, "other.svc") != ""
 
 
-def test_names_are_the_services_and_what_the_administrator_adds() -> None:
+def test_names_are_those_of_the_service_and_extra_names() -> None:
     settings = Settings.model_validate(
         {
             "namespace": "ops",
@@ -69,39 +69,39 @@ def test_names_are_the_services_and_what_the_administrator_adds() -> None:
     )
 
 
-def test_nothing_is_done_before_it_is_due() -> None:
-    material = made(NOW)
-    quiet = step(material, NAMES, NOW + DAY, LIFETIME, BEFORE, spread=True)
-    assert (quiet.change, quiet.material) == ("", material)
+def test_nothing_changes_before_the_renewal_is_due() -> None:
+    pair = made(NOW)
+    quiet = next_step(pair, NAMES, NOW + DAY, LIFETIME, BEFORE, distributed=True)
+    assert (quiet.change, quiet.pair) == ("", pair)
     assert quiet.wait_seconds == pytest.approx(LIFETIME - BEFORE - DAY)
 
 
-def test_a_rotation_first_tells_clients_then_serves_and_the_old_ca_goes_when_it_expires() -> None:
+def test_a_rotation_distributes_the_ca_then_activates_the_pair_and_drops_the_expired_ca() -> None:
     first = made(NOW)
     due = NOW + LIFETIME - BEFORE
-    waiting = step(first, NAMES, due, LIFETIME, BEFORE, spread=True)
+    waiting = next_step(first, NAMES, due, LIFETIME, BEFORE, distributed=True)
     assert waiting.change
-    assert (waiting.material.certificate, waiting.material.key) == (first.certificate, first.key)
-    assert waiting.material.bundle.endswith(first.bundle)
-    assert waiting.material.bundle != first.bundle
-    assert problem(waiting.material, NAMES, due) == ""
+    assert (waiting.pair.certificate, waiting.pair.key) == (first.certificate, first.key)
+    assert waiting.pair.bundle.endswith(first.bundle)
+    assert waiting.pair.bundle != first.bundle
+    assert problem(waiting.pair, NAMES, due) == ""
 
-    held = step(waiting.material, NAMES, due + DAY, LIFETIME, BEFORE, spread=False)
-    assert (held.change, held.material) == ("", waiting.material)
+    held = next_step(waiting.pair, NAMES, due + DAY, LIFETIME, BEFORE, distributed=False)
+    assert (held.change, held.pair) == ("", waiting.pair)
 
-    serving = step(waiting.material, NAMES, due + 60, LIFETIME, BEFORE, spread=True)
-    assert serving.material == KeyPair(
-        waiting.material.next_certificate, waiting.material.next_key, waiting.material.bundle
+    serving = next_step(waiting.pair, NAMES, due + 60, LIFETIME, BEFORE, distributed=True)
+    assert serving.pair == KeyPair(
+        waiting.pair.next_certificate, waiting.pair.next_key, waiting.pair.bundle
     )
-    assert problem(serving.material, NAMES, due + 60) == ""
+    assert problem(serving.pair, NAMES, due + 60) == ""
     # A replica that still shows the old certificate is trusted as well.
-    old = replace(first, bundle=serving.material.bundle)
+    old = replace(first, bundle=serving.pair.bundle)
     assert problem(old, NAMES, due + 60) == ""
 
-    pruned = step(serving.material, NAMES, NOW + LIFETIME + 1, LIFETIME, BEFORE, spread=True)
-    assert pruned.change == "an expired CA is no longer trusted"
-    assert serving.material.bundle.startswith(pruned.material.bundle)
-    assert pruned.material.bundle.count(b"BEGIN CERTIFICATE") == 1
+    pruned = next_step(serving.pair, NAMES, NOW + LIFETIME + 1, LIFETIME, BEFORE, distributed=True)
+    assert pruned.change == "removed expired CA from the bundle"
+    assert serving.pair.bundle.startswith(pruned.pair.bundle)
+    assert pruned.pair.bundle.count(b"BEGIN CERTIFICATE") == 1
 
 
 def test_both_certificates_of_a_rotation_verify_for_a_client_with_either_bundle() -> None:
@@ -109,19 +109,23 @@ def test_both_certificates_of_a_rotation_verify_for_a_client_with_either_bundle(
 
     now = time.time()
     first = made(now)
-    waiting = step(first, NAMES, now + LIFETIME - BEFORE, LIFETIME, BEFORE, spread=True).material
+    waiting = next_step(
+        first, NAMES, now + LIFETIME - BEFORE, LIFETIME, BEFORE, distributed=True
+    ).pair
     again = issue(NAMES, now, LIFETIME)
     both = replace(waiting, bundle=again.authority + first.bundle)
-    assert shaken(both, NAMES[0]) == ""
-    assert shaken(KeyPair(again.certificate, again.key, both.bundle), NAMES[0]) == ""
+    assert handshake_error(both, NAMES[0]) == ""
+    assert handshake_error(KeyPair(again.certificate, again.key, both.bundle), NAMES[0]) == ""
 
 
-def test_an_expired_certificate_with_one_that_waits_is_replaced_by_that() -> None:
+def test_the_next_pair_replaces_an_expired_certificate() -> None:
     first = made(NOW)
-    waiting = step(first, NAMES, NOW + LIFETIME - BEFORE, LIFETIME, BEFORE, spread=False).material
-    late = step(waiting, NAMES, NOW + LIFETIME + 1, LIFETIME, BEFORE, spread=False)
-    assert late.material.certificate == waiting.next_certificate
-    assert problem(late.material, NAMES, NOW + LIFETIME + 1) == ""
+    waiting = next_step(
+        first, NAMES, NOW + LIFETIME - BEFORE, LIFETIME, BEFORE, distributed=False
+    ).pair
+    late = next_step(waiting, NAMES, NOW + LIFETIME + 1, LIFETIME, BEFORE, distributed=False)
+    assert late.pair.certificate == waiting.next_certificate
+    assert problem(late.pair, NAMES, NOW + LIFETIME + 1) == ""
 
 
 GOOD = made(NOW)
@@ -129,18 +133,18 @@ OTHER = made(NOW)
 
 
 @pytest.mark.parametrize(
-    ("material", "words"),
+    ("pair", "words"),
     [
-        (replace(GOOD, certificate=b"x"), "cannot be read"),
-        (replace(GOOD, key=b""), "cannot be read"),
-        (replace(GOOD, key=OTHER.key), "do not belong together"),
+        (replace(GOOD, certificate=b"x"), "not valid PEM"),
+        (replace(GOOD, key=b""), "not valid PEM"),
+        (replace(GOOD, key=OTHER.key), "does not belong to"),
         (made(NOW - 2 * LIFETIME), "expired"),
         (made(NOW + DAY), "not valid yet"),
         (replace(GOOD, bundle=OTHER.bundle), "not in the bundle"),
         (replace(GOOD, bundle=b""), "not in the bundle"),
         (
-            step(None, ("other.svc",), NOW, LIFETIME, BEFORE, False).material,
-            "lacks the name kvtier-webhook",
+            next_step(None, ("other.svc",), NOW, LIFETIME, BEFORE, False).pair,
+            "not valid for kvtier-webhook",
         ),
     ],
     ids=[
@@ -154,22 +158,20 @@ OTHER = made(NOW)
         "another name",
     ],
 )
-def test_what_cannot_serve_is_replaced_at_once(material: KeyPair, words: str) -> None:
-    assert words in problem(material, NAMES, NOW)
-    replaced = step(material, NAMES, NOW, LIFETIME, BEFORE, spread=True)
+def test_an_unusable_pair_is_reissued_at_once(pair: KeyPair, words: str) -> None:
+    assert words in problem(pair, NAMES, NOW)
+    replaced = next_step(pair, NAMES, NOW, LIFETIME, BEFORE, distributed=True)
     assert words in replaced.change
-    assert problem(replaced.material, NAMES, NOW) == ""
+    assert problem(replaced.pair, NAMES, NOW) == ""
 
 
-def test_a_waiting_pair_that_is_broken_is_made_anew_and_the_serving_one_serves_on() -> None:
+def test_a_broken_next_pair_is_reissued_and_the_serving_pair_stays() -> None:
     broken = replace(GOOD, next_certificate=b"x", next_key=b"y")
-    again = step(broken, NAMES, NOW, LIFETIME, BEFORE, spread=True)
-    assert again.material.certificate == GOOD.certificate
+    again = next_step(broken, NAMES, NOW, LIFETIME, BEFORE, distributed=True)
+    assert again.pair.certificate == GOOD.certificate
     assert (
         problem(
-            KeyPair(
-                again.material.next_certificate, again.material.next_key, again.material.bundle
-            ),
+            KeyPair(again.pair.next_certificate, again.pair.next_key, again.pair.bundle),
             NAMES,
             NOW,
         )
@@ -177,31 +179,31 @@ def test_a_waiting_pair_that_is_broken_is_made_anew_and_the_serving_one_serves_o
     )
 
 
-def test_a_bundle_that_grew_without_end_is_cut() -> None:
+def test_the_bundle_is_bounded() -> None:
     many = b"".join(made(NOW).bundle for _ in range(20))
-    material = step(
-        replace(GOOD, certificate=b"x", bundle=many), NAMES, NOW, LIFETIME, BEFORE, spread=True
-    ).material
-    assert material.bundle.count(b"BEGIN CERTIFICATE") <= certificates.MAX_AUTHORITIES
-    assert problem(material, NAMES, NOW) == ""
+    pair = next_step(
+        replace(GOOD, certificate=b"x", bundle=many), NAMES, NOW, LIFETIME, BEFORE, distributed=True
+    ).pair
+    assert pair.bundle.count(b"BEGIN CERTIFICATE") <= certificates.MAX_AUTHORITIES
+    assert problem(pair, NAMES, NOW) == ""
 
 
-def test_the_secret_holds_what_was_put_in() -> None:
-    material = step(GOOD, NAMES, NOW + LIFETIME - BEFORE, LIFETIME, BEFORE, spread=True).material
-    assert certificates.from_secret({"data": certificates.secret_data(material)}) == material
+def test_the_secret_round_trips() -> None:
+    pair = next_step(GOOD, NAMES, NOW + LIFETIME - BEFORE, LIFETIME, BEFORE, distributed=True).pair
+    assert certificates.from_secret({"data": certificates.secret_data(pair)}) == pair
     assert certificates.secret_data(GOOD)["next.key"] is None
 
 
 @pytest.mark.parametrize(
     "secret", [None, {}, {"data": None}, {"data": {"tls.crt": "", "other": "eA=="}}]
 )
-def test_an_empty_secret_holds_nothing(secret: object) -> None:
+def test_an_empty_secret_has_no_pair(secret: object) -> None:
     assert certificates.from_secret(secret) is None  # type: ignore[arg-type]
 
 
-def test_a_secret_of_garbage_is_read_as_such() -> None:
-    material = certificates.from_secret(
+def test_a_secret_with_garbage_has_an_unusable_pair() -> None:
+    pair = certificates.from_secret(
         {"data": {"tls.crt": "%%%", "tls.key": base64.b64encode(b"x").decode()}}
     )
-    assert material is not None
-    assert "cannot be read" in problem(material, NAMES, NOW)
+    assert pair is not None
+    assert "not valid PEM" in problem(pair, NAMES, NOW)

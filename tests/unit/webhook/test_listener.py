@@ -1,4 +1,4 @@
-"""The admission server over real TLS: every answer lets a pod start, whatever happens."""
+"""The admission server over real TLS: every response lets the pod start."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.unit.webhook.world import World, body, pod, policy_document, question
+from tests.unit.webhook.fixtures import Fixture, admission_review, body, pod, policy_document
 
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.serve import ServingCertificate
 from kvtier_operator.injection.decision import Attached
-from kvtier_operator.webhook import review
-from kvtier_operator.webhook.listener import AdmissionServer, patience
+from kvtier_operator.webhook import listener, review
+from kvtier_operator.webhook.listener import AdmissionServer, parse_timeout
 from kvtier_operator.webhook.metrics import WebhookMetrics
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 LOOPBACK = {"host": "127.0.0.1", "port": 0, "drainSeconds": 0}
 
 
-class Asked:
+class Running:
     """A running server and a client of it."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Asked:
             return answer.status, json.loads(await answer.read())
 
     async def mutate(self, **metadata: Any) -> dict[str, Any]:
-        status, answer = await self.post("/mutate", body(question(pod(**metadata))))
+        status, answer = await self.post("/mutate", body(admission_review(pod(**metadata))))
         assert status == 200
         response: dict[str, Any] = answer["response"]
         assert response["uid"] == "question"
@@ -66,22 +66,22 @@ class Asked:
 
 @asynccontextmanager
 async def running(
-    world: World, decide: Callable[..., Any] | None = None, **options: Any
-) -> AsyncIterator[Asked]:
+    fixture: Fixture, decide: Callable[..., Any] | None = None, **options: Any
+) -> AsyncIterator[Running]:
     metrics = WebhookMetrics(CollectorRegistry())
     serving = ServingCertificate(metrics.expires.set)
-    serving.take(ISSUED.certificate, ISSUED.key)
+    serving.load(ISSUED.certificate, ISSUED.key)
     chosen = decide or (lambda policy, found, *_: Attached(dict(found)))
-    server = AdmissionServer(world.settings, world.knowledge, serving, metrics, chosen, **options)
+    server = AdmissionServer(fixture.settings, fixture.lister, serving, metrics, chosen, **options)
     port = await server.start()
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
-        yield Asked(server, metrics, port, session)
+        yield Running(server, metrics, port, session)
     await server.stop()
 
 
-def world() -> World:
-    made = World(webhook=LOOPBACK)
+def fixture() -> Fixture:
+    made = Fixture(webhook=LOOPBACK)
     made.policy()
     return made
 
@@ -89,15 +89,15 @@ def world() -> World:
 def test_a_pod_is_patched() -> None:
     async def go() -> None:
         async with running(
-            world(), lambda policy, found, *_: Attached({**found, "spec": {}})
-        ) as asked:
-            response = await asked.mutate()
+            fixture(), lambda policy, found, *_: Attached({**found, "spec": {}})
+        ) as webhook:
+            response = await webhook.mutate()
             assert json.loads(base64.b64decode(response["patch"])) == [
                 {"op": "remove", "path": "/spec/containers"}
             ]
-            assert asked.counted("Attached") == 1
-            assert "patch" not in await asked.mutate(labels={})
-            assert asked.counted("Unchanged") == 1
+            assert webhook.counted("Attached") == 1
+            assert "patch" not in await webhook.mutate(labels={})
+            assert webhook.counted("Unchanged") == 1
 
     asyncio.run(go())
 
@@ -109,30 +109,31 @@ def test_a_failure_admits_the_pod_unchanged_and_is_counted_and_logged(
         raise ZeroDivisionError("a fault")
 
     async def go() -> None:
-        async with running(world(), fail) as asked:
-            assert "patch" not in await asked.mutate()
-            assert asked.counted("Failed") == 1
+        async with running(fixture(), fail) as webhook:
+            assert "patch" not in await webhook.mutate()
+            assert webhook.counted("Failed") == 1
 
     asyncio.run(go())
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_failure_while_asking_the_caches_admits_the_pod_unchanged(
+def test_a_failure_of_the_lister_admits_the_pod_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> Any:
         raise KeyError("a fault")
 
     async def go() -> None:
-        async with running(world()) as asked:
-            monkeypatch.setattr(asked.server._knowledge, "governing", fail)
-            assert "patch" not in await asked.mutate()
-            assert asked.counted("Failed") == 1
+        async with running(fixture()) as webhook:
+            monkeypatch.setattr(webhook.server._lister, "governing", fail)
+            assert "patch" not in await webhook.mutate()
+            assert webhook.counted("Failed") == 1
 
     asyncio.run(go())
 
 
-def test_a_decision_that_takes_too_long_is_abandoned() -> None:
+def test_a_decision_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "BUDGET_SECONDS", 0.1)
     release = threading.Event()
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
@@ -140,13 +141,13 @@ def test_a_decision_that_takes_too_long_is_abandoned() -> None:
         return Attached(dict(found))
 
     async def go() -> None:
-        async with running(world(), wait, budget_seconds=0.1) as asked:
+        async with running(fixture(), wait) as webhook:
             # More than there are threads: those that come later are not held up by those that hang.
-            responses = await asyncio.gather(*(asked.mutate() for _ in range(12)))
+            responses = await asyncio.gather(*(webhook.mutate() for _ in range(12)))
             assert all("patch" not in response for response in responses)
-            assert asked.counted("Abandoned") == 12
+            assert webhook.counted("Abandoned") == 12
             # The loop is not held up either.
-            async with asked.session.get(asked.address + "/healthz") as answer:
+            async with webhook.session.get(webhook.address + "/healthz") as answer:
                 assert answer.status == 200
             release.set()
 
@@ -154,7 +155,7 @@ def test_a_decision_that_takes_too_long_is_abandoned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("text", "seconds"),
     [
         ("2s", 2.0),
         ("500ms", 0.5),
@@ -164,11 +165,11 @@ def test_a_decision_that_takes_too_long_is_abandoned() -> None:
         ("x", math.inf),
     ],
 )
-def test_how_long_the_api_server_waits_is_read_from_what_it_says(said: str, seconds: float) -> None:
-    assert patience(said) == seconds
+def test_the_timeout_of_the_api_server_is_parsed(text: str, seconds: float) -> None:
+    assert parse_timeout(text) == seconds
 
 
-def test_an_api_server_that_waits_less_is_answered_earlier() -> None:
+def test_a_shorter_timeout_of_the_api_server_is_honoured() -> None:
     release = threading.Event()
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
@@ -176,16 +177,21 @@ def test_an_api_server_that_waits_less_is_answered_earlier() -> None:
         return Attached(dict(found))
 
     async def go() -> None:
-        async with running(world(), wait) as asked:
-            status, answer = await asked.post("/mutate?timeout=100ms", body(question(pod())))
+        async with running(fixture(), wait) as webhook:
+            status, answer = await webhook.post(
+                "/mutate?timeout=100ms", body(admission_review(pod()))
+            )
             assert (status, answer["response"]["allowed"]) == (200, True)
-            assert asked.counted("Abandoned") == 1
+            assert webhook.counted("Abandoned") == 1
             release.set()
 
     asyncio.run(go())
 
 
-def test_when_every_decision_hangs_for_long_the_process_is_no_longer_alive() -> None:
+def test_the_liveness_check_fails_when_every_thread_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "BUDGET_SECONDS", 0.05)
     release, now = threading.Event(), [0.0]
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
@@ -193,30 +199,30 @@ def test_when_every_decision_hangs_for_long_the_process_is_no_longer_alive() -> 
         return Attached(dict(found))
 
     async def go() -> None:
-        async with running(world(), wait, budget_seconds=0.05, clock=lambda: now[0]) as asked:
-            await asyncio.gather(*(asked.mutate() for _ in range(4)))
-            assert asked.server.stuck() == ""
+        async with running(fixture(), wait, clock=lambda: now[0]) as webhook:
+            await asyncio.gather(*(webhook.mutate() for _ in range(4)))
+            assert webhook.server.stuck() == ""
             now[0] = 31.0
-            assert "4 decisions have hung" in asked.server.stuck()
-            async with asked.session.get(asked.address + "/healthz") as answer:
+            assert "4 decisions have hung" in webhook.server.stuck()
+            async with webhook.session.get(webhook.address + "/healthz") as answer:
                 assert answer.status == 503
             release.set()
-            await asyncio.to_thread(asked.server._threads.shutdown)
+            await asyncio.to_thread(webhook.server._threads.shutdown)
             await asyncio.sleep(0)
-            assert asked.server.stuck() == ""
+            assert webhook.server.stuck() == ""
 
     asyncio.run(go())
 
 
-def test_more_questions_than_can_be_held_are_answered_at_once(
+def test_requests_beyond_the_limit_are_answered_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier_operator.webhook.listener.MAX_OPEN", 0)
+    monkeypatch.setattr("kvtier_operator.webhook.listener.MAX_CONCURRENT_REQUESTS", 0)
 
     async def go() -> None:
-        async with running(world()) as asked:
-            assert "patch" not in await asked.mutate()
-            assert asked.counted("Abandoned") == 1
+        async with running(fixture()) as webhook:
+            assert "patch" not in await webhook.mutate()
+            assert webhook.counted("Abandoned") == 1
 
     asyncio.run(go())
 
@@ -225,105 +231,105 @@ def test_more_questions_than_can_be_held_are_answered_at_once(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[" * 100_000, b"null", b"x" * (review.MAX_BODY_BYTES + 1)]
 )
-def test_what_is_malformed_is_a_400(path: str, content: bytes) -> None:
+def test_a_malformed_request_is_a_400(path: str, content: bytes) -> None:
     async def go() -> None:
-        async with running(world()) as asked:
-            status, answer = await asked.post(path, content)
+        async with running(fixture()) as webhook:
+            status, answer = await webhook.post(path, content)
             assert status == 400
             assert answer["error"]
-            assert asked.counted("Malformed", path) == 1
-            await asked.mutate()
+            assert webhook.counted("Malformed", path) == 1
+            await webhook.mutate()
 
     asyncio.run(go())
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "nonsense"])
-def test_a_body_that_is_not_encoded_as_it_says_harms_nobody(encoding: str) -> None:
+def test_a_body_with_a_wrong_content_encoding_does_no_harm(encoding: str) -> None:
     async def go() -> None:
-        async with running(world()) as asked:
+        async with running(fixture()) as webhook:
             headers = {"Content-Encoding": encoding}
             content = b"\x00garbage" * 100
-            async with asked.session.post(
-                asked.address + "/mutate", data=content, headers=headers
+            async with webhook.session.post(
+                webhook.address + "/mutate", data=content, headers=headers
             ) as answer:
                 assert answer.status == 400
-            await asked.mutate()
+            await webhook.mutate()
 
     asyncio.run(go())
 
 
-def test_a_body_that_grows_when_it_is_decoded_is_bounded() -> None:
+def test_the_size_limit_applies_to_the_decompressed_body() -> None:
     async def go() -> None:
-        async with running(world()) as asked:
+        async with running(fixture()) as webhook:
             headers = {"Content-Encoding": "gzip"}
             content = gzip.compress(b" " * (review.MAX_BODY_BYTES * 4))
-            async with asked.session.post(
-                asked.address + "/mutate", data=content, headers=headers
+            async with webhook.session.post(
+                webhook.address + "/mutate", data=content, headers=headers
             ) as answer:
                 assert answer.status == 400
-            await asked.mutate()
+            await webhook.mutate()
 
     asyncio.run(go())
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_operator.webhook.listener.READ_SECONDS", 0.1)
 
     async def go() -> None:
-        async with running(world()) as asked:
+        async with running(fixture()) as webhook:
 
             async def slow() -> AsyncIterator[bytes]:
                 yield b"{"
                 await asyncio.sleep(5)
 
-            async with asked.session.post(asked.address + "/mutate", data=slow()) as answer:
+            async with webhook.session.post(webhook.address + "/mutate", data=slow()) as answer:
                 assert answer.status == 400
 
     asyncio.run(go())
 
 
-def test_nothing_is_decided_before_the_cluster_is_known() -> None:
+def test_pods_are_unchanged_until_the_caches_are_synced() -> None:
     async def go() -> None:
-        made = world()
+        made = fixture()
         made.cache.complete = False
-        async with running(made) as asked:
-            assert "patch" not in await asked.mutate()
-            assert asked.counted("NotReady") == 1
-            async with asked.session.get(asked.address + "/readyz") as answer:
-                assert (answer.status, await answer.text()) == (503, "caches are not synced yet\n")
+        async with running(made) as webhook:
+            assert "patch" not in await webhook.mutate()
+            assert webhook.counted("NotReady") == 1
+            async with webhook.session.get(webhook.address + "/readyz") as answer:
+                assert (answer.status, await answer.text()) == (503, "caches are not synced\n")
             made.cache.complete = True
-            async with asked.session.get(asked.address + "/readyz") as answer:
+            async with webhook.session.get(webhook.address + "/readyz") as answer:
                 assert answer.status == 200
 
     asyncio.run(go())
 
 
-def test_a_policy_is_refused_and_accepted() -> None:
+def test_a_policy_is_denied_or_allowed() -> None:
     async def go() -> None:
-        async with running(world()) as asked:
-            _, answer = await asked.post(
-                "/validate", body(question(policy_document(chunkTokens=7)))
+        async with running(fixture()) as webhook:
+            _, answer = await webhook.post(
+                "/validate", body(admission_review(policy_document(chunkTokens=7)))
             )
             assert not answer["response"]["allowed"]
-            assert (
-                "spec.chunkTokens: Invalid value: 7: must be"
-                in answer["response"]["status"]["message"]
+            message = answer["response"]["status"]["message"]
+            assert message.startswith("spec.chunkTokens: Invalid value: 7: must be")
+            _, answer = await webhook.post(
+                "/validate", body(admission_review(policy_document("other")))
             )
-            _, answer = await asked.post("/validate", body(question(policy_document("other"))))
             assert answer["response"]["allowed"]
-            assert "policy chat selects the same pods" in answer["response"]["warnings"][0]
+            assert 'policy "chat" selects the same pods' in answer["response"]["warnings"][0]
             assert (
-                asked.counted("Refused", "/validate"),
-                asked.counted("Accepted", "/validate"),
+                webhook.counted("Denied", "/validate"),
+                webhook.counted("Allowed", "/validate"),
             ) == (1, 1)
 
     asyncio.run(go())
 
 
-def test_only_tls_from_1_2_on_is_spoken() -> None:
+def test_tls_1_2_is_required() -> None:
     async def go() -> None:
-        async with running(world()) as asked:
-            port = int(asked.address.rsplit(":", 1)[1])
+        async with running(fixture()) as webhook:
+            port = int(webhook.address.rsplit(":", 1)[1])
             old = ssl.create_default_context(cadata=ISSUED.authority.decode())
             old.minimum_version = ssl.TLSVersion.TLSv1
             old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -334,23 +340,23 @@ def test_only_tls_from_1_2_on_is_spoken() -> None:
     asyncio.run(go())
 
 
-def test_a_stop_lets_questions_at_hand_be_answered() -> None:
-    begun, release = threading.Event(), threading.Event()
+def test_a_shutdown_answers_requests_in_flight() -> None:
+    started, release = threading.Event(), threading.Event()
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
-        begun.set()
+        started.set()
         release.wait(20)
         return Attached({**found, "spec": {}})
 
     async def go() -> None:
-        async with running(world(), wait) as asked:
-            question_at_hand = asyncio.ensure_future(asked.mutate())
-            await asyncio.to_thread(begun.wait, 20)
-            stopping = asyncio.ensure_future(asked.server.stop())
+        async with running(fixture(), wait) as webhook:
+            in_flight = asyncio.ensure_future(webhook.mutate())
+            await asyncio.to_thread(started.wait, 20)
+            stopping = asyncio.ensure_future(webhook.server.stop())
             await asyncio.sleep(0)
-            assert asked.server.why_not_ready() == "stopping"
+            assert webhook.server.why_not_ready() == "shutting down"
             release.set()
-            assert "patch" in await question_at_hand
+            assert "patch" in await in_flight
             await stopping
 
     asyncio.run(go())

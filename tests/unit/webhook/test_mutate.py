@@ -1,4 +1,4 @@
-"""What becomes of a pod: the decision as a patch of the pod as it came."""
+"""Mutation: the decision about a pod, rendered as a patch of the pod in the request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from tests.unit.webhook.test_patch import applied
-from tests.unit.webhook.world import SERVING, World, body, pod, policy_document, question
+from tests.unit.webhook.fixtures import (
+    SERVING,
+    Fixture,
+    admission_review,
+    body,
+    pod,
+    policy_document,
+)
+from tests.unit.webhook.test_jsonpatch import applied
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
@@ -18,25 +25,27 @@ from kvtier_operator.webhook.mutate import MutationResult
 
 
 def decided(
-    world: World, document: dict[str, Any], decision: Decision | None = None, **request: Any
+    fixture: Fixture, document: dict[str, Any], decision: Decision | None = None, **request: Any
 ) -> MutationResult | None:
-    """The verdict; None where nothing is to be decided."""
-    asked = mutate.question(
-        review.parse(body(question(document, **request))), world.knowledge, world.settings
+    """The patched; None if the pod needs no decision."""
+    mutation = mutate.mutation_request(
+        review.parse(body(admission_review(document, **request))), fixture.lister, fixture.settings
     )
-    if asked is None:
+    if mutation is None:
         return None
-    return mutate.answer(asked, world.settings, lambda *_: decision or Attached(dict(document)))
+    return mutate.mutate(
+        mutation, fixture.settings, lambda *_: decision or Attached(dict(document))
+    )
 
 
 @pytest.fixture
-def world() -> World:
-    world = World()
-    world.policy()
-    return world
+def fixture() -> Fixture:
+    fixture = Fixture()
+    fixture.policy()
+    return fixture
 
 
-def test_a_selected_pod_becomes_what_was_decided(world: World) -> None:
+def test_an_attached_pod_is_patched_to_the_decided_one(fixture: Fixture) -> None:
     original = pod(annotations={"own": "1"})
     desired = {
         **original,
@@ -45,55 +54,57 @@ def test_a_selected_pod_becomes_what_was_decided(world: World) -> None:
             "annotations": {"own": "1", "kvtier.io/policy": "chat"},
         },
     }
-    verdict = decided(world, original, Attached(desired, ("a note",)))
-    assert verdict is not None
-    assert (verdict.result, verdict.policy, verdict.notes) == ("Attached", "chat", ("a note",))
-    assert applied(original, list(verdict.patch)) == desired
-    assert len(verdict.patch) == 1
+    result = decided(fixture, original, Attached(desired, ("a note",)))
+    assert result is not None
+    assert (result.result, result.policy, result.notes) == ("Attached", "chat", ("a note",))
+    assert applied(original, list(result.patch)) == desired
+    assert len(result.patch) == 1
 
 
 @pytest.mark.parametrize("metadata", [{}, {"annotations": None}, {"annotations": {"own": "1"}}])
-def test_a_pod_that_is_left_alone_gets_the_reason_and_nothing_else(
-    world: World, metadata: dict[str, Any]
+def test_a_skipped_pod_gets_only_an_annotation_with_the_reason(
+    fixture: Fixture, metadata: dict[str, Any]
 ) -> None:
     original = pod(**metadata)
-    skipped = Skipped(SkipReason.ALREADY_CONFIGURED, "it has its own — leave it")
-    verdict = decided(world, original, skipped)
-    assert verdict is not None
-    assert (verdict.result, verdict.reason) == ("Skipped", "AlreadyConfigured")
-    result = applied(original, list(verdict.patch))
-    annotations = result["metadata"].pop("annotations")
+    skipped = Skipped(SkipReason.ALREADY_CONFIGURED, "the engine is configured — skip it")
+    result = decided(fixture, original, skipped)
+    assert result is not None
+    assert (result.result, result.reason) == ("Skipped", "AlreadyConfigured")
+    patched = applied(original, list(result.patch))
+    annotations = patched["metadata"].pop("annotations")
     assert json.loads(annotations.pop(SKIPPED_ANNOTATION)) == {
         "policy": "chat",
         "reason": "AlreadyConfigured",
-        "message": "it has its own — leave it",
+        "message": "the engine is configured — skip it",
     }
     assert annotations == (original["metadata"].pop("annotations", None) or {})
-    assert result == original
+    assert patched == original
 
 
-def test_being_asked_twice_changes_nothing_the_second_time(world: World) -> None:
-    skipped = Skipped(SkipReason.DISABLED, "asked for")
-    first = decided(world, pod(), skipped)
+def test_being_request_twice_changes_nothing_the_second_time(fixture: Fixture) -> None:
+    skipped = Skipped(SkipReason.DISABLED, "request for")
+    first = decided(fixture, pod(), skipped)
     assert first is not None
-    second = decided(world, applied(pod(), list(first.patch)), skipped)
+    second = decided(fixture, applied(pod(), list(first.patch)), skipped)
     assert second is not None
     assert second.patch == ()
 
 
-def test_a_reason_that_no_longer_holds_is_taken_away(world: World) -> None:
+def test_an_outdated_reason_is_removed(fixture: Fixture) -> None:
     original = pod(annotations={SKIPPED_ANNOTATION: "{}", "own": "1"})
     seen: list[Any] = []
 
-    def decide(policy: Any, found: Any, around: Any, settings: Any) -> Decision:
+    def decide(policy: Any, found: Any, context: Any, settings: Any) -> Decision:
         seen.append(found)
         return Attached(dict(found))
 
-    asked = mutate.question(review.parse(body(question(original))), world.knowledge, world.settings)
-    assert asked is not None
-    verdict = mutate.answer(asked, world.settings, decide)
+    request = mutate.mutation_request(
+        review.parse(body(admission_review(original))), fixture.lister, fixture.settings
+    )
+    assert request is not None
+    result = mutate.mutate(request, fixture.settings, decide)
     assert SKIPPED_ANNOTATION not in seen[0]["metadata"]["annotations"]
-    assert applied(original, list(verdict.patch))["metadata"]["annotations"] == {"own": "1"}
+    assert applied(original, list(result.patch))["metadata"]["annotations"] == {"own": "1"}
 
 
 @pytest.mark.parametrize(
@@ -108,47 +119,51 @@ def test_a_reason_that_no_longer_holds_is_taken_away(world: World) -> None:
     ],
     ids=["not selected", "no labels", "injected", "static", "daemon set", "no pod"],
 )
-def test_what_is_not_ours_is_not_decided(world: World, document: dict[str, Any]) -> None:
-    assert decided(world, document) is None
+def test_pods_that_no_policy_can_attach_are_not_decided(
+    fixture: Fixture, document: dict[str, Any]
+) -> None:
+    assert decided(fixture, document) is None
 
 
 @pytest.mark.parametrize(
     "request_", [{"operation": "UPDATE"}, {"subResource": "ephemeralcontainers"}]
 )
-def test_only_creation_is_decided(world: World, request_: dict[str, Any]) -> None:
-    assert decided(world, pod(), **request_) is None
+def test_only_creations_are_decided(fixture: Fixture, request_: dict[str, Any]) -> None:
+    assert decided(fixture, pod(), **request_) is None
 
 
-def test_a_policy_that_only_writes_config_maps_changes_no_pod() -> None:
-    world = World()
-    world.policy(attach={"mode": "ConfigMapOnly"})
-    assert decided(world, pod()) is None
+def test_a_config_map_only_policy_changes_no_pod() -> None:
+    fixture = Fixture()
+    fixture.policy(attach={"mode": "ConfigMapOnly"})
+    assert decided(fixture, pod()) is None
 
 
-def test_namespaces_that_are_not_watched_are_left_alone() -> None:
-    world = World(watchNamespaces=["elsewhere"])
-    world.policy()
-    assert decided(world, pod()) is None
-    world = World(watchNamespaces=[SERVING])
-    world.policy()
-    assert decided(world, pod()) is not None
+def test_pods_in_namespaces_that_are_not_watched_are_unchanged() -> None:
+    fixture = Fixture(watchNamespaces=["elsewhere"])
+    fixture.policy()
+    assert decided(fixture, pod()) is None
+    fixture = Fixture(watchNamespaces=[SERVING])
+    fixture.policy()
+    assert decided(fixture, pod()) is not None
     assert policy_document()["metadata"]["namespace"] == SERVING
 
 
-def test_a_real_decision_touches_only_what_is_injected(world: World) -> None:
+def test_a_real_decision_patches_only_what_is_injected(fixture: Fixture) -> None:
     original = pod(annotations={"own": "1"})
-    asked = mutate.question(review.parse(body(question(original))), world.knowledge, world.settings)
-    assert asked is not None
-    verdict = mutate.answer(asked, world.settings, attach)
-    assert verdict.result == "Attached"
-    result = applied(original, list(verdict.patch))
-    assert STRUCTURAL_ANNOTATION in result["metadata"]["annotations"]
+    request = mutate.mutation_request(
+        review.parse(body(admission_review(original))), fixture.lister, fixture.settings
+    )
+    assert request is not None
+    result = mutate.mutate(request, fixture.settings, attach)
+    assert result.result == "Attached"
+    patched = applied(original, list(result.patch))
+    assert STRUCTURAL_ANNOTATION in patched["metadata"]["annotations"]
     assert (
-        result["spec"]["containers"][0]["command"] == original["spec"]["containers"][0]["command"]
+        patched["spec"]["containers"][0]["command"] == original["spec"]["containers"][0]["command"]
     )
     touched = {
         operation["path"].split("/")[1] + "/" + operation["path"].split("/")[2]
-        for operation in verdict.patch
+        for operation in result.patch
     }
     assert touched == {
         "metadata/annotations",
@@ -157,5 +172,7 @@ def test_a_real_decision_touches_only_what_is_injected(world: World) -> None:
         "spec/initContainers",
         "spec/volumes",
     }
-    again = mutate.question(review.parse(body(question(result))), world.knowledge, world.settings)
+    again = mutate.mutation_request(
+        review.parse(body(admission_review(patched))), fixture.lister, fixture.settings
+    )
     assert again is None

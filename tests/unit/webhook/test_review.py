@@ -1,4 +1,6 @@
-"""What an API server asks is read strictly, and no bytes whatsoever end in anything but an answer."""
+"""An AdmissionReview is decoded strictly; any other body is an error, never an exception of another
+kind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier_operator.webhook import review
 
-QUESTION: dict[str, Any] = {
+REVIEW: dict[str, Any] = {
     "apiVersion": "admission.k8s.io/v1",
     "kind": "AdmissionReview",
     "request": {
@@ -28,46 +30,46 @@ QUESTION: dict[str, Any] = {
 }
 
 
-def test_a_question_is_read() -> None:
-    asked = review.parse(json.dumps(QUESTION).encode())
-    assert (asked.uid, asked.kind, asked.operation, asked.namespace, asked.dry_run) == (
+def test_an_admission_review_is_decoded() -> None:
+    request = review.parse(json.dumps(REVIEW).encode())
+    assert (request.uid, request.kind, request.operation, request.namespace, request.dry_run) == (
         "u-1",
         "Pod",
         "CREATE",
         "serving",
         True,
     )
-    assert asked.object == {"metadata": {"generateName": "engine-"}}
-    assert asked.old is None
+    assert request.object == {"metadata": {"generateName": "engine-"}}
+    assert request.old is None
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         (b"", "not JSON"),
-        (b"[]", "not an object"),
+        (b"[]", "not a JSON object"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (
             b'{"apiVersion":"admission.k8s.io/v1beta1","kind":"AdmissionReview"}',
-            "accepted is admission.k8s.io/v1",
+            "must be admission.k8s.io/v1",
         ),
         (
             b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}',
-            "request is not an object",
+            "request: Invalid value",
         ),
         (
             b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}}',
-            "uid is missing",
+            "request.uid: Required value",
         ),
         (
             b'{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u"}}',
-            "kind is not",
+            "kind: Invalid value",
         ),
     ],
 )
-def test_what_is_no_question_is_malformed_with_the_reason(body: bytes, words: str) -> None:
-    with pytest.raises(review.MalformedError, match=words):
+def test_any_other_body_is_an_error_with_the_reason(body: bytes, words: str) -> None:
+    with pytest.raises(review.InvalidReviewError, match=words):
         review.parse(body)
 
 
@@ -81,14 +83,14 @@ JSON = st.recursive(
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(sorted(QUESTION["request"])), JSON)
+@given(st.sampled_from(sorted(REVIEW["request"])), JSON)
 def test_any_field_may_hold_anything(field: str, value: Any) -> None:
-    question = {**QUESTION, "request": {**QUESTION["request"], field: value}}
-    with contextlib.suppress(review.MalformedError):
-        review.parse(json.dumps(question).encode())
+    admission_review = {**REVIEW, "request": {**REVIEW["request"], field: value}}
+    with contextlib.suppress(review.InvalidReviewError):
+        review.parse(json.dumps(admission_review).encode())
 
 
-def test_a_patch_is_sent_as_the_api_server_takes_it() -> None:
+def test_a_patch_is_encoded_as_json_patch() -> None:
     operations = [{"op": "add", "path": "/a", "value": "ü"}]
     response = review.allowed("u", patch=operations)["response"]
     assert (response["uid"], response["allowed"], response["patchType"]) == ("u", True, "JSONPatch")
@@ -96,13 +98,13 @@ def test_a_patch_is_sent_as_the_api_server_takes_it() -> None:
     assert "patch" not in review.allowed("u")["response"]
 
 
-def test_a_refusal_names_every_cause() -> None:
-    response = review.refused("u", [("spec.a", "spec.a: 1 is not accepted"), ("spec.b", "b")])[
+def test_a_denial_names_every_cause() -> None:
+    response = review.denied("u", [("spec.a", "spec.a: Invalid value: 1"), ("spec.b", "b")])[
         "response"
     ]
     assert not response["allowed"]
     assert response["status"]["code"] == 422
-    assert response["status"]["message"] == "spec.a: 1 is not accepted\nb"
+    assert response["status"]["message"] == "spec.a: Invalid value: 1\nb"
     assert [cause["field"] for cause in response["status"]["details"]["causes"]] == [
         "spec.a",
         "spec.b",

@@ -1,4 +1,6 @@
-"""The whole process in one loop: caches, certificate from the Secret, answers, health, a stop that refuses nobody."""
+"""The webhook process in one event loop: caches, certificate from the Secret, responses, health,
+graceful shutdown.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.support.memory_cluster import MemoryCluster
-from tests.unit.webhook.world import SERVING, body, pod, policy_document, question
+from tests.unit.webhook.fixtures import SERVING, admission_review, body, pod, policy_document
 
 from kvtier_operator.certs import certificates
 from kvtier_operator.kube.client import WatchEvent
@@ -83,7 +85,7 @@ class Running:
 
     async def attached(self) -> bool:
         address = f"https://127.0.0.1:{self._settings.webhook.port}/mutate"
-        async with self._session.post(address, data=body(question(pod()))) as answer:
+        async with self._session.post(address, data=body(admission_review(pod()))) as answer:
             return "patch" in json.loads(await answer.read())["response"]
 
     async def until(self, what: str, check: Callable[[], Any]) -> None:
@@ -137,14 +139,14 @@ def secret() -> dict[str, Any]:
     }
 
 
-def test_it_is_ready_once_it_has_certificate_and_caches() -> None:
+def test_the_webhook_is_ready_once_it_has_certificate_and_caches() -> None:
     async def go() -> None:
         made = Flaky()
         made.put(POLICIES, policy_document())
         async with serving(made) as (running, _):
 
             async def waits() -> bool:
-                return (await running.ready()) == (503, "webhook: no certificate yet\n")
+                return (await running.ready()) == (503, "webhook: no serving certificate\n")
 
             await running.until("no certificate", waits)
             made.put(SECRETS, secret())
@@ -154,7 +156,7 @@ def test_it_is_ready_once_it_has_certificate_and_caches() -> None:
     asyncio.run(go())
 
 
-def test_what_was_deleted_while_nobody_watched_is_no_ghost() -> None:
+def test_objects_deleted_while_a_watch_was_down_are_dropped() -> None:
     async def go() -> None:
         made = cluster()
         async with serving(made) as (running, _):
@@ -178,7 +180,7 @@ def test_what_was_deleted_while_nobody_watched_is_no_ghost() -> None:
     asyncio.run(go())
 
 
-def test_an_api_server_that_is_away_at_the_start_means_not_ready_and_pods_unchanged() -> None:
+def test_without_an_api_server_the_webhook_is_not_ready_and_pods_are_unchanged() -> None:
     async def go() -> None:
         made = cluster()
         made.down = True
@@ -195,7 +197,7 @@ def test_an_api_server_that_is_away_at_the_start_means_not_ready_and_pods_unchan
     asyncio.run(go())
 
 
-def test_it_stops_when_told_to_and_frees_its_ports() -> None:
+def test_a_stop_frees_the_ports() -> None:
     async def go() -> None:
         async with serving(cluster()) as (running, stop):
             await running.until("attached", running.attached)
@@ -213,7 +215,7 @@ def test_it_stops_when_told_to_and_frees_its_ports() -> None:
     asyncio.run(go())
 
 
-def test_a_port_that_is_taken_ends_the_process_with_the_reason() -> None:
+def test_a_port_in_use_ends_the_process_with_the_reason() -> None:
     async def go() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -228,7 +230,7 @@ def test_a_port_that_is_taken_ends_the_process_with_the_reason() -> None:
     asyncio.run(go())
 
 
-def test_pods_are_watched_only_where_they_have_siblings_and_the_secret_only_by_its_name() -> None:
+def test_only_group_pods_and_the_one_secret_are_watched() -> None:
     followed = {watch.kind: watch for watch in watches(Settings())}
     assert followed[PODS].labels == "leaderworkerset.sigs.k8s.io/group-key"
     assert (followed[SECRETS].namespaces, followed[SECRETS].fields) == (
@@ -243,7 +245,7 @@ def test_pods_are_watched_only_where_they_have_siblings_and_the_secret_only_by_i
     assert kinds[POLICIES].namespaces == kinds[PODS].namespaces == ("a",)
 
 
-def test_little_of_pods_and_nodes_is_kept() -> None:
+def test_pods_and_nodes_are_trimmed() -> None:
     followed = {watch.kind: watch for watch in watches(Settings())}
     node = {
         "metadata": {"name": "n", "uid": "u", "resourceVersion": "1", "labels": {"a": "b"}},

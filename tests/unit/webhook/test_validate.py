@@ -1,20 +1,22 @@
-"""Policies are refused for what is wrong with them, and people are warned of what they may not have meant."""
+"""Policies are denied for their errors; warnings point out settings that may be unintended."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from tests.support.invalid_policies import REFUSED, RefusedCase
 from tests.support.policies import changed, complete_policy
-from tests.unit.webhook.world import SERVING, body, disk, policy_document, question
+from tests.unit.webhook.fixtures import SERVING, admission_review, body, disk, policy_document
 
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.validation import FieldError
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import review
-from kvtier_operator.webhook.validate import Findings, examine
+from kvtier_operator.webhook.validate import AdmissionAllowed, AdmissionDenied, validate
 
 ALLOWED = [
     AllowedVolume.model_validate({"namespaces": ["*"], "hostPath": "/mnt"}),
@@ -24,20 +26,30 @@ ALLOWED = [
 ]
 
 
-def examined(
+@dataclass(frozen=True)
+class Result:
+    errors: tuple[FieldError, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def validated(
     document: dict[str, Any],
     others: list[dict[str, Any]] | None = None,
     allowed: list[AllowedVolume] | None = None,
     labels: dict[str, str] | None = None,
     watched: tuple[str, ...] = (),
-    **asked: Any,
-) -> Findings:
-    parsed = review.parse(body(question(document, **asked)))
+    **request: Any,
+) -> Result:
+    parsed = review.parse(body(admission_review(document, **request)))
     known = [KVTierPolicy.model_validate(other) for other in others or []]
     settings = Settings(
         allowed_volumes=tuple(ALLOWED if allowed is None else allowed), watch_namespaces=watched
     )
-    return examine(parsed, known, settings, labels)
+    result = validate(parsed, known, settings, labels)
+    if isinstance(result, AdmissionDenied):
+        return Result(result.errors, result.warnings)
+    assert isinstance(result, AdmissionAllowed)
+    return Result(warnings=result.warnings)
 
 
 def ram_and(tier: dict[str, Any], name: str = "chat", **spec: Any) -> dict[str, Any]:
@@ -46,82 +58,80 @@ def ram_and(tier: dict[str, Any], name: str = "chat", **spec: Any) -> dict[str, 
     )
 
 
-def test_the_complete_policy_is_accepted() -> None:
-    assert examined(complete_policy()) == Findings()
+def test_the_complete_policy_is_allowed() -> None:
+    assert validated(complete_policy()) == Result()
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_what_the_models_refuse_is_refused_with_field_value_and_what_is_accepted(
+def test_every_error_of_the_models_denies_and_names_the_field(
     case: RefusedCase,
 ) -> None:
-    found = examined(changed(complete_policy(), case.changes))
-    assert found.refusals
-    for refusal in found.refusals:
-        assert refusal.message.startswith(f"{refusal.field}: {refusal.type.value}")
-        assert case.detail in refusal.message
+    found = validated(changed(complete_policy(), case.changes))
+    assert found.errors
+    for error in found.errors:
+        assert error.message.startswith(f"{error.field}: {error.type.value}")
+        assert case.detail in error.message
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     document = ram_and({**disk("/etc"), "loadWeight": 0})
-    fields = [refusal.field for refusal in examined(document).refusals]
+    fields = [error.field for error in validated(document).errors]
     assert fields == ["spec.tiers[1].loadWeight"]
-    fields = [
-        refusal.field for refusal in examined(changed(document, {"spec.chunkTokens": 7})).refusals
-    ]
+    fields = [error.field for error in validated(changed(document, {"spec.chunkTokens": 7})).errors]
     assert sorted(fields) == ["spec.chunkTokens", "spec.tiers[1].loadWeight"]
 
 
-def test_a_directory_outside_of_the_namespaces_list_is_refused() -> None:
+def test_a_directory_that_is_not_allowed_in_the_namespace_is_denied() -> None:
     lists = [AllowedVolume.model_validate({"namespaces": ["other"], "hostPath": "/mnt/kv"})]
-    (refusal,) = examined(ram_and(disk("/mnt/kv")), allowed=lists).refusals
-    assert refusal.field == "spec.tiers[1].fileSystem.volume.hostPath.path"
-    assert SERVING in refusal.message
+    (error,) = validated(ram_and(disk("/mnt/kv")), allowed=lists).errors
+    assert error.field == "spec.tiers[1].fileSystem.volume.hostPath.path"
+    assert SERVING in error.message
 
 
-def test_the_namespace_is_that_of_the_request() -> None:
+def test_the_namespace_defaults_to_that_of_the_request() -> None:
     document = ram_and(disk("/mnt/kv"))
     del document["metadata"]["namespace"]
     lists = [AllowedVolume.model_validate({"namespaces": [SERVING], "hostPath": "/mnt/kv"})]
-    assert not examined(document, allowed=lists).refusals
+    assert not validated(document, allowed=lists).errors
 
 
-def test_a_generated_name_is_accepted() -> None:
+def test_a_generated_name_is_allowed() -> None:
     document = policy_document()
     del document["metadata"]["name"]
     document["metadata"]["generateName"] = "chat-"
-    assert not examined(document, name="").refusals
+    assert not validated(document, name="").errors
 
 
-def test_a_list_that_became_stricter_keeps_nobody_from_changing_something_else() -> None:
+def test_stricter_allowed_volumes_do_not_block_other_changes() -> None:
     old = ram_and(disk("/mnt/kv"))
     labelled = changed(old, {"metadata.labels": {"a": "b"}})
     lighter = changed(old, {"spec.tiers.1.loadWeight": 5})
     for document in (labelled, lighter):
-        found = examined(document, allowed=[], operation="UPDATE", old=old)
-        assert not found.refusals
+        found = validated(document, allowed=[], operation="UPDATE", old=old)
+        assert not found.errors
         assert any("/mnt/kv" in warning for warning in found.warnings)
     moved = changed(old, {"spec.tiers.1.fileSystem.volume.hostPath.path": "/mnt/other"})
-    (refusal,) = examined(moved, allowed=[], operation="UPDATE", old=old).refusals
-    assert "/mnt/other" in refusal.message
+    (error,) = validated(moved, allowed=[], operation="UPDATE", old=old).errors
+    assert "/mnt/other" in error.message
 
 
-def test_what_was_broken_before_may_be_labelled_and_may_go() -> None:
+def test_an_invalid_policy_can_be_labelled_and_deleted() -> None:
     broken = changed(policy_document(), {"spec.fromTheFuture": 1})
-    assert not examined(
+    assert not validated(
         changed(broken, {"metadata.labels": {}}), operation="UPDATE", old=broken
-    ).refusals
+    ).errors
     going = changed(
         broken, {"metadata.deletionTimestamp": "2026-01-01T00:00:00Z", "spec.chunkTokens": 7}
     )
-    assert not examined(going, operation="UPDATE", old=broken).refusals
+    assert not validated(going, operation="UPDATE", old=broken).errors
     worse = changed(broken, {"spec.chunkTokens": 7})
-    assert [
-        refusal.field for refusal in examined(worse, operation="UPDATE", old=broken).refusals
-    ] == ["spec.chunkTokens"]
+    assert [error.field for error in validated(worse, operation="UPDATE", old=broken).errors] == [
+        "spec.chunkTokens"
+    ]
 
 
-def test_a_status_of_another_version_refuses_nothing() -> None:
-    assert not examined({**policy_document(), "status": {"conditions": "new style"}}).refusals
+def test_the_status_is_not_validated() -> None:
+    assert not validated({**policy_document(), "status": {"conditions": "new style"}}).errors
 
 
 @pytest.mark.parametrize(
@@ -139,30 +149,28 @@ def test_a_status_of_another_version_refuses_nothing() -> None:
         ({"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["engine"]}]}, False),
     ],
 )
-def test_an_overlap_is_warned_of_and_never_refused(selector: dict[str, Any], warned: bool) -> None:
-    found = examined(
+def test_overlapping_selectors_are_a_warning(selector: dict[str, Any], warned: bool) -> None:
+    found = validated(
         policy_document(), [policy_document("other", podSelector=selector), policy_document()]
     )
-    assert not found.refusals
-    assert [
-        warning for warning in found.warnings if "policy other selects" in warning
-    ] != [] or not warned
+    assert not found.errors
+    assert any('policy "other" selects' in warning for warning in found.warnings) == warned
     assert bool(found.warnings) == warned
 
 
-def test_a_shared_claim_with_another_hash_seed_is_warned_of() -> None:
+def test_a_shared_claim_with_another_hash_seed_is_a_warning() -> None:
     claim = disk(persistentVolumeClaim={"claimName": "kv"})
     elsewhere = {"podSelector": {"matchLabels": {"app": "other"}}}
     other = ram_and(copy.deepcopy(claim), "other", engine={"hashSeed": "7"}, **elsewhere)
-    found = examined(ram_and(claim), [other])
+    found = validated(ram_and(claim), [other])
     assert any("claim kv" in warning and "own capacity" in warning for warning in found.warnings)
     assert any("hashSeed" in warning and "7" in warning for warning in found.warnings)
     same = ram_and(copy.deepcopy(claim), "other", **elsewhere)
-    assert not any("hashSeed" in warning for warning in examined(ram_and(claim), [same]).warnings)
+    assert not any("hashSeed" in warning for warning in validated(ram_and(claim), [same]).warnings)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_directory_of_the_node_is_the_same_only_where_the_administrator_shares_it(
+def test_a_host_path_is_one_directory_only_if_the_administrator_shares_it(
     shared: bool,
 ) -> None:
     entry = AllowedVolume.model_validate(
@@ -171,22 +179,22 @@ def test_a_directory_of_the_node_is_the_same_only_where_the_administrator_shares
     other = ram_and(
         disk(), "other", engine={"hashSeed": "7"}, podSelector={"matchLabels": {"app": "other"}}
     )
-    warnings = examined(ram_and(disk()), [other], allowed=[entry]).warnings
+    warnings = validated(ram_and(disk()), [other], allowed=[entry]).warnings
     assert any("hostPath /mnt/kv" in warning and "own capacity" in warning for warning in warnings)
     assert any("hashSeed" in warning for warning in warnings) == shared
 
 
-def test_a_namespace_that_nobody_labelled_or_watches_is_warned_of() -> None:
-    assert examined(policy_document(), labels={"kvtier.io/inject": "enabled"}) == Findings()
-    (warning,) = examined(policy_document(), labels={}).warnings
+def test_a_namespace_that_is_not_labelled_or_not_watched_is_a_warning() -> None:
+    assert validated(policy_document(), labels={"kvtier.io/inject": "enabled"}) == Result()
+    (warning,) = validated(policy_document(), labels={}).warnings
     assert "kvtier.io/inject=enabled" in warning
-    assert not examined(policy_document(attach={"mode": "ConfigMapOnly"}), labels={}).warnings
-    (warning,) = examined(policy_document(), watched=("elsewhere",)).warnings
-    assert "does not look at serving" in warning
+    assert not validated(policy_document(attach={"mode": "ConfigMapOnly"}), labels={}).warnings
+    (warning,) = validated(policy_document(), watched=("elsewhere",)).warnings
+    assert 'does not watch namespace "serving"' in warning
 
 
-def test_other_objects_and_operations_are_nobodys_business() -> None:
+def test_other_objects_and_operations_are_allowed() -> None:
     broken = changed(policy_document(), {"spec.chunkTokens": 7})
-    assert examined(broken, operation="DELETE") == Findings()
-    assert examined({**broken, "kind": "Other"}) == Findings()
-    assert examined(broken, subResource="status") == Findings()
+    assert validated(broken, operation="DELETE") == Result()
+    assert validated({**broken, "kind": "Other"}) == Result()
+    assert validated(broken, subResource="status") == Result()

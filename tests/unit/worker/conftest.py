@@ -1,4 +1,4 @@
-"""Fixtures: a rank's copies without threads, and a whole worker side with a tierd that the test plays."""
+"""Fixtures: a rank's state machines without threads, and a worker with a scripted tierd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One load from job and announcement to its one report: order, limits, cancellation, failures, parts of chunks."""
+"""One load: order of job and announcement, deadlines, cancellation, failures, partial chunks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_load_that_begins_inside_a_chunk_copies_just_the_missing_blocks(bench:
     assert B
 
 
-def test_keys_that_are_gone_are_missing_from_the_end(bench: Bench) -> None:
+def test_evicted_keys_are_missing_from_the_end(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, B, C)], None, bench.clock.now)
     bench.loads.on_announcement(_slots(bench, 7, 1))
     bench.run()
@@ -81,7 +81,7 @@ def test_keys_that_are_gone_are_missing_from_the_end(bench: Bench) -> None:
     assert taken.recving == {"request-7"}
 
 
-def test_nothing_announced_until_the_limit_makes_all_blocks_invalid(bench: Bench) -> None:
+def test_without_an_announcement_all_blocks_are_invalid_at_the_deadline(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, B, limit=2.0)], None, bench.clock.now)
     bench.clock.now += 1.99
     bench.run()
@@ -95,7 +95,7 @@ def test_nothing_announced_until_the_limit_makes_all_blocks_invalid(bench: Bench
     assert bench.sent == [], "tierd may not have pinned anything yet"
 
 
-def test_slots_announced_after_the_end_are_given_back_at_once(bench: Bench) -> None:
+def test_slots_announced_after_the_end_are_released_at_once(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, limit=0.0)], None, bench.clock.now)
     bench.run()
     bench.loads.on_announcement(_slots(bench, 7, 1))
@@ -105,7 +105,7 @@ def test_slots_announced_after_the_end_are_given_back_at_once(bench: Bench) -> N
     assert bench.engine.submitted == []
 
 
-def test_at_the_limit_nothing_more_is_submitted_and_what_is_submitted_is_drained_first(
+def test_at_the_deadline_submitted_copies_drain_before_the_report(
     bench: Bench,
 ) -> None:
     bench.engine.hold()
@@ -130,7 +130,7 @@ def test_at_the_limit_nothing_more_is_submitted_and_what_is_submitted_is_drained
     assert taken.invalid_blocks == set(C)
 
 
-def test_a_limit_that_passes_while_the_last_copy_runs_is_no_failure(bench: Bench) -> None:
+def test_a_deadline_during_the_last_copy_is_no_failure(bench: Bench) -> None:
     bench.engine.hold()
     bench.loads.add([load_job(7, A, limit=2.0)], None, bench.clock.now)
     bench.loads.on_announcement(_slots(bench, 7, 1))
@@ -184,7 +184,7 @@ def test_an_address_outside_the_pool_ends_the_load_without_a_copy(bench: Bench) 
     assert taken.invalid_blocks == set(B)
 
 
-def test_duplicate_jobs_and_announcements_are_swallowed_and_counted(bench: Bench) -> None:
+def test_duplicate_jobs_and_announcements_are_ignored_and_counted(bench: Bench) -> None:
     bench.engine.hold()
     bench.loads.add([load_job(7, A)], None, bench.clock.now)
     bench.loads.add([load_job(7, A)], None, bench.clock.now)
@@ -218,7 +218,7 @@ def test_a_request_may_load_again_after_its_first_load_has_ended(bench: Bench) -
         assert bench.taken().recving == {"r"}
 
 
-def test_announcements_without_a_job_are_bounded_and_given_back(bench: Bench) -> None:
+def test_announcements_without_a_job_are_bounded_and_released(bench: Bench) -> None:
     for number in range(MAX_EARLY_ANNOUNCEMENTS + 2):
         bench.loads.on_announcement(_slots(bench, number, 1))
     assert bench.sent == [LoadReleased(load=0), LoadReleased(load=1)]

@@ -1,4 +1,4 @@
-"""Stores: every job is reported once, none before the device has stopped reading, and tierd hears what became of it."""
+"""Stores: each job is reported once, after the device has stopped reading, and to tierd."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_more_is_in_flight_than_the_bound(bench: Bench) -> None:
     assert bench.taken().stores_done == dict.fromkeys(range(5), 1)
 
 
-def test_what_is_dropped_is_reported_but_never_delivered(bench: Bench) -> None:
+def test_dropped_stores_are_reported_but_not_delivered(bench: Bench) -> None:
     bench.engine._limit_bytes = bench.slot_bytes
     bench.engine.hold()
     bench.stores.add(

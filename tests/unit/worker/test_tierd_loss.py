@@ -1,4 +1,4 @@
-"""tierd dies, or asks to drain, while copies run. The slot of a late copy belongs to somebody else by then."""
+"""tierd is lost while copies run; a late copy would reach a slot that holds another object."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_after_a_loss_the_worker_attaches_to_the_next_tierd_with_what_it_drained
     assert [message.reservations for message in rig.tierd.of(Deliver)] == [(4,)]  # type: ignore[attr-defined]
 
 
-def test_a_pool_that_the_next_tierd_made_anew_is_mapped_anew(rig: Rig) -> None:
+def test_a_new_pool_file_is_mapped_again(rig: Rig) -> None:
     rig.tierd.lose()
     assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
     fresh = rig.directory / "fresh"
@@ -115,7 +115,7 @@ def test_a_tierd_lost_before_its_pool_is_mapped_leaves_a_mapping_for_the_next_on
         rig.worker.shutdown()
 
 
-def test_announcements_of_a_lost_tierd_are_forgotten(rig: Rig) -> None:
+def test_announcements_of_a_lost_tierd_are_dropped(rig: Rig) -> None:
     rig.tierd.slots(7, rig.slot(1))
     rig.tierd.lose()
     assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
@@ -132,7 +132,7 @@ def test_announcements_of_a_lost_tierd_are_forgotten(rig: Rig) -> None:
 def test_without_draining_a_late_store_overwrites_what_the_next_tierd_put_there(
     tmp_path: Path, engine: type[HeldCopyEngine], intact: bool
 ) -> None:
-    """The control shows that the rule is needed: the same run with a worker that only claims to have drained."""
+    """The control: without draining, the same run shows that the rule is needed."""
     rig = make_rig(tmp_path, engine)
     try:
         rig.engine.hold()

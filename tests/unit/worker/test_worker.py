@@ -1,4 +1,4 @@
-"""The hooks that vLLM calls: nothing blocks, nothing raises, every id that is owed a report gets one."""
+"""The hooks that vLLM calls: no hook blocks or raises, and every expected report is made."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_stored_chunk_can_be_loaded_into_other_blocks(rig: Rig) -> None:
     assert rig.tierd.wait(lambda tierd: LoadReleased(load=7) in tierd.sent)
 
 
-def test_hello_carries_what_tierd_must_know(rig: Rig) -> None:
+def test_the_hello_describes_the_worker(rig: Rig) -> None:
     (hello,) = rig.tierd.hellos
     assert (hello.protocol, hello.role, hello.engine, hello.rank) == (
         PROTOCOL,
@@ -108,7 +108,7 @@ def test_0_24_leaves_wait_for_save_out_of_empty_steps_and_the_stores_are_made_al
     assert rig.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
-def test_stores_are_handed_on_once_however_often_they_are_asked_for(rig: Rig) -> None:
+def test_stores_are_passed_on_once(rig: Rig) -> None:
     metadata = StepMetadata(9, stores=[store_job(3, rig.slot(1), A)])
     rig.worker.start_load_kv(metadata)
     rig.worker.wait_for_save()
@@ -161,7 +161,7 @@ def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_their_limit(
     rig.worker.shutdown()
 
 
-def test_a_refusal_leaves_the_engine_without_tiers(
+def test_after_a_refusal_the_engine_serves_without_tiers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_rig(tmp_path, attach=False)
@@ -172,7 +172,7 @@ def test_a_refusal_leaves_the_engine_without_tiers(
     rig.worker.shutdown()
 
 
-def test_a_pool_that_cannot_be_mapped_leaves_the_engine_without_tiers(
+def test_a_pool_that_cannot_be_mapped_disables_tiers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_rig(tmp_path, attach=False)
@@ -185,7 +185,7 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_engine_without_tiers(
 
 
 @pytest.mark.parametrize("what", ["layout", "groups", "chunk", "proof"])
-def test_whatever_cannot_be_served_turns_kvtier_off_and_never_raises(
+def test_unsupported_caches_turn_kvtier_off_without_raising(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = next(iter(make_every_cache(GEOMETRY)))
@@ -215,7 +215,7 @@ def test_whatever_cannot_be_served_turns_kvtier_off_and_never_raises(
     worker.shutdown()
 
 
-def test_a_full_queue_refuses_at_once_instead_of_blocking(
+def test_a_full_queue_rejects_instead_of_blocking(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_thread, "MAX_QUEUED", 0)
@@ -257,7 +257,7 @@ def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_
     assert rig.epoch == 0
 
 
-def test_words_for_which_the_client_has_no_room_are_sent_later(rig: Rig) -> None:
+def test_messages_wait_while_the_client_has_no_room(rig: Rig) -> None:
     rig.tierd.full = True
     rig.step(stores=[store_job(3, rig.slot(1), A)])
     wait_until(lambda: rig.step().stores_done == {3: 1})
@@ -266,7 +266,7 @@ def test_words_for_which_the_client_has_no_room_are_sent_later(rig: Rig) -> None
     assert rig.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
-def test_a_device_that_cannot_be_marked_turns_kvtier_off_and_never_raises(
+def test_a_fence_that_fails_turns_kvtier_off_without_raising(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> object:
@@ -293,7 +293,7 @@ def test_a_client_that_cannot_start_turns_kvtier_off(
     assert worker.get_finished(set())[1] == {"request-7"}
 
 
-def test_shutdown_drains_and_says_goodbye(tmp_path: Path) -> None:
+def test_shutdown_drains_and_closes_the_client(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     rig.engine.hold()
     rig.step(stores=[store_job(3, rig.slot(1), A)])
@@ -304,7 +304,7 @@ def test_shutdown_drains_and_says_goodbye(tmp_path: Path) -> None:
     rig.worker.shutdown()
 
 
-def test_shutdown_is_bounded_and_says_no_goodbye_while_a_copy_may_run(
+def test_shutdown_is_bounded_and_does_not_detach_while_a_copy_may_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import threading
@@ -327,11 +327,10 @@ def test_counts_are_those_since_the_last_call(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_every_load_and_store_is_reported_exactly_once(
-    tmp_path: Path, seed: int
-) -> None:
-    """Random jobs, announcements (early, late, short, missing, doubled), cancellations, held copies and losses of
-    tierd.
+def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int) -> None:
+    """Random jobs, announcements, cancellations, delayed copies and losses of tierd.
+
+    Announcements are early, late, short, missing or repeated.
     """
     dice = random.Random(seed)
     rig = make_rig(tmp_path)

@@ -1,4 +1,7 @@
-"""A small KV cache, a pool, and the two state machines of the transfer thread with everything around them injected."""
+"""A small KV cache and a pool, for the worker side without an engine.
+
+``Bench`` has the state machines of the transfer thread without threads; ``Rig`` has a whole worker.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ class Rig:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Polls ``condition()``; the deadline is generous because it is only reached by a failing test."""
+    """Polls ``condition()``. Only a failing test reaches the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

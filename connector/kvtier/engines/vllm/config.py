@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtier.planner import Group, GroupKind, Planner, UnsupportedGeometryError, check_served
+from kvtier.planner import GroupKind, KVCacheGroup, Planner, UnsupportedGeometryError, check_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +61,7 @@ def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def group_of(group: Any) -> Group:
+def group_of(group: Any) -> KVCacheGroup:
     """Returns the planner's description of a KV cache group."""
     from vllm.v1 import kv_cache_interface as specs
 
@@ -71,7 +71,7 @@ def group_of(group: Any) -> Group:
         kinds = {type(each) for each in inner}
         sizes = {each.block_size for each in inner}
         if len(kinds) != 1 or len(sizes) != 1:
-            return Group(
+            return KVCacheGroup(
                 GroupKind.OTHER,
                 int(spec.block_size),
                 f"mixed: {sorted(kind.__name__ for kind in kinds)}",
@@ -80,16 +80,16 @@ def group_of(group: Any) -> Group:
     name = type(spec).__name__
     block_tokens = int(getattr(spec, "block_size", 0) or 0)
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        return Group(GroupKind.OTHER, block_tokens, f"{name}, not for transfer")
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, not for transfer")
     if getattr(spec, "prefix_replay_tokens", 0):
-        return Group(GroupKind.OTHER, block_tokens, f"{name} with replay")
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name} with replay")
     if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
-        return Group(GroupKind.FULL, block_tokens, name)
+        return KVCacheGroup(GroupKind.FULL, block_tokens, name)
     if type(spec) is specs.SlidingWindowSpec:
-        return Group(GroupKind.SLIDING, block_tokens, name, int(spec.sliding_window))
+        return KVCacheGroup(GroupKind.SLIDING, block_tokens, name, int(spec.sliding_window))
     if type(spec) is specs.MambaSpec:
-        return Group(GroupKind.STATE, block_tokens, name)
-    return Group(GroupKind.OTHER, block_tokens, name)
+        return KVCacheGroup(GroupKind.STATE, block_tokens, name)
+    return KVCacheGroup(GroupKind.OTHER, block_tokens, name)
 
 
 def use_vllm_log_handlers() -> None:

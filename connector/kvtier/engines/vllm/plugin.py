@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.config.loader import STRUCTURAL_FILE, load_structural
 from kvtier.engines.vllm.config import use_vllm_log_handlers
 from kvtier.tierd import liveness
 
@@ -113,6 +112,9 @@ def _configure(engine_args: Any, directory: str) -> str:
             _import_connector(transfer)
             engine_args.kv_transfer_config = transfer
             return ""
+        # In here a failure to import costs a log line, not the engine's start.
+        from kvtier.config.loader import STRUCTURAL_FILE, load_structural
+
         engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
         if engine_type != "VLLM":
             return f"the topology in {directory} is for {engine_type}"

@@ -101,8 +101,8 @@ class RequestState:
         self.load_id = 0
         """The load in flight, 0 if none."""
         self.load_failed = False
-        """After a failed load nothing else is loaded for the request. vLLM repeats the lookup, which
-        would match and fail again without end."""
+        """After a failed load nothing else is loaded for the request. vLLM repeats the lookup,
+        which would match and fail again without end."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""A cache that holds what a test puts in, policies, pods and questions about them."""
+"""A fake cache, and documents of policies, pods and admission reviews."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvtier_operator.webhook.lister import WebhookLister
 SERVING = "serving"
 
 
-class Held(Cache):
-    """What was put in, told to a listener as the real cache tells it."""
+class FakeCache(Cache):
+    """Holds what a test puts in, and notifies a listener as the real cache does."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[Kind, str, str], Object] = {}
@@ -49,7 +49,7 @@ class Held(Cache):
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that tests move."""
 
     def __init__(self, now: float = 1_800_000_000.0) -> None:
         self.now = now
@@ -58,14 +58,14 @@ class Clock:
         return self.now
 
 
-class World:
+class Fixture:
     """Everything that decisions need."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings.model_validate(settings)
-        self.cache, self.clock = Held(), Clock()
-        self.knowledge = WebhookLister(self.cache, self.settings, self.clock)
-        self.cache.listener = self.knowledge
+        self.cache, self.clock = FakeCache(), Clock()
+        self.lister = WebhookLister(self.cache, self.settings, self.clock)
+        self.cache.listener = self.lister
 
     def policy(
         self, name: str = "chat", *, created: int = 1, uid: str = "", **spec: Any
@@ -121,7 +121,7 @@ def pod(**metadata: Any) -> dict[str, Any]:
     }
 
 
-def question(
+def admission_review(
     found: Mapping[str, Any],
     operation: str = "CREATE",
     old: Mapping[str, Any] | None = None,
@@ -144,5 +144,5 @@ def question(
     }
 
 
-def body(asked: Mapping[str, Any]) -> bytes:
-    return json.dumps(asked).encode()
+def body(review: Mapping[str, Any]) -> bytes:
+    return json.dumps(review).encode()

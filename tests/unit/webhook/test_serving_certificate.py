@@ -1,4 +1,4 @@
-"""Certificates are taken into use as files change, and a broken one never takes the place of one that works."""
+"""The serving certificate follows its files, and a broken pair never replaces a working one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvtier_operator.certs import certificates
-from kvtier_operator.certs.certificates import Issued
-from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
+from kvtier_operator.certs.certificates import IssuedCertificate
+from kvtier_operator.certs.serve import (
+    CertificateDirectory,
+    ServingCertificate,
+    UnusableCertificateError,
+)
 from kvtier_operator.kube.cache import Change
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import SecretFollower
@@ -17,11 +21,11 @@ from kvtier_operator.webhook.server import SecretFollower
 NAMES = ("w.svc",)
 
 
-def issue() -> Issued:
+def issue() -> IssuedCertificate:
     return certificates.issue(NAMES, time.time(), 3600)
 
 
-def write(directory: Path, issued: Issued, version: str) -> None:
+def write(directory: Path, issued: IssuedCertificate, version: str) -> None:
     """As the kubelet does: a new directory, then one link."""
     content = directory / version
     content.mkdir()
@@ -34,24 +38,24 @@ def write(directory: Path, issued: Issued, version: str) -> None:
     (directory / "..tmp").rename(directory / "..data")
 
 
-def test_a_directory_is_followed_through_the_kubelets_swap(tmp_path: Path) -> None:
+def test_a_directory_is_reloaded_after_the_kubelet_swaps_it(tmp_path: Path) -> None:
     ends: list[float] = []
     serving = ServingCertificate(ends.append)
     directory = CertificateDirectory(tmp_path, serving)
-    directory.look()
+    directory.poll()
     assert not serving.loaded
     write(tmp_path, issue(), "..1")
-    directory.look()
-    directory.look()
+    directory.poll()
+    directory.poll()
     assert serving.loaded
     assert len(ends) == 1
     write(tmp_path, certificates.issue(NAMES, time.time(), 7200), "..2")
-    directory.look()
+    directory.poll()
     assert len(ends) == 2
     assert ends[1] > ends[0]
 
 
-def test_what_is_wrong_is_said_once_and_the_old_pair_serves(
+def test_a_failure_is_logged_once_and_the_old_pair_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends: list[float] = []
@@ -59,37 +63,37 @@ def test_what_is_wrong_is_said_once_and_the_old_pair_serves(
     directory = CertificateDirectory(tmp_path, serving)
     good = issue()
     write(tmp_path, good, "..1")
-    directory.look()
-    write(tmp_path, Issued(good.certificate, issue().key, good.authority), "..2")
+    directory.poll()
+    write(tmp_path, IssuedCertificate(good.certificate, issue().key, good.authority), "..2")
     for _ in range(3):
-        directory.look()
+        directory.poll()
     assert len(ends) == 1
     assert caplog.text.count("cannot be used together") == 1
 
 
 @pytest.mark.parametrize("broken", [(b"", b""), (b"x", b"y")])
-def test_garbage_is_refused(broken: tuple[bytes, bytes]) -> None:
+def test_an_unusable_pair_is_an_error(broken: tuple[bytes, bytes]) -> None:
     serving = ServingCertificate()
     good = issue()
-    serving.take(good.certificate, good.key)
+    serving.load(good.certificate, good.key)
     if broken != (b"", b""):
-        with pytest.raises(UnusableError):
-            serving.take(*broken)
-    with pytest.raises(UnusableError):
-        serving.take(good.certificate, b"y")
-    assert not serving.take(good.certificate, good.key)
+        with pytest.raises(UnusableCertificateError):
+            serving.load(*broken)
+    with pytest.raises(UnusableCertificateError):
+        serving.load(good.certificate, b"y")
+    assert not serving.load(good.certificate, good.key)
 
 
-def test_the_secret_is_followed_and_its_deletion_changes_nothing(
+def test_the_secret_is_reloaded_and_its_deletion_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ends: list[float] = []
     serving = ServingCertificate(ends.append)
     follower = SecretFollower(Settings(), serving)
 
-    def secret(issued: Issued) -> dict[str, object]:
-        material = certificates.KeyPair(issued.certificate, issued.key, issued.authority)
-        return {"metadata": {"name": "s"}, "data": certificates.secret_data(material)}
+    def secret(issued: IssuedCertificate) -> dict[str, object]:
+        pair = certificates.KeyPair(issued.certificate, issued.key, issued.authority)
+        return {"metadata": {"name": "s"}, "data": certificates.secret_data(pair)}
 
     follower.changed({"metadata": {"name": "s"}}, Change.ADDED)
     assert not serving.loaded
@@ -98,6 +102,6 @@ def test_the_secret_is_followed_and_its_deletion_changes_nothing(
     follower.changed(first, Change.DELETED)
     assert serving.loaded
     follower.changed({"data": {"tls.crt": "eA==", "tls.key": "eA=="}}, Change.ADDED)
-    assert "replaced by the controller" in caplog.text
+    assert "the controller replaces it" in caplog.text
     follower.changed(secret(issue()), Change.MODIFIED)
     assert len(ends) == 2

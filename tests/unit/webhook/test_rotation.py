@@ -1,4 +1,4 @@
-"""The Secret and both configurations are kept right, from any state, beside anybody else, killed at any call."""
+"""Rotation reconciles the Secret and the configurations from any state, killed at any call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier_operator.certs import certificates
-from kvtier_operator.certs.rotate import CertificateKeeper, keep_certificates
+from kvtier_operator.certs.rotate import CertificateRotation, rotate_certificates
 from kvtier_operator.kube.resources import (
     MUTATING_WEBHOOKS,
     SECRETS,
@@ -33,7 +33,7 @@ SPREAD = certificates.settle_seconds(400)
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that tests move."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
@@ -43,8 +43,8 @@ class Clock:
 
 
 class Server(Client):
-    """Secrets and configurations as an API server keeps them. ``fail_at``: the calls (by number) that fail; half of
-    them after they took effect.
+    """Secrets and configurations as an API server keeps them. ``fail_at``: the calls (by number)
+    that fail; half of them after they took effect.
     """
 
     def __init__(self) -> None:
@@ -127,8 +127,8 @@ class Server(Client):
         if body["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
             raise ApiError(409, "Conflict", name)
         data = {**(found.get("data") or {}), **body["data"]}
-        kept = {key: value for key, value in data.items() if value is not None}
-        self._store(kind, name, {**found, "metadata": dict(found["metadata"]), "data": kept})
+        stored = {key: value for key, value in data.items() if value is not None}
+        self._store(kind, name, {**found, "metadata": dict(found["metadata"]), "data": stored})
         return self._answered(lost, self.objects[kind, name])
 
     async def delete(
@@ -137,7 +137,7 @@ class Server(Client):
         raise NotImplementedError
 
     @property
-    def material(self) -> certificates.KeyPair:
+    def pair(self) -> certificates.KeyPair:
         found = certificates.from_secret(self.objects[SECRETS, SECRET])
         assert found is not None
         return found
@@ -150,59 +150,61 @@ class Server(Client):
     def right(self, clock: Clock) -> bool:
         """Whether what serves is trusted by every configuration."""
         names = certificates.server_names(SETTINGS)
-        if certificates.problem(self.material, names, clock()):
+        if certificates.problem(self.pair, names, clock()):
             return False
-        return self.bundles() == {certificates.bundle_field(self.material.bundle)}
+        return self.bundles() == {certificates.encode_bundle(self.pair.bundle)}
 
 
-def keeper(server: Server, clock: Clock) -> CertificateKeeper:
-    return CertificateKeeper(server, SETTINGS, clock)
+def rotation_of(server: Server, clock: Clock) -> CertificateRotation:
+    return CertificateRotation(server, SETTINGS, clock)
 
 
-def rounds(keeping: CertificateKeeper, number: int = 1) -> float:
+def rounds(rotation: CertificateRotation, number: int = 1) -> float:
     wait = 0.0
     for _ in range(number):
-        wait = asyncio.run(keeping.round())
+        wait = asyncio.run(rotation.reconcile())
     return wait
 
 
-def test_from_nothing_one_round_makes_everything() -> None:
+def test_one_reconcile_creates_everything() -> None:
     server, clock = Server(), Clock()
-    keeping = keeper(server, clock)
-    assert rounds(keeping) == pytest.approx(1600)
+    rotation = rotation_of(server, clock)
+    assert rounds(rotation) == pytest.approx(1600)
     assert server.right(clock)
-    assert keeping.ends == clock() + 2000
+    assert rotation.expiry == clock() + 2000
 
 
-def test_a_round_with_nothing_to_do_only_reads() -> None:
+def test_a_reconcile_with_nothing_to_do_only_reads() -> None:
     server, clock = Server(), Clock()
-    keeping = keeper(server, clock)
-    rounds(keeping)
+    rotation = rotation_of(server, clock)
+    rounds(rotation)
     server.calls.clear()
-    rounds(keeping)
+    rounds(rotation)
     assert sorted(call.split()[0] for call in server.calls) == ["get"] * 3
 
 
-def test_two_that_begin_at_once_agree() -> None:
+def test_two_concurrent_rotations_agree() -> None:
     server, clock = Server(), Clock()
 
     async def both() -> None:
-        await asyncio.gather(keeper(server, clock).round(), keeper(server, clock).round())
+        await asyncio.gather(
+            rotation_of(server, clock).reconcile(), rotation_of(server, clock).reconcile()
+        )
 
     asyncio.run(both())
     assert server.right(clock)
     assert server.calls.count("create secrets") == 2
 
 
-def test_a_bundle_that_somebody_took_away_is_repaired() -> None:
+def test_a_removed_bundle_is_restored() -> None:
     server, clock = Server(), Clock()
-    keeping = keeper(server, clock)
-    rounds(keeping)
+    rotation = rotation_of(server, clock)
+    rounds(rotation)
     server.objects[MUTATING_WEBHOOKS, "kvtier"] = copy.deepcopy(
         {**admission.mutating(SETTINGS), "metadata": {"name": "kvtier", "resourceVersion": "9"}}
     )
     assert not server.right(clock)
-    rounds(keeping)
+    rounds(rotation)
     assert server.right(clock)
 
 
@@ -211,89 +213,87 @@ def test_a_bundle_that_somebody_took_away_is_repaired() -> None:
     [{}, {"tls.crt": "eA==", "tls.key": "eA=="}, {"tls.crt": "%"}, {"ca.crt": "eA=="}],
     ids=["empty", "garbage", "no base64", "only a CA"],
 )
-def test_a_secret_with_wrong_content_is_filled(data: Mapping[str, str]) -> None:
+def test_a_secret_with_invalid_content_is_replaced(data: Mapping[str, str]) -> None:
     server, clock = Server(), Clock()
     server.objects[SECRETS, SECRET] = {
         "metadata": {"name": SECRET, "resourceVersion": "5"},
         "data": dict(data),
     }
-    rounds(keeper(server, clock))
+    rounds(rotation_of(server, clock))
     assert server.right(clock)
 
 
-def test_a_secret_that_was_deleted_is_made_again_and_replicas_with_the_old_certificate_stay_trusted() -> (
-    None
-):
+def test_a_deleted_secret_is_recreated_and_the_old_ca_stays_trusted() -> None:
     server, clock = Server(), Clock()
-    keeping = keeper(server, clock)
-    rounds(keeping)
-    first = server.material
+    rotation = rotation_of(server, clock)
+    rounds(rotation)
+    first = server.pair
     del server.objects[SECRETS, SECRET]
-    rounds(keeping)
+    rounds(rotation)
     assert server.right(clock)
-    old = certificates.KeyPair(first.certificate, first.key, server.material.bundle)
-    assert server.material.certificate != first.certificate
+    old = certificates.KeyPair(first.certificate, first.key, server.pair.bundle)
+    assert server.pair.certificate != first.certificate
     assert not certificates.problem(old, certificates.server_names(SETTINGS), clock())
 
 
 def test_an_expired_certificate_is_replaced_at_once() -> None:
     server, clock = Server(), Clock()
-    rounds(keeper(server, clock))
-    first = server.material
+    rounds(rotation_of(server, clock))
+    first = server.pair
     clock.now += 5000
-    rounds(keeper(server, clock))
+    rounds(rotation_of(server, clock))
     assert server.right(clock)
-    assert server.material.certificate != first.certificate
+    assert server.pair.certificate != first.certificate
 
 
-def test_a_rotation_changes_what_serves_only_after_its_ca_was_known_for_a_while() -> None:
+def test_a_renewed_pair_is_activated_after_its_ca_was_distributed() -> None:
     server, clock = Server(), Clock()
-    keeping = keeper(server, clock)
-    rounds(keeping)
-    first = server.material
+    rotation = rotation_of(server, clock)
+    rounds(rotation)
+    first = server.pair
     clock.now += 1601
-    assert rounds(keeping) <= SPREAD
-    assert server.material.certificate == first.certificate
+    assert rounds(rotation) <= SPREAD
+    assert server.pair.certificate == first.certificate
     assert server.right(clock)
     clock.now += SPREAD / 2
-    rounds(keeping)
-    assert server.material.certificate == first.certificate
+    rounds(rotation)
+    assert server.pair.certificate == first.certificate
     clock.now += SPREAD / 2
-    rounds(keeping)
-    assert server.material.certificate != first.certificate
+    rounds(rotation)
+    assert server.pair.certificate != first.certificate
     assert server.right(clock)
     # The old one is trusted for as long as a replica may show it.
-    old = certificates.KeyPair(first.certificate, first.key, server.material.bundle)
+    old = certificates.KeyPair(first.certificate, first.key, server.pair.bundle)
     assert not certificates.problem(old, certificates.server_names(SETTINGS), clock())
 
 
-def test_without_configurations_there_is_a_certificate_all_the_same() -> None:
+def test_a_certificate_is_issued_without_webhook_configurations() -> None:
     server, clock = Server(), Clock()
     for kind in (MUTATING_WEBHOOKS, VALIDATING_WEBHOOKS):
         del server.objects[kind, "kvtier"]
-    rounds(keeper(server, clock))
-    assert not certificates.problem(server.material, certificates.server_names(SETTINGS), clock())
+    rounds(rotation_of(server, clock))
+    assert not certificates.problem(server.pair, certificates.server_names(SETTINGS), clock())
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["call lost", "answer lost"])
 @pytest.mark.parametrize("number", range(1, 30))
-def test_killed_at_any_call_of_a_life_the_next_one_goes_on(number: int, lost: bool) -> None:
-    """A first start and a whole rotation, with one call that fails and a new keeper after it."""
+def test_a_rotation_killed_at_any_call_is_continued(number: int, lost: bool) -> None:
+    """A first start and a whole rotation, with one call that fails and a new rotation after it."""
     server, clock = Server(), Clock()
     server.fail_at = {number: lost}
-    keeping = keeper(server, clock)
+    rotation = rotation_of(server, clock)
     trusted: set[str] = set()
     for _ in range(60):
         try:
-            rounds(keeping)
+            rounds(rotation)
         except ApiError:
-            keeping = keeper(server, clock)
+            rotation = rotation_of(server, clock)
         if (SECRETS, SECRET) in server.objects and "" not in server.bundles():
             # Never a moment in which a configuration does not trust what serves.
             trusted |= server.bundles()
             for field in server.bundles():
                 shown = certificates.KeyPair(
-                    server.material.certificate, server.material.key, base64.b64decode(field)
+                    server.pair.certificate, server.pair.key, base64.b64decode(field)
                 )
                 assert not certificates.problem(shown, certificates.server_names(SETTINGS), clock())
         clock.now += 100
@@ -301,7 +301,7 @@ def test_killed_at_any_call_of_a_life_the_next_one_goes_on(number: int, lost: bo
     assert len(trusted) >= 3
 
 
-def test_it_runs_until_it_is_stopped_and_counts_what_fails() -> None:
+def test_the_loop_runs_until_stopped_and_counts_failures() -> None:
     server, clock = Server(), Clock()
     server.fail_at = {1: False}
     seen: list[float] = []
@@ -317,7 +317,7 @@ def test_it_runs_until_it_is_stopped_and_counts_what_fails() -> None:
     async def go() -> None:
         stop, changed = asyncio.Event(), asyncio.Event()
         running = asyncio.ensure_future(
-            keep_certificates(
+            rotate_certificates(
                 server, SETTINGS, stop, changed=changed, wall_clock=clock, metrics=Counted()
             )
         )
@@ -334,8 +334,8 @@ def test_it_runs_until_it_is_stopped_and_counts_what_fails() -> None:
     assert len(failed) == 1
 
 
-def test_mounted_certificates_are_somebody_elses() -> None:
+def test_mounted_certificates_are_not_rotated() -> None:
     mounted = Settings.model_validate({"webhook": {"certificates": {"mode": "Mounted"}}})
     server = Server()
-    asyncio.run(keep_certificates(server, mounted, asyncio.Event()))
+    asyncio.run(rotate_certificates(server, mounted, asyncio.Event()))
     assert server.calls == []

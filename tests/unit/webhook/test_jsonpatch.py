@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_operator.webhook import jsonpatch
-from kvtier_operator.webhook.jsonpatch import MATCHED_ITEMS, between
+from kvtier_operator.webhook.jsonpatch import MAX_MATCHED_ITEMS, diff
 
 
 def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
@@ -63,7 +63,7 @@ NAMED = st.lists(
 @settings(deadline=None, max_examples=300)
 @given(DOCUMENTS, DOCUMENTS)
 def test_any_document_becomes_any_other(original: Any, desired: Any) -> None:
-    operations = list(between(original, desired))
+    operations = list(diff(original, desired))
     assert json.dumps(applied(original, operations), sort_keys=True) == json.dumps(
         desired, sort_keys=True
     )
@@ -72,17 +72,15 @@ def test_any_document_becomes_any_other(original: Any, desired: Any) -> None:
 @settings(deadline=None, max_examples=300)
 @given(NAMED, NAMED)
 def test_lists_of_named_things_keep_the_desired_order(original: Any, desired: Any) -> None:
-    assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {
-        "l": desired
-    }
+    assert applied({"l": original}, list(diff({"l": original}, {"l": desired}))) == {"l": desired}
 
 
 @settings(deadline=None, max_examples=300)
 @given(NAMED, NAMED)
 def test_lists_that_are_not_matched_become_any_other_as_well(original: Any, desired: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jsonpatch, "MATCHED_ITEMS", 0)
-        assert applied({"l": original}, list(between({"l": original}, {"l": desired}))) == {
+        patched.setattr(jsonpatch, "MAX_MATCHED_ITEMS", 0)
+        assert applied({"l": original}, list(diff({"l": original}, {"l": desired}))) == {
             "l": desired
         }
 
@@ -97,7 +95,7 @@ SAME = {"name": "A", "value": ""}
         ([SAME] * 100_000, [{"name": "B"}, *[SAME] * 100_000]),
         (["x"] * 100_000, ["x"] * 100_000),
         ([SAME] * 100_000, [*[SAME] * 50_000, {"name": "B"}, *[SAME] * 50_000]),
-        ([SAME] * (MATCHED_ITEMS + 1), ["x", *[SAME] * MATCHED_ITEMS, "y"]),
+        ([SAME] * (MAX_MATCHED_ITEMS + 1), ["x", *[SAME] * MAX_MATCHED_ITEMS, "y"]),
     ],
     ids=["one more", "one before", "the same", "one between", "both ends differ"],
 )
@@ -113,30 +111,30 @@ def test_items_that_are_all_alike_are_not_matched_with_one_another(
             super().__init__(junk, before, after, autojunk=autojunk)
 
     monkeypatch.setattr(jsonpatch, "SequenceMatcher", Counted)
-    operations = list(between({"l": original}, {"l": desired}))
+    operations = list(diff({"l": original}, {"l": desired}))
     assert len(operations) <= abs(len(desired) - len(original)) + 2
-    assert max(sizes, default=0) <= MATCHED_ITEMS
+    assert max(sizes, default=0) <= MAX_MATCHED_ITEMS
     if len(operations) < 10:
         assert applied({"l": original}, operations) == {"l": desired}
 
 
 def test_equal_documents_need_nothing() -> None:
     pod = {"spec": {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
-    assert list(between(pod, copy.deepcopy(pod))) == []
+    assert list(diff(pod, copy.deepcopy(pod))) == []
 
 
 def test_only_what_differs_is_touched() -> None:
-    original = {
+    original: dict[str, Any] = {
         "metadata": {"annotations": {"a": "1"}},
         "spec": {
             "containers": [{"name": "mesh"}, {"name": "vllm", "env": [{"name": "X", "value": "1"}]}]
         },
     }
     desired = copy.deepcopy(original)
-    desired["metadata"]["annotations"]["kvtier.io/policy"] = "p"  # type: ignore[index]
-    desired["spec"]["containers"][1]["env"].append({"name": "Y", "value": "2"})  # type: ignore[index]
+    desired["metadata"]["annotations"]["kvtier.io/policy"] = "p"
+    desired["spec"]["containers"][1]["env"].append({"name": "Y", "value": "2"})
     desired["spec"]["initContainers"] = [{"name": "kvtier-tierd"}]
-    assert list(between(original, desired)) == [
+    assert list(diff(original, desired)) == [
         {"op": "add", "path": "/metadata/annotations/kvtier.io~1policy", "value": "p"},
         {"op": "add", "path": "/spec/containers/1/env/1", "value": {"name": "Y", "value": "2"}},
         {"op": "add", "path": "/spec/initContainers", "value": [{"name": "kvtier-tierd"}]},
@@ -144,4 +142,4 @@ def test_only_what_differs_is_touched() -> None:
 
 
 def test_true_is_not_one() -> None:
-    assert list(between({"a": 1}, {"a": True})) == [{"op": "replace", "path": "/a", "value": True}]
+    assert list(diff({"a": 1}, {"a": True})) == [{"op": "replace", "path": "/a", "value": True}]
