@@ -248,7 +248,7 @@ def test_a_tier_that_starts_on_a_full_disk_serves_existing_objects(
     first.close()
     others = fill(small_disk)
     again = open_tier(root)
-    assert "what is there is served, and nothing stored" in caplog.text
+    assert "serving existing objects without storing" in caplog.text
     for seed in range(10):
         ref, payload, meta = make_object(seed)
         assert again.contains(ref)
