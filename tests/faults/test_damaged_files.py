@@ -1,4 +1,4 @@
-"""Whatever is done to a stored file, it is either the object that was asked for or a miss."""
+"""Damaged files: a read returns the requested object or misses."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
-"""A file tier on a mount that hangs for ever: nothing waits for the threads in it, and nobody gets the slots they may write into.
+"""A file tier on a mount that hangs: no process waits for the threads in it, and their slots are not
+reused.
 
-The kernel keeps a thread that waits for an answer of the mount, also after SIGKILL, and with it the process's entry in its table. What
-ends at once is everything else: no line of the program runs any more.
-"""
+The kernel keeps a thread that waits for the mount, even after SIGKILL, and with it the entry of its
+process. The rest of the process ends at once and executes no further instruction."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_tierd_exits_during_a_hanging_read_and_its_slot_stays_quarantined(
         engine.wait("can_store", 1.0)
     assert case.pool("quarantined") == quarantined
 
-    # The mount answers: what the old threads waited for is written into the old slots, and they are free.
+    # The mount responds: the old threads write into their old slots, which are then free.
     mount.release()
     wait_for(lambda: not held_by_the_kernel(pid), "the threads come back")
     wait_for(lambda: case.pool("quarantined") == 0, "the slots come back", 20.0)

@@ -1,4 +1,4 @@
-"""Live values change under a working engine, the way the kubelet changes them: by swapping the link ``..data``."""
+"""Live values change under a running engine as the kubelet changes them: by replacing ``..data``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mount:
     versions: list[Path] = field(default_factory=list)
 
     def write(self, text: str) -> None:
-        """What the kubelet does: a new directory, then one rename of the link, then the old directory goes."""
+        """As the kubelet: a new directory, one rename of the link, removal of the old directory."""
         self.version += 1
         fresh = self.directory / f"..version-{self.version}"
         fresh.mkdir()
@@ -84,7 +84,7 @@ def test_live_values_change_under_load_and_an_invalid_document_is_ignored(
     engine.wait_more("loaded", 10)
     wait_for(lambda: used(case) > 12 * MIB, "the file tier holds more than it may hold later")
 
-    # Smaller, with another selection and another weight: taken, and brought about by eviction, while the engine goes on.
+    # A smaller capacity, another selection and another weight take effect under load.
     changed = live(2, 8 * MIB, load_weight=7, load_timeout_seconds=2).model_copy(
         update={"selection": Selection.COST}
     )

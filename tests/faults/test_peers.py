@@ -1,5 +1,5 @@
-"""The comparison with the file tiers of other projects: it detects wrong bytes and crashes, removes what it
-creates, and gives a reason for every skipped peer."""
+"""The comparison with other file tiers: it detects wrong bytes and crashes, removes what it creates,
+and gives a reason for every skipped peer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ STUB = """
             found = [(self.directory / str(number)).read_bytes() for number in numbers]
             if b"" in found:
                 os._exit(7)
-            wrong = sum(not is_right(n, np.frombuffer(data, np.uint8)) for n, data in zip(numbers, found))
-            self.answers.append({"id": call, "outcome": "loaded", "hits": len(found), "wrong": wrong, "seconds": 0.0})
+            bytes_of = {n: np.frombuffer(data, np.uint8) for n, data in zip(numbers, found)}
+            wrong = sum(not is_right(n, data) for n, data in bytes_of.items())
+            self.answers.append({"id": call, "outcome": "loaded", "hits": len(found),
+                                 "wrong": wrong, "seconds": 0.0})
 
         def poll(self):
             answers, self.answers = self.answers, []

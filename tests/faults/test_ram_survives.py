@@ -1,4 +1,4 @@
-"""RAM that outlives tierd and engines inside a pod. Every byte that comes back is checked by the fake engine."""
+"""RAM objects survive tierd and engines in a pod. The stub engine checks every byte it loads."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_objects_are_not_recovered_after_a_tierd_without_persistence(
 def test_an_engine_with_another_layout_loads_no_recovered_object(make_case: MakeCase) -> None:
     case = make_case()
     filled(case).close()
-    # Killed before it has heard that the engine is gone, it leaves the next one to wait for the engine's process, which is this one.
+    # If tierd were killed before it noticed the end of the engine, the next one would wait for the
+    # engine's process, which is this one.
     wait_for(lambda: not case.status()["sessions"], "tierd knows that the engine is gone")
     case.kill_tierd()
     case.start_tierd()

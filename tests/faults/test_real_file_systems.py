@@ -1,4 +1,4 @@
-"""The file tier's conformance suite on real file systems: ext4, xfs, a FUSE mount; and whether direct I/O is found where it works."""
+"""The conformance suite on real file systems (ext4, xfs, FUSE), and the detection of direct I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row of the scorecard fails, for the right reason, if its promise is broken on purpose."""
+"""Each row of the scorecard fails for the right reason if its promise is broken on purpose."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def nothing(context: FaultContext, measurements: Measurements) -> None:
 
 
 def wrong_bytes_in_ram(context: FaultContext, measurements: Measurements) -> None:
-    """What the daemon believes to be sealed is something else: a lie that comes after verification."""
+    """The daemon serves wrong bytes from RAM, behind every verification."""
     pool = context.testbed.tierd.run_directory / "pool"
     with pool.open("r+b") as file:
         file.write(b"\xa5" * pool.stat().st_size)
-    # One after another all chunks would be read from files: each takes the place of one in RAM whose turn has not come.
+    # Otherwise every chunk would be read from a file before its wrong copy in RAM is loaded.
     for number in [number for number in range(KEYS) if context.testbed.in_ram(number)]:
         context.testbed.engine.load([number], BUDGET_SECONDS)
     context.testbed.stream(context.seconds, measurements)

@@ -1,4 +1,4 @@
-"""Many processes write one directory. It never holds more than its capacity, whoever is killed when."""
+"""Many processes write to one directory. It never exceeds its capacity, even if some are killed."""
 
 import json
 import os

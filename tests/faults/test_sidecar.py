@@ -35,7 +35,8 @@ class Sidecar:
         self.case = case
         self._log = (case.directory / "sidecar.log").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier.tierd.sidecar", "run", "--topology", str(case.topology_directory),
+            [sys.executable, "-m", "kvtier.tierd.sidecar", "run",
+             "--topology", str(case.topology_directory),
              "--run-directory", str(case.run_directory), *arguments],
             env=environment(),
             stdin=subprocess.DEVNULL,

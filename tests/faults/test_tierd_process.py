@@ -1,4 +1,4 @@
-"""tierd and engines as real processes that are killed and stopped. Every byte that comes back is checked by the fake engine."""
+"""tierd and engines as real processes that are killed and stopped. Every loaded byte is checked."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(make_case: 
         for name in "ab"
     ]
     for round_number in range(10):
-        # Two directories in turn: in one the leftovers are taken over, from the other one they are swept.
+        # Two directories: objects left in one are recovered, those in the other are removed.
         case = cases[round_number // 2 % 2]
         engine = case.engine_process("--keys", "30")
         engine.wait_more("loaded", 3)

@@ -1,4 +1,4 @@
-"""Engine and tierd in two pid namespaces, as in two containers: process ids mean nothing, locks do."""
+"""Engine and tierd in two pid namespaces, as in two containers: only locks prove liveness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def engine_in_a_container(case: TierdTestbed, *arguments: str) -> StubEngineProc
 
 
 def first_process(engine: StubEngineProcess) -> int:
-    """Process id, as seen here, of the engine itself (``engine.pid`` is what made its namespace)."""
+    """Process id of the engine in this namespace (``engine.pid`` is that of ``unshare``)."""
     return int(Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()[0])
 
 

@@ -1,10 +1,10 @@
-"""Runs inside the virtual machine of ``in_vm``: two tier daemons, each on its own mount of one NFS export, and what happens to that.
+"""The scenarios of ``test_nfs.py``, run inside its virtual machine: two tier daemons, each on its own
+mount of one NFS export.
 
-    scenarios.py DIRECTORY      (a directory that nobody else uses)
+    scenarios.py DIRECTORY      (a directory that no other process uses)
 
-Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` says what has to be in it. Everything here is real: daemons, mounts, the server and
-what is done to it. Engines are fake ones that check every byte they load.
-"""
+Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` checks them. Daemons, mounts, the server
+and its failures are real. Stub engines check every byte they load."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ class Client:
             longest = max(longest, time.monotonic() - begun)
         return {"loaded": came, "longest_seconds": round(longest, 3)}
 
-    def filed(self, numbers: Sequence[int]) -> list[int]:
-        """Waits for writes; those of ``numbers`` that are in files. (A store may be dropped where nothing is free: once there are some, ten
-        seconds without another one are the end.)"""
+    def in_files(self, numbers: Sequence[int]) -> list[int]:
+        """Waits for writes. Returns those of ``numbers`` that are in files. A store may be dropped if
+        no slot is free, so the wait ends after ten seconds without a new file.
+        """
         end, there = time.monotonic() + WAIT, 0
         while there < len(numbers) and time.monotonic() < end:
             before = there
@@ -109,9 +110,11 @@ class Client:
 
 
 def found_by_another(a: Client, b: Client) -> dict[str, Any]:
-    """What one client stores the other one finds, at once or with its next look; until then it is a miss."""
+    """Objects of one client are found by the other at once or after its next scan; until then they
+    are misses.
+    """
     a.store(range(12))
-    numbers = a.filed(range(12))
+    numbers = a.in_files(range(12))
     at_once = b.load(numbers)
     seen = b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {"filed": len(numbers), "at_once": at_once, "seen": seen, "later": b.load(numbers, WAIT)}
@@ -135,7 +138,7 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
             if len(data) != expected or not any(data[:64]) or not any(data[-4096:]):
                 partial.append(path.name)
     worker.join(WAIT)
-    numbers = a.filed(range(100, 120))
+    numbers = a.in_files(range(100, 120))
     b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {
         "filed": len(numbers),
@@ -148,12 +151,12 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
 def unreachable(
     how: tuple[str, ...], back: tuple[str, ...]
 ) -> Callable[[Client, Client], dict[str, Any]]:
-    """The server does not answer for a while: misses within the clock, and afterwards everything is there again."""
+    """The server is unresponsive: misses within the deadline; afterwards every object is found."""
 
     def run(a: Client, b: Client) -> dict[str, Any]:
         first = 200 if how == ("stop",) else 300
         a.store(range(first, first + 3))
-        numbers = a.filed(range(first, first + 3))
+        numbers = a.in_files(range(first, first + 3))
         b.wait(lambda: b.in_files(numbers), "the other client has found them")
         control(*how)
         try:
@@ -184,7 +187,7 @@ def unreachable(
 
 
 def replaced(a: Client, _: Client) -> dict[str, Any]:
-    """The exported directory is another one: stale handles. Misses; and the tier can be used again."""
+    """The exported directory is replaced: stale handles cause misses, then the tier recovers."""
     numbers = range(12)  # stored so long ago that RAM holds none of them
     held = sum(bool(a.engine.holds(number) & FILE_BIT) for number in numbers)
     control("stale")
@@ -210,7 +213,7 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
 def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
     """A daemon with reads that never come back ends when it is told to."""
     a.store(range(700, 703))
-    numbers = a.filed(range(700, 703))
+    numbers = a.in_files(range(700, 703))
     b.wait(lambda: b.in_files(numbers), "the other client has found them", 10)
     control("partition")
     try:

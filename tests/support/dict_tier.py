@@ -1,4 +1,4 @@
-"""A tier in a dictionary, for tests of the store. It passes the same conformance suite as real tiers."""
+"""A tier in a dictionary, for tests of the store. It passes the conformance suite of tiers."""
 
 from __future__ import annotations
 

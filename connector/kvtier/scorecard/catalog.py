@@ -24,12 +24,13 @@ from kvtier.scorecard.tier_faults import TierWrapper
 DAY_SECONDS = 86_400
 STOPPED_SECONDS = 4.0
 EXIT_SECONDS = 5.0
+HUGE_NUMBER = f"1{'0' * 400}"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultContext:
-    """What a fault can use. ``mount``: injects storage faults; a wrapper of the tier if no FUSE mount
-    can be made. ``seconds``: how long a fault lasts. ``hang_seconds``: how long a hang lasts.
+    """What a fault can use. ``mount``: injects storage faults; a wrapper of the tier if no FUSE
+    mount can be made. ``seconds``: how long a fault lasts. ``hang_seconds``: how long a hang lasts.
     """
 
     testbed: FaultTestbed
@@ -43,7 +44,9 @@ FaultFunction = Callable[[FaultContext, Measurements], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One row of the scorecard. ``means``: "FUSE", "files", "process", "clock", "live configuration"."""
+    """One row of the scorecard. ``means``: "FUSE", "files", "process", "clock", "live
+    configuration".
+    """
 
     name: str
     means: str
@@ -77,8 +80,8 @@ def endless_hang(context: FaultContext, measurements: Measurements) -> None:
         process = ProcessIdentity(testbed.pid, process_start(testbed.pid), pid_namespace())
         started = time.monotonic()
         os.kill(testbed.pid, signal.SIGTERM)
-        # The kernel keeps threads that wait for the mount, and the process entry with them, although no
-        # instruction of the program runs.
+        # The kernel keeps threads that wait for the mount, and the process entry with them,
+        # although no instruction of the program runs.
         while not main_thread_exited(process) and time.monotonic() - started < 30:
             time.sleep(0.02)
         ended = time.monotonic() - started
@@ -233,7 +236,8 @@ def bad_live_configuration(context: FaultContext, measurements: Measurements) ->
         for text in (
             "{",
             '{"generation": 99, "tiers": {"disk": {"loadWeight": -1, "capacityBytes": "many"}}}',
-            f'{{"breaker": {{"periodSeconds": 1{"0" * 400}}}, "tiers": {{"disk": {{"capacityBytes": 1{"0" * 400}}}}}}}',
+            f'{{"breaker": {{"periodSeconds": {HUGE_NUMBER}}}, '
+            f'"tiers": {{"disk": {{"capacityBytes": {HUGE_NUMBER}}}}}}}',
         ):
             fresh = path.with_suffix(".new")
             fresh.write_text(text)

@@ -1,9 +1,9 @@
-"""The scorecard under a real vLLM: during any fault of the file tier or the daemon, tokens equal those
-of an engine without KVTier.
+"""The scorecard under a real vLLM: during any fault of the file tier or the daemon, tokens equal
+those of an engine without KVTier.
 
 Each fault meets a request whose prefix is only in the file tier, and next to it a request without
-hits, which must not be delayed. vLLM is the CPU build with a tiny model; scheduler and worker run in
-one process, so killing one kills the other.
+hits, which must not be delayed. vLLM is the CPU build with a tiny model; scheduler and worker run
+in one process, so killing one kills the other.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ DEADLINE_SECONDS = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineFault:
-    """``mount``: faults of the FUSE mount. ``files``: damages the files. ``process``: which process is
-    killed or stopped, and how.
+    """``mount``: faults of the FUSE mount. ``files``: damages the files. ``process``: which process
+    is killed or stopped, and how.
     """
 
     mount: dict[str, dict[str, Any]] | None = None
@@ -198,7 +198,8 @@ class _EngineFaultTestbed:
         try:
             wrong, longest, delay = self._inject(fault)
             if fault.files:
-                # Damaged files are removed where they are read. The rest would be counted as objects.
+                # Damaged files are removed where they are read. The rest would be counted as
+                # objects.
                 for path in self.below.rglob("*.kv"):
                     path.unlink(missing_ok=True)
             notes.append(

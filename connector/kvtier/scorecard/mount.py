@@ -213,8 +213,8 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
 
     def end_with_owner() -> None:
-        # The owner holds the other end and never writes: end of file means that it has exited. Hanging
-        # calls fail when the connection to the kernel is closed.
+        # The owner holds the other end and never writes: end of file means that it has exited.
+        # Hanging calls fail when the connection to the kernel is closed.
         while os.read(0, 64):
             continue
         subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)

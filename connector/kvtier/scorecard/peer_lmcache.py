@@ -1,5 +1,5 @@
-"""LMCache's local disk without an engine: ``LocalDiskBackend`` below its CPU allocator, called as its
-storage manager calls it.
+"""LMCache's local disk without an engine: ``LocalDiskBackend`` below its CPU allocator, called as
+its storage manager calls it.
 
     python -m kvtier.scorecard.peer_lmcache
 
@@ -108,8 +108,8 @@ class LMCacheDisk:
         )
 
     def poll(self) -> list[Answer]:
-        """Completed stores. LMCache keeps a store whose write failed in its list of running tasks, so
-        it is never answered.
+        """Completed stores. LMCache keeps a store whose write failed in its list of running tasks,
+        so it is never answered.
         """
         answers, self._answers = self._answers, []
         for store in list(self._stores):

@@ -1,4 +1,6 @@
-"""The process of a peer, seen from the scorecard. Every wait has a deadline, and nothing is left behind."""
+"""The process of a peer, seen from the scorecard. Every wait has a deadline, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +138,8 @@ class Child:
         return f"status {self._process.poll()}, {lines[-1][:200]}"
 
     def end(self) -> None:
-        """Kills the process. The mount must be released before: a thread in a hanging call cannot be
-        killed.
+        """Kills the process. The mount must be released before: a thread in a hanging call cannot
+        be killed.
         """
         self._process.kill()
         self._process.wait(END_SECONDS)

@@ -1,5 +1,5 @@
-"""The protocol with the process of a peer: JSON lines in, JSON lines out. Whatever happens to the peer
-shows as a reply or as a missing reply.
+"""The protocol with the process of a peer: JSON lines in, JSON lines out. Whatever happens to the
+peer shows as a reply or as a missing reply.
 
 In: ``{"id", "do": "open", "directory"}``, ``{"id", "do": "store", "number"}``,
 ``{"id", "do": "load", "numbers"}``. Out, in any order: ``{"id", "outcome", "seconds", ...}``:
@@ -30,8 +30,8 @@ Answer = dict[str, Any]
 
 
 class Backend(Protocol):
-    """A peer. ``open``, ``store`` and ``load`` block only if the peer blocks its own engine; ``poll``
-    makes one step and returns what has completed.
+    """A peer. ``open``, ``store`` and ``load`` block only if the peer blocks its own engine;
+    ``poll`` makes one step and returns what has completed.
     """
 
     version: str

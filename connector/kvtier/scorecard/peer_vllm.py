@@ -119,7 +119,8 @@ class VllmTiering:
         engine = f"kvtier-peer-{os.getpid()}-{self._opened}"
         spec = self._factory.create_spec(self._offloading(engine, directory))
         self._manager = spec.get_manager()
-        # vLLM unlinks it once every worker has mapped it. Without workers it would remain after a kill.
+        # vLLM unlinks it once every worker has mapped it. Without workers it would remain after a
+        # kill.
         Path(f"/dev/shm/vllm_offload_{engine}.mmap").unlink(missing_ok=True)
         self._view = np.asarray(self._manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self._jobs, self._loads, self._stores = _Jobs(), [], []
@@ -176,8 +177,8 @@ class VllmTiering:
         self._loads.append(_Load(call, numbers, keys, self._request(), time.monotonic()))
 
     def poll(self) -> list[Answer]:
-        """One step of a scheduler. An exception of the manager would end vLLM's engine core, and ends
-        this process.
+        """One step of a scheduler. An exception of the manager would end vLLM's engine core, and
+        ends this process.
         """
         if self._manager is None:
             return []

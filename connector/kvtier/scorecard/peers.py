@@ -166,7 +166,9 @@ def compare(
     on_start: Callable[[str], None] = lambda _: None,
     peers: tuple[Peer, ...] = PEERS,
 ) -> Iterator[PeerRow]:
-    """The rows, peer by peer, as they are played. ``on_start`` is called with each fault before it starts. Everything that is made is removed."""
+    """Yields the rows, peer by peer. ``on_start`` is called with each fault before it starts.
+    Everything that is created is removed.
+    """
     selected = [name for name in NAMES if not options.faults or name in options.faults]
     for peer in peers if selected else ():
         home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
@@ -203,7 +205,9 @@ def _with_mount(
 
 
 class _PeerTestbed:
-    """One peer and its mount. After a fault that the process did not survive intact, a new one starts."""
+    """One peer and its mount. After a fault that the process did not survive intact, a new one
+    starts.
+    """
 
     def __init__(self, peer: Peer, mount: FaultyMount, home: Path, seconds: float) -> None:
         self._peer, self._mount, self._home, self._seconds = peer, mount, home, seconds

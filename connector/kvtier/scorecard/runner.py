@@ -29,8 +29,8 @@ PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 
 @dataclass(frozen=True, slots=True)
 class ScorecardOptions:
-    """``directory``: a temporary directory is created below it. ``slack_seconds``: what a slow machine
-    may add to every wait.
+    """``directory``: a temporary directory is created below it. ``slack_seconds``: what a slow
+    machine may add to every wait.
     """
 
     directory: Path

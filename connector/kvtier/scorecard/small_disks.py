@@ -1,5 +1,6 @@
-"""A real ext4 on a loop device that is smaller than the tier's capacity, or is remounted read-only while
-it is in use. Needs root and loop devices."""
+"""A real ext4 on a loop device that is smaller than the tier's capacity, or is remounted read-only
+while it is in use. Needs root and loop devices.
+"""
 
 from __future__ import annotations
 

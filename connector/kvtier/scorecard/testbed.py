@@ -1,5 +1,5 @@
-"""The testbed of the scorecard: one real tier daemon whose file tier is on storage that can be made to
-fail, and one stub engine that checks every byte.
+"""The testbed of the scorecard: one real tier daemon whose file tier is on storage that can be made
+to fail, and one stub engine that checks every byte.
 
 The RAM tier holds a part of what is stored, so loads come from files. The engine loads and stores
 at a steady pace. Each load carries its deadline to the daemon, and its wait is measured here.

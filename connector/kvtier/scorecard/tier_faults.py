@@ -1,7 +1,9 @@
-"""Storage faults without FUSE: the daemon's file tier is wrapped, and its calls are slow, hang or fail.
+"""Storage faults without FUSE: the daemon's file tier is wrapped, and its calls are slow, hang or
+fail.
 
 The wrapper sits above the verification of the tier, so it cannot return wrong bytes from storage.
-Those faults are skipped."""
+Those faults are skipped.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Many processes store into one directory with a tenth of the capacity they need, and some are killed:
-the capacity must never be exceeded."""
+"""Many processes store into one directory with a tenth of the capacity they need, and some are
+killed: the capacity must never be exceeded.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A wrapper that makes any tier slow, hanging, failing, corrupt or full, by a fault that may change at
-any time.
+"""A wrapper that makes any tier slow, hanging, failing, corrupt or full, by a fault that may change
+at any time.
 
 The faults are those of storage: what the wrapped tier would see from the storage below it. The
 wrapper cannot put wrong bytes below the verification of a tier; only changing the storage itself

@@ -22,7 +22,7 @@ DIGEST_BYTES = 16
 
 
 class Checksum(Protocol):
-    """One algorithm. ``digest`` may be called from any thread and releases the interpreter lock on large inputs."""
+    """One algorithm. ``digest`` is thread-safe and releases the GIL on large inputs."""
 
     @property
     def kind(self) -> str:

@@ -294,7 +294,7 @@ def test_gc_removes_namespaces_past_their_retention(
 
 def test_gc_empties_an_unused_directory(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     tier.close()
-    # Used at some time before: the file system's clock may be a tick behind this process's, or level with it.
+    # Used before: the file system's clock may be a tick behind that of this process.
     for path in (root / NAMESPACE).rglob("*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
     done = kvtier("gc", root, "--capacity", "1Gi", "--retention", "0", "--json").json

@@ -1,4 +1,4 @@
-"""Who lives, who is given up, and what that ends."""
+"""Leader election, leases, fencing and records."""
 
 import os
 import subprocess

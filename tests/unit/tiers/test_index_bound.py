@@ -1,4 +1,4 @@
-"""A directory with more objects than a daemon may index: what is served, what is counted, and that the budget holds."""
+"""Directories with more objects than the index holds: what is served, and the capacity."""
 
 import logging
 import os
