@@ -1,5 +1,4 @@
-"""A file tier on a mount that hangs: no process waits for the threads in it, and their slots are not
-reused.
+"""A hanging mount: no process waits for the threads in it, and their slots are not reused.
 
 The kernel keeps a thread that waits for the mount, even after SIGKILL, and with it the entry of its
 process. The rest of the process ends at once and executes no further instruction."""

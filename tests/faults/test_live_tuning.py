@@ -1,4 +1,4 @@
-"""Live values change under a running engine as the kubelet changes them: by replacing ``..data``."""
+"""Live values change under a running engine as the kubelet changes them (``..data``)."""
 
 from __future__ import annotations
 

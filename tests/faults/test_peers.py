@@ -1,5 +1,6 @@
-"""The comparison with other file tiers: it detects wrong bytes and crashes, removes what it creates,
-and gives a reason for every skipped peer."""
+"""The comparison with other file tiers: it detects wrong bytes and crashes, removes what it
+creates, and gives a reason for every skipped peer.
+"""
 
 from __future__ import annotations
 

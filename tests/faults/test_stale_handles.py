@@ -1,5 +1,6 @@
-"""Stale handles (ESTALE on NFS and FUSE) of a file that another host has removed or replaced cause a
-miss of that object and do not count against the tier; a stale root directory does."""
+"""Stale handles (ESTALE on NFS and FUSE) of a file that another host has removed or replaced cause
+a miss of that object and do not count against the tier; a stale root directory does.
+"""
 
 import errno
 import os

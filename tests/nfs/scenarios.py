@@ -1,10 +1,11 @@
-"""The scenarios of ``test_nfs.py``, run inside its virtual machine: two tier daemons, each on its own
-mount of one NFS export.
+"""The scenarios of ``test_nfs.py``, run inside its virtual machine: two tier daemons, each on its
+own mount of one NFS export.
 
     scenarios.py DIRECTORY      (a directory that no other process uses)
 
-Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` checks them. Daemons, mounts, the server
-and its failures are real. Stub engines check every byte they load."""
+Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` checks them. Daemons, mounts, the
+server and its failures are real. Stub engines check every byte they load.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +78,9 @@ class Client:
             longest = max(longest, time.monotonic() - begun)
         return {"loaded": came, "longest_seconds": round(longest, 3)}
 
-    def in_files(self, numbers: Sequence[int]) -> list[int]:
-        """Waits for writes. Returns those of ``numbers`` that are in files. A store may be dropped if
-        no slot is free, so the wait ends after ten seconds without a new file.
+    def wait_written(self, numbers: Sequence[int]) -> list[int]:
+        """Waits for writes. Returns those of ``numbers`` that are in files. Stores may be dropped
+        if no slot is free, so the wait ends after ten seconds without a new file.
         """
         end, there = time.monotonic() + WAIT, 0
         while there < len(numbers) and time.monotonic() < end:
@@ -114,7 +115,7 @@ def found_by_another(a: Client, b: Client) -> dict[str, Any]:
     are misses.
     """
     a.store(range(12))
-    numbers = a.in_files(range(12))
+    numbers = a.wait_written(range(12))
     at_once = b.load(numbers)
     seen = b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {"filed": len(numbers), "at_once": at_once, "seen": seen, "later": b.load(numbers, WAIT)}
@@ -138,7 +139,7 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
             if len(data) != expected or not any(data[:64]) or not any(data[-4096:]):
                 partial.append(path.name)
     worker.join(WAIT)
-    numbers = a.in_files(range(100, 120))
+    numbers = a.wait_written(range(100, 120))
     b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {
         "filed": len(numbers),
@@ -156,7 +157,7 @@ def unreachable(
     def run(a: Client, b: Client) -> dict[str, Any]:
         first = 200 if how == ("stop",) else 300
         a.store(range(first, first + 3))
-        numbers = a.in_files(range(first, first + 3))
+        numbers = a.wait_written(range(first, first + 3))
         b.wait(lambda: b.in_files(numbers), "the other client has found them")
         control(*how)
         try:
@@ -213,7 +214,7 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
 def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
     """A daemon with reads that never come back ends when it is told to."""
     a.store(range(700, 703))
-    numbers = a.in_files(range(700, 703))
+    numbers = a.wait_written(range(700, 703))
     b.wait(lambda: b.in_files(numbers), "the other client has found them", 10)
     control("partition")
     try:

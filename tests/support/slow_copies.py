@@ -3,8 +3,8 @@
 The plain CPU engine has moved every byte when ``submit`` returns, so it cannot show what happens
 when blocks or slots are reused under a running copy. This one can: it moves the bytes later, from
 and to whatever the blocks and slots hold then. ``install`` makes the connectors of this process use
-it; it is a hook for ``kvtier.harness.engine_driver``. Variables of the process's environment control
-it and are read at each use:
+it; it is a hook for ``kvtier.harness.engine_driver``. Variables of the process's environment
+control it and are read at each use:
 
 * ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), including
   copies that already run;
