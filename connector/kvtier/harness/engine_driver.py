@@ -30,7 +30,7 @@ Commands (``do``), with their arguments:
 ``call {function}``
     calls a function ("module:name") in the engine's process; returns its result.
 ``asks {}``
-    how often the connector was asked for a hit, by request id.
+    how often the connector looked up a hit, by request id.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Driver:
         self.core: Any = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.names: dict[str, str] = {}
-        self.asked: dict[str, int] = {}
+        self.lookups: dict[str, int] = {}
         self.done: dict[str, dict[str, Any]] = {}
-        self._count_asks()
+        self._count_lookups()
 
-    def _count_asks(self) -> None:
+    def _count_lookups(self) -> None:
         connector = self.scheduler.connector
         if connector is None:
             return
@@ -75,7 +75,7 @@ class Driver:
 
         def counted(request: Any, *arguments: Any, **named: Any) -> Any:
             name = self._outside(request.request_id)
-            self.asked[name] = self.asked.get(name, 0) + 1
+            self.lookups[name] = self.lookups.get(name, 0) + 1
             return original(request, *arguments, **named)
 
         connector.get_num_new_matched_tokens = counted
@@ -217,8 +217,8 @@ class Driver:
         return _function(function)()
 
     def asks(self) -> dict[str, int]:
-        """How often the connector was asked for a hit, by request."""
-        return dict(self.asked)
+        """How often the connector looked up a hit, by request."""
+        return dict(self.lookups)
 
 
 def _function(path: str) -> Callable[[], Any]:

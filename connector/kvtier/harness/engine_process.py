@@ -14,7 +14,6 @@ import http.client
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -162,13 +161,6 @@ def kill_tierd(topology: Path) -> list[int]:
             continue
     psutil.wait_procs(victims, timeout=30)
     return [process.pid for process in victims]
-
-
-def remove_run_directory(topology: Path) -> None:
-    """Removes the run directory of ``topology``. Its daemon must have exited."""
-    structural = topology / "structural.json"
-    if structural.exists():
-        shutil.rmtree(json.loads(structural.read_text())["runDirectory"], ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

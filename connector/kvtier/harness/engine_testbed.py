@@ -417,19 +417,6 @@ class EngineTestbed:
                 )
             time.sleep(0.05)
 
-    def wait_files(self, count: int, seconds: float = WAIT_SECONDS) -> list[Path]:
-        """Steps the engine until the file tier has at least ``count`` objects; returns them."""
-
-        def enough() -> bool:
-            if self.engine is not None and self.engine.alive():
-                self.engine.call("settle")
-            return len(self.files()) >= count
-
-        self.wait_for(
-            enough, f"{len(self.files())} of {count} objects reached the file tier", seconds
-        )
-        return self.files()
-
     def requests(self) -> Requests:
         """A way to run requests on the engine."""
         return self._requests

@@ -44,13 +44,6 @@ class TinyLlama:
     max_tokens: int = 4096
     dtype: str = "float32"
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return (
-            2 * self.layers * self.kv_heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
-        )
-
     def config(self) -> dict[str, object]:
         """The content of ``config.json``."""
         return {

@@ -45,7 +45,7 @@ class Reply:
         return f"{self.outcome} ({self.error})" if self.error else self.outcome
 
 
-class Child:
+class PeerProcess:
     """A client of the process. One thread."""
 
     def __init__(self, module: str, log: Path) -> None:
@@ -76,18 +76,18 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
-    def start(self, seconds: float) -> str:
-        """Waits until it can be asked. Why it cannot; empty: it can."""
+    def wait_ready(self, seconds: float) -> str:
+        """Waits until the peer is ready. Returns an error, empty for success."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 message = self._lines.get(timeout=0.2)
             except queue.Empty:
                 if not self.alive and self._lines.empty():
-                    return f"its process ended at once: {self.exit_report()}"
+                    return f"the process exited: {self.exit_report()}"
                 continue
             if message.get("ready"):
                 self.version, self.setting = str(message["version"]), str(message["setting"])

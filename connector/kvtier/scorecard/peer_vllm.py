@@ -66,7 +66,7 @@ def offloading_config(
 
 
 @dataclass(slots=True)
-class _Load:
+class _PendingLoad:
     call: int
     numbers: list[int]
     keys: list[Any]
@@ -76,7 +76,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Store:
+class _PendingStore:
     call: int
     key: Any
     started: float
@@ -106,8 +106,8 @@ class VllmTiering:
         self._manager: Any = None
         self._view: Any = None
         self._jobs = _Jobs()
-        self._loads: list[_Load] = []
-        self._stores: list[_Store] = []
+        self._loads: list[_PendingLoad] = []
+        self._stores: list[_PendingStore] = []
         self._requests = 0
         self._opened = 0
 
@@ -169,12 +169,12 @@ class VllmTiering:
             self._view[int(prepared.store_spec.chunk_ids[0])] = expected(number)
             self._manager.complete_store([key], context, True)
         self._manager.on_request_finished(context)
-        self._stores.append(_Store(call, key, started))
+        self._stores.append(_PendingStore(call, key, started))
 
     def load(self, call: int, numbers: list[int]) -> None:
         """A request with hits: looked up at every step until their number is known."""
         keys = [self._key(number) for number in numbers]
-        self._loads.append(_Load(call, numbers, keys, self._request(), time.monotonic()))
+        self._loads.append(_PendingLoad(call, numbers, keys, self._request(), time.monotonic()))
 
     def poll(self) -> list[Answer]:
         """One step of a scheduler. An exception of the manager would end vLLM's engine core, and
@@ -197,7 +197,7 @@ class VllmTiering:
             )
         return answers
 
-    def _step(self, load: _Load) -> Answer | None:
+    def _step(self, load: _PendingLoad) -> Answer | None:
         results = self._base.LookupResult
         hits, pending = 0, False
         for key in load.keys:

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.peer_process import Child, Reply
+from kvtier.scorecard.peer_process import PeerProcess, Reply
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES
 from kvtier.scorecard.runner import FAIL, PASS, SKIPPED, ScorecardOptions
 from kvtier.scorecard.testbed import BUDGET_SECONDS
@@ -211,16 +211,16 @@ class _PeerTestbed:
 
     def __init__(self, peer: Peer, mount: FaultyMount, home: Path, seconds: float) -> None:
         self._peer, self._mount, self._home, self._seconds = peer, mount, home, seconds
-        self._child: Child | None = None
+        self._process: PeerProcess | None = None
         self._count = 0
         self._skip_reason = ""
 
     def end(self) -> None:
         """Releases the mount and ends the process."""
         self._mount.set()
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        if self._process is not None:
+            self._process.end()
+            self._process = None
 
     def run(self, fault: str) -> PeerRow:
         """Runs one fault."""
@@ -229,14 +229,18 @@ class _PeerTestbed:
         directory = self._mount.path / f"{self._count}"
         if not self._skip_reason:
             self._start()
-        if self._skip_reason or self._child is None:
+        if self._skip_reason or self._process is None:
             return PeerRow(self._peer.name, "", fault, SKIPPED, self._skip_reason)
-        child, below = self._child, self._mount.source / directory.name
+        process, below = self._process, self._mount.source / directory.name
         below.mkdir()
-        if (problem := _fill(child, directory, first)) is not None:
+        if (problem := _fill(process, directory, first)) is not None:
             self.end()
             return PeerRow(
-                self._peer.name, child.version, fault, SKIPPED, f"fails without a fault: {problem}"
+                self._peer.name,
+                process.version,
+                fault,
+                SKIPPED,
+                f"fails without a fault: {problem}",
             )
         seen = _Seen()
         try:
@@ -244,14 +248,14 @@ class _PeerTestbed:
                 self._mount.set(**BY_MOUNT[fault])
             else:
                 BY_FILES[fault](below)
-            _Stream(child, first, below, self._peer.capacity_bytes, seen).run(
+            _Stream(process, first, below, self._peer.capacity_bytes, seen).run(
                 self._seconds, fault in HANGS
             )
         finally:
             self._mount.set()
-        child.late.clear()
-        recovery = _recover(child, first + 5_000)
-        seen.pending_stores = _still_pending(child, seen.pending_stores)
+        process.late.clear()
+        recovery = _recover(process, first + 5_000)
+        seen.pending_stores = _still_pending(process, seen.pending_stores)
         row = self._judge(fault, seen, recovery)
         if row.crashes or row.recovery_seconds is None or seen.pending_stores:
             self.end()
@@ -259,20 +263,20 @@ class _PeerTestbed:
         return row
 
     def _start(self) -> None:
-        if self._child is not None and self._child.alive:
+        if self._process is not None and self._process.alive:
             return
-        self._child = Child(self._peer.module, self._home / "peer.log")
-        self._skip_reason = self._child.start(START_SECONDS)
+        self._process = PeerProcess(self._peer.module, self._home / "peer.log")
+        self._skip_reason = self._process.wait_ready(START_SECONDS)
         if self._skip_reason:
             self.end()
 
     def _judge(self, fault: str, seen: _Seen, recovery: float | None) -> PeerRow:
-        child = self._child
-        ended = child is not None and not child.alive
+        process = self._process
+        ended = process is not None and not process.alive
         waits = f"{'at least ' if seen.unanswered else ''}{seen.longest:.2f} s"
         problems = [
             (seen.wrong > 0, f"{seen.wrong} loads returned wrong bytes"),
-            (ended, f"its process exited: {child.exit_report() if child is not None else ''}"),
+            (ended, f"its process exited: {process.exit_report() if process is not None else ''}"),
             (
                 bool(seen.raised),
                 f"raised into its engine {len(seen.raised)} times in {seen.loads} loads: "
@@ -290,7 +294,7 @@ class _PeerTestbed:
         found = [text for is_so, text in problems if is_so]
         return PeerRow(
             self._peer.name,
-            child.version if child is not None else "",
+            process.version if process is not None else "",
             fault,
             FAIL if found else PASS,
             "; ".join(found + [text for is_so, text in remarks if is_so]),
@@ -304,16 +308,16 @@ class _PeerTestbed:
         )
 
 
-def _fill(child: Child, directory: Path, first: int) -> str | None:
+def _fill(process: PeerProcess, directory: Path, first: int) -> str | None:
     """Opens the directory and stores what will be loaded. Returns an error, None for success."""
-    if (reply := child.call("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
+    if (reply := process.call("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
         return f"open: {reply.text()}"
     deadline = time.monotonic() + FILL_SECONDS
     for number in range(first, first + OBJECTS):
-        reply = child.call("store", deadline - time.monotonic(), number=number)
+        reply = process.call("store", deadline - time.monotonic(), number=number)
         if reply.outcome != "stored":
             return f"store: {reply.text()}"
-    reply = child.call("load", deadline - time.monotonic(), numbers=[first, first + 1])
+    reply = process.call("load", deadline - time.monotonic(), numbers=[first, first + 1])
     if reply.outcome != "loaded" or reply.hits != 2 or reply.wrong:
         return f"load: {reply.text()}, {reply.hits} of 2 hits"
     return None
@@ -323,10 +327,10 @@ class _Stream:
     """The load on a peer during a fault: one load at a time, and concurrent stores."""
 
     def __init__(
-        self, child: Child, first: int, below: Path, capacity: int | None, seen: _Seen
+        self, process: PeerProcess, first: int, below: Path, capacity: int | None, seen: _Seen
     ) -> None:
-        self._child, self._first, self._below, self._capacity, self._seen = (
-            child,
+        self._process, self._first, self._below, self._capacity, self._seen = (
+            process,
             first,
             below,
             capacity,
@@ -339,7 +343,7 @@ class _Stream:
         """Runs for ``seconds``; waits for a slow load."""
         started = time.monotonic()
         next_store, load, sent = started, None, started
-        while self._child.alive:
+        while self._process.alive:
             now = time.monotonic()
             over = now - started > seconds
             if over and (load is None or hangs or now - started > seconds + SLOW_SECONDS):
@@ -348,16 +352,16 @@ class _Stream:
                 load, sent = self._load(), now
             if not over and now > next_store and len(self._stores) < 8:
                 number = self._first + OBJECTS + len(self._stores) + int((now - started) * 1000)
-                self._stores.append(self._child.send("store", number=number))
+                self._stores.append(self._process.send("store", number=number))
                 next_store = now + STORE_PAUSE_SECONDS
-            for reply in self._child.replies(PAUSE_SECONDS):
+            for reply in self._process.replies(PAUSE_SECONDS):
                 self._record(reply)
                 if reply.call == load:
                     load = None
                 elif reply.call in self._stores:
                     self._stores.remove(reply.call)
             self._sample()
-        if load is not None and self._child.alive:
+        if load is not None and self._process.alive:
             self._seen.unanswered = True
             self._seen.longest = max(self._seen.longest, time.monotonic() - sent)
         self._seen.pending_stores = self._stores
@@ -368,7 +372,7 @@ class _Stream:
         self._seen.loads += 1
         numbers = [self._first + (self._next_number + place) % OBJECTS for place in range(count)]
         self._next_number += count
-        return self._child.send("load", numbers=numbers)
+        return self._process.send("load", numbers=numbers)
 
     def _record(self, reply: Reply) -> None:
         if reply.outcome == "raised":
@@ -385,24 +389,24 @@ class _Stream:
             )
 
 
-def _still_pending(child: Child, stores: list[int]) -> list[int]:
+def _still_pending(process: PeerProcess, stores: list[int]) -> list[int]:
     """The stores without a reply shortly after the fault has ended."""
     deadline = time.monotonic() + STORES_END_SECONDS
-    while stores and child.alive and time.monotonic() < deadline:
-        child.late.extend(child.replies(PAUSE_SECONDS))
-        stores = [call for call in stores if all(reply.call != call for reply in child.late)]
+    while stores and process.alive and time.monotonic() < deadline:
+        process.late.extend(process.replies(PAUSE_SECONDS))
+        stores = [call for call in stores if all(reply.call != call for reply in process.late)]
     return stores
 
 
-def _recover(child: Child, first: int) -> float | None:
+def _recover(process: PeerProcess, first: int) -> float | None:
     """Waits until a new object is stored and loaded. Returns the seconds, None for never."""
     started = time.monotonic()
     number = first
-    while child.alive and time.monotonic() - started < RECOVERY_SECONDS:
+    while process.alive and time.monotonic() - started < RECOVERY_SECONDS:
         number += 1
-        if child.call("store", TRY_SECONDS, number=number).outcome != "stored":
+        if process.call("store", TRY_SECONDS, number=number).outcome != "stored":
             continue
-        reply = child.call("load", TRY_SECONDS, numbers=[number])
+        reply = process.call("load", TRY_SECONDS, numbers=[number])
         if reply.outcome == "loaded" and reply.hits == 1 and not reply.wrong:
             return time.monotonic() - started
     return None
