@@ -149,4 +149,4 @@ def test_a_load_of_which_a_part_is_gone_brings_the_rest_and_is_not_offered_again
     assert answer == plain.tokens(tokens)
     assert loads.tokens == left * CHUNK_TOKENS
     assert case.load_failures() == failures + 1
-    assert requests.engine.call("asks")[name] <= 3
+    assert requests.engine.call("lookup_counts")[name] <= 3

@@ -223,7 +223,7 @@ def test_a_disk_smaller_than_the_capacity_drops_a_store_and_evicts(small_disk: P
 
 
 def fill(directory: Path) -> Path:
-    """Leaves no block free, not even for a directory."""
+    """Fills the disk: no block is free, not even for a directory."""
     other = directory / "others"
     descriptor = os.open(other, os.O_CREAT | os.O_WRONLY)
     try:

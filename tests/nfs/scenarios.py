@@ -47,16 +47,16 @@ class Client:
         directory.mkdir(parents=True)
         # The tier's root is the mount itself, as in a pod.
         (directory / "tier").symlink_to(mount)
-        self.case = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
-        self.case.start_tierd(seconds=START_SECONDS)
-        self.engine: StubEngine = self.case.engine()
+        self.testbed = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        self.testbed.start_tierd(seconds=START_SECONDS)
+        self.engine: StubEngine = self.testbed.engine()
         self.wait(lambda: self.engine.can_store, "attached")
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = WAIT) -> bool:
         """Steps the engine until ``condition``."""
         if self.engine.wait_for(condition, seconds):
             return True
-        print(f"not within {seconds:g} s: {what}; {self.case.status().get('tiers')}", flush=True)
+        print(f"not within {seconds:g} s: {what}; {self.testbed.status().get('tiers')}", flush=True)
         return False
 
     def store(self, numbers: range) -> int:
@@ -103,7 +103,7 @@ class Client:
         return next(
             (
                 tier["state"]
-                for tier in self.case.status().get("tiers", [])
+                for tier in self.testbed.status().get("tiers", [])
                 if tier["name"] == "disk"
             ),
             "",
@@ -162,7 +162,7 @@ def unreachable(
         control(*how)
         try:
             during = b.load(numbers)
-            # RAM goes on serving what it holds, and takes what is new.
+            # RAM continues to serve its objects and to accept new ones.
             begun = time.monotonic()
             ram = b.store(range(first + 50, first + 52))
             ram_loaded = b.engine.load([first + 50], BUDGET_SECONDS)
@@ -212,18 +212,18 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
 
 
 def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
-    """A daemon with reads that never come back ends when it is told to."""
+    """A daemon with hanging reads exits on SIGTERM."""
     a.store(range(700, 703))
     numbers = a.wait_written(range(700, 703))
     b.wait(lambda: b.in_files(numbers), "the other client has found them", 10)
     control("partition")
     try:
         b.load(numbers)
-        pid = b.case.tierd_pid()
+        pid = b.testbed.tierd_pid()
         begun = time.monotonic()
         os.kill(pid, signal.SIGTERM)
         while Path(f"/proc/{pid}").exists() and time.monotonic() - begun < 60:
-            for process in b.case._processes:
+            for process in b.testbed._processes:
                 process.poll()
             time.sleep(0.05)
         return {"exit_seconds": round(time.monotonic() - begun, 2)}
@@ -252,7 +252,7 @@ def main() -> int:
         Client(directory / "b", os.environ["NFS_MOUNT_2"]),
     ]
     for name, scenario in SCENARIOS.items():
-        pids = [client.case.tierd_pid() for client in clients]
+        pids = [client.testbed.tierd_pid() for client in clients]
         begun = time.monotonic()
         try:
             result = scenario(*clients)
@@ -263,13 +263,13 @@ def main() -> int:
         result["seconds"] = round(time.monotonic() - begun, 1)
         # The last two are about a daemon that ends, and go on without it.
         serving = clients if name not in LAST else clients[:1]
-        result["daemons_live"] = [client.case.tierd_pid() for client in serving] == pids[
+        result["daemons_live"] = [client.testbed.tierd_pid() for client in serving] == pids[
             : len(serving)
-        ] and all(client.case.status() for client in serving)
+        ] and all(client.testbed.status() for client in serving)
         print(f"SCENARIO {json.dumps({'name': name, **result})}", flush=True)
     for client in clients:
-        print(client.case.log.read_text(errors="replace")[-3000:], flush=True)
-    # Threads may be held by a mount; nobody waits for them.
+        print(client.testbed.log.read_text(errors="replace")[-3000:], flush=True)
+    # Threads may hang in a mount; do not wait for them.
     sys.stdout.flush()
     os._exit(0)
 

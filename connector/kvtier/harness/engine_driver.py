@@ -29,7 +29,7 @@ Commands (``do``), with their arguments:
     sets environment variables of the engine's process.
 ``call {function}``
     calls a function ("module:name") in the engine's process; returns its result.
-``asks {}``
+``lookup_counts {}``
     how often the connector looked up a hit, by request id.
 """
 
@@ -216,7 +216,7 @@ class Driver:
         """Calls ``function`` ("module:name") without arguments."""
         return _function(function)()
 
-    def asks(self) -> dict[str, int]:
+    def lookup_counts(self) -> dict[str, int]:
         """How often the connector looked up a hit, by request."""
         return dict(self.lookups)
 
@@ -253,7 +253,7 @@ def main() -> None:
         "metrics",
         "state",
         "connector",
-        "asks",
+        "lookup_counts",
         "set",
         "call",
     )

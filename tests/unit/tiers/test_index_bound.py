@@ -22,7 +22,7 @@ ROOMY = TierLimits(1 << 30)
 
 
 class Daemon:
-    """A tier whose clock the test turns, and what it announced."""
+    """A tier whose clock the test controls, and the changes it announced."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class World:
             self.ledger.credit(10, counted=0 <= bucket <= self.bucket)
 
     def vanish(self) -> None:
-        """Somebody else removes a file."""
+        """Another process removes a file."""
         if self.files:
             del self.files[self.chance.choice(list(self.files))]
 

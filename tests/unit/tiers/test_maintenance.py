@@ -346,7 +346,7 @@ def test_unused_namespaces_are_removed_after_their_retention(
         first.tier.write(type(ref)(namespace, ref.key), payload, meta)
         (root / namespace / "identity.json").write_text(
             '{"model": "m"}'
-        )  # by a process that is not there any more
+        )  # by a process that has exited
         for path in [*(root / namespace).rglob("*.kv"), root / namespace / "identity.json"]:
             os.utime(path, (1.0, 1.0)) if namespace != NAMESPACE else None
     again = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
