@@ -28,8 +28,12 @@ TEXT = ("connector", "operator", "tests", "benchmarks", "tools", "docs", "README
 MAX_COLUMNS = 100
 MAX_PARAMETERS = 6
 SMALL_LINES = 80
-CLUSTER_PLUMBING = ("operator/kvtier_operator/kube/", "operator/kvtier_operator/runtime.py",
-                    "operator/kvtier_operator/main.py", "operator/kvtier_operator/entry.py")  # fmt: skip
+CLUSTER_PLUMBING = (
+    "operator/kvtier_operator/kube/",
+    "operator/kvtier_operator/runtime.py",
+    "operator/kvtier_operator/main.py",
+    "operator/kvtier_operator/entry.py",
+)
 """Our own code for watching, caching, queueing, calling the API server and running processes."""
 
 

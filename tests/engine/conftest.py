@@ -64,7 +64,9 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start(kvtier_hooks=["tests.support.slow_copies:install"])
+        from tests.support.slow_copies import INSTALL  # imports torch
+
+        case.start(kvtier_hooks=[INSTALL])
         yield case
     finally:
         case.close()

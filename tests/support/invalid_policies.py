@@ -1,4 +1,4 @@
-"""Changes of the complete policy that have to be refused.
+"""Changes of the complete policy that make it invalid.
 
 The same table is run against the models and against a real API server.
 """
@@ -13,17 +13,16 @@ from tests.support.policies import REMOVED
 
 @dataclass(frozen=True, slots=True)
 class RefusedCase:
-    """One way to spoil a policy, and what has to be answered.
+    """An invalid policy and its errors.
 
-    ``field``, ``value`` and ``accepted`` are parts of the message for a file. ``server`` are parts of the API server's
-    answer.
+    ``field``, ``value`` and ``detail`` are parts of the message for a file; ``server``: of the API server's answer.
     """
 
     name: str
     changes: dict[str, Any]
     field: str
     value: str
-    accepted: str
+    detail: str
     server: tuple[str, ...] = ()
 
 
@@ -46,44 +45,44 @@ REFUSED: tuple[RefusedCase, ...] = (
     _case(
         "the first tier is no memory tier",
         {"spec.tiers.0": {"name": "disk", "fileSystem": _FILES}},
-        ("spec.tiers[0]", "disk (fileSystem)", "a memory tier as the first"),
+        ("spec.tiers[0]", "disk", "must be a memory tier"),
         "spec.tiers",
-        "disk is not accepted as the first tier; accepted is a memory tier",
+        "the first tier must be a memory tier, got disk",
     ),
     _case(
         "two memory tiers",
         {"spec.tiers.4": {"name": "more", "memory": {"capacity": "1Gi"}}},
-        ("spec.tiers[4]", "more (memory)", "one memory tier (ram is one)"),
+        ("spec.tiers[4]", "more", "must not be a second memory tier (the first is ram)"),
         "spec.tiers",
-        "more is not accepted as a second memory tier; accepted is one",
+        "must have one memory tier, got more as well",
     ),
     _case(
         "a tier without a kind",
         {"spec.tiers.1.fileSystem": REMOVED},
-        ("spec.tiers[1]", "no kind", "exactly one of memory, fileSystem, lmcache"),
+        ("spec.tiers[1]", "", "must have exactly one of memory, fileSystem, lmcache"),
         "spec.tiers[1]",
-        "tier nvme: no kind is not accepted; accepted is exactly one of memory, fileSystem, lmcache",
+        "tier nvme must have exactly one of memory, fileSystem, lmcache, got none",
     ),
     _case(
         "a tier with two kinds",
         {"spec.tiers.0.lmcache": {"url": "redis://host:1"}},
         ("spec.tiers[0]", "memory, lmcache", "exactly one of memory, fileSystem, lmcache"),
         "spec.tiers[0]",
-        "tier ram: memory lmcache is not accepted; accepted is exactly one of memory, fileSystem, lmcache",
+        "tier ram must have exactly one of memory, fileSystem, lmcache, got memory lmcache",
     ),
     _case(
         "a volume without a source",
         {f"{_NVME}.volume": {}},
-        (f"{_NVME_FIELD}.volume", "no source", _SOURCES),
+        (f"{_NVME_FIELD}.volume", "", _SOURCES),
         f"{_NVME_FIELD}.volume",
-        "no source is not accepted; accepted is " + _SOURCES,
+        "must have " + _SOURCES + ", got none",
     ),
     _case(
         "a volume with two sources",
         {f"{_NVME}.volume.emptyDir": {}},
         (f"{_NVME_FIELD}.volume", "emptyDir, hostPath", _SOURCES),
         f"{_NVME_FIELD}.volume",
-        "emptyDir hostPath is not accepted; accepted is " + _SOURCES,
+        "must have " + _SOURCES + ", got emptyDir hostPath",
     ),
     _case(
         "low and high watermark equal",
@@ -91,10 +90,10 @@ REFUSED: tuple[RefusedCase, ...] = (
         (
             f"{_NVME_FIELD}.lowWatermarkPercent",
             "90",
-            "a percentage below highWatermarkPercent (90)",
+            "must be below highWatermarkPercent (90)",
         ),
         f"{_NVME_FIELD}.lowWatermarkPercent",
-        "90 is not accepted; accepted is a percentage below highWatermarkPercent (90)",
+        "must be below highWatermarkPercent (90), got 90",
     ),
     _case(
         "the low watermark above the default high one",
@@ -102,9 +101,9 @@ REFUSED: tuple[RefusedCase, ...] = (
         (
             f"{_NVME_FIELD}.lowWatermarkPercent",
             "95",
-            "a percentage below highWatermarkPercent (90)",
+            "must be below highWatermarkPercent (90)",
         ),
-        "95 is not accepted; accepted is a percentage below highWatermarkPercent (90)",
+        "must be below highWatermarkPercent (90), got 95",
     ),
     _case(
         "a high watermark above 100",
@@ -136,7 +135,7 @@ REFUSED: tuple[RefusedCase, ...] = (
     _case(
         "a tier name that is there twice",
         {"spec.tiers.2.name": "nvme"},
-        ("spec.tiers[2].name", "nvme", "a name that no other tier has (tiers[1] has it)"),
+        ("spec.tiers[2].name", "nvme", ""),
         'spec.tiers[2]: Duplicate value: {"name":"nvme"}',
     ),
     _case(
@@ -169,21 +168,24 @@ REFUSED: tuple[RefusedCase, ...] = (
         {"spec.tiers.0.memory.capacity": 0},
         ("spec.tiers[0].memory.capacity", "0", _CAPACITY),
         "spec.tiers[0].memory.capacity",
-        "0 is not accepted; accepted is " + _CAPACITY,
+        "must be " + _CAPACITY,
+        "got 0",
     ),
     _case(
         "a negative file capacity",
         {f"{_NVME}.capacity": "-1Gi"},
         (f"{_NVME_FIELD}.capacity", "-1Gi", _CAPACITY),
         f"{_NVME_FIELD}.capacity",
-        "-1Gi is not accepted; accepted is " + _CAPACITY,
+        "must be " + _CAPACITY,
+        "got -1Gi",
     ),
     _case(
         "an lmcache capacity of zero",
         {"spec.tiers.3.lmcache.capacity": "0Gi"},
         ("spec.tiers[3].lmcache.capacity", "0Gi", _CAPACITY),
         "spec.tiers[3].lmcache.capacity",
-        "0Gi is not accepted; accepted is " + _CAPACITY,
+        "must be " + _CAPACITY,
+        "got 0Gi",
     ),
     _case(
         "a capacity that is no quantity",
@@ -201,7 +203,7 @@ REFUSED: tuple[RefusedCase, ...] = (
     _case(
         "no capacity",
         {f"{_NVME}.capacity": REMOVED},
-        (f"{_NVME_FIELD}.capacity", "nothing", _CAPACITY),
+        (f"{_NVME_FIELD}.capacity", "", _CAPACITY),
         f"{_NVME_FIELD}.capacity: Required value",
     ),
     _case(
@@ -213,10 +215,10 @@ REFUSED: tuple[RefusedCase, ...] = (
         (
             f"{_NVME_FIELD}.volume.claimTemplate.accessModes[0]",
             "ReadWriteOnce",
-            "ReadWriteMany, since sharing is Cluster",
+            "must be ReadWriteMany with sharing: Cluster",
         ),
         f"{_NVME_FIELD}.volume.claimTemplate.accessModes",
-        "ReadWriteOnce is not accepted; accepted with sharing: Cluster is ReadWriteMany",
+        "must be ReadWriteMany with sharing: Cluster, got ReadWriteOnce",
     ),
     _case(
         "claimTemplate with ReadWriteOncePod among others for the whole cluster",
@@ -228,18 +230,18 @@ REFUSED: tuple[RefusedCase, ...] = (
         },
         (f"{_NVME_FIELD}.volume.claimTemplate.accessModes[1]", "ReadWriteOncePod", "ReadWriteMany"),
         "ReadWriteOncePod",
-        "accepted with sharing: Cluster is ReadWriteMany",
+        "must be ReadWriteMany with sharing: Cluster",
     ),
     _case(
         "emptyDir for the whole cluster",
         {f"{_NVME}.sharing": "Cluster", f"{_NVME}.volume": {"emptyDir": {}}},
         (
             f"{_NVME_FIELD}.volume.emptyDir",
-            "sharing: Cluster",
-            "a volume that all nodes can mount, or sharing: Pod",
+            "",
+            "must not be set with sharing: Cluster",
         ),
         f"{_NVME_FIELD}.volume",
-        "emptyDir is not accepted; accepted with sharing: Cluster is a volume that all nodes can mount",
+        "emptyDir must not be set with sharing: Cluster; use a volume that all nodes can mount",
     ),
     _case(
         "ephemeral for the whole cluster",
@@ -249,11 +251,11 @@ REFUSED: tuple[RefusedCase, ...] = (
         },
         (
             f"{_NVME_FIELD}.volume.ephemeral",
-            "sharing: Cluster",
-            "a volume that all nodes can mount, or sharing: Pod",
+            "",
+            "must not be set with sharing: Cluster",
         ),
         f"{_NVME_FIELD}.volume",
-        "ephemeral is not accepted; accepted with sharing: Cluster is a volume that all nodes can mount",
+        "ephemeral must not be set with sharing: Cluster; use a volume that all nodes can mount",
     ),
     _case(
         "hostPath that the kubelet would make",
@@ -261,47 +263,51 @@ REFUSED: tuple[RefusedCase, ...] = (
         (
             f"{_NVME_FIELD}.volume.hostPath.type",
             "DirectoryOrCreate",
-            "Directory: the administrator prepares",
+            "must be Directory, because",
         ),
         f"{_NVME_FIELD}.volume.hostPath.type",
-        "DirectoryOrCreate is not accepted; accepted is Directory",
+        "got DirectoryOrCreate",
     ),
     _case(
         "hostPath with ..",
         {f"{_NVME}.volume.hostPath.path": "/mnt/nvme/../../etc"},
         (f"{_NVME_FIELD}.volume.hostPath.path", "/mnt/nvme/../../etc", _PATH),
         f"{_NVME_FIELD}.volume.hostPath.path",
-        "/mnt/nvme/../../etc is not accepted; accepted is " + _PATH,
+        "must be " + _PATH,
+        "got /mnt/nvme/../../etc",
     ),
     _case(
         "hostPath that ends in ..",
         {f"{_NVME}.volume.hostPath.path": "/mnt/.."},
         (f"{_NVME_FIELD}.volume.hostPath.path", "/mnt/..", _PATH),
-        "/mnt/.. is not accepted; accepted is " + _PATH,
+        "must be " + _PATH,
+        "got /mnt/..",
     ),
     _case(
         "hostPath that is relative",
         {f"{_NVME}.volume.hostPath.path": "mnt/kv"},
         (f"{_NVME_FIELD}.volume.hostPath.path", "mnt/kv", _PATH),
-        "mnt/kv is not accepted; accepted is " + _PATH,
+        "must be " + _PATH,
+        "got mnt/kv",
     ),
     _case(
         "an export with ..",
         {"spec.tiers.2.fileSystem.volume.nfs.path": "/kv/../secret"},
         ("spec.tiers[2].fileSystem.volume.nfs.path", "/kv/../secret", _PATH),
         "spec.tiers[2].fileSystem.volume.nfs.path",
-        "/kv/../secret is not accepted; accepted is " + _PATH,
+        "must be " + _PATH,
+        "got /kv/../secret",
     ),
     _case(
         "emptyDir smaller than the tier",
         {f"{_NVME}.sharing": "Pod", f"{_NVME}.volume": {"emptyDir": {"sizeLimit": "100Gi"}}},
         (f"{_NVME_FIELD}.volume.emptyDir.sizeLimit", "100Gi", "at least the capacity (500Gi)"),
-        "100Gi is not accepted; accepted is at least the capacity (500Gi)",
+        "must be at least the capacity (500Gi)",
     ),
     _case(
         "no podSelector",
         {"spec.podSelector": REMOVED},
-        ("spec.podSelector", "nothing", "a mapping with matchLabels, matchExpressions"),
+        ("spec.podSelector", "", "a mapping with matchLabels, matchExpressions"),
         "spec.podSelector: Required value",
     ),
     _case(
@@ -314,24 +320,24 @@ REFUSED: tuple[RefusedCase, ...] = (
         "a label key that is none",
         {"spec.podSelector.matchLabels": {"-app": "vllm"}},
         ("spec.podSelector.matchLabels.-app", "-app", "a label key"),
-        "-app is not accepted; accepted is a label key",
+        "each key must be a label key",
     ),
     _case(
         "In without values",
         {"spec.podSelector.matchExpressions.0.values": REMOVED},
         (
             "spec.podSelector.matchExpressions[0].values",
-            "[]",
-            "at least one value with operator In",
+            "",
+            "must be set with operator In",
         ),
         "spec.podSelector.matchExpressions[0].operator",
-        "operator In is not accepted with these values",
+        "values must be set with operator In",
     ),
     _case(
         "Exists with values",
         {"spec.podSelector.matchExpressions.0.operator": "Exists"},
-        ("spec.podSelector.matchExpressions[0].values", "gold", "no values with operator Exists"),
-        "operator Exists is not accepted with these values",
+        ("spec.podSelector.matchExpressions[0].values", "", "must not be set with operator Exists"),
+        "values must not be set with operator Exists",
     ),
     _case(
         "no tiers",
@@ -353,19 +359,19 @@ REFUSED: tuple[RefusedCase, ...] = (
     _case(
         "no sharing",
         {f"{_NVME}.sharing": REMOVED},
-        (f"{_NVME_FIELD}.sharing", "nothing", "one of Pod, Node, Cluster"),
+        (f"{_NVME_FIELD}.sharing", "", "one of Pod, Node, Cluster"),
         f"{_NVME_FIELD}.sharing: Required value",
     ),
     _case(
         "no volume",
         {f"{_NVME}.volume": REMOVED},
-        (f"{_NVME_FIELD}.volume", "nothing", "a mapping with emptyDir"),
+        (f"{_NVME_FIELD}.volume", "", "a mapping with emptyDir"),
         f"{_NVME_FIELD}.volume: Required value",
     ),
     _case(
         "an engine that is not known",
         {"spec.engine.type": "SGLANG"},
-        ("spec.engine.type", "SGLANG", "one of VLLM, ATOM"),
+        ("spec.engine.type", "SGLANG", 'supported values: "VLLM", "ATOM"'),
         'spec.engine.type: Unsupported value: "SGLANG"',
         '"VLLM", "ATOM"',
     ),
@@ -379,7 +385,7 @@ REFUSED: tuple[RefusedCase, ...] = (
         "a hash seed beyond 32 bits",
         {"spec.engine.hashSeed": "4294967296"},
         ("spec.engine.hashSeed", "4294967296", "a decimal number from 0 to 4294967295, in quotes"),
-        "4294967296 is not accepted; accepted is a decimal number from 0 to 4294967295, in quotes",
+        "must be a decimal number from 0 to 4294967295, in quotes, got 4294967296",
     ),
     _case(
         "a weight of zero",
@@ -403,13 +409,13 @@ REFUSED: tuple[RefusedCase, ...] = (
         "pending bytes below zero",
         {"spec.tiers.1.maxPendingStoreBytes": "-1"},
         ("spec.tiers[1].maxPendingStoreBytes", "-1", "a quantity of zero or more"),
-        "-1 is not accepted; accepted is a quantity of zero or more",
+        "must be a quantity of zero or more",
     ),
     _case(
         "a write budget of nothing",
         {"spec.tiers.1.maxWriteBytesPerSecond": 0},
         ("spec.tiers[1].maxWriteBytesPerSecond", "0", "a quantity above zero"),
-        "0 is not accepted; accepted is a quantity above zero",
+        "must be a quantity above zero",
     ),
     _case(
         "a mount option with a comma",
@@ -420,21 +426,25 @@ REFUSED: tuple[RefusedCase, ...] = (
     _case(
         "memory of the sidecar",
         {"spec.resources.daemon.limits": {"memory": "80Gi"}},
-        ("spec.resources.daemon.limits", "memory", "resources but memory, which is computed"),
+        (
+            "spec.resources.daemon.limits",
+            "memory",
+            "resources other than memory, which is computed",
+        ),
         "spec.resources.daemon.limits",
-        "memory is not accepted",
+        "must be quantities of resources other than memory",
     ),
     _case(
         "more cpu asked for than the default limit",
         {"spec.resources.daemon": {"requests": {"cpu": "16"}}},
         ("spec.resources.daemon.requests.cpu", "16", "at most the limit (8)"),
         "spec.resources.daemon.requests",
-        "16 is not accepted; accepted is at most the limit (8)",
+        "cpu must be at most the limit (8), got 16",
     ),
     _case(
         "a policy name of 64 characters",
         {"metadata.name": "p" * 64},
         ("metadata.name", "p" * 64, "at most 63 characters"),
-        "is not accepted; accepted is a name of at most 63 characters",
+        "metadata.name must have at most 63 characters",
     ),
 )

@@ -57,7 +57,7 @@ def _follow(name: str, parts: list[str]) -> Explained:
         children = _below(field.shape)
         model = _model(field.shape)
     rules = (
-        tuple(rule.message for rule in model.rules if rule.message)
+        tuple(rule.description for rule in model.rules if rule.message)
         if model and issubclass(model, Model)
         else ()
     )

@@ -219,9 +219,9 @@ def render(request: Request) -> Rendered:
 def chosen_policies(file: str, name: str | None) -> list[KVTierPolicy]:
     """The policies of a file, all or those of that name. Raises ``ConfigurationError`` (refused) and ``OSError``."""
     checked = parse(read(file))
-    refusals = [refusal for entry in checked for refusal in entry.refusals]
-    if refusals:
-        raise InvalidDocumentError(refusals)
+    errors = [error for entry in checked for error in entry.errors]
+    if errors:
+        raise InvalidDocumentError(errors)
     policies = [entry.policy for entry in checked if entry.policy is not None]
     if name is None:
         return policies

@@ -24,7 +24,7 @@ class Report:
     @property
     def accepted(self) -> bool:
         """Whether nothing in it was refused."""
-        return not any(checked.refusals for checked in self.policies)
+        return not any(checked.errors for checked in self.policies)
 
 
 def check(name: str) -> Report:
@@ -32,7 +32,7 @@ def check(name: str) -> Report:
     try:
         content = read(name)
     except OSError as error:
-        refusal = FieldError("", error.strerror or str(error), "a readable file")
+        refusal = FieldError.malformed("", error.strerror or str(error))
         return Report(shown_name(name), (Checked("", None, (refusal,)),))
     return Report(shown_name(name), tuple(parse(content)))
 
@@ -69,15 +69,16 @@ def _policy_json(checked: Checked) -> dict[str, Any]:
         "where": checked.where,
         "namespace": policy.namespace if policy is not None else None,
         "name": policy.metadata.name if policy is not None else None,
-        "accepted": not checked.refusals,
-        "refusals": [
+        "accepted": not checked.errors,
+        "errors": [
             {
-                "field": refusal.field,
-                "value": refusal.value,
-                "accepted": refusal.accepted,
-                "message": refusal.message,
+                "field": error.field,
+                "type": error.type.value,
+                "value": error.value,
+                "detail": error.detail,
+                "message": error.message,
             }
-            for refusal in checked.refusals
+            for error in checked.errors
         ],
     }
 
@@ -89,11 +90,10 @@ def show(report: Report) -> None:
         if checked.policy is not None:
             line = Text(f"{where}{checked.policy.namespace}/{checked.policy.metadata.name} ")
             console().print(line.append("accepted", style="green"))
-        for refusal in checked.refusals:
-            line = Text(where)
-            line.append(refusal.field or "document", style="bold")
-            line.append(f": {refusal.value} is not accepted", style="red")
-            error_console().print(line.append(f"; accepted is {refusal.accepted}"))
+        for found in checked.errors:
+            field, _, rest = found.message.partition(": ")
+            line = Text(where).append(field, style="bold")
+            error_console().print(line.append(f": {rest}"))
     for name in duplicates(report):
         error_console().print(
             Text(

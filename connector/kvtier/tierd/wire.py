@@ -39,7 +39,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     ``drained_epoch``: every epoch up to this one is behind the sender: no copy of it runs, its grants are forgotten
     (0: never attached). The scheduler's carries ``identity`` (DATAPATH 8 without the codec's layout, canonical JSON),
-    ``volatile_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
+    ``ephemeral_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
     worker's carries ``rank``, ``codec`` (canonical text of the byte layout) and ``shard_bytes`` per group.
     """
 
@@ -52,7 +52,7 @@ class Hello(Message, frozen=True, kw_only=True):
     process_start: int
     drained_epoch: int = 0
     identity: str = ""
-    volatile_reason: str = ""
+    ephemeral_reason: str = ""
     writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     shard_bytes: tuple[int, ...] = ()

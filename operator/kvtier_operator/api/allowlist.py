@@ -1,7 +1,8 @@
-"""Which directories of nodes and which exports a namespace's policies may name.
+"""The allow-list of host directories and NFS exports for the policies of a namespace.
 
-A policy mounts paths into pods that its author may not be allowed to create, so an administrator lists what is allowed;
-the list is empty by default. Compared by path component: `/mnt/kv` allows `/mnt/kv/a`, not `/mnt/kvx`.
+A policy mounts paths into pods that its author may not be allowed to create, so an administrator
+lists what is allowed. The list is empty by default. Paths are compared by component: `/mnt/kv`
+allows `/mnt/kv/a`, not `/mnt/kvx`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvtier_operator.api.base import Model, Rule, Violation
+from kvtier_operator.api.base import ErrorType, Model, Rule, Violation, exactly_one_of
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.api.validation import FieldError
 from kvtier_operator.api.volumes import AbsolutePath, NfsVolume
 
 ANY_NAMESPACE = "*"
@@ -37,9 +38,9 @@ class AllowedExport(Model):
 
 def _one_kind(entry: AllowedVolume) -> Iterator[Violation]:
     if (entry.host_path is None) == (entry.nfs is None):
-        yield Violation(
-            (), "both" if entry.nfs is not None else "neither", "exactly one of hostPath, nfs"
-        )
+        given = "hostPath, nfs" if entry.nfs is not None else ""
+        kind = ErrorType.INVALID if given else ErrorType.REQUIRED
+        yield Violation((), given, exactly_one_of(("hostPath", "nfs")), kind)
 
 
 class AllowedVolume(Model):
@@ -61,7 +62,8 @@ class AllowedVolume(Model):
     shared: Annotated[
         bool,
         Field(
-            description="Policies store in the directory itself, together; otherwise each has a directory of its own "
+            description="Policies store in the directory itself, together; otherwise each has a directory "
+            "of its own "
             "in it, <namespace>/<policy uid>."
         ),
     ] = False
@@ -74,13 +76,15 @@ class AllowedVolume(Model):
 
 
 def is_below(path: str, prefix: str) -> bool:
-    """Whether ``path`` is ``prefix`` or below it, component by component. Never for a path with ``..``."""
+    """Whether ``path`` is ``prefix`` or below it, component by component. Never for a path with
+    ``..``.
+    """
     parts, above = PurePosixPath(path).parts, PurePosixPath(prefix).parts
     return ".." not in parts and ".." not in above and parts[: len(above)] == above
 
 
-def refusals(policy: KVTierPolicy, allowed: Sequence[AllowedVolume]) -> list[FieldError]:
-    """What of a policy is outside the list of its namespace."""
+def volume_errors(policy: KVTierPolicy, allowed: Sequence[AllowedVolume]) -> list[FieldError]:
+    """Volumes of a policy that the list does not allow in its namespace."""
     entries = [entry for entry in allowed if entry.covers(policy.namespace)]
     found: list[FieldError] = []
     for index, tier in enumerate(policy.spec.tiers):
@@ -91,13 +95,9 @@ def refusals(policy: KVTierPolicy, allowed: Sequence[AllowedVolume]) -> list[Fie
         if volume.host_path is not None:
             prefixes = [entry.host_path for entry in entries if entry.host_path is not None]
             if not any(is_below(volume.host_path.path, prefix) for prefix in prefixes):
-                found.append(
-                    FieldError(
-                        f"{field}.hostPath.path",
-                        shown(volume.host_path.path),
-                        _allowed(prefixes, policy.namespace),
-                    )
-                )
+                subject = f'hostPath "{volume.host_path.path}"'
+                detail = _not_allowed(subject, "hostPath", prefixes, policy.namespace)
+                found.append(FieldError.forbidden(f"{field}.hostPath.path", detail))
         if volume.nfs is not None:
             found.extend(_export(volume.nfs, entries, f"{field}.nfs", policy.namespace))
     return found
@@ -114,9 +114,10 @@ def _export(
     ]
     if not matching:
         prefixes = [f"{export.server}:{export.export_prefix}" for _, export in exports]
-        yield FieldError(field, shown(f"{nfs.server}:{nfs.path}"), _allowed(prefixes, namespace))
+        subject = f'NFS export "{nfs.server}:{nfs.path}"'
+        yield FieldError.forbidden(field, _not_allowed(subject, "nfs", prefixes, namespace))
         return
-    # One entry has to cover them all, as in the guard that the API server applies to volumes.
+    # One entry must allow all options, as in the admission policy for volumes.
     yield from min((list(_options(nfs, entry, field)) for entry in matching), key=len)
 
 
@@ -124,16 +125,12 @@ def _options(nfs: NfsVolume, entry: AllowedVolume, field: str) -> Iterator[Field
     options = HARMLESS_OPTIONS.union(entry.mount_options)
     for index, option in enumerate(nfs.mount_options or ()):
         if option not in options and option.split("=", 1)[0] not in options:
-            yield FieldError(
-                f"{field}.mountOptions[{index}]",
-                shown(option),
-                "one of " + ", ".join(sorted(options)),
-            )
+            yield FieldError.unsupported(f"{field}.mountOptions[{index}]", option, sorted(options))
 
 
-def _allowed(prefixes: Sequence[str], namespace: str) -> str:
+def _not_allowed(subject: str, kind: str, prefixes: Sequence[str], namespace: str) -> str:
     if not prefixes:
-        return f"nothing of this kind in namespace {namespace}: its administrator has allowed none"
-    return (
-        f"what the administrator allows in namespace {namespace}: {', '.join(prefixes)} and below"
-    )
+        entries = f"has no {kind} entry"
+    else:
+        entries = f"has only {', '.join(prefixes)} and below"
+    return f'{subject} is not allowed: allowedVolumes {entries} for namespace "{namespace}"'

@@ -1,4 +1,6 @@
-"""What all models of the policy have in common: the base class, the live/structural marks and cross-field rules."""
+"""What all models of the policy have in common: the base class, the live/structural marks and
+cross-field rules.
+"""
 
 from __future__ import annotations
 
@@ -33,34 +35,55 @@ STRUCTURAL = Change.STRUCTURAL
 
 @dataclass(frozen=True, slots=True)
 class MapKey:
-    """Marks a list that is a map keyed by this field of its items (``x-kubernetes-list-type: map``)."""
+    """Marks a list that is a map keyed by this field of its items (``x-kubernetes-list-type:
+    map``).
+    """
 
     field: str
 
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Says in words what a field takes, where the type and its bounds do not say it well."""
+    """Describes the values of a field if type and bounds do not: ``must be <words>``."""
 
     words: str
 
 
+class ErrorType(StrEnum):
+    """Types of field errors, as in ``k8s.io/apimachinery/pkg/util/validation/field``."""
+
+    REQUIRED = "Required value"
+    INVALID = "Invalid value"
+    NOT_SUPPORTED = "Unsupported value"
+    DUPLICATE = "Duplicate value"
+    FORBIDDEN = "Forbidden"
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the message shows the value."""
+        return self not in (ErrorType.REQUIRED, ErrorType.FORBIDDEN)
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: where (relative to the model that has the rule), the value found, what would be accepted."""
+    """A violated rule. ``path`` is relative to the model that has the rule. ``detail``: ``must be
+    ...``.
+    """
 
     path: Path
     value: object
-    accepted: str
+    detail: str
+    type: ErrorType = ErrorType.INVALID
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule over several fields, stated twice: in Python for files and the webhook, in CEL for the API server.
+    """A rule over several fields, defined twice: in Python for files and the webhook, in CEL for
+    the API server.
 
-    ``check`` yields what is wrong. ``cel`` is true for what is accepted; ``message`` (static) or ``expression`` (CEL)
-    is what the API server answers, pointing at ``field_path`` below the model. A rule that the schema itself enforces
-    (a duplicate key of a list map, say) has no ``cel``.
+    ``check`` yields violations. ``cel`` is true for valid objects. The API server answers
+    ``message``, or the value of ``expression`` (CEL), after the path to ``field_path`` below the
+    model. A rule that the schema enforces (such as unique keys of a list map) has no ``cel``.
     """
 
     name: str
@@ -69,6 +92,15 @@ class Rule:
     message: str = ""
     expression: str | None = None
     field_path: str | None = None
+
+    @property
+    def description(self) -> str:
+        """The message with the field, for the reference."""
+        return (
+            f"{self.field_path.removeprefix('.')}: {self.message}"
+            if self.field_path
+            else self.message
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +112,26 @@ class Scalar:
     expression: str | None = None
 
 
-def found_parts(subject: str, what: str, names: tuple[str, ...]) -> str:
-    """CEL text that says which of the optional ``names`` an object has, where exactly one is accepted.
+def exactly_one_of(names: tuple[str, ...]) -> str:
+    """The detail of a violation."""
+    return f"must have exactly one of {', '.join(names)}"
 
-    Plain additions: `join` of a filtered list is beyond the API server's cost budget.
+
+def exactly_one_expression(subject: str, names: tuple[str, ...]) -> str:
+    """CEL expression of the same message, with the names that the object has.
+
+    Concatenation only: `join` of a filtered list exceeds the API server's cost budget.
     """
     none = " && ".join(f"!has({subject}.{name})" for name in names)
-    given = " + ".join(f"(has({subject}.{name}) ? '{name} ' : '')" for name in names)
-    return f"({none} ? 'no {what} ' : '') + {given} + 'is not accepted; accepted is exactly one of {', '.join(names)}'"
+    given = " + ".join(f"(has({subject}.{name}) ? ' {name}' : '')" for name in names)
+    return f"'{exactly_one_of(names)}, got' + ({none} ? ' none' : '') + {given}"
 
 
 class Model(BaseModel):
-    """Base of everything a person writes: frozen, camelCase, unknown fields refused, null the same as not written.
+    """Base of all models that people write: frozen, camelCase, without unknown fields. Null is the
+    same as absent.
 
-    The API server drops a null where the schema does not allow it, so both ways of reading a policy agree.
+    The API server drops a null that the schema does not allow, so both ways to read a policy agree.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
@@ -114,12 +152,12 @@ class Model(BaseModel):
     def _obey_rules(self) -> Self:
         violations = [violation for rule in self.rules for violation in rule.check(self)]
         if violations:
-            raise PydanticCustomError("rules", "rules are broken", {"violations": violations})
+            raise PydanticCustomError("rules", "rules are violated", {"violations": violations})
         return self
 
 
 Integer = Annotated[int, Strict()]
-"""An integer and nothing that merely looks like one: no text, no 5.0, no true."""
+"""An integer; not text, not 5.0, not true."""
 
 
 def _positive(quantity: Quantity) -> Quantity:
@@ -137,8 +175,8 @@ def _not_negative(quantity: Quantity) -> Quantity:
 def _quantity_rule(condition: str, words: str) -> Scalar:
     return Scalar(
         cel=f"isQuantity(string(self)) && quantity(string(self)).{condition}",
-        message=f"accepted is {words}",
-        expression=f"string(self) + ' is not accepted; accepted is {words}'",
+        message=f"must be {words}",
+        expression=f"'must be {words}, got ' + string(self)",
     )
 
 
@@ -161,7 +199,8 @@ Name = Annotated[
     str,
     Field(min_length=1, max_length=63, pattern=RFC1123_LABEL),
     Accepts(
-        "an RFC 1123 label: lower-case letters, digits and -, at most 63, letter or digit at both ends"
+        "an RFC 1123 label: lower-case letters, digits and -, at most 63, letter or digit at both "
+        "ends"
     ),
 ]
 ObjectName = Annotated[

@@ -1,4 +1,5 @@
-"""Every word that stands as ``reason`` in a condition, an entry of a status, or an Event because of pods.
+"""Every word that stands as ``reason`` in a condition, an entry of a status, or an Event because of
+pods.
 
 ``docs/troubleshooting.md`` has a line for each; a test compares.
 """
@@ -9,8 +10,8 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a condition is as it is. Those of Accepted and StorageReady come from the plan, those of single pods that were
-    left alone also from ``SkipReason``.
+    """Why a condition is as it is. Those of Accepted and StorageReady come from the plan, those of
+    single pods that were left alone also from ``SkipReason``.
     """
 
     IN_FORCE = "InForce"
@@ -72,7 +73,9 @@ class EventReason(StrEnum):
 
 
 class SkipReason(StrEnum):
-    """Why a selected pod was left alone; the word in its annotation, in an Event and in the policy's status."""
+    """Why a selected pod was left alone; the word in its annotation, in an Event and in the
+    policy's status.
+    """
 
     ALREADY_CONFIGURED = "AlreadyConfigured"
     WOULD_BE_REFUSED = "WouldBeRefused"

@@ -1,11 +1,13 @@
-"""The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd`` writes ``crds/``.
+"""The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd``
+writes ``crds/``.
 
-Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields have not: the hash
-by which pods are found outdated covers what was *written*, and a default that the API server filled in could not be
-told from that; the day it changed, every pod would be outdated. The operator applies them when it reads.
+Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields
+have not: the hash by which pods are found outdated covers what was *written*, and a default that
+the API server filled in could not be told from that; the day it changed, every pod would be
+outdated. The operator applies them when it reads.
 
-Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and ``maxProperties``, so
-every text, list and map has one.
+Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and
+``maxProperties``, so every text, list and map has one.
 """
 
 from __future__ import annotations
@@ -107,9 +109,9 @@ def _root() -> dict[str, Any]:
         "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.size() <= {MAX_POLICY_NAME}",
-                "message": f"metadata.name: accepted is a name of at most {MAX_POLICY_NAME} characters",
-                "messageExpression": "'metadata.name ' + self.metadata.name + "
-                f"' is not accepted; accepted is a name of at most {MAX_POLICY_NAME} characters'",
+                "message": f"metadata.name must have at most {MAX_POLICY_NAME} characters",
+                "messageExpression": f"'metadata.name must have at most {MAX_POLICY_NAME} characters, "
+                "got ' + self.metadata.name",
             }
         ],
     }
@@ -264,10 +266,11 @@ def _scalar_rule(scalar: Scalar) -> dict[str, Any]:
 
 def _key_rule(key: Shape) -> dict[str, Any]:
     return _validation(
-        f"self.all(key, key.size() <= {key.max_length} && key.matches({_quoted(key.pattern or '')}))",
-        f"a key is not accepted; accepted is {key.accepted}",
-        f"self.filter(key, !key.matches({_quoted(key.pattern or '')}))[0] + ' is not accepted; accepted is "
-        f"{key.accepted}'",
+        f"self.all(key, key.size() <= {key.max_length} && "
+        f"key.matches({_quoted(key.pattern or '')}))",
+        f"each key must be {key.accepted}",
+        f"'each key must be {key.accepted}, got ' + "
+        f"self.filter(key, !key.matches({_quoted(key.pattern or '')}))[0]",
         None,
     )
 

@@ -1,8 +1,9 @@
-"""Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl get -o yaml` prints
-them.
+"""Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl
+get -o yaml` prints them.
 
-Read as `kubectl` reads: YAML 1.1, but text that looks like a date stays text. Refused beyond that: duplicate keys, keys
-that are no text, anchors that expand a small file into a large one, and documents of other kinds.
+Files are parsed as `kubectl` does: YAML 1.1, but text that looks like a date stays text. In
+addition, duplicate keys, keys that are not text, aliases that expand a small file into a large one,
+and documents of other kinds are errors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
-from kvtier_operator.api.validation import FieldError, InvalidDocumentError, shown, validated
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError, format_value, validated
 
 MAX_FILE_BYTES = 1 << 20
 """A large policy has 10 KiB; a file may hold several."""
@@ -35,15 +36,17 @@ ACCEPTED_KINDS = f"apiVersion {API_VERSION} with kind {KIND} (or a List of them)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One policy of a file, or why it is none. ``where``: index of the document, and of the item in a list."""
+    """A policy of a file, or its errors. ``where``: index of the document, and of the item in a
+    list.
+    """
 
     where: str
     policy: KVTierPolicy | None
-    refusals: tuple[FieldError, ...]
+    errors: tuple[FieldError, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what a policy must not hold; keeps dates as text."""
+    """Rejects what a policy must not have; dates stay text."""
 
     _depth = 0
 
@@ -88,7 +91,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict
             )
         if key in written:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is there twice", key_node.start_mark
+                None, None, f"the key {key!r} is defined more than once", key_node.start_mark
             )
         written.add(key)
     loader.flatten_mapping(node)
@@ -103,13 +106,19 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse(text: str | bytes) -> list[Checked]:
-    """Every policy in a file, each accepted or refused. A file that cannot be read at all is one refusal."""
+    """Every policy in a file, or its errors. A file that cannot be parsed is one entry."""
     try:
         documents = _documents(text)
     except InvalidDocumentError as error:
-        return [Checked("", None, tuple(error.refusals))]
+        return [Checked("", None, tuple(error.errors))]
     if not documents:
-        return [Checked("", None, (FieldError("", "an empty file", ACCEPTED_KINDS),))]
+        return [
+            Checked(
+                "",
+                None,
+                (FieldError.malformed("", f"the file is empty; must have {ACCEPTED_KINDS}"),),
+            )
+        ]
     several = len(documents) > 1
     checked: list[Checked] = []
     for index, document in enumerate(documents):
@@ -119,14 +128,16 @@ def parse(text: str | bytes) -> list[Checked]:
 
 
 def load_policy(text: str | bytes) -> KVTierPolicy:
-    """The one policy of a file. Raises ``InvalidDocumentError`` if it is refused or not the only one."""
+    """The only policy of a file. Raises ``InvalidDocumentError``, also for more than one."""
     checked = parse(text)
-    refusals = [refusal for entry in checked for refusal in entry.refusals]
-    if refusals:
-        raise InvalidDocumentError(refusals)
+    errors = [error for entry in checked for error in entry.errors]
+    if errors:
+        raise InvalidDocumentError(errors)
     policies = [entry.policy for entry in checked if entry.policy is not None]
     if len(policies) != 1:
-        raise InvalidDocumentError([FieldError("", f"{len(policies)} policies", "one policy here")])
+        raise InvalidDocumentError(
+            [FieldError.malformed("", f"the file has {len(policies)} policies; must have one")]
+        )
     return policies[0]
 
 
@@ -136,24 +147,26 @@ def _documents(text: str | bytes) -> list[Any]:
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise InvalidDocumentError(
-                [FieldError("", f"byte {error.start} of the file", "YAML or JSON in UTF-8")]
+                [FieldError.malformed("", f"byte {error.start} is not UTF-8; must be YAML or JSON")]
             ) from None
     if len(text) > MAX_FILE_BYTES:
         raise InvalidDocumentError(
-            [FieldError("", f"more than {MAX_FILE_BYTES} characters", f"at most {MAX_FILE_BYTES}")]
+            [FieldError.malformed("", f"must have at most {MAX_FILE_BYTES} characters")]
         )
     try:
         documents = _raw_documents(text)
     except yaml.YAMLError as error:
         raise InvalidDocumentError(
-            [FieldError(_position(error), _problem(error), "YAML or JSON")]
+            [FieldError.malformed(_position(error), f"must be YAML or JSON: {_problem(error)}")]
         ) from None
     except RecursionError:
         raise InvalidDocumentError(
-            [FieldError("", "nesting", f"at most {MAX_DEPTH} levels")]
+            [FieldError.malformed("", f"must have at most {MAX_DEPTH} levels")]
         ) from None
     except ValueError as error:
-        raise InvalidDocumentError([FieldError("", str(error), "YAML or JSON")]) from None
+        raise InvalidDocumentError(
+            [FieldError.malformed("", f"must be YAML or JSON: {error}")]
+        ) from None
     # `---` at the start or the end makes an empty document, which kubectl skips as well.
     documents = [document for document in documents if document is not None]
     for document in documents:
@@ -163,7 +176,8 @@ def _documents(text: str | bytes) -> list[Any]:
 
 def _raw_documents(text: str) -> list[Any]:
     if text.lstrip().startswith("{"):
-        # JSON may be indented with tabs, which YAML refuses. What only begins like JSON is YAML in its flow style.
+        # JSON may be indented with tabs, which YAML rejects. Other text that starts with { is YAML
+        # in flow style.
         try:
             return [json.loads(text, object_pairs_hook=_unique)]
         except json.JSONDecodeError:
@@ -176,7 +190,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice"
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is defined more than "
+            "once"
         )
     return mapping
 
@@ -186,8 +201,10 @@ def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:
     if budget[0] < 0 or depth > MAX_DEPTH:
         raise InvalidDocumentError(
             [
-                FieldError(
-                    "", "aliases that expand", f"at most {MAX_NODES} values and {MAX_DEPTH} levels"
+                FieldError.malformed(
+                    "",
+                    f"must have at most {MAX_NODES} values and {MAX_DEPTH} levels with aliases "
+                    "expanded",
                 )
             ]
         )
@@ -198,7 +215,7 @@ def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:
         for item in value:
             _check_numbers(item, depth + 1, budget)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidDocumentError([FieldError("", str(value), "finite numbers")])
+        raise InvalidDocumentError([FieldError.invalid("", str(value), "must be a finite number")])
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -224,7 +241,9 @@ def _expand(document: Any, where: str) -> Iterator[Checked]:
         items = document.get("items")
         if not isinstance(items, list) or not items:
             yield Checked(
-                where, None, (FieldError("items", shown(items), "a list of at least one policy"),)
+                where,
+                None,
+                (FieldError.invalid("items", items, "must be a list of at least one policy"),),
             )
             return
         for index, item in enumerate(items):
@@ -240,17 +259,19 @@ def _kind(document: dict[str, Any]) -> tuple[str, str]:
 def _check(document: Any, where: str) -> Checked:
     if not isinstance(document, dict):
         return Checked(
-            where, None, (FieldError("", shown(document), f"a mapping: {ACCEPTED_KINDS}"),)
+            where, None, (FieldError.invalid("", document, f"must be a mapping: {ACCEPTED_KINDS}"),)
         )
     wrong = [
-        FieldError(field, shown(document[field]) if field in document else "nothing", expected)
+        FieldError.unsupported(field, document[field], [expected])
+        if field in document
+        else FieldError.required(field, f"must be {format_value(expected)}")
         for field, expected in (("apiVersion", API_VERSION), ("kind", KIND))
         if document.get(field) != expected
     ]
     if wrong:
-        # The rest of a foreign object says nothing about a policy.
+        # Further errors of an object of another kind do not help.
         return Checked(where, None, tuple(wrong))
     try:
         return Checked(where, validated(KVTierPolicy, document), ())
     except InvalidDocumentError as error:
-        return Checked(where, None, tuple(error.refusals))
+        return Checked(where, None, tuple(error.errors))

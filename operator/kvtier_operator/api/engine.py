@@ -52,7 +52,10 @@ class Engine(Model):
         Name | None,
         STRUCTURAL,
         Field(
-            description="The engine's container; if not set, the only one with a GPU, else by command or image."
+            description=(
+                "The engine's container; if not set, the only one with a GPU, else by command or "
+                "image."
+            )
         ),
     ] = None
     connector: Annotated[
@@ -62,7 +65,8 @@ class Engine(Model):
         Delivery,
         STRUCTURAL,
         Field(
-            description="How the connector reaches the engine's image: copied in by an init container, part of "
+            description="How the connector reaches the engine's image: copied in by an init container, "
+            "part of "
             "it, or an image volume."
         ),
     ] = Delivery.INIT_CONTAINER
@@ -71,7 +75,8 @@ class Engine(Model):
         STRUCTURAL,
         Field(
             max_length=4096,
-            description="What the image's own PYTHONPATH holds, if it has one: setting the variable in a pod "
+            description="What the image's own PYTHONPATH holds, if it has one: setting the variable in a "
+            "pod "
             "replaces it.",
         ),
     ] = ""
@@ -89,7 +94,10 @@ class Engine(Model):
         Field(
             ge=1,
             le=64,
-            description="Worker ranks in a pod; if not set, from the engine's parallel sizes, else the GPU limit.",
+            description=(
+                "Worker ranks in a pod; if not set, from the engine's parallel sizes, else the GPU "
+                "limit."
+            ),
         ),
     ] = None
     hash_seed: Annotated[
@@ -104,7 +112,7 @@ class Engine(Model):
         Accepts(HASH_SEED_WORDS),
         Scalar(
             cel="self.size() == 0 || int(self) <= 4294967295",
-            message=f"accepted is {HASH_SEED_WORDS}",
-            expression=f"self + ' is not accepted; accepted is {HASH_SEED_WORDS}'",
+            message=f"must be {HASH_SEED_WORDS}",
+            expression=f"'must be {HASH_SEED_WORDS}, got ' + self",
         ),
     ] = "0"

@@ -1,4 +1,6 @@
-"""What the models say about each field: the one source of the CRD, `kvtier explain`, the reference and of refusals."""
+"""What the models say about each field: the one source of the CRD, `kvtier explain`, the reference
+and of refusals.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ KEY = "<key>"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A value's type and bounds. ``kind``: "object" (``model``), "list" (``item``), "map" (``key``, ``item``),
-    "quantity", "integer", "string", "any". ``enum`` restricts a string.
+    """A value's type and bounds. ``kind``: "object" (``model``), "list" (``item``), "map" (``key``,
+    ``item``), "quantity", "integer", "string", "any". ``enum`` restricts a string.
     """
 
     kind: str
@@ -235,8 +237,8 @@ def step(shape: Shape, part: str | int) -> tuple[Shape | None, FieldDocument | N
 
 
 def walk(root: type[BaseModel], path: Path) -> tuple[Shape | None, FieldDocument | None]:
-    """Follows a path from a model: the shape at its end and the last field on it. (None, ...) where it leads
-    nowhere.
+    """Follows a path from a model: the shape at its end and the last field on it. (None, ...) where
+    it leads nowhere.
     """
     shape: Shape | None = Shape(kind="object", model=root)
     document: FieldDocument | None = None

@@ -12,6 +12,7 @@ from kvtier_operator.api.base import (
     LIVE,
     STRUCTURAL,
     Accepts,
+    ErrorType,
     Integer,
     MapKey,
     Model,
@@ -45,32 +46,23 @@ of a socket path."""
 
 def _first_is_memory(spec: PolicySpec) -> Iterator[Violation]:
     if spec.tiers[0].memory is None:
-        first = spec.tiers[0]
-        yield Violation(
-            ("tiers", 0), f"{first.name} ({', '.join(first.kinds)})", "a memory tier as the first"
-        )
+        yield Violation(("tiers", 0), spec.tiers[0].name, "must be a memory tier")
 
 
 def _one_memory_tier(spec: PolicySpec) -> Iterator[Violation]:
     memory = [index for index, tier in enumerate(spec.tiers) if tier.memory is not None]
     for index in memory[1:]:
-        yield Violation(
-            ("tiers", index),
-            f"{spec.tiers[index].name} (memory)",
-            f"one memory tier ({spec.tiers[memory[0]].name} is one)",
-        )
+        first = spec.tiers[memory[0]].name
+        detail = f"must not be a second memory tier (the first is {first})"
+        yield Violation(("tiers", index), spec.tiers[index].name, detail)
 
 
 def _unique_names(spec: PolicySpec) -> Iterator[Violation]:
-    seen: dict[str, int] = {}
+    seen: set[str] = set()
     for index, tier in enumerate(spec.tiers):
         if tier.name in seen:
-            yield Violation(
-                ("tiers", index, "name"),
-                tier.name,
-                f"a name that no other tier has (tiers[{seen[tier.name]}] has it)",
-            )
-        seen.setdefault(tier.name, index)
+            yield Violation(("tiers", index, "name"), tier.name, "", ErrorType.DUPLICATE)
+        seen.add(tier.name)
 
 
 class PolicySpec(Model):
@@ -104,7 +96,8 @@ class PolicySpec(Model):
         Selection,
         LIVE,
         Field(
-            description="Cost loads what is expected to be ready first, and never what loses to recomputing. "
+            description="Cost loads what is expected to be ready first, and never what loses to "
+            "recomputing. "
             "Weighted takes the most tokens x loadWeight."
         ),
     ] = Selection.COST
@@ -150,15 +143,15 @@ class PolicySpec(Model):
             check=_first_is_memory,
             cel="self.tiers.size() == 0 || has(self.tiers[0].memory)",
             message="the first tier must be a memory tier",
-            expression="self.tiers[0].name + ' is not accepted as the first tier; accepted is a memory tier'",
+            expression="'the first tier must be a memory tier, got ' + self.tiers[0].name",
             field_path=".tiers",
         ),
         Rule(
             name="one-memory-tier",
             check=_one_memory_tier,
             cel="self.tiers.filter(tier, has(tier.memory)).size() <= 1",
-            message="there is one memory tier",
-            expression="'%s is not accepted as a second memory tier; accepted is one'.format("
+            message="must have one memory tier",
+            expression="'must have one memory tier, got %s as well'.format("
             "[self.tiers.filter(tier, has(tier.memory))[1].name])",
             field_path=".tiers",
         ),
@@ -187,7 +180,8 @@ class Metadata(Model):
             description="Name of the policy.",
         ),
         Accepts(
-            f"the name of a Kubernetes object of at most {MAX_POLICY_NAME} characters: lower-case letters, "
+            f"the name of a Kubernetes object of at most {MAX_POLICY_NAME} characters: lower-case "
+            "letters, "
             f"digits, - and ."
         ),
     ]

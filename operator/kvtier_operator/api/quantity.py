@@ -1,8 +1,8 @@
 """Kubernetes quantities: `64Gi`, `500M`, `1.5Ti`, `2e9`, `4096`.
 
-The grammar is that of `k8s.io/apimachinery/pkg/api/resource`: a signed decimal number and either a binary suffix (Ki,
-Mi, Gi, Ti, Pi, Ei), a decimal one (n, u, m, none, k, M, G, T, P, E) or an exponent (e or E and an integer). `1E` is an
-exa, `1E3` a thousand.
+The grammar is that of `k8s.io/apimachinery/pkg/api/resource`: a signed decimal number and either a
+binary suffix (Ki, Mi, Gi, Ti, Pi, Ei), a decimal one (n, u, m, none, k, M, G, T, P, E) or an
+exponent (e or E and an integer). `1E` is an exa, `1E3` a thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 MAX_TEXT = 64
-"""Longest text that is looked at. The longest useful one has 19 digits and a suffix; CEL needs a bound."""
+"""Longest text that is looked at. The longest useful one has 19 digits and a suffix; CEL needs a
+bound."""
 MAX_VALUE = (1 << 63) - 1
 """Kubernetes keeps the value of a size in a signed 64-bit integer."""
 PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
@@ -38,7 +39,9 @@ class QuantityError(ValueError):
 
 @lru_cache(maxsize=4096)
 def _value(text: str) -> Fraction:
-    """Kept, because a cluster writes the same few hundred again and again, and each admission reads some thirty."""
+    """Kept, because a cluster writes the same few hundred again and again, and each admission reads
+    some thirty.
+    """
     match = _PARTS.fullmatch(text)
     if match is None:
         raise QuantityError("not a quantity")

@@ -1,4 +1,6 @@
-"""The reference page, generated from the models. ``python -m kvtier_operator.api.reference`` writes it."""
+"""The reference page, generated from the models. ``python -m kvtier_operator.api.reference`` writes
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ def text() -> str:
         "",
         "<!-- Generated from the models by `python -m kvtier_operator.api.reference`. -->",
         "",
-        f"`apiVersion: {API_VERSION}`, `kind: {KIND}`, namespaced. Short name `{SHORT_NAME}`, category `{CATEGORY}`.",
+        f"`apiVersion: {API_VERSION}`, `kind: {KIND}`, namespaced. Short name `{SHORT_NAME}`, "
+        f"category `{CATEGORY}`.",
         "",
-        "**Live** fields change under a running engine. **Structural** fields need a new pod. Sizes are "
+        "**Live** fields change under a running engine. **Structural** fields need a new pod. "
+        "Sizes are "
         "Kubernetes quantities",
         "(`64Gi`, `500M`, `1.5Ti`, a number of bytes).",
         "",
-        "`kvtier explain FIELD` shows the same for one field, `kvtier validate FILE...` checks files.",
+        "`kvtier explain FIELD` shows the same for one field, `kvtier validate FILE...` checks "
+        "files.",
         "",
         f"`kubectl get {SHORT_NAME}` shows {columns}; with `-o wide` also {wide}.",
         "",
@@ -65,12 +70,14 @@ def _section(path: str, model: type[BaseModel]) -> list[str]:
         "",
         about,
         "",
-        "| field | type | default | change | meaning | accepted |",
+        "| field | type | default | change | meaning | allowed values |",
         "|---|---|---|---|---|---|",
     ]
     lines += [_row(document) for document in fields_of(model)]
     rules = (
-        [rule.message for rule in model.rules if rule.message] if issubclass(model, Model) else []
+        [rule.description for rule in model.rules if rule.message]
+        if issubclass(model, Model)
+        else []
     )
     if rules:
         lines += ["", *(f"* {rule}" for rule in rules)]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvtier_operator.api.base import STRUCTURAL, Accepts, Model, Rule, Violation
+from kvtier_operator.api.base import STRUCTURAL, Accepts, ErrorType, Model, Rule, Violation
 
 LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
@@ -36,12 +36,12 @@ class Operator(StrEnum):
 
 def _values_where_needed(requirement: LabelRequirement) -> Iterator[Violation]:
     takes_values = requirement.operator in (Operator.IN, Operator.NOT_IN)
-    if takes_values != bool(requirement.values):
-        yield Violation(
-            ("values",),
-            requirement.values or [],
-            f"{'at least one value' if takes_values else 'no values'} with operator {requirement.operator.value}",
-        )
+    if takes_values == bool(requirement.values):
+        return
+    kind = ErrorType.REQUIRED if takes_values else ErrorType.FORBIDDEN
+    must = "must be set" if takes_values else "must not be set"
+    detail = f"{must} with operator {requirement.operator.value}"
+    yield Violation(("values",), requirement.values, detail, kind)
 
 
 class LabelRequirement(Model):
@@ -60,10 +60,9 @@ class LabelRequirement(Model):
             name="values-where-needed",
             check=_values_where_needed,
             cel="(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
-            message="In and NotIn take at least one value, Exists and DoesNotExist none",
-            expression="'operator ' + self.operator + ' is not accepted with these values; In and NotIn take at "
-            "least one "
-            "value, Exists and DoesNotExist none'",
+            message="values must be set with operator In or NotIn, and only then",
+            expression="'values must ' + (self.operator in ['In', 'NotIn'] ? '' : 'not ') + "
+            "'be set with operator ' + self.operator",
             field_path=".operator",
         ),
     )
@@ -85,7 +84,9 @@ class LabelSelector(Model):
 
 
 def matches(selector: LabelSelector, labels: Mapping[str, str]) -> bool:
-    """Whether the labels fulfil every condition, as Kubernetes reads them: a selector without any matches everything."""
+    """Whether the labels fulfil every condition, as Kubernetes reads them: a selector without any
+    matches everything.
+    """
     for key, value in (selector.match_labels or {}).items():
         if labels.get(key) != value:
             return False

@@ -79,7 +79,8 @@ class KeySecretReference(Model):
             description="Name of the Secret; empty: objects carry no keyed tag.",
         ),
         Accepts(
-            "empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at most 253"
+            "empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at "
+            "most 253"
         ),
     ] = ""
 
@@ -100,7 +101,10 @@ class Isolation(Model):
         STRUCTURAL,
         Field(
             max_length=256,
-            description="Part of every object's namespace, for models whose revision the engine cannot tell.",
+            description=(
+                "Part of every object's namespace, for models whose revision the engine cannot "
+                "tell."
+            ),
         ),
     ] = ""
     key_secret_ref: Annotated[
@@ -120,9 +124,7 @@ class Security(Model):
     ] = 3000
 
 
-RESOURCE_WORDS = (
-    "cpu, ephemeral-storage and other resources but memory, which is computed from the memory tier"
-)
+RESOURCE_WORDS = "quantities of resources other than memory, which is computed from the memory tier"
 
 
 def _not_memory(resources: dict[str, Quantity]) -> dict[str, Quantity]:
@@ -136,9 +138,7 @@ Resources = Annotated[
     Field(max_length=16),
     AfterValidator(_not_memory),
     Accepts(RESOURCE_WORDS),
-    Scalar(
-        cel="!('memory' in self)", message=f"memory is not accepted; accepted are {RESOURCE_WORDS}"
-    ),
+    Scalar(cel="!('memory' in self)", message=f"must be {RESOURCE_WORDS}"),
 ]
 
 
@@ -151,7 +151,7 @@ _CPU_LIMIT = "(has(self.limits) ? ('cpu' in self.limits ? string(self.limits['cp
 def _cpu_within_limit(resources: DaemonResources) -> Iterator[Violation]:
     request, limit = resources.requests.get("cpu"), resources.limits.get("cpu")
     if request is not None and limit is not None and request.value > limit.value:
-        yield Violation(("requests", "cpu"), request.text, f"at most the limit ({limit})")
+        yield Violation(("requests", "cpu"), request.text, f"must be at most the limit ({limit})")
 
 
 DEFAULT_REQUESTS = {"cpu": Quantity.parse("1")}
@@ -175,8 +175,8 @@ class DaemonResources(Model):
             # The defaults stand here because structural ones are not in the schema.
             cel=f"!isQuantity({_CPU_REQUEST}) || !isQuantity({_CPU_LIMIT}) || "
             f"quantity({_CPU_REQUEST}).compareTo(quantity({_CPU_LIMIT})) <= 0",
-            message="requests.cpu must be at most limits.cpu (8 if not set)",
-            expression=f"{_CPU_REQUEST} + ' is not accepted; accepted is at most the limit (' + {_CPU_LIMIT} + ')'",
+            message="cpu must be at most limits.cpu (8 if not set)",
+            expression=f"'cpu must be at most the limit (' + {_CPU_LIMIT} + '), got ' + {_CPU_REQUEST}",
             field_path=".requests",
         ),
     )
@@ -192,7 +192,8 @@ class PodResources(Model):
         MemoryPolicy,
         STRUCTURAL,
         Field(
-            description="With daemon: Engine, whether the memory limit of the engine's container is checked, "
+            description="With daemon: Engine, whether the memory limit of the engine's container is "
+            "checked, "
             "raised or left alone."
         ),
     ] = MemoryPolicy.VALIDATE
@@ -215,7 +216,10 @@ class Attach(Model):
         Field(
             ge=10,
             le=3600,
-            description="An engine not started by then, for a reason in an injected part, gets its next pod unchanged.",
+            description=(
+                "An engine not started by then, for a reason in an injected part, gets its next "
+                "pod unchanged."
+            ),
         ),
     ] = 120
     retry_seconds: Annotated[
@@ -232,7 +236,10 @@ class Rollout(Model):
         RolloutStrategy,
         LIVE,
         Field(
-            description="OnPodRestart waits for pods to be replaced; RestartWorkloads restarts one workload at a time."
+            description=(
+                "OnPodRestart waits for pods to be replaced; RestartWorkloads restarts one "
+                "workload at a time."
+            )
         ),
     ] = RolloutStrategy.ON_POD_RESTART
 

@@ -25,7 +25,9 @@ class TierState(StrEnum):
 
 
 class Reported(Model):
-    """Base of status parts: read leniently, since another version of the operator may have written them."""
+    """Base of status parts: read leniently, since another version of the operator may have written
+    them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel)
 
@@ -162,6 +164,9 @@ class PolicyStatus(Reported):
         MapKey("type"),
         Field(
             max_length=16,
-            description="Ready, Accepted, StorageReady, Attached, UpToDate, Tuned, EnginesCompatible, TiersHealthy.",
+            description=(
+                "Ready, Accepted, StorageReady, Attached, UpToDate, Tuned, EnginesCompatible, "
+                "TiersHealthy."
+            ),
         ),
     ] = None

@@ -13,6 +13,7 @@ from kvtier_operator.api.base import (
     LIVE,
     STRUCTURAL,
     Accepts,
+    ErrorType,
     Integer,
     Model,
     Name,
@@ -21,7 +22,8 @@ from kvtier_operator.api.base import (
     PositiveQuantity,
     Rule,
     Violation,
-    found_parts,
+    exactly_one_expression,
+    exactly_one_of,
 )
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.volumes import ONE_NODE_MODES, Volume
@@ -71,7 +73,8 @@ class MemoryTier(Model):
         PositiveQuantity,
         STRUCTURAL,
         Field(
-            description="What the tier gets, for the whole pod and not per rank; volume and limits add what is "
+            description="What the tier gets, for the whole pod and not per rank; volume and limits add "
+            "what is "
             "needed beside it."
         ),
     ]
@@ -82,7 +85,10 @@ class MemoryTier(Model):
         Persistence,
         STRUCTURAL,
         Field(
-            description="What outlives an engine restart inside the pod: Pod keeps every sealed object, Process none."
+            description=(
+                "What outlives an engine restart inside the pod: Pod keeps every sealed object, "
+                "Process none."
+            )
         ),
     ] = Persistence.POD
 
@@ -92,18 +98,19 @@ def _watermarks(tier: FileSystemTier) -> Iterator[Violation]:
         yield Violation(
             ("lowWatermarkPercent",),
             tier.low_watermark_percent,
-            f"a percentage below highWatermarkPercent ({tier.high_watermark_percent})",
+            f"must be below highWatermarkPercent ({tier.high_watermark_percent})",
         )
+
+
+_CLUSTER_WORDS = (
+    "must not be set with sharing: Cluster; use a volume that all nodes can mount, or sharing: Pod"
+)
 
 
 def _no_volume_of_one_pod(source: str) -> Callable[[FileSystemTier], Iterator[Violation]]:
     def check(tier: FileSystemTier) -> Iterator[Violation]:
         if tier.sharing is Sharing.CLUSTER and source in tier.volume.sources:
-            yield Violation(
-                ("volume", source),
-                "sharing: Cluster",
-                "a volume that all nodes can mount, or sharing: Pod",
-            )
+            yield Violation(("volume", source), None, _CLUSTER_WORDS, ErrorType.FORBIDDEN)
 
     return check
 
@@ -115,7 +122,7 @@ def _claim_for_all_nodes(tier: FileSystemTier) -> Iterator[Violation]:
     for index, mode in enumerate(claim.access_modes or ()):
         if mode in ONE_NODE_MODES:
             path = ("volume", "claimTemplate", "accessModes", index)
-            yield Violation(path, mode.value, "ReadWriteMany, since sharing is Cluster")
+            yield Violation(path, mode.value, "must be ReadWriteMany with sharing: Cluster")
 
 
 def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
@@ -128,11 +135,9 @@ def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
         yield Violation(
             ("volume", "emptyDir", "sizeLimit"),
             empty_dir.size_limit.text,
-            f"at least the capacity ({tier.capacity}): the kubelet evicts a pod that exceeds sizeLimit",
+            f"must be at least the capacity ({tier.capacity}), because the kubelet evicts a pod "
+            "that exceeds sizeLimit",
         )
-
-
-_CLUSTER_WORDS = "accepted with sharing: Cluster is a volume that all nodes can mount"
 
 
 class FileSystemTier(Model):
@@ -170,7 +175,10 @@ class FileSystemTier(Model):
         Sharing,
         STRUCTURAL,
         Field(
-            description="Who else writes there: this pod alone, pods of the same node, or of the whole cluster."
+            description=(
+                "Who else writes there: this pod alone, pods of the same node, or of the whole "
+                "cluster."
+            )
         ),
     ]
     direct_io: Annotated[
@@ -204,23 +212,23 @@ class FileSystemTier(Model):
             name="watermarks",
             check=_watermarks,
             cel="self.lowWatermarkPercent < self.highWatermarkPercent",
-            message="lowWatermarkPercent must be below highWatermarkPercent",
-            expression="'%d is not accepted; accepted is a percentage below highWatermarkPercent (%d)'"
-            ".format([self.lowWatermarkPercent, self.highWatermarkPercent])",
+            message="must be below highWatermarkPercent",
+            expression="'must be below highWatermarkPercent (%d), got %d'"
+            ".format([self.highWatermarkPercent, self.lowWatermarkPercent])",
             field_path=".lowWatermarkPercent",
         ),
         Rule(
             name="cluster-empty-dir",
             check=_no_volume_of_one_pod("emptyDir"),
             cel="self.sharing != 'Cluster' || !has(self.volume.emptyDir)",
-            message=f"emptyDir is not accepted; {_CLUSTER_WORDS}",
+            message=f"emptyDir {_CLUSTER_WORDS}",
             field_path=".volume",
         ),
         Rule(
             name="cluster-ephemeral",
             check=_no_volume_of_one_pod("ephemeral"),
             cel="self.sharing != 'Cluster' || !has(self.volume.ephemeral)",
-            message=f"ephemeral is not accepted; {_CLUSTER_WORDS}",
+            message=f"ephemeral {_CLUSTER_WORDS}",
             field_path=".volume",
         ),
         Rule(
@@ -229,21 +237,22 @@ class FileSystemTier(Model):
             cel="self.sharing != 'Cluster' || !has(self.volume.claimTemplate) || "
             "!has(self.volume.claimTemplate.accessModes) || "
             "self.volume.claimTemplate.accessModes.all(mode, mode == 'ReadWriteMany')",
-            message="claimTemplate.accessModes: accepted with sharing: Cluster is ReadWriteMany",
-            expression="self.volume.claimTemplate.accessModes.join(', ') + "
-            "' is not accepted; accepted with sharing: Cluster is ReadWriteMany'",
+            message="must be ReadWriteMany with sharing: Cluster",
+            expression="'must be ReadWriteMany with sharing: Cluster, got ' + "
+            "self.volume.claimTemplate.accessModes.join(', ')",
             field_path=".volume.claimTemplate.accessModes",
         ),
         Rule(
             name="size-limit",
             check=_limit_holds_capacity,
             cel="!has(self.volume.emptyDir) || !has(self.volume.emptyDir.sizeLimit) || "
-            "!isQuantity(string(self.volume.emptyDir.sizeLimit)) || !isQuantity(string(self.capacity)) || "
+            "!isQuantity(string(self.volume.emptyDir.sizeLimit)) || "
+            "!isQuantity(string(self.capacity)) || "
             "quantity(string(self.volume.emptyDir.sizeLimit)).compareTo(quantity(string(self.capacity))) >= 0",
-            message="emptyDir.sizeLimit must be at least the capacity: the kubelet evicts a pod that exceeds it",
-            expression="string(self.volume.emptyDir.sizeLimit) + ' is not accepted; accepted is at least the "
-            "capacity (' + "
-            "string(self.capacity) + '): the kubelet evicts a pod that exceeds sizeLimit'",
+            message="must be at least the capacity",
+            expression="'must be at least the capacity (' + string(self.capacity) + '), because the "
+            "kubelet "
+            "evicts a pod that exceeds sizeLimit, got ' + string(self.volume.emptyDir.sizeLimit)",
             field_path=".volume.emptyDir.sizeLimit",
         ),
     )
@@ -263,7 +272,10 @@ class LMCacheTier(Model):
         STRUCTURAL,
         Field(min_length=4, max_length=2048, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$"),
         Field(
-            description="Storage URL as LMCache's backends take it. Passwords belong into credentialsSecretRef."
+            description=(
+                "Storage URL as LMCache's backends take it. Passwords belong into "
+                "credentialsSecretRef."
+            )
         ),
         Accepts("a storage URL such as redis://host:6379"),
     ]
@@ -287,9 +299,8 @@ TIER_KINDS = ("memory", "fileSystem", "lmcache")
 def _one_kind(tier: Tier) -> Iterator[Violation]:
     given = tier.kinds
     if len(given) != 1:
-        yield Violation(
-            (), ", ".join(given) or "no kind", f"exactly one of {', '.join(TIER_KINDS)}"
-        )
+        kind = ErrorType.INVALID if given else ErrorType.REQUIRED
+        yield Violation((), ", ".join(given), exactly_one_of(TIER_KINDS), kind)
 
 
 class Tier(Model):
@@ -308,7 +319,10 @@ class Tier(Model):
         Field(
             ge=1,
             le=10_000,
-            description="How much loads from here are favoured; with selection Cost, 100 takes the tier as measured.",
+            description=(
+                "How much loads from here are favoured; with selection Cost, 100 takes the tier as "
+                "measured."
+            ),
         ),
     ] = 100
     lookup_timeout_milliseconds: Annotated[
@@ -317,7 +331,10 @@ class Tier(Model):
         Field(
             ge=1,
             le=10_000,
-            description="How long a key may be looked for in a tier that has to be asked. No effect on memory.",
+            description=(
+                "How long a key may be looked for in a tier that has to be asked. No effect on "
+                "memory."
+            ),
         ),
     ] = 50
     load_timeout_seconds: Annotated[
@@ -348,7 +365,8 @@ class Tier(Model):
         PositiveQuantity | None,
         LIVE,
         Field(
-            description="Bytes that are stored here each second at most, on average, to spare flash or a network; what comes on "
+            description="Bytes that are stored here each second at most, on average, to spare flash or a "
+            "network; what comes on "
             "top is dropped and counted. Absent: no limit. No effect on memory."
         ),
     ] = None
@@ -371,8 +389,8 @@ class Tier(Model):
             cel="["
             + ", ".join(f"has(self.{kind})" for kind in TIER_KINDS)
             + "].filter(given, given).size() == 1",
-            message=f"a tier has exactly one of {', '.join(TIER_KINDS)}",
-            expression="'tier ' + self.name + ': ' + " + found_parts("self", "kind", TIER_KINDS),
+            message=exactly_one_of(TIER_KINDS),
+            expression="'tier ' + self.name + ' ' + " + exactly_one_expression("self", TIER_KINDS),
         ),
     )
 

@@ -12,13 +12,15 @@ from pydantic_core import PydanticCustomError
 from kvtier_operator.api.base import (
     STRUCTURAL,
     Accepts,
+    ErrorType,
     Model,
     ObjectName,
     PositiveQuantity,
     Rule,
     Scalar,
     Violation,
-    found_parts,
+    exactly_one_expression,
+    exactly_one_of,
 )
 
 PATH_WORDS = "an absolute path without .. in it"
@@ -37,8 +39,8 @@ AbsolutePath = Annotated[
     Accepts(PATH_WORDS),
     Scalar(
         cel="self.startsWith('/') && !(self + '/').contains('/../')",
-        message=f"accepted is {PATH_WORDS}",
-        expression=f"self + ' is not accepted; accepted is {PATH_WORDS}'",
+        message=f"must be {PATH_WORDS}",
+        expression=f"'must be {PATH_WORDS}, got ' + self",
     ),
 ]
 
@@ -161,9 +163,7 @@ class PersistentVolumeClaimVolume(Model):
     claim_name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the claim.")]
 
 
-DIRECTORY_WORDS = (
-    "Directory: the administrator prepares the directory, the kubelet would make it for root alone"
-)
+DIRECTORY_WORDS = "Directory, because a directory that the kubelet creates is writable by root only"
 
 
 def _only_directory(given: str) -> str:
@@ -181,15 +181,16 @@ class HostPathVolume(Model):
         STRUCTURAL,
         Field(
             max_length=32,
-            description="Directory: the kubelet would make a missing one for root alone (mode 0755), so it has "
+            description="Directory: the kubelet would make a missing one for root alone (mode 0755), so it "
+            "has "
             "to exist.",
         ),
         AfterValidator(_only_directory),
         Accepts(DIRECTORY_WORDS),
         Scalar(
             cel="self == 'Directory'",
-            message=f"accepted is {DIRECTORY_WORDS}",
-            expression=f"self + ' is not accepted; accepted is {DIRECTORY_WORDS}'",
+            message=f"must be {DIRECTORY_WORDS}",
+            expression=f"'must be {DIRECTORY_WORDS}, got ' + self",
         ),
     ] = "Directory"
 
@@ -234,9 +235,8 @@ VOLUME_SOURCES = (
 def _one_source(volume: Volume) -> Iterator[Violation]:
     given = volume.sources
     if len(given) != 1:
-        yield Violation(
-            (), ", ".join(given) or "no source", f"exactly one of {', '.join(VOLUME_SOURCES)}"
-        )
+        kind = ErrorType.INVALID if given else ErrorType.REQUIRED
+        yield Violation((), ", ".join(given), exactly_one_of(VOLUME_SOURCES), kind)
 
 
 class Volume(Model):
@@ -261,7 +261,8 @@ class Volume(Model):
         ClaimSpec | None,
         STRUCTURAL,
         Field(
-            description="One claim for all pods of the policy, created by the operator; accessModes is [ReadWriteMany] "
+            description="One claim for all pods of the policy, created by the operator; accessModes is "
+            "[ReadWriteMany] "
             "if not set."
         ),
     ] = None
@@ -281,14 +282,16 @@ class Volume(Model):
             cel="["
             + ", ".join(f"has(self.{name})" for name in VOLUME_SOURCES)
             + "].filter(given, given).size() == 1",
-            message=f"a volume has exactly one of {', '.join(VOLUME_SOURCES)}",
-            expression=found_parts("self", "source", VOLUME_SOURCES),
+            message=exactly_one_of(VOLUME_SOURCES),
+            expression=exactly_one_expression("self", VOLUME_SOURCES),
         ),
     )
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that are given, as the policy spells them; one in a volume that was accepted."""
+        """Names of the sources that are given, as the policy spells them; one in a volume that was
+        accepted.
+        """
         values = (
             self.empty_dir,
             self.ephemeral,

@@ -183,8 +183,8 @@ class WebhookLister:
             logger.warning(
                 "policy %s/%s cannot be read: %s", metadata["namespace"], metadata["name"], error
             )
-            return WebhookPolicy(raw, None, tuple(refusal.message for refusal in error.refusals))
-        outside = allowlist.refusals(policy, self._settings.allowed_volumes)
+            return WebhookPolicy(raw, None, tuple(refusal.message for refusal in error.errors))
+        outside = allowlist.volume_errors(policy, self._settings.allowed_volumes)
         return WebhookPolicy(raw, policy, tuple(refusal.message for refusal in outside))
 
     def _node_changed(self, node: Object, gone: bool) -> None:

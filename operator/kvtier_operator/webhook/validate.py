@@ -74,8 +74,8 @@ def _refusals(
     try:
         policy = validated(KVTierPolicy, document)
     except InvalidDocumentError as error:
-        return None, error.refusals
-    return policy, allowlist.refusals(policy, allowed)
+        return None, error.errors
+    return policy, allowlist.volume_errors(policy, allowed)
 
 
 def _complete(document: Mapping[str, Any], asked: Review) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.policies import changed, complete_policy
 
-from kvtier_operator.api.allowlist import AllowedVolume, is_below, refusals
+from kvtier_operator.api.allowlist import AllowedVolume, is_below, volume_errors
 from kvtier_operator.api.documents import load_policy
 from kvtier_operator.api.validation import InvalidDocumentError, validated
 
@@ -20,16 +20,16 @@ def _refused(entries: list[dict[str, Any]], changes: dict[str, Any] | None = Non
     policy = load_policy(json.dumps(changed(complete_policy(), changes or {})))
     return [
         refusal.message
-        for refusal in refusals(policy, [validated(AllowedVolume, entry) for entry in entries])
+        for refusal in volume_errors(policy, [validated(AllowedVolume, entry) for entry in entries])
     ]
 
 
 def test_an_empty_list_allows_nothing() -> None:
     disk, export = _refused([])
     assert "spec.tiers[1].fileSystem.volume.hostPath.path" in disk
-    assert '"/mnt/nvme/kv" is not accepted' in disk
-    assert "namespace default" in disk
-    assert '"nas.example:/kv" is not accepted' in export
+    assert 'hostPath "/mnt/nvme/kv" is not allowed: allowedVolumes has no hostPath entry' in disk
+    assert 'for namespace "default"' in disk
+    assert 'NFS export "nas.example:/kv" is not allowed: allowedVolumes has no nfs entry' in export
 
 
 def test_what_is_listed_for_the_namespace_is_allowed() -> None:

@@ -39,7 +39,7 @@ POLICIES = sorted(
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
 def test_examples_are_accepted(path: Path) -> None:
     for checked in parse(path.read_bytes()):
-        assert checked.refusals == ()
+        assert checked.errors == ()
 
 
 def _schemas(schema: dict[str, Any], path: str = "") -> Any:

@@ -110,9 +110,12 @@ def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
         "spec.tiers[1].fileSystem.capacity",
     }
     assert found["spec.tiers[1].storePolicy"] == (
-        'spec.tiers[1].storePolicy: "Reused" is not accepted; accepted is "All", which is what it does'
+        'spec.tiers[1].storePolicy: Invalid value: "Reused": must be "All", the only behavior of '
+        "vLLM's offloading"
     )
-    assert "500Gi" in found["spec.tiers[1].fileSystem.capacity"]
+    assert found["spec.tiers[1].fileSystem.capacity"] == (
+        "spec.tiers[1].fileSystem.capacity: Forbidden: vLLM's offloading has no such setting"
+    )
 
 
 @pytest.mark.parametrize("connector", ["Offloading", "LMCache"])

@@ -14,20 +14,20 @@ from kvtier_operator.api.documents import parse
 
 def test_the_complete_policy_is_accepted() -> None:
     (checked,) = parse(yaml.safe_dump(complete_policy()))
-    assert checked.refusals == ()
+    assert checked.errors == ()
     assert checked.policy is not None
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
-    matching = [refusal for refusal in checked.refusals if refusal.field == case.field]
-    assert matching, [refusal.message for refusal in checked.refusals]
+    matching = [error for error in checked.errors if error.field == case.field]
+    assert matching, [error.message for error in checked.errors]
     assert case.value[:40] in matching[0].value
-    assert case.accepted in matching[0].accepted
+    assert case.detail in matching[0].detail
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_nothing_else_is_refused_beside_it(case: RefusedCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
-    assert len(checked.refusals) == 1, [refusal.message for refusal in checked.refusals]
+    assert len(checked.errors) == 1, [error.message for error in checked.errors]

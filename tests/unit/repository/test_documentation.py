@@ -76,6 +76,6 @@ def test_every_policy_shown_in_a_document_is_accepted() -> None:
             if "kind: KVTierPolicy" not in block:
                 continue
             for checked in parse(block.encode()):
-                assert checked.refusals == (), f"{page.name}: {checked.refusals}"
+                assert checked.errors == (), f"{page.name}: {checked.errors}"
                 shown += 1
     assert shown

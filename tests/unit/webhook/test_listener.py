@@ -305,7 +305,10 @@ def test_a_policy_is_refused_and_accepted() -> None:
                 "/validate", body(question(policy_document(chunkTokens=7)))
             )
             assert not answer["response"]["allowed"]
-            assert "spec.chunkTokens: 7 is not accepted" in answer["response"]["status"]["message"]
+            assert (
+                "spec.chunkTokens: Invalid value: 7: must be"
+                in answer["response"]["status"]["message"]
+            )
             _, answer = await asked.post("/validate", body(question(policy_document("other"))))
             assert answer["response"]["allowed"]
             assert "policy chat selects the same pods" in answer["response"]["warnings"][0]

@@ -42,7 +42,7 @@ def read(raw: Object) -> CachedPolicy:
     try:
         return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
     except InvalidDocumentError as error:
-        return CachedPolicy(raw, None, tuple(error.refusals))
+        return CachedPolicy(raw, None, tuple(error.errors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ def refusals(
     policy: KVTierPolicy, settings: Settings
 ) -> tuple[PolicyReason, list[FieldError]] | None:
     """Why a policy that can be read is not followed, or None."""
-    outside = allowlist.refusals(policy, settings.allowed_volumes)
+    outside = allowlist.volume_errors(policy, settings.allowed_volumes)
     if outside:
         return PolicyReason.VOLUME_NOT_ALLOWED, outside
     impossible = connectors.impossible(policy)
@@ -164,7 +164,9 @@ def refusals(
     try:
         structural_text(structural(policy, pod_placement(policy)))
     except ConfigurationError as error:
-        return PolicyReason.TOO_LARGE, [FieldError(error.field, str(error.value), error.accepted)]
+        return PolicyReason.TOO_LARGE, [
+            FieldError.malformed(error.field, f"{error.value}; must be {error.accepted}")
+        ]
     return None
 
 

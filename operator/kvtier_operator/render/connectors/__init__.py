@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.engine import Connector, EngineType
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
-from kvtier_operator.api.validation import FieldError
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render.connectors import lmcache, offloading
 from kvtier_operator.render.connectors.base import (
     TRANSFER_CONFIG_VARIABLE,
@@ -41,9 +41,7 @@ def impossible(policy: KVTierPolicy) -> list[FieldError]:
     engine = policy.spec.engine
     if engine.type is not EngineType.VLLM:
         return [
-            FieldError(
-                "spec.engine.type", engine.type.value, "VLLM, which is what this version renders"
-            )
+            FieldError.unsupported("spec.engine.type", engine.type.value, [EngineType.VLLM.value])
         ]
     other = _OTHERS.get(engine.connector)
     return other.impossible(policy.spec) if other is not None else []
@@ -61,9 +59,9 @@ def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -
     """The configuration. ``tier_paths``: where the engine's container mounts each file tier; ``local_ranks``: worker
     ranks in the pod. Raises ``ConfigurationError`` for what ``impossible`` names, and for KVTier's own connector.
     """
-    refusals = impossible(policy)
-    if refusals:
-        raise ConfigurationError(refusals[0].field, refusals[0].value, refusals[0].accepted)
+    errors = impossible(policy)
+    if errors:
+        raise InvalidDocumentError(errors)
     other = _OTHERS.get(policy.spec.engine.connector)
     if other is None:
         raise ConfigurationError(

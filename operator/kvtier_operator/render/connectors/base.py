@@ -19,7 +19,7 @@ from kvtier_operator.api.fields import fields_of, jsonable
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.settings import Isolation
-from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.api.validation import FieldError, format_value
 
 TRANSFER_CONFIG_VARIABLE: Final = "KVTIER_TRANSFER_CONFIG"
 """The KV transfer configuration as JSON, in the engine's environment: KVTier's vLLM plugin sets it where the user
@@ -125,12 +125,12 @@ def unexpressed(spec: PolicySpec, expressed: Expressed, connector: str) -> list[
         plain = _plain(value)
         if accepted is ANY or (accepted is not None and plain == accepted) or plain in ("", {}, []):
             continue
-        instead = (
-            f"{shown(accepted)}, which is what it does"
-            if accepted is not None
-            else f"nothing: {connector} has no such setting"
-        )
-        found.append(FieldError(f"spec.{place}", shown(plain), instead))
+        field = f"spec.{place}"
+        if accepted is None:
+            found.append(FieldError.forbidden(field, f"{connector} has no such setting"))
+        else:
+            detail = f"must be {format_value(accepted)}, the only behavior of {connector}"
+            found.append(FieldError.invalid(field, plain, detail))
     return found
 
 

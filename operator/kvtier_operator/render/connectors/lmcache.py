@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.tiers import Sharing, Tier
-from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
 
 NAME = "LMCache"
@@ -39,10 +39,10 @@ def impossible(spec: PolicySpec) -> list[FieldError]:
     for what, tiers in (("local disk", _local(spec)), ("remote store", _remote(spec))):
         for index, tier in tiers[1:]:
             found.append(
-                FieldError(
+                FieldError.invalid(
                     f"spec.tiers[{index}]",
-                    shown(tier.name),
-                    f"one {what} ({tiers[0][1].name}): {NAME} has no more",
+                    tier.name,
+                    f"must not be a second {what} (the first is {tiers[0][1].name}): {NAME} has one",
                 )
             )
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier_operator.api.policy import PolicySpec
-from kvtier_operator.api.validation import FieldError, shown
+from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
 
 NAME = "vLLM's offloading"
@@ -30,12 +30,10 @@ EXPRESSED: Expressed = {
 
 
 def impossible(spec: PolicySpec) -> list[FieldError]:
-    """Tiers that it has no kind for."""
+    """Tiers of kinds that it does not support."""
     return [
-        FieldError(
-            f"spec.tiers[{index}].lmcache",
-            shown(tier.name),
-            f"memory and fileSystem tiers: {NAME} has no other",
+        FieldError.forbidden(
+            f"spec.tiers[{index}].lmcache", f"{NAME} supports memory and fileSystem tiers only"
         )
         for index, tier in enumerate(spec.tiers)
         if tier.lmcache is not None

@@ -15,15 +15,15 @@ from tests.unit.worker.worker_rigs import (
     wait_until,
 )
 
-from kvtier.engines.vllm.worker_state import WorkerSnapshot
+from kvtier.engines.vllm.worker_state import Completions
 from kvtier.tierd.wire import Deliver
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
 
 
-def _collect(rig: Rig, loads: int = 0, stores: int = 0) -> WorkerSnapshot:
+def _collect(rig: Rig, loads: int = 0, stores: int = 0) -> Completions:
     """Steps until that many reports have come, and a few more: nothing may come twice."""
-    total = WorkerSnapshot()
+    total = Completions()
 
     def step() -> bool:
         taken = rig.step()
