@@ -34,6 +34,7 @@ from kvtier.config.models import (
     Structural,
     TierDocument,
 )
+from kvtier.files import replace_file
 from kvtier.harness.engine_process import (
     DrivenEngine,
     EngineProcessError,
@@ -277,9 +278,8 @@ class EngineTestbed:
 
     def write_live(self, generation: int = 1) -> None:
         """Replaces live.json in one step."""
-        fresh = self.topology / f".live.{generation}"
-        fresh.write_text(self.tuning.live(generation).model_dump_json(by_alias=True, indent=2))
-        fresh.replace(self.topology / "live.json")
+        text = self.tuning.live(generation).model_dump_json(by_alias=True, indent=2)
+        replace_file(self.topology / "live.json", text.encode())
 
     def retune(self, generation: int, **changes: Any) -> None:
         """Changes live values."""
@@ -339,9 +339,7 @@ class EngineTestbed:
 
     def set_faults(self, **faults: object) -> None:
         """Sets the faults of the secondary tiers (see ``kvtier.testing.faulty_tierd``)."""
-        fresh = self.faults.with_suffix(".new")
-        fresh.write_text(json.dumps(faults))
-        fresh.replace(self.faults)
+        replace_file(self.faults, json.dumps(faults).encode())
 
     def daemon_pids(self) -> list[int]:
         """Process ids of the daemons that serve this topology."""

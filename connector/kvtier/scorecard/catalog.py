@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.files import replace_file
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import FaultTestbed, Measurements
@@ -239,9 +240,7 @@ def bad_live_configuration(context: FaultContext, measurements: Measurements) ->
             f'{{"breaker": {{"periodSeconds": {HUGE_NUMBER}}}, '
             f'"tiers": {{"disk": {{"capacityBytes": {HUGE_NUMBER}}}}}}}',
         ):
-            fresh = path.with_suffix(".new")
-            fresh.write_text(text)
-            fresh.replace(path)
+            replace_file(path, text.encode())
             testbed.stream(max(context.seconds / 3, 2.5), measurements)
     finally:
         path.write_text(good)

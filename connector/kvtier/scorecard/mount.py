@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvtier.files import replace_file
+
 HEADER_BYTES = 4096
 POLL_SECONDS = 0.05
 WAIT_SECONDS = 20.0
@@ -284,9 +286,7 @@ class FaultyMount:
         for held in self._control.parent.glob(_held(self._control, "*").name):
             held.unlink()
         content = {("*" if name == "every" else name): value for name, value in faults.items()}
-        fresh = self._control.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
-        fresh.replace(self._control)
+        replace_file(self._control, json.dumps(content).encode())
 
     def hang(self, *calls: str) -> None:
         """Makes these calls hang from now on; without names, every call."""

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvtier.files import replace_file
+
 READ_CALLS = ("every", "open", "read")
 WRITE_CALLS = ("every", "create", "write", "mkdir")
 NO_SPACE = ("ENOSPC", "EDQUOT", "EROFS")
@@ -35,9 +37,7 @@ class TierWrapper:
             chosen = next((faults[call] for call in calls if call in faults), None)
             if chosen is not None:
                 content[operation] = _translated(chosen)
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
-        fresh.replace(self.control)
+        replace_file(self.control, json.dumps(content).encode())
 
     def close(self) -> None:
         """Removes all faults."""
