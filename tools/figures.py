@@ -162,10 +162,9 @@ def static() -> dict[str, object]:
 def paths() -> dict[str, dict[str, str]]:
     """What one lookup, one load from RAM and one store pass: modules/functions by process."""
     sys.path.insert(0, str(ROOT))
-    from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed
-
     from kvtier import payload
     from kvtier.config.models import Daemon
+    from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed
     from kvtier.harness.tiny_model import write_llama
 
     with tempfile.TemporaryDirectory() as name:
