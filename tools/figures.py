@@ -162,10 +162,9 @@ def static() -> dict[str, object]:
 def paths() -> dict[str, dict[str, str]]:
     """What one lookup, one load from RAM and one store pass: modules/functions by process."""
     sys.path.insert(0, str(ROOT))
-    from kvtier.harness.engine_case import EngineCase, Tuning
-
     from kvtier import payload
     from kvtier.config.models import Daemon
+    from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed
     from kvtier.harness.tiny_model import write_llama
 
     with tempfile.TemporaryDirectory() as name:
@@ -174,7 +173,7 @@ def paths() -> dict[str, dict[str, str]]:
         write_llama(model)
         code = payload.write(folder / "payload", include=("harness", "testing"))
 
-        class Traced(EngineCase):
+        class Traced(EngineTestbed):
             def environment(self) -> dict[str, str]:
                 inherited = super().environment()
                 path = f"{ROOT / 'tools' / 'trace'}:{inherited['PYTHONPATH']}"
@@ -185,7 +184,9 @@ def paths() -> dict[str, dict[str, str]]:
             (folder / "phase.new").replace(folder / "phase")
             time.sleep(0.2)
 
-        case = Traced(folder / "case", model, code, Tuning(daemon=Daemon.SIDECAR, file_bytes=None))
+        case = Traced(
+            folder / "case", model, code, EngineOptions(daemon=Daemon.SIDECAR, file_bytes=None)
+        )
         try:
             case.start_daemon()
             case.start()

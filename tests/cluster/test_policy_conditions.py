@@ -61,6 +61,10 @@ MISSING_CLAIM = (
     "(storage.createVolumes); ask an administrator to create a PersistentVolume for "
     "nas.example:/kv/chat and this claim"
 )
+HOST_PATH = (
+    'spec.tiers[1].fileSystem.volume.hostPath.path: Forbidden: hostPath "/mnt/kv" is not allowed: '
+    'allowedVolumes has no hostPath entry for namespace "NS"'
+)
 ACCEPTED = ("True", "Accepted", "The policy is valid.")
 CASES = [
     Case(
@@ -73,15 +77,13 @@ CASES = [
             "Accepted": (
                 "False",
                 "VolumeNotAllowed",
-                'spec.tiers[1].fileSystem.volume.hostPath.path: "/mnt/kv" is not accepted; accepted is nothing of this '
-                "kind in namespace NS: its administrator has allowed none",
+                HOST_PATH,
             ),
             "StorageReady": ("False", "NotAccepted", NOTHING_CREATED),
             "Ready": (
                 "False",
                 "VolumeNotAllowed",
-                'Accepted: spec.tiers[1].fileSystem.volume.hostPath.path: "/mnt/kv" is not accepted; accepted is nothing '
-                "of this kind in namespace NS: its administrator has allowed none",
+                f"Accepted: {HOST_PATH}",
             ),
         },
         tiers=[file_tier("disk", {"hostPath": {"path": "/mnt/kv"}}, "Node")],
@@ -92,8 +94,9 @@ CASES = [
             "Accepted": (
                 "False",
                 "VolumeNotAllowed",
-                'spec.tiers[1].fileSystem.volume.nfs: "nas.example:/kvx" is not accepted; accepted is what the '
-                "administrator allows in namespace NS: nas.example:/kv and below",
+                'spec.tiers[1].fileSystem.volume.nfs: Forbidden: NFS export "nas.example:/kvx" is not '
+                "allowed: allowedVolumes has only nas.example:/kv and below for namespace "
+                '"NS"',
             ),
         },
         tiers=[file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kvx"}})],
@@ -105,7 +108,7 @@ CASES = [
             "Accepted": (
                 "False",
                 "Unsupported",
-                "spec.engine.type: ATOM is not accepted; accepted is VLLM, which is what this version renders",
+                'spec.engine.type: Unsupported value: "ATOM": supported values: "VLLM"',
             ),
         },
         spec={"engine": {"type": "ATOM"}},
@@ -116,7 +119,7 @@ CASES = [
             "Accepted": (
                 "True",
                 "PartlyExpressed",
-                "spec.minLoadTokens: 640 is not accepted; accepted is nothing: vLLM's offloading has no such setting",
+                "spec.minLoadTokens: Forbidden: vLLM's offloading has no such setting",
             )
         },
         spec={"engine": {"connector": "Offloading"}, "minLoadTokens": 640},
@@ -221,9 +224,9 @@ def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
             claim = claims.get("shared", "")
             for name, (status, reason, message) in case.expected.items():
                 text = message.replace("NS", namespace).replace("CLAIM", claim)
-                said = condition(found, name)
-                assert (said["status"], said["reason"]) == (status, reason), said
-                assert said["message"] == text
+                accepted = condition(found, name)
+                assert (accepted["status"], accepted["reason"]) == (status, reason), accepted
+                assert accepted["message"] == text
             await controllers.drop_namespace(client, namespace)
 
     asyncio.run(story())
@@ -264,11 +267,11 @@ def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
                     {"metadata": {"labels": {"kvtier.io/tier": "tampered"}}},
                 )
 
-                async def said() -> Any:
+                async def accepted() -> Any:
                     found = condition(await settled(controller, client, namespace), "StorageReady")
                     return found if found["reason"] == "ClaimTerminating" else None
 
-                assert await until("it is said", said) == {
+                assert await until("it is accepted", accepted) == {
                     "status": "False",
                     "reason": "ClaimTerminating",
                     "message": f"tier shared: claim {namespace}/{name} is being deleted; it is recreated once no pod "
@@ -355,15 +358,15 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
                 await until("the API server takes the field", taken)
                 async with running(client, settings(namespace)) as controller:
 
-                    async def said() -> Any:
+                    async def accepted() -> Any:
                         held = condition(await settled(controller, client, namespace), "Accepted")
                         return held if held["reason"] == "Invalid" else None
 
-                    held = await until("it is said", said)
+                    held = await until("it is accepted", accepted)
                     assert held == {
                         "status": "False",
                         "reason": "Invalid",
-                        "message": "spec.later: unknown field is not accepted; accepted is tiers (the nearest known field)",
+                        "message": 'spec.later: Forbidden: unknown field; did you mean "tiers"?',
                     }
                     live = await client.get(CONFIG_MAPS, namespace, "chat-live")
                     assert '"minLoadTokens": 512' in live["data"]["live.json"]
@@ -388,16 +391,16 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
             await client.apply(POLICIES, policy(namespace, tiers=tiers))
             async with running(client, settings(namespace)) as controller:
                 found = await settled(controller, client, namespace)
-            said = condition(found, "Accepted")
-            assert (said["status"], said["reason"]) == ("False", "TooLarge")
-            size, words = said["message"].removeprefix("spec: ").split(" ", 1)
+            accepted = condition(found, "Accepted")
+            assert (accepted["status"], accepted["reason"]) == ("False", "TooLarge")
+            size, rest = accepted["message"].removeprefix("spec: Invalid value: ").split(" ", 1)
             assert int(size) > 16384
-            assert words == (
-                "bytes as structural document is not accepted; accepted is at most 16384; shorten URLs, paths and mount "
-                "options"
+            assert rest == (
+                "bytes as structural document; must be at most 16384; "
+                "shorten URLs, paths and mount options"
             )
             assert condition(found, "StorageReady")["message"] == NOTHING_CREATED
-            assert condition(found, "Ready")["message"] == f"Accepted: {said['message']}"
+            assert condition(found, "Ready")["message"] == f"Accepted: {accepted['message']}"
             await controllers.drop_namespace(client, namespace)
 
     asyncio.run(story())

@@ -261,17 +261,16 @@ def test_of_two_policies_that_select_a_pod_the_older_governs_it(
             index, cache = controller.triggers.index, controller.cache
 
             async def seen() -> bool:
-                return bool(index.pods((namespace, "older"), cache)[0])
+                return bool(index.pods((namespace, "older"), cache).governed)
 
             await until("the pod is seen", seen)
-            governed, conflicted = index.pods((namespace, "newer"), cache)
-            assert governed == []
-            assert [other for _, other in conflicted] == ["older"]
+            pods = index.pods((namespace, "newer"), cache)
+            assert (pods.governed, pods.governed_by_others) == ((), ("older",))
             uid = (await client.get(POLICIES, namespace, "older"))["metadata"]["uid"]
             await client.delete(POLICIES, namespace, "older", uid=uid)
 
             async def taken_over() -> bool:
-                return bool(index.pods((namespace, "newer"), cache)[0])
+                return bool(index.pods((namespace, "newer"), cache).governed)
 
             await until("the younger one governs", taken_over)
 

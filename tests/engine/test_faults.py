@@ -121,7 +121,7 @@ def test_a_load_that_failed_is_not_repeated(
     assert answer[name]["tokens"] == plain.tokens(tokens)
     assert loads.tokens == 0
     assert faultless.load_failures() > failures
-    assert requests.engine.call("asks")[name] <= ASKS_WITHOUT_WAITING
+    assert requests.engine.call("lookup_counts")[name] <= ASKS_WITHOUT_WAITING
 
 
 @pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])

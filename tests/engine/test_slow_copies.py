@@ -156,4 +156,4 @@ def test_a_load_with_evicted_keys_loads_the_rest_and_is_not_repeated(
     assert answer == plain.tokens(tokens)
     assert loads.tokens == left * CHUNK_TOKENS
     assert case.load_failures() == failures + 1
-    assert requests.engine.call("asks")[name] <= 3
+    assert requests.engine.call("lookup_counts")[name] <= 3

@@ -1,4 +1,4 @@
-"""Whatever is done to a stored file, it is either the object that was asked for or a miss."""
+"""Damaged files: a read returns the requested object or misses."""
 
 import contextlib
 import os
@@ -223,7 +223,7 @@ def test_a_disk_smaller_than_the_capacity_drops_a_store_and_evicts(small_disk: P
 
 
 def fill(directory: Path) -> Path:
-    """Leaves no block free, not even for a directory."""
+    """Fills the disk: no block is free, not even for a directory."""
     other = directory / "others"
     descriptor = os.open(other, os.O_CREAT | os.O_WRONLY)
     try:
@@ -248,7 +248,7 @@ def test_a_tier_that_starts_on_a_full_disk_serves_existing_objects(
     first.close()
     others = fill(small_disk)
     again = open_tier(root)
-    assert "what is there is served, and nothing stored" in caplog.text
+    assert "serving existing objects without storing" in caplog.text
     for seed in range(10):
         ref, payload, meta = make_object(seed)
         assert again.contains(ref)

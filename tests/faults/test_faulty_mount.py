@@ -1,4 +1,4 @@
-"""The mount that misbehaves: a call that hangs stops no other, and nothing of it outlives its owner."""
+"""The faulty FUSE mount: a hanging call blocks no other call, and the mount ends with its owner."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A file tier on a mount that hangs for ever: nothing waits for the threads in it, and nobody gets the slots they may write into.
+"""A hanging mount: no process waits for the threads in it, and their slots are not reused.
 
-The kernel keeps a thread that waits for an answer of the mount, also after SIGKILL, and with it the process's entry in its table. What
-ends at once is everything else: no line of the program runs any more.
-"""
+The kernel keeps a thread that waits for the mount, even after SIGKILL, and with it the entry of its
+process. The rest of the process ends at once and executes no further instruction."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ WAIT_SECONDS = 60.0
 EXIT_SECONDS = 5.0
 KEYS = list(range(6))
 
-MakeCase = Callable[..., TierdTestbed]
+MakeTestbed = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def mount(tmp_path: Path) -> Iterator[FaultyMount]:
 
 
 @pytest.fixture
-def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
+def make_testbed(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeTestbed]:
     cases: list[TierdTestbed] = []
 
     def make(**options: Any) -> TierdTestbed:
@@ -55,20 +54,20 @@ def make_case(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeCase]:
 
     yield make
     mount.release()
-    for case in cases:
-        case.close()
+    for testbed in cases:
+        testbed.close()
 
 
-def on_disk_alone(case: TierdTestbed) -> StubEngine:
+def on_disk_alone(testbed: TierdTestbed) -> StubEngine:
     """An engine whose keys are in files and in no RAM."""
-    case.start_tierd()
-    engine = case.engine()
+    testbed.start_tierd()
+    engine = testbed.engine()
     for number in KEYS:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
-    wait_for(lambda: len(list(case.files.rglob("*.kv"))) == len(KEYS), "the objects are written")
-    case.kill_tierd()
-    case.start_tierd()
+    wait_for(lambda: len(list(testbed.files.rglob("*.kv"))) == len(KEYS), "the objects are written")
+    testbed.kill_tierd()
+    testbed.start_tierd()
     assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
@@ -76,7 +75,7 @@ def on_disk_alone(case: TierdTestbed) -> StubEngine:
 
 
 def ended(pid: int, number: int) -> float:
-    """Sends a signal; seconds until the process runs nothing any more."""
+    """Sends a signal. Returns the seconds until the process executes no instruction."""
     process = ProcessIdentity(pid, process_start(pid), pid_namespace())
     began = time.monotonic()
     os.kill(pid, number)
@@ -88,57 +87,58 @@ def ended(pid: int, number: int) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
 def test_tierd_exits_during_a_hanging_read_and_its_slot_stays_quarantined(
-    make_case: MakeCase, mount: FaultyMount, number: int
+    make_testbed: MakeTestbed, mount: FaultyMount, number: int
 ) -> None:
-    case = make_case(persistence="Process", memory_bytes=16 * OBJECT_BYTES)
-    engine = on_disk_alone(case)
+    testbed = make_testbed(persistence="Process", memory_bytes=16 * OBJECT_BYTES)
+    engine = on_disk_alone(testbed)
     mount.hang("read", "write")
     assert engine.load(KEYS, budget_seconds=0.5) == 0
-    wait_for(lambda: case.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
-    pid = case.tierd_pid()
+    wait_for(lambda: testbed.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
+    pid = testbed.tierd_pid()
     seconds = ended(pid, number)
     print(f"\n{signal.Signals(number).name}: nothing of tierd runs after {seconds:.2f} s")
     assert seconds < EXIT_SECONDS
     wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
 
-    case.start_tierd(tiers=False)
+    testbed.start_tierd(tiers=False)
     assert engine.wait_for(lambda: engine.seen.attached == 3, WAIT_SECONDS)
     assert engine.wait("can_store", WAIT_SECONDS)
     # One slot for each thread that hangs; the others are the next tierd's, and its engine's.
-    wait_for(lambda: case.pool("quarantined") > 0, "slots are kept from everybody")
-    quarantined = case.pool("quarantined")
+    wait_for(lambda: testbed.pool("quarantined") > 0, "slots are kept from everybody")
+    quarantined = testbed.pool("quarantined")
     assert quarantined <= len(KEYS) * OBJECT_BYTES
     for chunk in range(100, 120):
         engine.store(chunk, timeout_seconds=1.0)
         engine.wait("can_store", 1.0)
-    assert case.pool("quarantined") == quarantined
+    assert testbed.pool("quarantined") == quarantined
 
-    # The mount answers: what the old threads waited for is written into the old slots, and they are free.
+    # The mount responds: the old threads write into their old slots, which are then free.
     mount.release()
     wait_for(lambda: not held_by_the_kernel(pid), "the threads come back")
-    wait_for(lambda: case.pool("quarantined") == 0, "the slots come back", 20.0)
+    wait_for(lambda: testbed.pool("quarantined") == 0, "the slots come back", 20.0)
     for chunk in range(100, 120):
         engine.load([chunk])
     assert engine.seen.wrong == 0
 
 
-def test_tierd_exits_during_a_hanging_write(make_case: MakeCase, mount: FaultyMount) -> None:
-    case = make_case()
-    case.start_tierd()
-    engine = case.engine()
+def test_tierd_exits_during_a_hanging_write(make_testbed: MakeTestbed, mount: FaultyMount) -> None:
+    testbed = make_testbed()
+    testbed.start_tierd()
+    engine = testbed.engine()
     mount.hang("write")
     for number in KEYS:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
     wait_for(
-        lambda: case.status()["pendingStores"] >= len(KEYS) and mount.holds("write"), "writes hang"
+        lambda: testbed.status()["pendingStores"] >= len(KEYS) and mount.holds("write"),
+        "writes hang",
     )
-    pid = case.tierd_pid()
+    pid = testbed.tierd_pid()
     seconds = ended(pid, signal.SIGTERM)
     print(f"\nSIGTERM with {len(KEYS)} writes pending: nothing of tierd runs after {seconds:.2f} s")
     assert seconds < EXIT_SECONDS
     # RAM is taken over all the same.
-    case.start_tierd(tiers=False)
+    testbed.start_tierd(tiers=False)
     assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
@@ -147,13 +147,13 @@ def test_tierd_exits_during_a_hanging_write(make_case: MakeCase, mount: FaultyMo
 
 
 def test_an_engine_that_started_tierd_exits_with_a_hanging_mount(
-    make_case: MakeCase, mount: FaultyMount
+    make_testbed: MakeTestbed, mount: FaultyMount
 ) -> None:
-    case = make_case(daemon=Daemon.ENGINE)
-    engine = case.engine_process("--keys", "40")
+    testbed = make_testbed(daemon=Daemon.ENGINE)
+    engine = testbed.engine_process("--keys", "40")
     engine.wait_more("loaded", 10)
     mount.hang("read", "write")
-    pid = case.tierd_pid()
+    pid = testbed.tierd_pid()
     began = time.monotonic()
     engine.signal(signal.SIGTERM)
     engine.process.wait(WAIT_SECONDS)
@@ -165,18 +165,18 @@ def test_an_engine_that_started_tierd_exits_with_a_hanging_mount(
 
 
 def test_the_sidecar_restarts_a_tierd_that_the_kernel_cannot_kill(
-    make_case: MakeCase, mount: FaultyMount
+    make_testbed: MakeTestbed, mount: FaultyMount
 ) -> None:
-    case = make_case(persistence="Process")
-    engine = on_disk_alone(case)
-    case.kill_tierd()
-    with (case.directory / "sidecar.log").open("ab") as log:
+    testbed = make_testbed(persistence="Process")
+    engine = on_disk_alone(testbed)
+    testbed.kill_tierd()
+    with (testbed.directory / "sidecar.log").open("ab") as log:
         command = [
             "run",
             "--topology",
-            str(case.topology_directory),
+            str(testbed.topology_directory),
             "--run-directory",
-            str(case.run_directory),
+            str(testbed.run_directory),
         ]
         sidecar = subprocess.Popen(
             [sys.executable, "-m", "kvtier.tierd.sidecar", *command],
@@ -190,11 +190,13 @@ def test_the_sidecar_restarts_a_tierd_that_the_kernel_cannot_kill(
         assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
         mount.hang("read", "write")
         assert engine.load(KEYS, budget_seconds=0.5) == 0
-        wait_for(lambda: case.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang")
-        pid = case.tierd_pid()
+        wait_for(
+            lambda: testbed.pool("reading") >= OBJECT_BYTES and mount.holds("read"), "reads hang"
+        )
+        pid = testbed.tierd_pid()
         ended(pid, signal.SIGKILL)
         wait_for(
-            lambda: case.tierd_pid() not in (0, pid) and case.status().get("started"),
+            lambda: testbed.tierd_pid() not in (0, pid) and testbed.status().get("started"),
             "another tierd serves",
         )
         wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")

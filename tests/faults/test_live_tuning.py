@@ -1,4 +1,4 @@
-"""Live values change under a working engine, the way the kubelet changes them: by swapping the link ``..data``."""
+"""Live values change under a running engine as the kubelet changes them (``..data``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mount:
     versions: list[Path] = field(default_factory=list)
 
     def write(self, text: str) -> None:
-        """What the kubelet does: a new directory, then one rename of the link, then the old directory goes."""
+        """As the kubelet: a new directory, one rename of the link, removal of the old directory."""
         self.version += 1
         fresh = self.directory / f"..version-{self.version}"
         fresh.mkdir()
@@ -45,7 +45,7 @@ class Mount:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
     made = TierdTestbed(tmp_path, file_bytes=64 * MIB, memory_bytes=8 * MIB)
     yield made
     made.close()
@@ -60,14 +60,14 @@ def live(generation: int, capacity: int, **changes: object) -> Live:
     )  # type: ignore[arg-type]
 
 
-def used(case: TierdTestbed) -> int:
-    return sum(path.stat().st_size for path in list(case.files.rglob("*.kv")) if path.exists())
+def used(testbed: TierdTestbed) -> int:
+    return sum(path.stat().st_size for path in list(testbed.files.rglob("*.kv")) if path.exists())
 
 
-def held(case: TierdTestbed, within: int) -> Callable[[], bool]:
+def held(testbed: TierdTestbed, within: int) -> Callable[[], bool]:
     def check() -> bool:
         try:
-            return used(case) <= within
+            return used(testbed) <= within
         except FileNotFoundError:  # evicted while it was looked at
             return False
 
@@ -75,43 +75,45 @@ def held(case: TierdTestbed, within: int) -> Callable[[], bool]:
 
 
 def test_live_values_change_under_load_and_an_invalid_document_is_ignored(
-    case: TierdTestbed,
+    testbed: TierdTestbed,
 ) -> None:
-    mount = Mount(case.topology_directory)
-    mount.write(document_text(case.live))
-    case.start_tierd()
-    engine = case.engine_process("--keys", "400")
+    mount = Mount(testbed.topology_directory)
+    mount.write(document_text(testbed.live))
+    testbed.start_tierd()
+    engine = testbed.engine_process("--keys", "400")
     engine.wait_more("loaded", 10)
-    wait_for(lambda: used(case) > 12 * MIB, "the file tier holds more than it may hold later")
+    wait_for(lambda: used(testbed) > 12 * MIB, "the file tier holds more than it may hold later")
 
-    # Smaller, with another selection and another weight: taken, and brought about by eviction, while the engine goes on.
+    # A smaller capacity, another selection and another weight take effect under load.
     changed = live(2, 8 * MIB, load_weight=7, load_timeout_seconds=2).model_copy(
         update={"selection": Selection.COST}
     )
     mount.write(document_text(changed))
-    wait_for(lambda: case.status().get("appliedGeneration") == 2, "the new values are in force")
-    wait_for(held(case, 8 * MIB), "the directory is within its new capacity")
+    wait_for(lambda: testbed.status().get("appliedGeneration") == 2, "the new values are in force")
+    wait_for(held(testbed, 8 * MIB), "the directory is within its new capacity")
     engine.wait_more("loaded", 10)
-    disk = next(tier for tier in case.status()["tiers"] if tier["name"] == "disk")
+    disk = next(tier for tier in testbed.status()["tiers"] if tier["name"] == "disk")
     assert disk["capacityBytes"] == 8 * MIB
 
     # A document that is none, then one with a bad value beside good ones.
     mount.write("{ not json")
-    wait_for(lambda: case.status()["liveRefusedTotal"] == 1, "the document is refused and counted")
-    assert case.status()["appliedGeneration"] == 2
+    wait_for(
+        lambda: testbed.status()["liveRefusedTotal"] == 1, "the document is refused and counted"
+    )
+    assert testbed.status()["appliedGeneration"] == 2
     text = document_text(live(3, 8 * MIB, store_policy=StorePolicy.NONE)).replace(
         '"loadWeight": 100', '"loadWeight": 0'
     )
     mount.write(text)
-    wait_for(lambda: case.status().get("appliedGeneration") == 3, "the good values are in force")
-    assert case.status()["liveRefusedTotal"] > 1
-    assert any("loadWeight" in refusal for refusal in case.status()["liveRefusals"])
+    wait_for(lambda: testbed.status().get("appliedGeneration") == 3, "the good values are in force")
+    assert testbed.status()["liveRefusedTotal"] > 1
+    assert any("loadWeight" in refusal for refusal in testbed.status()["liveRefusals"])
 
     # Nothing more is written, and the engine notices nothing.
-    wait_for(lambda: case.status()["pendingStores"] == 0, "what was to be written is")
-    names = {path.name for path in case.files.rglob("*.kv")}
+    wait_for(lambda: testbed.status()["pendingStores"] == 0, "what was to be written is")
+    names = {path.name for path in testbed.files.rglob("*.kv")}
     engine.wait_more("stored", 20)
-    assert {path.name for path in case.files.rglob("*.kv")} <= names
+    assert {path.name for path in testbed.files.rglob("*.kv")} <= names
     assert engine.stop()["wrong"] == 0
 
 

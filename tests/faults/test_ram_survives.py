@@ -1,4 +1,4 @@
-"""RAM that outlives tierd and engines inside a pod. Every byte that comes back is checked by the fake engine."""
+"""RAM objects survive tierd and engines in a pod. The stub engine checks every byte it loads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 KEYS = list(range(8))
 
-MakeCase = Callable[..., TierdTestbed]
+MakeTestbed = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
-def make_case(tmp_path: Path) -> Iterator[MakeCase]:
-    """A case in RAM alone, closed at the end."""
+def make_testbed(tmp_path: Path) -> Iterator[MakeTestbed]:
+    """A testbed in RAM alone, closed at the end."""
     cases: list[TierdTestbed] = []
 
     def make(**options: Any) -> TierdTestbed:
@@ -34,19 +34,19 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         return cases[-1]
 
     yield make
-    for case in cases:
-        case.close()
+    for testbed in cases:
+        testbed.close()
 
 
-def filled(case: TierdTestbed, engine: StubEngine | None = None) -> StubEngine:
-    """An engine that has stored ``KEYS``, all of them sealed."""
-    case.start_tierd()
-    engine = engine or case.engine()
+def filled(testbed: TierdTestbed, engine: StubEngine | None = None) -> StubEngine:
+    """An engine that has stored ``KEYS``, all of them checksummed."""
+    testbed.start_tierd()
+    engine = engine or testbed.engine()
     for number in KEYS:
         assert engine.wait("can_store", WAIT_SECONDS)
         assert engine.store(number)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
-    wait_for(lambda: case.counter("objects_checksummed") >= len(KEYS), "everything is sealed")
+    wait_for(lambda: testbed.counter("objects_checksummed") >= len(KEYS), "everything is sealed")
     return engine
 
 
@@ -58,126 +58,132 @@ def attached_again(engine: StubEngine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_new_tierd_serves_checksummed_objects_from_ram(make_case: MakeCase, number: int) -> None:
-    case = make_case()
-    engine = filled(case)
-    pool = os.stat(case.run_directory / "pool")
-    case.kill_tierd(number)
-    case.start_tierd()
+def test_a_new_tierd_serves_checksummed_objects_from_ram(
+    make_testbed: MakeTestbed, number: int
+) -> None:
+    testbed = make_testbed()
+    engine = filled(testbed)
+    pool = os.stat(testbed.run_directory / "pool")
+    testbed.kill_tierd(number)
+    testbed.start_tierd()
     attached_again(engine)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
     assert engine.holds(0) == UNVERIFIED_BIT
     assert engine.load(KEYS) == len(KEYS)
     assert (engine.seen.wrong, engine.seen.misses, engine.seen.promoted) == (0, 0, len(KEYS))
     wait_for(
-        lambda: case.counter("recovered_objects_verified") == len(KEYS), "each is verified once"
+        lambda: testbed.counter("recovered_objects_verified") == len(KEYS), "each is verified once"
     )
     assert engine.wait_for(lambda: engine.holds(0) == MEMORY_BIT, WAIT_SECONDS)
     assert engine.load(KEYS) == len(KEYS)
-    assert case.counter("recovered_objects_verified") == len(KEYS)
+    assert testbed.counter("recovered_objects_verified") == len(KEYS)
     # The pool is one file for as long as the pod lives.
-    again = os.stat(case.run_directory / "pool")
+    again = os.stat(testbed.run_directory / "pool")
     assert (again.st_ino, again.st_size) == (pool.st_ino, pool.st_size)
 
 
-def test_a_byte_flipped_between_two_tierds_is_a_miss(make_case: MakeCase) -> None:
-    case = make_case()
-    engine = filled(case)
-    case.kill_tierd()
-    flipped = leftover_pool.records(case.run_directory)[5]
-    leftover_pool.flip(case.run_directory, flipped, OBJECT_BYTES - 1)
-    case.start_tierd()
+def test_a_byte_flipped_between_two_tierds_is_a_miss(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed()
+    engine = filled(testbed)
+    testbed.kill_tierd()
+    flipped = leftover_pool.records(testbed.run_directory)[5]
+    leftover_pool.flip(testbed.run_directory, flipped, OBJECT_BYTES - 1)
+    testbed.start_tierd()
     attached_again(engine)
     assert engine.wait_for(lambda: all(engine.holds(number) for number in KEYS), WAIT_SECONDS)
     found = [engine.load([number]) for number in KEYS]
     assert (sum(found), engine.seen.wrong) == (len(KEYS) - 1, 0)
-    wait_for(lambda: case.counter("recovered_objects_dropped", "corrupt") == 1, "it is counted")
+    wait_for(lambda: testbed.counter("recovered_objects_dropped", "corrupt") == 1, "it is counted")
     assert engine.wait_for(lambda: not engine.holds(found.index(0)), WAIT_SECONDS)
-    # And the key can be stored anew.
+    # The key can be stored again.
     assert engine.store(found.index(0))
     assert engine.wait_for(lambda: engine.holds(found.index(0)) == MEMORY_BIT, WAIT_SECONDS)
 
 
-def test_with_persistence_process_no_object_is_recovered(make_case: MakeCase) -> None:
-    case = make_case(persistence="Process")
-    engine = filled(case)
-    assert not (case.run_directory / "slots").exists()
-    case.kill_tierd()
-    case.start_tierd()
+def test_with_persistence_process_no_object_is_recovered(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(persistence="Process")
+    engine = filled(testbed)
+    assert not (testbed.run_directory / "slots").exists()
+    testbed.kill_tierd()
+    testbed.start_tierd()
     attached_again(engine)
     assert not any(engine.holds(number) for number in KEYS)
-    assert case.counter("objects_recovered") == 0
+    assert testbed.counter("objects_recovered") == 0
 
 
-def test_objects_of_another_topology_are_not_recovered_and_are_counted(make_case: MakeCase) -> None:
-    case = make_case()
-    engine = filled(case)
-    case.kill_tierd()
-    case.change(content_hash="another")
-    case.start_tierd()
+def test_objects_of_another_topology_are_not_recovered_and_are_counted(
+    make_testbed: MakeTestbed,
+) -> None:
+    testbed = make_testbed()
+    engine = filled(testbed)
+    testbed.kill_tierd()
+    testbed.change(content_hash="another")
+    testbed.start_tierd()
     attached_again(engine)
     assert not any(engine.holds(number) for number in KEYS)
     wait_for(
-        lambda: case.counter("recovered_objects_rejected", "topology") == len(KEYS), "it is counted"
+        lambda: testbed.counter("recovered_objects_rejected", "topology") == len(KEYS),
+        "it is counted",
     )
 
 
 def test_objects_are_not_recovered_after_a_tierd_without_persistence(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case()
-    engine = filled(case)
-    memory = case.topology.structural.tiers[0]
+    testbed = make_testbed()
+    engine = filled(testbed)
+    memory = testbed.topology.structural.tiers[0]
     for number, persistence in ((2, "Process"), (3, "Pod")):
-        case.kill_tierd()
-        case.change(tiers=[memory.model_copy(update={"persistence": persistence})])
-        case.start_tierd()
+        testbed.kill_tierd()
+        testbed.change(tiers=[memory.model_copy(update={"persistence": persistence})])
+        testbed.start_tierd()
         assert engine.wait_for(lambda n=number: engine.seen.attached == n, WAIT_SECONDS)  # type: ignore[misc]
         assert engine.wait("can_store", WAIT_SECONDS)
         assert not any(engine.holds(number) for number in KEYS)
 
 
-def test_an_engine_with_another_layout_loads_no_recovered_object(make_case: MakeCase) -> None:
-    case = make_case()
-    filled(case).close()
-    # Killed before it has heard that the engine is gone, it leaves the next one to wait for the engine's process, which is this one.
-    wait_for(lambda: not case.status()["sessions"], "tierd knows that the engine is gone")
-    case.kill_tierd()
-    case.start_tierd()
-    other = case.engine(object_bytes=2 * OBJECT_BYTES)
+def test_an_engine_with_another_layout_loads_no_recovered_object(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed()
+    filled(testbed).close()
+    # If tierd were killed before it noticed the end of the engine, the next one would wait for the
+    # engine's process, which is this one.
+    wait_for(lambda: not testbed.status()["sessions"], "tierd knows that the engine is gone")
+    testbed.kill_tierd()
+    testbed.start_tierd()
+    other = testbed.engine(object_bytes=2 * OBJECT_BYTES)
     assert other.wait("can_store", WAIT_SECONDS)
     assert other.load(KEYS) == 0
     assert other.seen.wrong == 0
 
 
 def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_killed(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case()
-    case.start_tierd()
-    first = case.engine_process("--keys", "6")
+    testbed = make_testbed()
+    testbed.start_tierd()
+    first = testbed.engine_process("--keys", "6")
     wait_for(lambda: first.number("loaded") >= 20, "everything is stored and loaded")
-    wait_for(lambda: case.counter("objects_checksummed") >= 6, "everything is sealed")
+    wait_for(lambda: testbed.counter("objects_checksummed") >= 6, "everything is sealed")
     first.kill()
-    second = case.engine_process("--keys", "6", "--seed", "1")
+    second = testbed.engine_process("--keys", "6", "--seed", "1")
     wait_for(lambda: second.number("loaded") >= 20, "the next engine loads")
     assert second.number("stored") <= 1  # a chunk that was not delivered when the first one died
     second.kill()
-    case.kill_tierd()
-    case.start_tierd()
-    third = case.engine_process("--keys", "6", "--seed", "2")
+    testbed.kill_tierd()
+    testbed.start_tierd()
+    third = testbed.engine_process("--keys", "6", "--seed", "2")
     wait_for(lambda: third.number("loaded") >= 20, "the engine after that loads")
-    wait_for(lambda: case.counter("recovered_objects_verified") == 6, "each was verified")
+    wait_for(lambda: testbed.counter("recovered_objects_verified") == 6, "each was verified")
     seen = third.stop()
     assert (seen["stored"], seen["wrong"]) == (0, 0)
 
 
 def test_killing_tierd_with_a_full_pool_recovers_no_wrong_byte(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(memory_bytes=40 * OBJECT_BYTES)
-    case.start_tierd()
-    engine = case.engine_process("--keys", "80", "--copy-seconds", "0.002")
+    testbed = make_testbed(memory_bytes=40 * OBJECT_BYTES)
+    testbed.start_tierd()
+    engine = testbed.engine_process("--keys", "80", "--copy-seconds", "0.002")
     kept = 0
     for number in range(1, 4):
         wait_for(
@@ -185,21 +191,21 @@ def test_killing_tierd_with_a_full_pool_recovers_no_wrong_byte(
             "it is attached",
         )  # type: ignore[misc]
         engine.wait_more("loaded", 40)
-        kept += case.counter("recovered_objects_verified")
-        case.kill_tierd()
-        case.start_tierd()
+        kept += testbed.counter("recovered_objects_verified")
+        testbed.kill_tierd()
+        testbed.start_tierd()
     wait_for(lambda: engine.number("attached") >= 4 and engine.seen()["usable"], "it is attached")
     engine.wait_more("loaded", 20)
     assert kept > 0
-    assert case.counter("recovered_objects_dropped", "corrupt") == 0
+    assert testbed.counter("recovered_objects_dropped", "corrupt") == 0
     assert engine.stop()["wrong"] == 0
 
 
 def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case()
-    log = (case.directory / "sidecar.log").open("ab")
+    testbed = make_testbed()
+    log = (testbed.directory / "sidecar.log").open("ab")
     sidecars: list[subprocess.Popen[bytes]] = []
 
     def start(other_than: int = 0) -> None:
@@ -208,9 +214,9 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
             command = [
                 "run",
                 "--topology",
-                str(case.topology_directory),
+                str(testbed.topology_directory),
                 "--run-directory",
-                str(case.run_directory),
+                str(testbed.run_directory),
             ]
             sidecars.append(
                 subprocess.Popen(
@@ -221,19 +227,21 @@ def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
                 )
             )
         wait_for(
-            lambda: case.tierd_pid() not in (0, other_than) and case.status().get("started"),
+            lambda: testbed.tierd_pid() not in (0, other_than) and testbed.status().get("started"),
             "a tierd serves",
         )
 
     try:
         start()
-        engine = case.engine()
+        engine = testbed.engine()
         for number in KEYS:
             assert engine.wait("can_store", WAIT_SECONDS)
             assert engine.store(number)
-        wait_for(lambda: case.counter("objects_checksummed") >= len(KEYS), "everything is sealed")
+        wait_for(
+            lambda: testbed.counter("objects_checksummed") >= len(KEYS), "everything is sealed"
+        )
         for life in (2, 3):
-            pid = case.tierd_pid()
+            pid = testbed.tierd_pid()
             if life == 3:
                 os.killpg(sidecars[-1].pid, signal.SIGKILL)
                 sidecars[-1].wait(WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""The file tier's conformance suite on real file systems: ext4, xfs, a FUSE mount; and whether direct I/O is found where it works."""
+"""The conformance suite on real file systems (ext4, xfs, FUSE), and the detection of direct I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.scorecard.mount import faulty_mount, unavailable
-from kvtier.scorecard.small_disks import NoDiskError, mounted
+from kvtier.scorecard.small_disks import DiskUnavailableError, mounted
 from kvtier.testing.conformance import TierSuite
 from kvtier.testing.damage import flip
 from kvtier.testing.objects import buffer, make_object
@@ -54,7 +54,7 @@ def small_disk(kind: str, size_bytes: int) -> Iterator[Path]:
     try:
         with mounted(directory, kind, size_bytes) as disk:
             yield disk.path
-    except NoDiskError as error:
+    except DiskUnavailableError as error:
         pytest.skip(str(error))
     finally:
         shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""`kvtier faults` as a person runs it: a few faults of every means, short, and the document that it prints."""
+"""`kvtier faults` as a user runs it: a few short faults of every kind, and its document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scorecard that cannot fail says nothing: each promise is broken on purpose, and the row fails for that reason. A row without any fault passes."""
+"""Each row of the scorecard fails for the right reason if its promise is broken on purpose."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ SLACK_SECONDS = 2.0
 """Where nothing is planted, the machine may be as slow as it likes."""
 
 
-def nothing(scene: FaultContext, measured: Measurements) -> None:
-    scene.stage.stream(scene.seconds, measured)
+def nothing(context: FaultContext, measurements: Measurements) -> None:
+    context.testbed.stream(context.seconds, measurements)
 
 
-def wrong_bytes_in_ram(scene: FaultContext, measured: Measurements) -> None:
-    """What the daemon believes to be sealed is something else: a lie that comes after verification."""
-    pool = scene.stage.case.run_directory / "pool"
+def wrong_bytes_in_ram(context: FaultContext, measurements: Measurements) -> None:
+    """The daemon serves wrong bytes from RAM, behind every verification."""
+    pool = context.testbed.tierd.run_directory / "pool"
     with pool.open("r+b") as file:
         file.write(b"\xa5" * pool.stat().st_size)
-    # One after another all chunks would be read from files: each takes the place of one in RAM whose turn has not come.
-    for number in [number for number in range(KEYS) if scene.stage.in_ram(number)]:
-        scene.stage.engine.load([number], BUDGET_SECONDS)
-    scene.stage.stream(scene.seconds, measured)
+    # Otherwise every chunk would be read from a file before its wrong copy in RAM is loaded.
+    for number in [number for number in range(KEYS) if context.testbed.in_ram(number)]:
+        context.testbed.engine.load([number], BUDGET_SECONDS)
+    context.testbed.stream(context.seconds, measurements)
 
 
-def too_much_in_the_directory(scene: FaultContext, measured: Measurements) -> None:
-    ballast = scene.stage.below / "ballast"
+def too_much_in_the_directory(context: FaultContext, measurements: Measurements) -> None:
+    ballast = context.testbed.below / "ballast"
     with ballast.open("wb") as file:
         file.truncate(CAPACITY_BYTES)
-    scene.stage.stream(scene.seconds, measured)
+    context.testbed.stream(context.seconds, measurements)
     ballast.unlink()
 
 
-def a_daemon_that_ends(scene: FaultContext, measured: Measurements) -> None:
-    os.kill(scene.stage.pid, signal.SIGKILL)
-    scene.stage.stream(scene.seconds, measured)
+def a_daemon_that_ends(context: FaultContext, measurements: Measurements) -> None:
+    os.kill(context.testbed.pid, signal.SIGKILL)
+    context.testbed.stream(context.seconds, measurements)
 
 
 RECOVER = FaultTestbed.recover
 
 
-def recover_soon(stage: FaultTestbed, seconds: float = 15.0) -> float | None:
-    return RECOVER(stage, min(seconds, 15.0))
+def recover_soon(testbed: FaultTestbed, seconds: float = 15.0) -> float | None:
+    return RECOVER(testbed, min(seconds, 15.0))
 
 
 PLANTED = {
@@ -70,16 +70,16 @@ PLANTED = {
 def test_a_leftover_partial_file_fails_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ended(*_: object) -> writers.Found:
+    def ended(*_: object) -> writers.WritersResult:
         working = writers_path(tmp_path) / "of somebody" / f"{WORKING_PREFIX}0011"
         working.parent.mkdir(parents=True)
         working.touch()
-        return writers.Found(temporaries=len(writers.temporaries(tmp_path)))
+        return writers.WritersResult(temporaries=len(writers.temporaries(tmp_path)))
 
     monkeypatch.setattr(writers, "run", ended)
     row = runner.many_writers(2, tmp_path, ScorecardOptions(tmp_path))
     assert row.verdict == runner.FAIL
-    assert row.reason == "1 temporaries stay behind"
+    assert row.reason == "1 temporary files were left behind"
 
 
 def test_each_planted_failure_fails_its_row_only(
@@ -94,30 +94,30 @@ def test_each_planted_failure_fails_its_row_only(
     assert (rows["nothing"].verdict, rows["nothing"].reason) == ("pass", "")
     assert rows["nothing"].loaded > 0
     assert rows["wrong-bytes"].wrong_bytes
-    assert "came back wrong" in rows["wrong-bytes"].reason
+    assert "wrong bytes" in rows["wrong-bytes"].reason
     assert rows["over-budget"].bytes_over_budget
-    assert "above the capacity" in rows["over-budget"].reason
+    assert "exceeded its capacity" in rows["over-budget"].reason
     assert rows["crash"].crashes
-    assert "the daemon ended" in rows["crash"].reason
-    assert "did not work again" in rows["crash"].reason
+    assert "the daemon exited" in rows["crash"].reason
+    assert "did not recover" in rows["crash"].reason
     assert [name for name, row in rows.items() if row.verdict != "fail"] == ["nothing"]
     assert not runner.passed(rows.values())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_load_that_waits_too_long_fails_its_row() -> None:
-    measured = Measurements(
+    measurements = Measurements(
         loads=9, loaded=9, recovery_seconds=0.1, longest_wait=BUDGET_SECONDS + 0.11
     )
-    row = runner.judge("slow", "planted", measured)
+    row = runner.judge("slow", "planted", measurements)
     assert row.verdict == "fail"
-    assert "beyond its clock" in row.reason
-    measured.longest_wait = BUDGET_SECONDS + 0.09
-    assert runner.judge("slow", "planted", measured).verdict == "pass"
+    assert "beyond its deadline" in row.reason
+    measurements.longest_wait = BUDGET_SECONDS + 0.09
+    assert runner.judge("slow", "planted", measurements).verdict == "pass"
 
 
 def test_a_load_that_waits_with_an_open_breaker_fails_its_row() -> None:
-    measured = Measurements(
+    measurements = Measurements(
         loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3
     )
-    assert "open breaker" in runner.judge("open", "planted", measured).reason
+    assert "open breaker" in runner.judge("open", "planted", measurements).reason

@@ -1,4 +1,4 @@
-"""`kvtier faults` as a process: what it lists, what it refuses, and that it leaves nothing when it is told to end."""
+"""`kvtier faults` as a process: list of faults, invalid options, cleanup after termination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many processes write one directory. It never holds more than its capacity, whoever is killed when."""
+"""Many processes write to one directory. It never exceeds its capacity, even if some are killed."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def finish(processes: list["subprocess.Popen[str]"]) -> list[dict[str, int]]:
 
 
 def verify_all(root: Path, capacity_bytes: int) -> int:
-    """Opens the directory anew, reads every object there is and compares it: how many."""
+    """Opens the directory, reads and compares every object. Returns their number."""
     tier = open_tier(root, capacity_bytes)
     try:
         into, count = buffer(PAYLOAD_BYTES), 0
@@ -152,7 +152,7 @@ def test_killed_writers_never_exceed_the_capacity_and_leave_no_partial_file(
                 processes.append(another)
                 running.append(another)
         results = finish(processes)
-        # Whoever comes next puts everything in order.
+        # The next process cleans up.
         assert verify_all(root, capacity) > 0
     assert killed >= 8
     assert janitors >= 2

@@ -29,14 +29,15 @@ END_SECONDS = 5.0
 
 
 class Sidecar:
-    """``kvtier-sidecar run`` over the files of a case."""
+    """``kvtier-sidecar run`` over the files of a testbed."""
 
-    def __init__(self, case: TierdTestbed, *arguments: str, umask: int = 0o077) -> None:
-        self.case = case
-        self._log = (case.directory / "sidecar.log").open("ab")
+    def __init__(self, testbed: TierdTestbed, *arguments: str, umask: int = 0o077) -> None:
+        self.testbed = testbed
+        self._log = (testbed.directory / "sidecar.log").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier.tierd.sidecar", "run", "--topology", str(case.topology_directory),
-             "--run-directory", str(case.run_directory), *arguments],
+            [sys.executable, "-m", "kvtier.tierd.sidecar", "run",
+             "--topology", str(testbed.topology_directory),
+             "--run-directory", str(testbed.run_directory), *arguments],
             env=environment(),
             stdin=subprocess.DEVNULL,
             stderr=self._log,
@@ -48,17 +49,17 @@ class Sidecar:
         try:
             wait_for(
                 lambda: (
-                    self.case.tierd_pid() not in (0, other_than)
-                    and self.case.status().get("started")
+                    self.testbed.tierd_pid() not in (0, other_than)
+                    and self.testbed.status().get("started")
                 ),
                 "tierd serves",
             )
         except TimeoutError as error:
             raise TimeoutError(f"{error}; the sidecar said: {self.log()}") from None
-        return self.case.tierd_pid()
+        return self.testbed.tierd_pid()
 
     def log(self) -> str:
-        return (self.case.directory / "sidecar.log").read_text()
+        return (self.testbed.directory / "sidecar.log").read_text()
 
     def end(self) -> float:
         """SIGTERM; how many seconds it took."""
@@ -79,18 +80,18 @@ class Sidecar:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
     made = TierdTestbed(tmp_path, file_bytes=64 << 20)
     yield made
     made.close()
 
 
 @pytest.fixture
-def start(case: TierdTestbed) -> Iterator[Start]:
+def start(testbed: TierdTestbed) -> Iterator[Start]:
     started: list[Sidecar] = []
 
     def begin(*arguments: str, **options: Any) -> Sidecar:
-        started.append(Sidecar(case, *arguments, **options))
+        started.append(Sidecar(testbed, *arguments, **options))
         return started[-1]
 
     yield begin
@@ -99,18 +100,18 @@ def start(case: TierdTestbed) -> Iterator[Start]:
 
 
 def test_a_killed_tierd_is_restarted_with_the_same_pool_and_the_next_epoch(
-    case: TierdTestbed, start: Start
+    testbed: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
-    engine = case.engine_process("--keys", "30")
+    engine = testbed.engine_process("--keys", "30")
     engine.wait_more("loaded", 5)
-    pool, epoch = (case.run_directory / "pool").stat().st_ino, case.status()["epoch"]
+    pool, epoch = (testbed.run_directory / "pool").stat().st_ino, testbed.status()["epoch"]
     os.kill(pid, signal.SIGKILL)
     sidecar.wait_serving(other_than=pid)
     assert sidecar.process.poll() is None
-    assert (case.run_directory / "pool").stat().st_ino == pool
-    wait_for(lambda: case.status().get("epoch", 0) > epoch, "the epoch rises")
+    assert (testbed.run_directory / "pool").stat().st_ino == pool
+    wait_for(lambda: testbed.status().get("epoch", 0) > epoch, "the epoch rises")
     wait_for(
         lambda: engine.number("attached") == 2 and engine.seen()["usable"],
         "the engine attaches again",
@@ -120,7 +121,7 @@ def test_a_killed_tierd_is_restarted_with_the_same_pool_and_the_next_epoch(
 
 
 def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
-    case: TierdTestbed, start: Start
+    testbed: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
@@ -138,18 +139,22 @@ def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
             mount = stack.enter_context(faulty_mount(tmp_path / "fuse"))
         except OSError as error:
             pytest.skip(f"no FUSE mount can be made here: {error}")
-        case = TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")
-        stack.callback(case.close)
-        sidecar = Sidecar(case)
+        testbed = TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")
+        stack.callback(testbed.close)
+        sidecar = Sidecar(testbed)
         stack.callback(sidecar.close)
         stack.callback(mount.release)
         pid = sidecar.wait_serving()
-        engine = case.engine()
+        engine = testbed.engine()
         assert engine.wait("can_store", WAIT_SECONDS)
-        wait_for(lambda: case.status()["tiers"][1]["state"] == "Healthy", "the file tier is open")
+        wait_for(
+            lambda: testbed.status()["tiers"][1]["state"] == "Healthy", "the file tier is open"
+        )
         mount.hang("write")
         assert engine.store(1)
-        wait_for(lambda: case.status()["pendingStores"] and mount.holds("write"), "a write hangs")
+        wait_for(
+            lambda: testbed.status()["pendingStores"] and mount.holds("write"), "a write hangs"
+        )
         os.kill(pid, signal.SIGKILL)
         sidecar.wait_serving(other_than=pid)
         wait_for(lambda: held_by_the_kernel(pid), "a thread is held by the kernel")
@@ -159,10 +164,12 @@ def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
         assert sidecar.end() < END_SECONDS
 
 
-def test_a_draining_tierd_drops_stores_and_serves_loads(case: TierdTestbed, start: Start) -> None:
+def test_a_draining_tierd_drops_stores_and_serves_loads(
+    testbed: TierdTestbed, start: Start
+) -> None:
     sidecar = start()
     sidecar.wait_serving()
-    engine = case.engine()
+    engine = testbed.engine()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(1)
     assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
@@ -172,34 +179,34 @@ def test_a_draining_tierd_drops_stores_and_serves_loads(case: TierdTestbed, star
         "kvtier.tierd.sidecar",
         "drain",
         "--run-directory",
-        str(case.run_directory),
+        str(testbed.run_directory),
     ]
     subprocess.run(command, env=environment(), check=True, timeout=30)
     wait_for(
-        lambda: "Draining" in [each["type"] for each in case.status()["conditions"]], "it drains"
+        lambda: "Draining" in [each["type"] for each in testbed.status()["conditions"]], "it drains"
     )
-    wait_for(lambda: not case.status()["pendingStores"], "what was pending is written")
+    wait_for(lambda: not testbed.status()["pendingStores"], "what was pending is written")
     assert engine.load([1]) == 1
     engine.store(2)
     wait_for(
-        lambda: case.counter("reservations_while_stopping") > 0, "a reservation is turned down"
+        lambda: testbed.counter("reservations_while_stopping") > 0, "a reservation is turned down"
     )
     assert sidecar.end() < END_SECONDS
-    assert len(list(case.files.rglob("*.kv"))) == 1
+    assert len(list(testbed.files.rglob("*.kv"))) == 1
 
 
 def test_a_drain_request_of_a_previous_container_is_ignored(
-    case: TierdTestbed, start: Start
+    testbed: TierdTestbed, start: Start
 ) -> None:
-    case.run_directory.mkdir(parents=True)
-    (case.run_directory / DRAIN_NAME).touch()
+    testbed.run_directory.mkdir(parents=True)
+    (testbed.run_directory / DRAIN_NAME).touch()
     start().wait_serving()
-    assert not (case.run_directory / DRAIN_NAME).exists()
-    assert not case.status()["conditions"]
+    assert not (testbed.run_directory / DRAIN_NAME).exists()
+    assert not testbed.status()["conditions"]
 
 
-def test_it_waits_for_a_valid_document_and_reports_why(case: TierdTestbed, start: Start) -> None:
-    structural = case.topology_directory / "structural.json"
+def test_it_waits_for_a_valid_document_and_reports_why(testbed: TierdTestbed, start: Start) -> None:
+    structural = testbed.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as unused:
@@ -219,47 +226,49 @@ def test_it_waits_for_a_valid_document_and_reports_why(case: TierdTestbed, start
     assert sidecar.log().count("waiting for a valid structural document") == 1
 
 
-def test_the_first_document_stays_in_force(case: TierdTestbed, start: Start) -> None:
+def test_the_first_document_stays_in_force(testbed: TierdTestbed, start: Start) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
-    changed = case.topology.structural.model_copy(
+    changed = testbed.topology.structural.model_copy(
         update={"chunk_tokens": 512, "content_hash": "other"}
     )
-    (case.topology_directory / "structural.json").write_text(document_text(changed))
+    (testbed.topology_directory / "structural.json").write_text(document_text(changed))
     wait_for(
-        lambda: "StructuralChanged" in [each["type"] for each in case.status()["conditions"]],
+        lambda: "StructuralChanged" in [each["type"] for each in testbed.status()["conditions"]],
         "it is reported",
     )
     os.kill(pid, signal.SIGKILL)
     sidecar.wait_serving(other_than=pid)
-    assert case.status()["contentHash"] == "test"
-    assert json.loads((case.run_directory / "structural.json").read_text())["chunkTokens"] == 256
+    assert testbed.status()["contentHash"] == "test"
+    assert json.loads((testbed.run_directory / "structural.json").read_text())["chunkTokens"] == 256
 
 
-def test_files_are_readable_for_every_user_with_any_umask(case: TierdTestbed, start: Start) -> None:
+def test_files_are_readable_for_every_user_with_any_umask(
+    testbed: TierdTestbed, start: Start
+) -> None:
     start(umask=0o077).wait_serving()
     for name in ("pool", "tierd.sock", "tierd.lock", "alive", "epoch"):
-        assert (case.run_directory / name).stat().st_mode & 0o777 == 0o666, name
+        assert (testbed.run_directory / name).stat().st_mode & 0o777 == 0o666, name
 
 
 def test_the_memory_of_tierd_is_limited_to_its_container_without_the_pool(
-    case: TierdTestbed, start: Start
+    testbed: TierdTestbed, start: Start
 ) -> None:
     pid = start("--data-bytes", str(300 << 20)).wait_serving()
     limits = Path(f"/proc/{pid}/limits").read_text()
     line = next(line for line in limits.splitlines() if line.startswith("Max data size"))
     # 300 MiB, and a MiB of stack for 64 threads and the file tier's 4.
     assert line.split()[3] == str((300 + 64 + 4) << 20)
-    assert not case.status()["conditions"]
+    assert not testbed.status()["conditions"]
 
 
 def test_with_a_token_file_requests_without_the_token_are_rejected(
-    case: TierdTestbed, start: Start, tmp_path: Path
+    testbed: TierdTestbed, start: Start, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
     start("--token-file", str(token))
-    wait_for(lambda: case.tierd_pid(), "it answers")
-    port = json.loads((case.run_directory / "http.json").read_text())["port"]
+    wait_for(lambda: testbed.tierd_pid(), "it answers")
+    port = json.loads((testbed.run_directory / "http.json").read_text())["port"]
 
     def ask(path: str, bearer: str = "") -> int:
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}

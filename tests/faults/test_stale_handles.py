@@ -1,5 +1,6 @@
-"""What NFS and FUSE say of a file that somebody else has just removed or replaced (ESTALE) costs a miss of that object, and says nothing
-against the tier; said of the tier's own directory, it is the tier that fails."""
+"""Stale handles (ESTALE on NFS and FUSE) of a file that another host has removed or replaced cause
+a miss of that object and do not count against the tier; a stale root directory does.
+"""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""tierd and engines as real processes that are killed and stopped. Every byte that comes back is checked by the fake engine."""
+"""tierd and engines as real processes that are killed and stopped. Every loaded byte is checked."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from kvtier.tierd.wire import PROTOCOL
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 
-MakeCase = Callable[..., TierdTestbed]
+MakeTestbed = Callable[..., TierdTestbed]
 
 
 @pytest.fixture
-def make_case(tmp_path: Path) -> Iterator[MakeCase]:
+def make_testbed(tmp_path: Path) -> Iterator[MakeTestbed]:
     """Makes cases that are closed at the end."""
     cases: list[TierdTestbed] = []
 
     def make(**options: Any) -> TierdTestbed:
-        directory = tmp_path / f"case-{len(cases)}"
+        directory = tmp_path / f"testbed-{len(cases)}"
         directory.mkdir()
-        case = TierdTestbed(directory, **options)
-        cases.append(case)
-        return case
+        testbed = TierdTestbed(directory, **options)
+        cases.append(testbed)
+        return testbed
 
     yield make
-    for case in cases:
-        case.close()
+    for testbed in cases:
+        testbed.close()
 
 
 def test_an_engine_survives_kills_of_tierd_and_loads_no_wrong_byte(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(daemon=Daemon.ENGINE, file_bytes=64 << 20)
-    engine = case.engine_process("--keys", "150", "--copy-seconds", "0.004")
+    testbed = make_testbed(daemon=Daemon.ENGINE, file_bytes=64 << 20)
+    engine = testbed.engine_process("--keys", "150", "--copy-seconds", "0.004")
     for round_number in range(1, 4):
         wait_for(
             lambda n=round_number: engine.number("attached") >= n and engine.seen()["usable"],
             "the engine is attached",
         )  # type: ignore[misc]
         engine.wait_more("loaded", 20)
-        case.kill_tierd()
+        testbed.kill_tierd()
         wait_for(lambda n=round_number: engine.number("lost") >= n, "the engine notices")  # type: ignore[misc]
     engine.wait_more("loaded", 20)
     seen = engine.stop()
     assert seen["wrong"] == 0
     assert seen["attached"] == 4
-    wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
+    wait_for(lambda: not testbed.run_directory.exists(), "the run directory is removed")
 
 
 def test_a_tierd_stopped_for_four_seconds_serves_the_engine_again(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(file_bytes=64 << 20)
-    pid = case.start_tierd()
-    engine = case.engine_process("--keys", "100")
+    testbed = make_testbed(file_bytes=64 << 20)
+    pid = testbed.start_tierd()
+    engine = testbed.engine_process("--keys", "100")
     engine.wait_more("loaded", 20)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4.0)
@@ -75,75 +75,81 @@ def test_a_tierd_stopped_for_four_seconds_serves_the_engine_again(
         "the engine attached again",
     )
     engine.wait_more("loaded", 20)
-    assert case.tierd_pid() == pid
-    wait_for(lambda: case.pool("quarantined") == 0, "nothing stays quarantined")
+    assert testbed.tierd_pid() == pid
+    wait_for(lambda: testbed.pool("quarantined") == 0, "nothing stays quarantined")
     assert engine.stop()["wrong"] == 0
 
 
 def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(daemon=Daemon.ENGINE)
-    engine = case.engine_process("--keys", "50", "--unresponsive-seconds", "4")
+    testbed = make_testbed(daemon=Daemon.ENGINE)
+    engine = testbed.engine_process("--keys", "50", "--unresponsive-seconds", "4")
     engine.wait_more("loaded", 5)
-    pid = case.tierd_pid()
+    pid = testbed.tierd_pid()
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: case.tierd_pid() not in (0, pid), "another tierd serves")
+    wait_for(lambda: testbed.tierd_pid() not in (0, pid), "another tierd serves")
     wait_for(lambda: engine.seen()["usable"], "the engine is attached to it")
     engine.wait_more("loaded", 5)
     assert engine.stop()["wrong"] == 0
 
 
-def test_slots_of_a_killed_engine_are_freed_once_its_process_is_dead(make_case: MakeCase) -> None:
-    case = make_case()
-    case.start_tierd()
-    engine = case.engine_process("--keys", "30")
+def test_slots_of_a_killed_engine_are_freed_once_its_process_is_dead(
+    make_testbed: MakeTestbed,
+) -> None:
+    testbed = make_testbed()
+    testbed.start_tierd()
+    engine = testbed.engine_process("--keys", "30")
     engine.wait_more("loaded", 5)
-    assert case.pool("granted") > 0
+    assert testbed.pool("granted") > 0
     engine.kill()
-    wait_for(lambda: not case.status()["sessions"], "the sessions end")
+    wait_for(lambda: not testbed.status()["sessions"], "the sessions end")
     wait_for(
-        lambda: case.pool("granted") == case.pool("reserved") == case.pool("quarantined") == 0,
+        lambda: (
+            testbed.pool("granted") == testbed.pool("reserved") == testbed.pool("quarantined") == 0
+        ),
         "its slots come back",
     )
-    wait_for(lambda: case.pool("pinned") == 0, "nothing stays pinned")
-    assert not list((case.run_directory / "sessions").iterdir())
+    wait_for(lambda: testbed.pool("pinned") == 0, "nothing stays pinned")
+    assert not list((testbed.run_directory / "sessions").iterdir())
 
 
 def test_a_tierd_without_engines_exits_and_removes_the_run_directory(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(daemon=Daemon.ENGINE)
-    engine = case.engine_process("--keys", "30")
+    testbed = make_testbed(daemon=Daemon.ENGINE)
+    engine = testbed.engine_process("--keys", "30")
     engine.wait_more("loaded", 5)
     engine.kill()
-    wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
+    wait_for(lambda: not testbed.run_directory.exists(), "the run directory is removed")
 
 
-def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(make_case: MakeCase) -> None:
+def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(
+    make_testbed: MakeTestbed,
+) -> None:
     common = f"kvtier-test-{uuid.uuid4().hex[:8]}"
     cases = [
-        make_case(daemon=Daemon.ENGINE, run_directory=Path("/dev/shm") / f"{common}-{name}")
+        make_testbed(daemon=Daemon.ENGINE, run_directory=Path("/dev/shm") / f"{common}-{name}")
         for name in "ab"
     ]
     for round_number in range(10):
-        # Two directories in turn: in one the leftovers are taken over, from the other one they are swept.
-        case = cases[round_number // 2 % 2]
-        engine = case.engine_process("--keys", "30")
+        # Two directories: objects left in one are recovered, those in the other are removed.
+        testbed = cases[round_number // 2 % 2]
+        engine = testbed.engine_process("--keys", "30")
         engine.wait_more("loaded", 3)
         assert len(list(Path("/dev/shm").glob(f"{common}-*"))) == 1
         if round_number < 9:
-            case.kill_tierd()
+            testbed.kill_tierd()
             engine.kill()
         else:
             assert engine.stop()["wrong"] == 0
     wait_for(lambda: not list(Path("/dev/shm").glob(f"{common}-*")), "nothing is left")
 
 
-def test_two_engines_share_one_tierd_and_what_it_holds(make_case: MakeCase) -> None:
-    case = make_case()
-    case.start_tierd()
-    first, second = case.engine(), case.engine()
+def test_two_engines_share_one_tierd_and_what_it_holds(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed()
+    testbed.start_tierd()
+    first, second = testbed.engine(), testbed.engine()
     assert first.wait("usable", WAIT_SECONDS)
     assert second.wait("usable", WAIT_SECONDS)
     assert first.wait("can_store", WAIT_SECONDS)
@@ -158,10 +164,12 @@ def test_two_engines_share_one_tierd_and_what_it_holds(make_case: MakeCase) -> N
     assert (second.seen.wrong, second.seen.lost) == (0, 0)
 
 
-def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: MakeCase) -> None:
-    case = make_case()
-    case.start_tierd()
-    first, second = case.engine(identity="one"), case.engine(identity="two")
+def test_engines_of_different_identity_share_a_tierd_but_no_object(
+    make_testbed: MakeTestbed,
+) -> None:
+    testbed = make_testbed()
+    testbed.start_tierd()
+    first, second = testbed.engine(identity="one"), testbed.engine(identity="two")
     assert first.wait("usable", WAIT_SECONDS)
     assert second.wait("usable", WAIT_SECONDS)
     assert first.wait("can_store", WAIT_SECONDS)
@@ -172,53 +180,53 @@ def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: Ma
 
 
 def test_a_connector_of_another_version_is_rejected_with_both_versions(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case()
-    case.start_tierd()
-    other, same = case.engine(protocol="0.0.0/1"), case.engine()
+    testbed = make_testbed()
+    testbed.start_tierd()
+    other, same = testbed.engine(protocol="0.0.0/1"), testbed.engine()
     assert other.wait_for(lambda: other.client.state is ClientState.REFUSED, WAIT_SECONDS)
     assert PROTOCOL in other.client.refusal
     assert "0.0.0/1" in other.client.refusal
     assert same.wait("usable", WAIT_SECONDS)
-    assert case.counter("sessions_refused") <= 2
+    assert testbed.counter("sessions_refused") <= 2
 
 
 def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case()
-    case.start_tierd()
-    stubborn = case.engine_process("--keys", "30", "--never-drain")
+    testbed = make_testbed()
+    testbed.start_tierd()
+    stubborn = testbed.engine_process("--keys", "30", "--never-drain")
     stubborn.wait_more("loaded", 5)
-    case.kill_tierd()
-    case.start_tierd()
-    engine = case.engine()
+    testbed.kill_tierd()
+    testbed.start_tierd()
+    engine = testbed.engine()
     assert engine.wait("usable", WAIT_SECONDS)
-    status = case.status()
+    status = testbed.status()
     assert (status["fenced"], status["awaitedWorkers"]) == (True, 1)
     assert not engine.wait("credits", 2.0)
     assert not engine.store(1)
     stubborn.kill()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(1)
-    wait_for(lambda: not case.status()["fenced"], "the fence opens")
+    wait_for(lambda: not testbed.status()["fenced"], "the fence opens")
 
 
 @pytest.mark.parametrize("fencing", [True, False])
 def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_fence(
-    make_case: MakeCase, fencing: bool
+    make_testbed: MakeTestbed, fencing: bool
 ) -> None:
-    case = make_case(memory_bytes=16 * OBJECT_BYTES)
-    case.start_tierd()
-    slow = case.engine(copy_seconds=6.0, copy_pieces=64)
+    testbed = make_testbed(memory_bytes=16 * OBJECT_BYTES)
+    testbed.start_tierd()
+    slow = testbed.engine(copy_seconds=6.0, copy_pieces=64)
     assert slow.wait("usable", WAIT_SECONDS)
     assert slow.wait("can_store", WAIT_SECONDS)
     assert slow.begin_store(1_000) is not None
     wait_for(slow.worker.copying.is_set, "the copy runs")
-    case.kill_tierd()
-    case.start_tierd(fencing=fencing)
-    quick = case.engine()
+    testbed.kill_tierd()
+    testbed.start_tierd(fencing=fencing)
+    quick = testbed.engine()
     assert quick.wait("usable", WAIT_SECONDS)
     assert quick.wait("can_store", WAIT_SECONDS)
     # Without a fence the copy still runs; with one it has ended before there were credits.
@@ -235,23 +243,23 @@ def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_f
 
 
 def test_slots_of_a_stopped_engine_stay_quarantined_until_it_has_drained(
-    make_case: MakeCase,
+    make_testbed: MakeTestbed,
 ) -> None:
-    case = make_case(memory_bytes=16 * OBJECT_BYTES)
-    case.start_tierd()
-    frozen = case.engine_process("--keys", "1000", "--copy-seconds", "1.0")
+    testbed = make_testbed(memory_bytes=16 * OBJECT_BYTES)
+    testbed.start_tierd()
+    frozen = testbed.engine_process("--keys", "1000", "--copy-seconds", "1.0")
     wait_for(lambda: frozen.number("stored") >= 1, "the engine stores")
     frozen.signal(signal.SIGSTOP)
-    wait_for(lambda: not case.status()["sessions"], "its silence is noticed")
-    assert case.pool("quarantined") > 0
-    engine = case.engine()
+    wait_for(lambda: not testbed.status()["sessions"], "its silence is noticed")
+    assert testbed.pool("quarantined") > 0
+    engine = testbed.engine()
     assert engine.wait("can_store", WAIT_SECONDS)
     stored = list(range(2_000, 2_000 + engine.credits))
     for number in stored:
         assert engine.store(number)
     frozen.signal(signal.SIGCONT)
     wait_for(lambda: frozen.number("attached") == 2, "it attaches again")
-    wait_for(lambda: case.pool("quarantined") == 0, "its old slots come back")
+    wait_for(lambda: testbed.pool("quarantined") == 0, "its old slots come back")
     engine.step()
     held = [number for number in stored if engine.holds(number)]
     for number in held:
@@ -260,10 +268,10 @@ def test_slots_of_a_stopped_engine_stay_quarantined_until_it_has_drained(
     assert frozen.stop()["wrong"] == 0
 
 
-def test_sigterm_completes_pending_writes_before_tierd_exits(make_case: MakeCase) -> None:
-    case = make_case(file_bytes=64 << 20)
-    case.start_tierd()
-    engine = case.engine()
+def test_sigterm_completes_pending_writes_before_tierd_exits(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(file_bytes=64 << 20)
+    testbed.start_tierd()
+    engine = testbed.engine()
     assert engine.wait("usable", WAIT_SECONDS)
     stored = 0
     for number in range(20):
@@ -272,20 +280,20 @@ def test_sigterm_completes_pending_writes_before_tierd_exits(make_case: MakeCase
     assert engine.wait_for(
         lambda: all(engine.holds(number) for number in range(stored)), WAIT_SECONDS
     )
-    case.kill_tierd(signal.SIGTERM)
-    assert len(list(case.files.rglob("*.kv"))) == stored
-    assert list(case.files.glob("*/identity.json"))
+    testbed.kill_tierd(signal.SIGTERM)
+    assert len(list(testbed.files.rglob("*.kv"))) == stored
+    assert list(testbed.files.glob("*/identity.json"))
 
 
-def test_objects_in_the_file_tier_are_served_by_the_next_tierd(make_case: MakeCase) -> None:
-    case = make_case(file_bytes=64 << 20)
-    case.start_tierd()
-    engine = case.engine()
+def test_objects_in_the_file_tier_are_served_by_the_next_tierd(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(file_bytes=64 << 20)
+    testbed.start_tierd()
+    engine = testbed.engine()
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.store(7)
-    wait_for(lambda: len(list(case.files.rglob("*.kv"))) == 1, "the object is written")
-    case.kill_tierd()
-    case.start_tierd()
+    wait_for(lambda: len(list(testbed.files.rglob("*.kv"))) == 1, "the object is written")
+    testbed.kill_tierd()
+    testbed.start_tierd()
     assert engine.wait_for(lambda: engine.seen.attached == 2, WAIT_SECONDS)
     # Credits come after the fence has opened, hence after the worker has drained.
     assert engine.wait("can_store", WAIT_SECONDS)
@@ -295,20 +303,22 @@ def test_objects_in_the_file_tier_are_served_by_the_next_tierd(make_case: MakeCa
     assert engine.seen.promoted == 1
 
 
-def test_live_values_reach_tierd_and_engines_while_they_run(make_case: MakeCase) -> None:
-    case = make_case(file_bytes=64 << 20)
-    case.start_tierd()
+def test_live_values_reach_tierd_and_engines_while_they_run(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(file_bytes=64 << 20)
+    testbed.start_tierd()
     tiers = {
-        **case.live.tiers,
-        "disk": case.live.tiers["disk"].model_copy(update={"capacity_bytes": 32 << 20}),
+        **testbed.live.tiers,
+        "disk": testbed.live.tiers["disk"].model_copy(update={"capacity_bytes": 32 << 20}),
     }
-    case.retune(case.live.model_copy(update={"generation": 7, "tiers": tiers}))
-    wait_for(lambda: case.status()["appliedGeneration"] == 7, "the generation is applied")
+    testbed.retune(testbed.live.model_copy(update={"generation": 7, "tiers": tiers}))
+    wait_for(lambda: testbed.status()["appliedGeneration"] == 7, "the generation is applied")
     wait_for(
-        lambda: case.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied"
+        lambda: testbed.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied"
     )
-    (case.topology_directory / "live.json").write_text('{"generation": 8, "minLoadTokens": "many"}')
-    wait_for(lambda: case.status()["appliedGeneration"] == 8, "the good value is taken")
-    status = case.status()
+    (testbed.topology_directory / "live.json").write_text(
+        '{"generation": 8, "minLoadTokens": "many"}'
+    )
+    wait_for(lambda: testbed.status()["appliedGeneration"] == 8, "the good value is taken")
+    status = testbed.status()
     assert status["liveRefusedTotal"] == 1
     assert [condition["type"] for condition in status["conditions"]] == ["LiveValuesRefused"]

@@ -1,4 +1,4 @@
-"""Engine and tierd in two pid namespaces, as in two containers: process ids mean nothing, locks do."""
+"""Engine and tierd in two pid namespaces, as in two containers: only locks prove liveness."""
 
 from __future__ import annotations
 
@@ -38,44 +38,44 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[TierdTestbed]:
+def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
     made = TierdTestbed(tmp_path, memory_bytes=8 << 20)
     yield made
     made.close()
 
 
-def engine_in_a_container(case: TierdTestbed, *arguments: str) -> StubEngineProcess:
-    return case.engine_process(*arguments, prefix=CONTAINER)
+def engine_in_a_container(testbed: TierdTestbed, *arguments: str) -> StubEngineProcess:
+    return testbed.engine_process(*arguments, prefix=CONTAINER)
 
 
 def first_process(engine: StubEngineProcess) -> int:
-    """Process id, as seen here, of the engine itself (``engine.pid`` is what made its namespace)."""
+    """Process id of the engine in this namespace (``engine.pid`` is that of ``unshare``)."""
     return int(Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()[0])
 
 
-def nothing_is_held(case: TierdTestbed) -> bool:
+def nothing_is_held(testbed: TierdTestbed) -> bool:
     return (
-        case.pool("granted")
-        == case.pool("reserved")
-        == case.pool("quarantined")
-        == case.pool("pinned")
+        testbed.pool("granted")
+        == testbed.pool("reserved")
+        == testbed.pool("quarantined")
+        == testbed.pool("pinned")
         == 0
     )
 
 
 def test_slots_of_a_killed_engine_are_freed_and_its_objects_are_hits(
-    case: TierdTestbed,
+    testbed: TierdTestbed,
 ) -> None:
-    case.start_tierd()
-    engine = engine_in_a_container(case, "--keys", "20")
+    testbed.start_tierd()
+    engine = engine_in_a_container(testbed, "--keys", "20")
     engine.wait_more("loaded", 20)
-    assert case.status()["sessions"][0]["pid"] == 1
+    assert testbed.status()["sessions"][0]["pid"] == 1
     os.kill(first_process(engine), signal.SIGKILL)
-    wait_for(lambda: not case.status()["sessions"], "the sessions end")
-    wait_for(lambda: nothing_is_held(case), "its slots come back", AT_ONCE_SECONDS)
-    again = engine_in_a_container(case, "--keys", "20")
+    wait_for(lambda: not testbed.status()["sessions"], "the sessions end")
+    wait_for(lambda: nothing_is_held(testbed), "its slots come back", AT_ONCE_SECONDS)
+    again = engine_in_a_container(testbed, "--keys", "20")
     wait_for(lambda: again.seen().get("usable"), "it is attached again")
-    looking = case.engine()
+    looking = testbed.engine()
     assert looking.wait("usable", WAIT_SECONDS)
     assert looking.wait_for(
         lambda: any(looking.holds(number) for number in range(20)), WAIT_SECONDS
@@ -83,45 +83,46 @@ def test_slots_of_a_killed_engine_are_freed_and_its_objects_are_hits(
     again.wait_more("loaded", 20)
     assert again.number("wrong") == 0
     assert (
-        case.counter("sessions_vanished", "proven") + case.counter("sessions_vanished", "unproven")
+        testbed.counter("sessions_vanished", "proven")
+        + testbed.counter("sessions_vanished", "unproven")
         > 0
     )
 
 
 def test_slots_of_a_sleeping_engine_stay_quarantined(
-    case: TierdTestbed,
+    testbed: TierdTestbed,
 ) -> None:
     # A process that cannot be seen would be given up after a second here.
-    daemon = TierDaemon(DaemonOptions(case.topology_directory, unverifiable_timeout_seconds=1.0))
+    daemon = TierDaemon(DaemonOptions(testbed.topology_directory, unverifiable_timeout_seconds=1.0))
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
     try:
-        wait_for(lambda: case.status().get("started"), "tierd serves")
-        engine = engine_in_a_container(case, "--keys", "20")
+        wait_for(lambda: testbed.status().get("started"), "tierd serves")
+        engine = engine_in_a_container(testbed, "--keys", "20")
         engine.wait_more("loaded", 5)
         inner = first_process(engine)
         os.kill(inner, signal.SIGSTOP)
-        wait_for(lambda: not case.status()["sessions"], "its silence is noticed")
-        held = case.pool("quarantined")
+        wait_for(lambda: not testbed.status()["sessions"], "its silence is noticed")
+        held = testbed.pool("quarantined")
         assert held > 0
         time.sleep(3.0)
-        assert case.pool("quarantined") == held
+        assert testbed.pool("quarantined") == held
         os.kill(inner, signal.SIGKILL)
-        wait_for(lambda: nothing_is_held(case), "its slots come back", AT_ONCE_SECONDS)
+        wait_for(lambda: nothing_is_held(testbed), "its slots come back", AT_ONCE_SECONDS)
     finally:
         daemon.stop()
         thread.join(WAIT_SECONDS)
 
 
-def test_a_tierd_started_after_the_engine_died_is_not_fenced(case: TierdTestbed) -> None:
-    case.start_tierd()
-    engine = engine_in_a_container(case, "--keys", "20")
+def test_a_tierd_started_after_the_engine_died_is_not_fenced(testbed: TierdTestbed) -> None:
+    testbed.start_tierd()
+    engine = engine_in_a_container(testbed, "--keys", "20")
     engine.wait_more("loaded", 5)
-    case.kill_tierd()
+    testbed.kill_tierd()
     os.kill(first_process(engine), signal.SIGKILL)
     engine.process.wait(WAIT_SECONDS)
     begun = time.monotonic()
-    case.start_tierd()
-    wait_for(lambda: not case.status()["fenced"], "the fence opens")
+    testbed.start_tierd()
+    wait_for(lambda: not testbed.status()["fenced"], "the fence opens")
     assert time.monotonic() - begun < AT_ONCE_SECONDS
-    assert not list((case.run_directory / "sessions").iterdir())
+    assert not list((testbed.run_directory / "sessions").iterdir())

@@ -1,9 +1,10 @@
-"""Runs inside the virtual machine of ``in_vm``: two tier daemons, each on its own mount of one NFS export, and what happens to that.
+"""The scenarios of ``test_nfs.py``, run inside its virtual machine: two tier daemons, each on its
+own mount of one NFS export.
 
-    scenarios.py DIRECTORY      (a directory that nobody else uses)
+    scenarios.py DIRECTORY      (a directory that no other process uses)
 
-Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` says what has to be in it. Everything here is real: daemons, mounts, the server and
-what is done to it. Engines are fake ones that check every byte they load.
+Prints one line ``SCENARIO {json}`` for each; ``test_nfs.py`` checks them. Daemons, mounts, the
+server and its failures are real. Stub engines check every byte they load.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class Client:
         directory.mkdir(parents=True)
         # The tier's root is the mount itself, as in a pod.
         (directory / "tier").symlink_to(mount)
-        self.case = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
-        self.case.start_tierd(seconds=START_SECONDS)
-        self.engine: StubEngine = self.case.engine()
+        self.testbed = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        self.testbed.start_tierd(seconds=START_SECONDS)
+        self.engine: StubEngine = self.testbed.engine()
         self.wait(lambda: self.engine.can_store, "attached")
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = WAIT) -> bool:
         """Steps the engine until ``condition``."""
         if self.engine.wait_for(condition, seconds):
             return True
-        print(f"not within {seconds:g} s: {what}; {self.case.status().get('tiers')}", flush=True)
+        print(f"not within {seconds:g} s: {what}; {self.testbed.status().get('tiers')}", flush=True)
         return False
 
     def store(self, numbers: range) -> int:
@@ -77,9 +78,10 @@ class Client:
             longest = max(longest, time.monotonic() - begun)
         return {"loaded": came, "longest_seconds": round(longest, 3)}
 
-    def filed(self, numbers: Sequence[int]) -> list[int]:
-        """Waits for writes; those of ``numbers`` that are in files. (A store may be dropped where nothing is free: once there are some, ten
-        seconds without another one are the end.)"""
+    def wait_written(self, numbers: Sequence[int]) -> list[int]:
+        """Waits for writes. Returns those of ``numbers`` that are in files. Stores may be dropped
+        if no slot is free, so the wait ends after ten seconds without a new file.
+        """
         end, there = time.monotonic() + WAIT, 0
         while there < len(numbers) and time.monotonic() < end:
             before = there
@@ -101,7 +103,7 @@ class Client:
         return next(
             (
                 tier["state"]
-                for tier in self.case.status().get("tiers", [])
+                for tier in self.testbed.status().get("tiers", [])
                 if tier["name"] == "disk"
             ),
             "",
@@ -109,9 +111,11 @@ class Client:
 
 
 def found_by_another(a: Client, b: Client) -> dict[str, Any]:
-    """What one client stores the other one finds, at once or with its next look; until then it is a miss."""
+    """Objects of one client are found by the other at once or after its next scan; until then they
+    are misses.
+    """
     a.store(range(12))
-    numbers = a.filed(range(12))
+    numbers = a.wait_written(range(12))
     at_once = b.load(numbers)
     seen = b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {"filed": len(numbers), "at_once": at_once, "seen": seen, "later": b.load(numbers, WAIT)}
@@ -135,7 +139,7 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
             if len(data) != expected or not any(data[:64]) or not any(data[-4096:]):
                 partial.append(path.name)
     worker.join(WAIT)
-    numbers = a.filed(range(100, 120))
+    numbers = a.wait_written(range(100, 120))
     b.wait(lambda: b.in_files(numbers), "the other client has found them")
     return {
         "filed": len(numbers),
@@ -148,17 +152,17 @@ def never_half_written(a: Client, b: Client) -> dict[str, Any]:
 def unreachable(
     how: tuple[str, ...], back: tuple[str, ...]
 ) -> Callable[[Client, Client], dict[str, Any]]:
-    """The server does not answer for a while: misses within the clock, and afterwards everything is there again."""
+    """The server is unresponsive: misses within the deadline; afterwards every object is found."""
 
     def run(a: Client, b: Client) -> dict[str, Any]:
         first = 200 if how == ("stop",) else 300
         a.store(range(first, first + 3))
-        numbers = a.filed(range(first, first + 3))
+        numbers = a.wait_written(range(first, first + 3))
         b.wait(lambda: b.in_files(numbers), "the other client has found them")
         control(*how)
         try:
             during = b.load(numbers)
-            # RAM goes on serving what it holds, and takes what is new.
+            # RAM continues to serve its objects and to accept new ones.
             begun = time.monotonic()
             ram = b.store(range(first + 50, first + 52))
             ram_loaded = b.engine.load([first + 50], BUDGET_SECONDS)
@@ -184,7 +188,7 @@ def unreachable(
 
 
 def replaced(a: Client, _: Client) -> dict[str, Any]:
-    """The exported directory is another one: stale handles. Misses; and the tier can be used again."""
+    """The exported directory is replaced: stale handles cause misses, then the tier recovers."""
     numbers = range(12)  # stored so long ago that RAM holds none of them
     held = sum(bool(a.engine.holds(number) & FILE_BIT) for number in numbers)
     control("stale")
@@ -208,18 +212,18 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
 
 
 def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
-    """A daemon with reads that never come back ends when it is told to."""
+    """A daemon with hanging reads exits on SIGTERM."""
     a.store(range(700, 703))
-    numbers = a.filed(range(700, 703))
+    numbers = a.wait_written(range(700, 703))
     b.wait(lambda: b.in_files(numbers), "the other client has found them", 10)
     control("partition")
     try:
         b.load(numbers)
-        pid = b.case.tierd_pid()
+        pid = b.testbed.tierd_pid()
         begun = time.monotonic()
         os.kill(pid, signal.SIGTERM)
         while Path(f"/proc/{pid}").exists() and time.monotonic() - begun < 60:
-            for process in b.case._processes:
+            for process in b.testbed._processes:
                 process.poll()
             time.sleep(0.05)
         return {"exit_seconds": round(time.monotonic() - begun, 2)}
@@ -248,7 +252,7 @@ def main() -> int:
         Client(directory / "b", os.environ["NFS_MOUNT_2"]),
     ]
     for name, scenario in SCENARIOS.items():
-        pids = [client.case.tierd_pid() for client in clients]
+        pids = [client.testbed.tierd_pid() for client in clients]
         begun = time.monotonic()
         try:
             result = scenario(*clients)
@@ -259,13 +263,13 @@ def main() -> int:
         result["seconds"] = round(time.monotonic() - begun, 1)
         # The last two are about a daemon that ends, and go on without it.
         serving = clients if name not in LAST else clients[:1]
-        result["daemons_live"] = [client.case.tierd_pid() for client in serving] == pids[
+        result["daemons_live"] = [client.testbed.tierd_pid() for client in serving] == pids[
             : len(serving)
-        ] and all(client.case.status() for client in serving)
+        ] and all(client.testbed.status() for client in serving)
         print(f"SCENARIO {json.dumps({'name': name, **result})}", flush=True)
     for client in clients:
-        print(client.case.log.read_text(errors="replace")[-3000:], flush=True)
-    # Threads may be held by a mount; nobody waits for them.
+        print(client.testbed.log.read_text(errors="replace")[-3000:], flush=True)
+    # Threads may hang in a mount; do not wait for them.
     sys.stdout.flush()
     os._exit(0)
 

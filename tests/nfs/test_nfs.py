@@ -1,4 +1,5 @@
-"""Two tier daemons on two mounts of one real NFS 4.2 server, in a virtual machine: what happens to server and network costs misses only."""
+"""Two tier daemons on two mounts of a real NFS 4.2 server in a virtual machine: failures of server
+and network cause misses only."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _why_not() -> str:
     if os.geteuid() != 0:
         return "a machine with NFS needs root: its files are shared by virtiofsd in a sandbox"
     if not Path("/usr/lib/qemu/virtiofsd").exists():
-        return "a machine with NFS needs virtiofsd, which Debian's qemu-system-x86 brings up to version 12"
+        return "virtiofsd is missing (part of Debian's qemu-system-x86 up to version 12)"
     return ""
 
 
@@ -52,7 +53,10 @@ def scenarios() -> dict[str, dict[str, Any]]:
     if reason:
         pytest.skip(reason)
     paths = f"{REPOSITORY / 'connector'}:{REPOSITORY / 'operator'}"
-    command = f"PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 {sys.executable} {HERE / 'scenarios.py'} /tmp/kvtier-nfs"
+    command = (
+        f"PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 "
+        f"{sys.executable} {HERE / 'scenarios.py'} /tmp/kvtier-nfs"
+    )
     with subprocess.Popen(
         [sys.executable, str(HERE / "in_vm"), "--timeout", str(MACHINE_SECONDS), command],
         stdout=subprocess.PIPE,

@@ -1,8 +1,11 @@
-"""``python -m tests.support.device_release``: on a machine with an NVIDIA GPU, when a killed process's lock is free and its GPU has stopped.
+"""When a killed process's lock is free and its GPU has stopped, on a machine with an NVIDIA GPU.
 
-A process registers a shared file with the GPU, copies into it without a pause, and is killed. The lock that proves its end (tierd/peers.py)
-is looked at, and once it is free the file is marked all over: whatever changes a mark afterwards was written by a dead process's GPU. Once with
-a descriptor set aside before the device was opened, once without. One line a round.
+    python -m tests.support.device_release
+
+A process registers a shared file with the GPU, copies into it continuously, and is killed. Once the
+lock that proves its end (``kvtier.tierd.liveness``) is free, the whole file is marked: a mark that
+changes later was overwritten by the GPU of the dead process. Measured with a descriptor reserved
+before the device was opened, and without. One line per round.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ WATCH_SECONDS = 1.0
 _ENDLESS_SECONDS = 60.0
 
 
-def copy_for_ever(directory: Path, reserved: bool) -> None:
+def copy_endlessly(directory: Path, reserved: bool) -> None:
     """The process that is killed: only the driver's library, no CUDA toolkit."""
     if reserved:
         liveness.reserve_descriptor()
@@ -82,24 +85,24 @@ def measure(directory: Path, reserved: bool) -> dict[str, object]:
     with pool.open("r+b") as file:
         view = mmap.mmap(file.fileno(), POOL_BYTES, mmap.MAP_SHARED)
     marks = range(0, POOL_BYTES, MARK_EVERY_BYTES)
-    begun = time.monotonic()
+    started = time.monotonic()
     child.kill()
     free = gone = late = 0.0
-    end = begun + _ENDLESS_SECONDS
+    end = started + _ENDLESS_SECONDS
     while time.monotonic() < end:
         if not free and liveness.is_held(directory / liveness.PEERS_NAME, name) is False:
-            free = time.monotonic() - begun
+            free = time.monotonic() - started
             for offset in marks:
                 view[offset] = MARK
         if free:
             for offset in marks:
                 if view[offset] != MARK:
                     view[offset] = MARK
-                    late = time.monotonic() - begun
+                    late = time.monotonic() - started
         if not gone and liveness_of(identity) is Liveness.GONE:
-            gone = time.monotonic() - begun
+            gone = time.monotonic() - started
         if free and gone:
-            end = min(end, begun + max(free, gone) + WATCH_SECONDS)
+            end = min(end, started + max(free, gone) + WATCH_SECONDS)
     child.wait()
     child.stdout.close()
     view.close()
@@ -113,7 +116,7 @@ def measure(directory: Path, reserved: bool) -> dict[str, object]:
 def main() -> int:
     """The program."""
     if len(sys.argv) == 3:
-        copy_for_ever(Path(sys.argv[1]), sys.argv[2] == "1")
+        copy_endlessly(Path(sys.argv[1]), sys.argv[2] == "1")
     directory = Path(f"/dev/shm/kvtier-device-release-{os.getpid()}")
     directory.mkdir()
     try:

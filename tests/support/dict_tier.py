@@ -1,4 +1,4 @@
-"""A tier in a dictionary: the fake that store and engine tests use, held to the same conformance suite as real tiers."""
+"""A tier in a dictionary, for tests of the store. It passes the conformance suite of tiers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 
 class DictTier(Tier):
-    """Keeps objects in this process. ``objects`` may be changed by tests to play broken storage."""
+    """Stores objects in this process. Tests may change ``objects`` to simulate broken storage."""
 
-    def __init__(self, name: str = "fake", capacity_bytes: int = 1 << 30) -> None:
+    def __init__(self, name: str = "dict", capacity_bytes: int = 1 << 30) -> None:
         self.name = name
         self.capabilities = TierCapabilities(persistent=False, shared=False, indexed=True)
         self.objects: dict[ObjectRef, tuple[bytes, ObjectMeta]] = {}
@@ -43,7 +43,7 @@ class DictTier(Tier):
         """Nothing to do."""
 
     def configure(self, limits: TierLimits) -> None:
-        """Takes over the capacity."""
+        """Applies the capacity."""
         self._capacity = limits.capacity_bytes
 
     def contains(self, ref: ObjectRef) -> bool:
@@ -72,7 +72,7 @@ class DictTier(Tier):
         found = self.objects.get(ref)
         if found is None:
             self._remove(ref)
-            raise TierMissError(f"{ref.key.hex()} is not here")
+            raise TierMissError(f"{ref.key.hex()} does not exist")
         data, meta = found
         checksum = by_kind(meta.checksum_kind)
         good = checksum is not None and len(data) == len(into)
@@ -86,12 +86,12 @@ class DictTier(Tier):
             start += -(-size // 4096) * 4096
         if not good:
             self._remove(ref)
-            raise TierCorruptError(f"{ref.key.hex()} is not what was stored")
+            raise TierCorruptError(f"{ref.key.hex()} is corrupt")
         into[:] = data
         return meta
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
-        """Keeps a copy."""
+        """Stores a copy."""
         with self._lock:
             if ref in self.objects:
                 return
@@ -104,20 +104,20 @@ class DictTier(Tier):
         self._on_change(ref.namespace, ref.key, True)
 
     def delete(self, ref: ObjectRef) -> None:
-        """Forgets the object."""
+        """Removes the object."""
         self._remove(ref)
 
     def _remove(self, ref: ObjectRef) -> None:
         with self._lock:
-            there = self.objects.pop(ref, None) is not None
-        if there:
+            existed = self.objects.pop(ref, None) is not None
+        if existed:
             self._on_change(ref.namespace, ref.key, False)
 
     def touch(self, ref: ObjectRef) -> None:
-        """Order of use is not kept."""
+        """Ignored: there is no eviction."""
 
     def maintain(self) -> None:
         """Nothing to do."""
 
     def check(self) -> None:
-        """Always well."""
+        """Always succeeds."""

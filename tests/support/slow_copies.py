@@ -3,14 +3,14 @@
 The plain CPU engine has moved every byte when ``submit`` returns, so it cannot show what happens
 when blocks or slots are reused under a running copy. This one can: it moves the bytes later, from
 and to whatever the blocks and slots hold then. ``install`` makes the connectors of this process use
-it; it is a hook for ``kvtier.harness.engine_driver``. Variables of the process's environment control
-it and are read at each use:
+it; it is a hook for ``kvtier.harness.engine_driver``. Variables of the process's environment
+control it and are read at each use:
 
 * ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), including
   copies that already run;
 * ``KVTIER_TEST_UNREFERENCED``: not empty: stores do not reference their source blocks;
 * ``KVTIER_TEST_CUT_SLOTS``: only that many keys of a load are announced;
-* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as complete at once, so no caller waits for them.
+* ``KVTIER_TEST_UNDRAINED``: not empty: copies count as complete at once; no caller waits for them.
 
 The last three break rules of docs/datapath.md on purpose, to prove that the tests notice.
 """
@@ -36,16 +36,16 @@ SECONDS = {
 UNREFERENCED = "KVTIER_TEST_UNREFERENCED"
 UNDRAINED = "KVTIER_TEST_UNDRAINED"
 CUT_SLOTS = "KVTIER_TEST_CUT_SLOTS"
-LOOK_SECONDS = 0.002
+POLL_SECONDS = 0.002
 INSTALL = f"{__file__}:install"
 """The hook, by file: a package of another distribution may also be called ``tests``."""
 _engines: list[SlowCopyEngine] = []
 
 
 class SlowCopyEngine(CpuCopyEngine):
-    """Copies that take a while each and run side by side. ``environment`` is looked at all the time.
+    """Copies that take a configured time and run concurrently. ``environment`` is read at each use.
 
-    Unlike other copy engines it may be asked by a second thread to move what is due, as a device would without being asked.
+    Unlike in other copy engines, a second thread may call ``move_due``: a device needs no thread.
     """
 
     kind = "slow-cpu"
@@ -68,7 +68,7 @@ class SlowCopyEngine(CpuCopyEngine):
 
     @property
     def running(self) -> dict[str, int]:
-        """Copies that have begun and not moved their bytes, by direction."""
+        """Copies that run, by direction."""
         waiting = [handle.direction for _, handle, _ in self._waiting]
         return {direction.value: waiting.count(direction) for direction in Direction}
 
@@ -86,14 +86,14 @@ class SlowCopyEngine(CpuCopyEngine):
     def _drain(self) -> None:
         self.move_due()
         while self._waiting and not self._environment.get(UNDRAINED):
-            self._sleep(LOOK_SECONDS)
+            self._sleep(POLL_SECONDS)
             self.move_due()
 
     def _due(self, begun: float, handle: CopyHandle) -> bool:
         return begun + float(self._environment.get(SECONDS[handle.direction]) or 0) <= self._clock()
 
     def move_due(self) -> None:
-        """Moves the bytes of every copy whose time has come. Any thread."""
+        """Moves the bytes of every copy that is due. Any thread."""
         with self._lock:
             for each in [each for each in self._waiting if self._due(each[0], each[1])]:
                 for copy in each[2]:
@@ -102,7 +102,7 @@ class SlowCopyEngine(CpuCopyEngine):
 
 
 class ForgetfulPool:
-    """vLLM's block pool as the scheduler side sees it; forgets to reference blocks while told to."""
+    """vLLM's block pool as the scheduler side sees it; does not reference blocks if configured."""
 
     def __init__(self, pool: Any, environment: Mapping[str, str]) -> None:
         self._pool = pool
@@ -158,7 +158,7 @@ def wait_copying(testbed: EngineTestbed, direction: Direction) -> None:
 
 
 def _cut(message: Message) -> Message:
-    """``message``, shortened if it announces slots and that is asked for: what was evicted after it had been promised."""
+    """``message``; a ``LoadReady`` is shortened if configured, as if objects had been evicted."""
     if isinstance(message, LoadReady) and os.environ.get(CUT_SLOTS):
         count = int(os.environ[CUT_SLOTS])
         return LoadReady(
@@ -168,7 +168,7 @@ def _cut(message: Message) -> Message:
 
 
 def install() -> None:
-    """Connectors made in this process from here on copy slowly."""
+    """Makes the connectors of this process use ``SlowCopyEngine``."""
     from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
     from kvtier.engines.vllm.worker import KVTierConnectorWorker
     from kvtier.engines.vllm.worker_thread import TransferThread

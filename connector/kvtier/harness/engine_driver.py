@@ -1,34 +1,36 @@
-"""The child of ``DrivenEngine``: an in-process vLLM engine that obeys JSON commands, one a line, on standard input.
+"""The child of ``DrivenEngine``: an in-process vLLM engine driven by JSON commands on standard
+input.
 
-Each command is answered by one line on standard output, ``{"result": ...}`` or ``{"error": "..."}``; everything that vLLM
-prints goes to standard error. In process the engine makes a step only when told to, so a test can hold it between any two.
+Each command is one line, answered by one line on standard output: ``{"result": ...}`` or
+``{"error": "..."}``. Everything that vLLM prints goes to standard error. The in-process engine
+makes a step only on command, so a test can stop it between any two steps.
 
 Commands (``do``), with their arguments:
 
 ``add {name, prompt, max_tokens, salt?, lora?, priority?}``
     queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}.
 ``step {count=1}``
-    makes steps; answers with the requests that finished: {id: {tokens, cached, reason}}.
+    makes steps; returns the requests that finished: {id: {tokens, cached, reason}}.
 ``finish {ids, seconds=90}``
-    steps until all of ``ids`` have finished; answers like ``step``, with the number of steps under "steps".
+    steps until all of ``ids`` have finished; returns the same, and the number of steps as "steps".
 ``abort {ids}``
     aborts requests.
 ``settle {seconds=30}``
-    steps until the scheduler has nothing left to do.
+    steps until the scheduler has no requests.
 ``reset_prefix_cache {seconds=30}``
-    settles and empties the GPU prefix cache; answers whether the engine agreed.
+    settles and empties the GPU prefix cache; returns whether the engine did so.
 ``metrics {prefix="vllm:"}``
     Prometheus text of the samples that start with the prefix.
 ``state {}``
-    {waiting, running, requests, free_blocks}: how many requests the scheduler holds in which state.
+    {waiting, running, requests, free_blocks} of the scheduler.
 ``connector {}``
-    what KVTier's scheduler side says of itself, with its namespace; empty without KVTier.
+    the state of KVTier's scheduler side, with its namespace; empty without KVTier.
 ``set {variables}``
     sets environment variables of the engine's process.
 ``call {function}``
-    calls a function ("module:name") in the engine's process; answers with its result.
-``asks {}``
-    how many times the connector was asked for a hit, by request id.
+    calls a function ("module:name") in the engine's process; returns its result.
+``lookup_counts {}``
+    how often the connector looked up a hit, by request id.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ from typing import Any
 from kvtier.harness.engine_process import quiet_environment
 
 HOOKS = "kvtier_hooks"
-"""An option that is not for vLLM: functions ("module:name") to call before the engine is made."""
+"""An option of the driver: functions ("module:name") to call before the engine is created."""
 PAUSE_SECONDS = 0.002
-"""Between steps in which no token came: a request waits for someone else, who shall get the processor."""
+"""Pause after a step without progress: a request waits for another process, which needs the CPU."""
 
 
 class Driver:
-    """Holds the engine and does the commands."""
+    """The engine and its commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -65,11 +67,11 @@ class Driver:
         self.core: Any = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.names: dict[str, str] = {}
-        self.asked: dict[str, int] = {}
+        self.lookups: dict[str, int] = {}
         self.done: dict[str, dict[str, Any]] = {}
-        self._count_asks()
+        self._count_lookups()
 
-    def _count_asks(self) -> None:
+    def _count_lookups(self) -> None:
         connector = self.scheduler.connector
         if connector is None:
             return
@@ -77,7 +79,7 @@ class Driver:
 
         def counted(request: Any, *arguments: Any, **named: Any) -> Any:
             name = self._outside(request.request_id)
-            self.asked[name] = self.asked.get(name, 0) + 1
+            self.lookups[name] = self.lookups.get(name, 0) + 1
             return original(request, *arguments, **named)
 
         connector.get_num_new_matched_tokens = counted
@@ -152,7 +154,9 @@ class Driver:
         )
 
     def settle(self, seconds: float = 30) -> bool:
-        """Steps until the scheduler has nothing to do; a request too short to be cached flushes what the last step brought."""
+        """Steps until the scheduler has no requests. A request too short to be cached then flushes
+        the results of the last step.
+        """
         deadline = time.monotonic() + seconds
         for round_number in range(2):
             while self.scheduler.has_requests():
@@ -183,7 +187,7 @@ class Driver:
         return "\n".join(line for line in lines if line.startswith(prefix))
 
     def state(self) -> dict[str, Any]:
-        """What the scheduler holds."""
+        """Requests and free blocks of the scheduler."""
         return {
             "waiting": len(self.scheduler.waiting)
             + len(getattr(self.scheduler, "skipped_waiting", ())),
@@ -196,7 +200,7 @@ class Driver:
         }
 
     def connector(self) -> dict[str, Any]:
-        """What KVTier's scheduler side says of itself."""
+        """The state of KVTier's scheduler side."""
         kvtier = getattr(self.scheduler.connector, "_scheduler", None)
         if kvtier is None:
             return {}
@@ -216,9 +220,9 @@ class Driver:
         """Calls ``function`` ("module:name" or "file.py:name") without arguments."""
         return _function(function)()
 
-    def asks(self) -> dict[str, int]:
-        """How often the connector was asked for a hit, by request."""
-        return dict(self.asked)
+    def lookup_counts(self) -> dict[str, int]:
+        """How often the connector looked up a hit, by request."""
+        return dict(self.lookups)
 
 
 def _function(path: str) -> Callable[[], Any]:
@@ -268,7 +272,7 @@ def main() -> None:
         "metrics",
         "state",
         "connector",
-        "asks",
+        "lookup_counts",
         "set",
         "call",
     )
@@ -282,7 +286,7 @@ def main() -> None:
                 raise ValueError(f"no such command: {name}")
             call: Callable[..., Any] = getattr(driver, name)
             answer({"result": call(**command)})
-        except Exception as error:  # noqa: BLE001  (whatever it is, the test has to learn of it)
+        except Exception as error:  # noqa: BLE001  the test must see any error
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})
     answer({"result": "bye"})

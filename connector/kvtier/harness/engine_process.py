@@ -1,10 +1,11 @@
-"""Real engines in processes of their own, for tests and the demo.
+"""Real engines in child processes, for the demo, the scorecard and tests.
 
-``EngineServer`` is vLLM's API server; ``DrivenEngine`` is an in-process engine in a child that obeys commands one by one
-(``kvtier.harness.engine_driver``), so that a test decides when a step happens. Both write a log, have a deadline for every
-wait, and take their whole process group with them when stopped.
+``EngineServer`` is vLLM's API server. ``DrivenEngine`` is an in-process engine in a child that
+obeys single commands (``kvtier.harness.engine_driver``), so that a test decides when a step
+happens. Both write a log, have a deadline for every wait, and end their whole process group when
+stopped.
 
-Nothing here is thread-safe: one owner per object. Only the standard library and psutil are used.
+Nothing here is thread-safe: one owner per object.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import http.client
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,33 +26,33 @@ from typing import Any
 import psutil
 
 START_SECONDS = 240.0
-"""How long an engine may take to start: 20 s on an idle machine, many times that on one shared with others."""
+"""How long an engine may take to start: 20 s on an idle machine, many times that on a busy one."""
 SILENT_RESETS = 5
 
 
 class EngineProcessError(RuntimeError):
-    """An engine process did not do what it was asked: it ended, answered with an error, or not in time."""
+    """An engine process has exited, returned an error, or did not respond in time."""
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on at the moment of asking."""
+    """A TCP port on loopback that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def cpu_environment() -> dict[str, str]:
-    """Variables with which the CPU engine starts on a small machine: no thread pinning, one OpenMP thread."""
+    """Variables for the CPU engine on a small machine: no thread pinning, one OpenMP thread."""
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def quiet_environment() -> dict[str, str]:
-    """Variables that keep an engine from asking the network for anything."""
+    """Variables that keep an engine from accessing the network."""
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class ManagedProcess:
-    """One child in its own session, with its output in a file."""
+    """One child process in its own session, with its output in a file."""
 
     def __init__(
         self, argv: Sequence[str], environment: Mapping[str, str], log: Path, **pipes: Any
@@ -88,7 +88,7 @@ class ManagedProcess:
             pass
 
     def stop(self, grace_seconds: float = 15.0) -> None:
-        """Ends the child: SIGTERM to it, then SIGKILL to the whole group after ``grace_seconds``."""
+        """Sends SIGTERM to the child, and SIGKILL to its group after ``grace_seconds``."""
         segments = _shared_segments(self.pid)
         if self.alive():
             self.process.terminate()
@@ -100,11 +100,11 @@ class ManagedProcess:
         _unlink(segments)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, and waits until it is gone."""
+        """Kills the whole group and waits for the child."""
         segments = _shared_segments(self.pid)
         self.signal_group(signal.SIGKILL)
         self.process.wait(30)
-        # Python's own cleaner of shared memory sits in the same group and dies with it.
+        # Python's resource tracker is in the same group and is killed with it.
         _unlink(segments)
 
 
@@ -114,9 +114,10 @@ def _unlink(segments: set[Path]) -> None:
 
 
 def _shared_segments(group: int) -> set[Path]:
-    """Shared memory and semaphores, those of Python libraries, that the processes of a group have mapped.
+    """Shared memory and semaphores of Python libraries that the processes of a group have mapped.
 
-    Told by inode: a semaphore is mapped under the name that it had before it was linked to its own.
+    Identified by inode: a semaphore is mapped under a temporary name that it had before it was
+    linked to its own.
     """
     inodes: set[int] = set()
     for process in psutil.process_iter():
@@ -151,7 +152,7 @@ def tierd_processes(topology: Path) -> list[psutil.Process]:
 
 
 def kill_tierd(topology: Path) -> list[int]:
-    """SIGKILL to every daemon of ``topology``; returns the process ids once they are gone."""
+    """Kills every daemon of ``topology``. Returns their process ids once they have exited."""
     victims = tierd_processes(topology)
     for process in victims:
         try:
@@ -162,17 +163,11 @@ def kill_tierd(topology: Path) -> list[int]:
     return [process.pid for process in victims]
 
 
-def remove_run_directory(topology: Path) -> None:
-    """Removes the memory-backed directory that the topology in ``topology`` names. Its daemon must be gone."""
-    structural = topology / "structural.json"
-    if structural.exists():
-        shutil.rmtree(json.loads(structural.read_text())["runDirectory"], ignore_errors=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the server answered: generated token ids, seconds from sending the request to the first one, and how many
-    prompt tokens the engine took from caches (``-1`` unless the server has ``--enable-prompt-tokens-details``).
+    """A completed request: token ids, seconds from sending it to the first token and to the end,
+    and the prompt tokens taken from caches (-1 unless the server has
+    ``--enable-prompt-tokens-details``).
     """
 
     tokens: tuple[int, ...]
@@ -182,7 +177,7 @@ class Completion:
 
 
 class EngineClient:
-    """Asks an OpenAI-compatible vLLM server, wherever it runs. ``model``: as the server names it."""
+    """A client of an OpenAI-compatible vLLM server. ``model``: its name on the server."""
 
     def __init__(self, host: str, port: int, model: str) -> None:
         self.host = host
@@ -196,15 +191,15 @@ class EngineClient:
         return http_request(self.port, method, path, body, timeout_seconds, self.host)
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of ``/metrics``: sums over labels by bare name, and each sample by name and labels."""
+        """The samples of ``/metrics``; see ``parse_metrics``."""
         return parse_metrics(self.request("GET", "/metrics")[1])
 
     def reset_prefix_cache(self, timeout_seconds: float = 30) -> None:
         """Empties the GPU prefix cache (the server needs ``VLLM_SERVER_DEV_MODE=1``).
 
-        The engine refuses while blocks are still in use by a store, and steps only when it has requests; a request too short
-        to be cached moves it along until it agrees. Before 0.30 or so the server does not say whether it agreed: there it
-        is asked often enough.
+        The engine rejects a reset while a store uses blocks, and it steps only when it has
+        requests: requests too short to be cached keep it stepping until it accepts. Servers before
+        about 0.30 do not report whether they accepted: several resets are sent.
         """
         deadline = time.monotonic() + timeout_seconds
         silent = 0
@@ -220,7 +215,7 @@ class EngineClient:
     def complete(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120, **extra: object
     ) -> Completion:
-        """Greedy tokens for a prompt of token ids, streamed. Raises ``EngineProcessError`` on any error."""
+        """Greedy tokens for a prompt of token ids, streamed. Raises ``EngineProcessError``."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -236,7 +231,7 @@ class EngineClient:
         tokens: list[int] = []
         first: float | None = None
         cached = -1
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
@@ -255,7 +250,7 @@ class EngineClient:
                 for choice in event.get("choices", ()):
                     piece = choice.get("token_ids") or ()
                     if piece and first is None:
-                        first = time.monotonic() - begun
+                        first = time.monotonic() - started
                     tokens.extend(piece)
                 details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens", cached)
@@ -265,13 +260,14 @@ class EngineClient:
             connection.close()
         if first is None:
             raise EngineProcessError("the engine sent no token")
-        return Completion(tuple(tokens), first, time.monotonic() - begun, cached)
+        return Completion(tuple(tokens), first, time.monotonic() - started, cached)
 
 
 class EngineServer(ManagedProcess, EngineClient):
     """vLLM's API server on a loopback port.
 
-    ``arguments`` are vLLM's own flags; host and port are added. The constructor returns at once; ``wait_ready`` waits.
+    ``arguments`` are vLLM's flags; host and port are added. The constructor does not wait;
+    ``wait_ready`` does.
     """
 
     def __init__(
@@ -288,7 +284,7 @@ class EngineServer(ManagedProcess, EngineClient):
         ManagedProcess.__init__(self, argv, environment, log)
 
     def wait_ready(self, timeout_seconds: float = START_SECONDS) -> None:
-        """Waits until the server answers. Raises ``EngineProcessError`` with the end of its log otherwise."""
+        """Waits until the server is healthy. Raises ``EngineProcessError``."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if not self.alive():
@@ -314,7 +310,9 @@ def http_request(
     host: str = "127.0.0.1",
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """One HTTP request with an optional JSON body; returns status and body text. Raises ``OSError``."""
+    """One HTTP request with an optional JSON body; returns status and body text. Raises
+    ``OSError``.
+    """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:
         sent = {
@@ -331,7 +329,9 @@ def http_request(
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text to values: every sample under its name with labels, and the sum over labels under the bare name."""
+    """The samples of a Prometheus text: each by its name with labels, and their sum by the bare
+    name.
+    """
     values: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -351,7 +351,8 @@ def parse_metrics(text: str) -> dict[str, float]:
 class DrivenEngine(ManagedProcess):
     """An in-process vLLM engine in a child that does one command at a time.
 
-    ``options`` are the keyword arguments of ``vllm.LLM``. The constructor returns at once; ``wait_ready`` waits.
+    ``options`` are the keyword arguments of ``vllm.LLM``. The constructor does not wait;
+    ``wait_ready`` does.
     """
 
     def __init__(

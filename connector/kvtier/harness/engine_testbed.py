@@ -1,11 +1,9 @@
-"""What tests with a real engine vary in a topology, and the documents that come of it.
+"""The testbed of a real engine: one directory with topology, file tier, tier daemon and engine.
 
-Requests on a driven engine, and the answers of an engine without KVTier to compare with.
-
-One directory with everything a real-engine test needs: topology, file tier, tier daemon, engine, and ways to look inside.
-
-The topology is written directly from its models, so that a test sets exactly what it is about. Engines are attached by
-environment alone, as in production: a payload directory on PYTHONPATH and ``KVTIER_TOPOLOGY``.
+``EngineOptions`` are the settings that tests vary. ``Requests`` runs requests on a driven engine,
+and ``ReferenceEngine`` answers them without KVTier for comparison. The topology is written directly
+from its models, so that a test sets exactly what it needs. The engine is attached by its
+environment alone, as in production: a payload directory on PYTHONPATH, and ``KVTIER_TOPOLOGY``.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from kvtier.config.models import (
     Structural,
     TierDocument,
 )
+from kvtier.files import replace_file
 from kvtier.harness.engine_process import (
     DrivenEngine,
     EngineProcessError,
@@ -54,7 +53,7 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What tests vary in a topology. Sizes in bytes."""
+    """The settings of a topology that tests vary. Sizes in bytes."""
 
     chunk_tokens: int = CHUNK_TOKENS
     memory_bytes: int = 64 << 20
@@ -123,7 +122,7 @@ NEW_TOKENS = 12
 
 
 class Requests:
-    """Runs requests on one engine under fresh names."""
+    """Runs requests on one engine under unique names."""
 
     def __init__(self, engine: DrivenEngine) -> None:
         self.engine = engine
@@ -163,7 +162,7 @@ class Requests:
 
 
 class ReferenceEngine:
-    """An engine without KVTier, and the answers it gave."""
+    """An engine without KVTier, and the tokens it returned."""
 
     def __init__(self, engine: DrivenEngine) -> None:
         self._engine = engine
@@ -190,7 +189,7 @@ DAEMON_EVENTS = "kvtier_events_total"
 AWAITED_STATES = ("Unknown", "BreakerOpen")
 READ_FAILURES = ("tier_reads_failed", "tier_reads_timed_out")
 SNAPSHOT_SECONDS = 0.6
-"""The daemon renews what it shows each half second."""
+"""The daemon updates its status every half second."""
 ENGINE_OPTIONS: dict[str, object] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -214,7 +213,9 @@ def start_reference_engine(
 
 
 def _environment(payload: Path, temporary: Path) -> dict[str, str]:
-    """What every engine needs; its temporary files, which it leaves behind when it is killed, go to ``temporary``."""
+    """The variables of every engine. Its temporary files, which remain after a kill, go to
+    ``temporary``.
+    """
     temporary.mkdir(parents=True, exist_ok=True)
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
@@ -230,7 +231,7 @@ def _environment(payload: Path, temporary: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Loads:
-    """Tokens that were loaded while somebody looked."""
+    """Tokens loaded during a block."""
 
     tokens: int = 0
 
@@ -241,7 +242,9 @@ def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterat
 
 
 class EngineTestbed:
-    """A directory of its own (``FileExistsError``), its daemon and its engine. ``close`` stops and removes everything but the directory."""
+    """A new directory (``FileExistsError`` if it exists), its daemon and its engine. ``close``
+    stops both and removes everything except the directory.
+    """
 
     def __init__(
         self, directory: Path, model: Path, payload: Path, tuning: EngineOptions = DEFAULT
@@ -256,7 +259,7 @@ class EngineTestbed:
         self.run_directory = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
         self.engine: DrivenEngine | None = None
         self.daemon: ManagedProcess | None = None
-        # Another case's objects in the same place would be of the same namespace, and nobody would ever know them all.
+        # Objects of another testbed would be in the same namespace, and their number unknown.
         self.topology.mkdir(parents=True)
         self.files_root.mkdir()
         self.write_topology()
@@ -275,17 +278,16 @@ class EngineTestbed:
 
     def write_live(self, generation: int = 1) -> None:
         """Replaces live.json in one step."""
-        fresh = self.topology / f".live.{generation}"
-        fresh.write_text(self.tuning.live(generation).model_dump_json(by_alias=True, indent=2))
-        fresh.replace(self.topology / "live.json")
+        text = self.tuning.live(generation).model_dump_json(by_alias=True, indent=2)
+        replace_file(self.topology / "live.json", text.encode())
 
     def retune(self, generation: int, **changes: Any) -> None:
-        """Changes live values under whatever runs."""
+        """Changes live values."""
         self.tuning = replace(self.tuning, **changes)
         self.write_live(generation)
 
     def environment(self) -> dict[str, str]:
-        """What attaches an engine to this case."""
+        """The variables that attach an engine to this testbed."""
         return {
             **_environment(self.payload, self.directory / "tmp"),
             "PYTHONHASHSEED": self.tuning.hash_seed,
@@ -295,7 +297,9 @@ class EngineTestbed:
     # Processes.
 
     def start(self, python: str = sys.executable, **options: object) -> DrivenEngine:
-        """Starts an engine attached to this case and waits until it is ready; ``options`` change ``ENGINE_OPTIONS``."""
+        """Starts an attached engine and waits until it is ready. ``options`` override
+        ``ENGINE_OPTIONS``.
+        """
         merged = {"model": str(self.model), **ENGINE_OPTIONS, **options}
         self.engine = DrivenEngine(
             python, merged, self.environment(), self.directory / "engine.log"
@@ -327,17 +331,15 @@ class EngineTestbed:
         self.start_daemon()
 
     def stop_daemon(self, number: int) -> None:
-        """Sends the daemon that was started here ``number`` (a signal) and waits until it is gone."""
+        """Sends the signal ``number`` to the daemon started here and waits until it has exited."""
         if self.daemon is None:
             raise EngineProcessError("no daemon was started")
         self.daemon.signal_group(number)
         self.daemon.process.wait(WAIT_SECONDS)
 
     def set_faults(self, **faults: object) -> None:
-        """What the daemon's lower tiers do from the next call on (see ``kvtier.testing.faulty_tierd``)."""
-        fresh = self.faults.with_suffix(".new")
-        fresh.write_text(json.dumps(faults))
-        fresh.replace(self.faults)
+        """Sets the faults of the secondary tiers (see ``kvtier.testing.faulty_tierd``)."""
+        replace_file(self.faults, json.dumps(faults).encode())
 
     def daemon_pids(self) -> list[int]:
         """Process ids of the daemons that serve this topology."""
@@ -352,7 +354,7 @@ class EngineTestbed:
         kill_tierd(self.topology)
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
-    # Looking inside.
+    # Inspection.
 
     def _http_address(self) -> tuple[str, int] | None:
         try:
@@ -403,27 +405,15 @@ class EngineTestbed:
     def wait_for(
         self, condition: Callable[[], bool], failure: str, seconds: float = WAIT_SECONDS
     ) -> None:
-        """Waits until ``condition`` holds. Raises ``EngineProcessError`` with what is known otherwise."""
+        """Waits until ``condition`` holds. Raises ``EngineProcessError`` with status and logs."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
                 raise EngineProcessError(
-                    f"{failure} after {seconds:.0f} s; status: {self.status()}\nengine: {self._connector()}\n{self._logs()}"
+                    f"{failure} after {seconds:.0f} s; status: {self.status()}\n"
+                    f"engine: {self._connector()}\n{self._logs()}"
                 )
             time.sleep(0.05)
-
-    def wait_files(self, count: int, seconds: float = WAIT_SECONDS) -> list[Path]:
-        """Waits until the file tier holds at least ``count`` objects, moving the engine along; returns them."""
-
-        def enough() -> bool:
-            if self.engine is not None and self.engine.alive():
-                self.engine.call("settle")
-            return len(self.files()) >= count
-
-        self.wait_for(
-            enough, f"{len(self.files())} of {count} objects reached the file tier", seconds
-        )
-        return self.files()
 
     def requests(self) -> Requests:
         """A way to run requests on the engine."""
@@ -456,7 +446,7 @@ class EngineTestbed:
         )
 
     def daemon_events(self, name: str, reason: str = "") -> int:
-        """How often something happened in the daemon's life, as it counts it."""
+        """An event counter of the daemon."""
         counters = (self.status() or {}).get("counters", [])
         return sum(
             each["value"]
@@ -465,9 +455,11 @@ class EngineTestbed:
         )
 
     def settle_stores(self) -> None:
-        """Waits until everything that was computed is stored: in RAM, announced to the engine, and in the file tier."""
+        """Waits until everything computed is stored in RAM and in the file tier, and the engine
+        knows it.
+        """
         if not self.drive("settle"):
-            raise EngineProcessError(f"the engine does not come to rest: {self.drive('state')}")
+            raise EngineProcessError(f"the engine does not become idle: {self.drive('state')}")
         time.sleep(SNAPSHOT_SECONDS)
         self.wait_for(self._idle, "stores are still under way")
 
@@ -478,9 +470,10 @@ class EngineTestbed:
         return not any(tier["pendingStoreBytes"] for tier in status["tiers"])
 
     def wait_attached(self) -> None:
-        """Waits until scheduler and worker of the engine are attached to the living daemon, its tiers work, and the engine
-        knows every file."""
-        # What the daemon shows may be older than what just happened to it.
+        """Waits until scheduler and worker are attached to the running daemon, its tiers work, and
+        the engine knows every file.
+        """
+        # The daemon's status may be older than the last event.
         time.sleep(SNAPSHOT_SECONDS)
         self.wait_for(self._attached, "the engine is not attached")
 
@@ -509,7 +502,7 @@ class EngineTestbed:
         return bool(known["replica"] >= sum(path.is_file() for path in namespace.rglob("*.kv")))
 
     def _connector(self) -> Any:
-        """For messages: what the connector says of itself, if the engine still answers."""
+        """The connector's state for messages, if the engine responds."""
         try:
             return self.drive("connector")
         except (EngineProcessError, OSError, ValueError) as error:
@@ -520,7 +513,7 @@ class EngineTestbed:
         return int(json.loads((self.run_directory / "http.json").read_text())["pid"])
 
     def kill_daemon(self) -> None:
-        """SIGKILL to the daemon, whoever started it; waits until it is gone."""
+        """Kills the daemon, whichever process started it, and waits until it has exited."""
         kill_tierd(self.topology)
 
     def drive(self, do: str, **arguments: Any) -> Any:
@@ -532,7 +525,9 @@ class EngineTestbed:
     def empty_gpu_cache(self) -> None:
         """Empties the engine's own prefix cache."""
         if not self.drive("reset_prefix_cache"):
-            raise EngineProcessError(f"the engine kept its prefix cache: {self.drive('state')}")
+            raise EngineProcessError(
+                f"the engine did not reset its prefix cache: {self.drive('state')}"
+            )
 
     def step_until(self, name: str, *states: str) -> None:
         """Steps until the request is in one of ``states`` (names of vLLM's request status)."""
@@ -546,7 +541,7 @@ class EngineTestbed:
             self.drive("step")
 
     def shared_memory_bytes(self) -> int:
-        """What the run directory takes of shared memory."""
+        """Shared memory used by the run directory."""
         return sum(
             path.stat().st_blocks * 512 for path in self.run_directory.rglob("*") if path.is_file()
         )

@@ -1,7 +1,9 @@
-"""Processes that write and read one directory as file tiers, and a look at the directory from outside.
+"""Processes that write and read one directory as file tiers, and functions that inspect it from
+outside.
 
-``python -m kvtier.harness.file_writers ROOT CAPACITY FIRST COUNT SHARED`` stores objects FIRST to FIRST + COUNT - 1, reads back some of its own and of
-the others', prints one line of counts. Every read is compared with what was stored.
+``python -m kvtier.harness.file_writers ROOT CAPACITY FIRST COUNT TOTAL`` stores objects FIRST to
+FIRST + COUNT - 1, reads some of its own and of the TOTAL objects, and prints one line of counts.
+Every read is compared with what was stored.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NAMESPACE = "ab" * 16
 
 
 def make(seed: int) -> tuple[ObjectRef, memoryview, ObjectMeta]:
-    """Object ``seed``. Its key begins like a hash, so that objects spread over 64 directories."""
+    """Object ``seed``. Its key starts like a hash, so that objects spread over 64 directories."""
     _, payload, _ = make_object(seed, (PAYLOAD_BYTES,))
     spread = bytes([0, seed * 37 % 8, seed * 11 % 8])
     meta = ObjectMeta((PAYLOAD_BYTES,), preferred().kind, (preferred().digest(payload),))
@@ -48,7 +50,7 @@ def open_tier(root: Path, capacity_bytes: int, sharing: str = "Node") -> FileSys
 
 
 def temporaries(root: Path) -> list[str]:
-    """Files below ``root`` that are being written, or were left half-written, and what looking left behind."""
+    """Files below ``root`` that are being written or were left behind."""
     prefixes = (WORKING_PREFIX, TEMPORARY_PREFIX, ".eye-", ".probe-")
     return sorted(
         str(path.relative_to(root)) for path in root.rglob("*") if path.name.startswith(prefixes)
@@ -56,7 +58,7 @@ def temporaries(root: Path) -> list[str]:
 
 
 def directory_bytes(root: Path) -> int:
-    """Every file and directory below ``root``, by size; what goes away meanwhile does not count."""
+    """The size of all files and directories below ``root``."""
     total = 0
     pending = [str(root)]
     while pending:
@@ -90,15 +92,15 @@ def start(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One writer's life."""
+    """Runs one writer."""
     root, capacity_bytes, first, count, total = (
         Path(arguments[0]),
         *(int(each) for each in arguments[1:5]),
     )
     counts = {"stored": 0, "dropped": 0, "read": 0, "missed": 0, "wrong": 0, "errors": 0}
     tier = open_tier(root, capacity_bytes)
-    into, chance = buffer(PAYLOAD_BYTES), random.Random(first)
-    began = time.monotonic()
+    into, generator = buffer(PAYLOAD_BYTES), random.Random(first)
+    started = time.monotonic()
     for seed in range(first, first + count):
         try:
             tier.write(*make(seed))
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         except TierError as error:
             counts["errors"] += 1
             print(error, file=sys.stderr)
-        ref, payload, _ = make(chance.choice((seed, chance.randrange(total))))
+        ref, payload, _ = make(generator.choice((seed, generator.randrange(total))))
         try:
             if tier.contains(ref) or tier.probe(ref):
                 tier.read(ref, into)
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
             counts["wrong"] += 1
             print(error, file=sys.stderr)
     tier.close()
-    print(json.dumps(counts | {"seconds": round(time.monotonic() - began, 2)}))
+    print(json.dumps(counts | {"seconds": round(time.monotonic() - started, 2)}))
     return 0
 
 

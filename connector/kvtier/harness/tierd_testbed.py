@@ -1,6 +1,8 @@
-"""A topology, real tierd processes and fake engines, for tests that kill and stop them.
+"""The testbed of tierd: a topology, real tierd processes and stub engines, for tests that kill and
+stop them.
 
-Everything lies below one directory and one run directory of its own name in ``/dev/shm``; ``close`` ends and removes all of it.
+Everything is below one directory and one run directory in ``/dev/shm``; ``close`` ends every
+process and removes the run directory.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from kvtier.config.models import (
 )
 from kvtier.config.writer import write, write_live
 from kvtier.harness.stub_engine import StubEngine, StubEngineOptions
+from kvtier.processes import has_exited, process_start
 
 WAIT_SECONDS = 60.0
-"""For things that take a moment: generous, because tests share the machine."""
+"""The limit of short waits. It is generous, because tests share the machine."""
 _WITHOUT_FENCE = """
 import sys
 from pathlib import Path
@@ -57,7 +60,7 @@ def environment() -> dict[str, str]:
 def wait_for(
     condition: Callable[[], object], what: str, timeout_seconds: float = WAIT_SECONDS
 ) -> None:
-    """Returns once ``condition()`` is true. Raises ``TimeoutError`` with ``what`` was waited for."""
+    """Waits until ``condition()`` is true. Raises ``TimeoutError`` that names ``what``."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -66,7 +69,7 @@ def wait_for(
 
 
 class StubEngineProcess:
-    """A fake engine in a process of its own, and the last it said."""
+    """A stub engine in a child process, and its last output."""
 
     def __init__(
         self, topology: Path, log: Path, *arguments: str, prefix: Sequence[str] = ()
@@ -109,7 +112,7 @@ class StubEngineProcess:
         before = self.number(name)
         wait_for(
             lambda: self.number(name) >= before + by,
-            f"{name} of the fake engine grows from {before} by {by}: {self.seen()}",
+            f"{name} of the stub engine grows from {before} by {by}: {self.seen()}",
         )
 
     def signal(self, number: int) -> None:
@@ -117,19 +120,21 @@ class StubEngineProcess:
         self.process.send_signal(number)
 
     def stop(self) -> dict[str, Any]:
-        """Ends it in order; what it had seen."""
+        """Terminates it. Returns its last counters."""
         self.process.terminate()
         self.process.wait(WAIT_SECONDS)
         return self.seen()
 
     def kill(self) -> None:
-        """SIGKILL, and waits."""
+        """Kills it and waits."""
         self.process.kill()
         self.process.wait(WAIT_SECONDS)
 
 
 class TierdTestbed:
-    """See the module's text. ``daemon``: ``SIDECAR`` (the test starts tierd) or ``ENGINE`` (the fake engine does)."""
+    """See the module's text. ``daemon``: ``SIDECAR`` (the test starts tierd) or ``ENGINE`` (the
+    stub engine does).
+    """
 
     def __init__(
         self,
@@ -150,7 +155,7 @@ class TierdTestbed:
         self.log = directory / "tierd.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[StubEngineProcess] = []
-        self._fakes: list[StubEngine] = []
+        self._stub_engines: list[StubEngine] = []
         tiers: list[TierDocument] = [
             MemoryTierDocument(name="ram", capacity_bytes=memory_bytes, persistence=persistence)
         ]
@@ -195,7 +200,9 @@ class TierdTestbed:
     def start_tierd(
         self, fencing: bool = True, tiers: bool = True, seconds: float = WAIT_SECONDS
     ) -> int:
-        """Starts a tierd and waits until it serves, with ``tiers`` until those are scanned as well; its process id."""
+        """Starts tierd and waits until it serves and, with ``tiers``, until those are scanned.
+        Returns its process id.
+        """
         command = [sys.executable, "-m", "kvtier.tierd", "--topology", str(self.topology_directory)]
         if not fencing:
             command = [sys.executable, "-c", _WITHOUT_FENCE, str(self.topology_directory)]
@@ -221,13 +228,13 @@ class TierdTestbed:
         return bool(status.get("started")) and known
 
     def kill_tierd(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the tierd that serves, and waits until it is gone."""
+        """Sends a signal to the serving tierd and waits until it has exited."""
         pid = self.tierd_pid()
         os.kill(pid, number)
         for process in self._processes:
             if process.pid == pid:
                 process.wait(WAIT_SECONDS)
-        wait_for(lambda: not _lives(pid), "tierd is gone")
+        wait_for(lambda: _has_exited(pid), "tierd is gone")
 
     def tierd_pid(self) -> int:
         """Process id of the tierd that serves or served last; 0: none yet."""
@@ -240,7 +247,7 @@ class TierdTestbed:
             return {}
 
     def status(self) -> dict[str, Any]:
-        """What /status says; empty while nobody answers."""
+        """The document of /status; empty if tierd does not respond."""
         from kvtier.harness.engine_process import http_request
 
         address = self._address()
@@ -255,7 +262,7 @@ class TierdTestbed:
         return dict(json.loads(text)) if code == 200 else {}
 
     def pool(self, use: str) -> int:
-        """Bytes of the pool by use; -1 while nobody answers."""
+        """Bytes of the pool by use; -1 if tierd does not respond."""
         return int(self.status().get("pool", {}).get(use, -1))
 
     def counter(self, name: str, reason: str | None = None) -> int:
@@ -266,23 +273,25 @@ class TierdTestbed:
         )
 
     def engine_process(self, *arguments: str, prefix: Sequence[str] = ()) -> StubEngineProcess:
-        """Starts a fake engine in a process of its own; ``prefix``: a command that starts it (``unshare ...``)."""
+        """Starts a stub engine in a child process. ``prefix``: a command that runs it, such as
+        ``unshare``.
+        """
         log = self.directory / f"engine-{len(self._engines)}.log"
         engine = StubEngineProcess(self.topology_directory, log, *arguments, prefix=prefix)
         self._engines.append(engine)
         return engine
 
     def engine(self, **options: Any) -> StubEngine:
-        """A fake engine in this process, attaching in the background."""
+        """A stub engine in this process, which attaches in the background."""
         engine = StubEngine(StubEngineOptions(run_directory=self.run_directory, **options))
-        self._fakes.append(engine)
+        self._stub_engines.append(engine)
         engine.start()
         return engine
 
     def close(self) -> None:
         """Ends every process and removes the run directory."""
-        for fake in self._fakes:
-            fake.close(2.0)
+        for stub in self._stub_engines:
+            stub.close(2.0)
         for engine in self._engines:
             if engine.process.poll() is None:
                 engine.signal(signal.SIGCONT)
@@ -292,15 +301,12 @@ class TierdTestbed:
                 process.kill()
                 process.wait(WAIT_SECONDS)
         pid = self.tierd_pid()
-        if pid not in (0, os.getpid()) and _lives(pid):
+        if pid not in (0, os.getpid()) and not _has_exited(pid):
             os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: not _lives(pid), "tierd is gone")
+            wait_for(lambda: _has_exited(pid), "tierd is gone")
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
 
-def _lives(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+def _has_exited(pid: int) -> bool:
+    start = process_start(pid)
+    return not start or has_exited(pid, start)

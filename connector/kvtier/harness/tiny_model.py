@@ -1,10 +1,13 @@
-"""Writes tiny Llama checkpoints and LoRA adapters with seeded weights, so that a real engine runs with no download.
+"""Writes tiny Llama checkpoints and LoRA adapters with seeded weights, so that a real engine runs
+with no download.
 
-The files are written by hand (``config.json`` and one safetensors file) from numpy's seeded generator: the same shape and
-seed give the same bytes on every machine, and neither torch nor transformers is needed.
+The files are written by hand (``config.json`` and one safetensors file) from numpy's seeded
+generator: the same shape and seed give the same bytes on every machine, and neither torch nor
+transformers is needed.
 
-The weights have a standard deviation of 0.2, ten times the usual: greedy output of a model with smaller ones falls into a loop
-of two tokens, which hides wrong KV. With 0.2, wrong KV changes the output.
+The weights have a standard deviation of 0.2, ten times the usual: greedy output of a model with
+smaller ones falls into a loop of two tokens, which hides wrong KV. With 0.2, wrong KV changes the
+output.
 
     python -m kvtier.harness.tiny_model DIRECTORY [--device cuda] [--seed 0]
 """
@@ -27,7 +30,9 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TinyLlama:
-    """Shape of a Llama. ``dtype``: "float32" or "bfloat16"; ``head_dim`` in elements, ``max_tokens`` is the longest context."""
+    """Shape of a Llama. ``dtype``: "float32" or "bfloat16"; ``head_dim`` in elements,
+    ``max_tokens`` is the longest context.
+    """
 
     layers: int = 4
     hidden: int = 128
@@ -38,13 +43,6 @@ class TinyLlama:
     vocabulary: int = 512
     max_tokens: int = 4096
     dtype: str = "float32"
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return (
-            2 * self.layers * self.kv_heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
-        )
 
     def config(self) -> dict[str, object]:
         """The content of ``config.json``."""
@@ -73,7 +71,7 @@ class TinyLlama:
         }
 
     def projections(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Names of one layer's linear modules, with the shape (outputs, inputs) of their weights."""
+        """The linear modules of one layer: names and weight shapes (outputs, inputs)."""
         prefix = f"model.layers.{layer}."
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
@@ -102,7 +100,9 @@ GPU_LLAMA = TinyLlama(
 
 
 def write_llama(directory: Path, shape: TinyLlama = CPU_LLAMA, seed: int = 0) -> Path:
-    """Writes a checkpoint of ``shape`` into ``directory`` (made if absent) and returns the directory."""
+    """Writes a checkpoint of ``shape`` into ``directory`` (created if missing) and returns the
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
     generator = np.random.default_rng(seed)
@@ -114,7 +114,9 @@ def write_llama(directory: Path, shape: TinyLlama = CPU_LLAMA, seed: int = 0) ->
 
 
 def write_lora(directory: Path, shape: TinyLlama = CPU_LLAMA, seed: int = 0, rank: int = 8) -> Path:
-    """Writes a LoRA adapter for ``shape`` on the query, key and value projections, strong enough to change the output."""
+    """Writes a LoRA adapter for ``shape`` on the query, key and value projections, strong enough to
+    change the output.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     targets = ("q_proj", "k_proj", "v_proj")
     config = {
@@ -172,13 +174,16 @@ def _normal(generator: np.random.Generator, size: tuple[int, int]) -> Array:
 def _encoded(values: Array, dtype: str) -> bytes:
     if dtype == "float32":
         return values.astype("<f4").tobytes()
-    # bfloat16 is the upper half of a float32; adding just under half a unit first rounds to nearest, ties to even.
+    # bfloat16 is the upper half of a float32; adding just under half a unit first rounds to
+    # nearest, ties to even.
     bits = values.astype("<f4").view("<u4")
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Array], dtype: str) -> None:
-    """The format: length of the header (8 bytes, little endian), the header as JSON, then the tensors' bytes."""
+    """The format: length of the header (8 bytes, little endian), the header as JSON, then the
+    tensors' bytes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     payload, offset = [], 0
     for name, values in tensors.items():

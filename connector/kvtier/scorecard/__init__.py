@@ -1,1 +1,3 @@
-"""The fault scorecard: a real tier daemon on storage that is made to misbehave, measured against what KVTier promises."""
+"""The fault scorecard: a real tier daemon under storage and process faults, judged by KVTier's
+promises.
+"""

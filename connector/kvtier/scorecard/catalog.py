@@ -1,7 +1,8 @@
-"""The faults of the scorecard, in the order in which they are played.
+"""The faults of the scorecard, in the order in which they run.
 
-Each is a function that plays one fault on a stage: it makes the fault, lets the stream run beside it, takes it away. What it measured goes into the
-``Measurements`` that it is given. ``means`` says by what the fault is made.
+Each fault is a function that injects it into a testbed, runs loads and stores during it, and
+removes it. It records what it measures in its ``Measurements``. ``means`` says how the fault is
+made.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.files import replace_file
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import FaultTestbed, Measurements
@@ -23,84 +25,92 @@ from kvtier.scorecard.tier_faults import TierWrapper
 DAY_SECONDS = 86_400
 STOPPED_SECONDS = 4.0
 EXIT_SECONDS = 5.0
+HUGE_NUMBER = f"1{'0' * 400}"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultContext:
-    """What a fault can use. ``mount``: what makes storage misbehave, a wrapper where FUSE cannot be had. ``seconds``: how long a fault lasts; ``hang_seconds``: a hang that ends."""
+    """What a fault can use. ``mount``: injects storage faults; a wrapper of the tier if no FUSE
+    mount can be made. ``seconds``: how long a fault lasts. ``hang_seconds``: how long a hang lasts.
+    """
 
-    stage: FaultTestbed
+    testbed: FaultTestbed
     mount: FaultyMount | TierWrapper
     seconds: float
     hang_seconds: float
 
 
-Play = Callable[[FaultContext, Measurements], None]
+FaultFunction = Callable[[FaultContext, Measurements], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One row of the scorecard. ``means``: "FUSE", "files", "process", "clock", "live configuration"."""
+    """One row of the scorecard. ``means``: "FUSE", "files", "process", "clock", "live
+    configuration".
+    """
 
     name: str
     means: str
-    play: Play
-    note: str = ""
+    run: FaultFunction
 
 
-def by_mount(seconds_of: Callable[[FaultContext], float], **faults: dict[str, Any]) -> Play:
-    """A fault that the mount makes."""
+def by_mount(
+    seconds_of: Callable[[FaultContext], float], **faults: dict[str, Any]
+) -> FaultFunction:
+    """A fault of the mount."""
 
-    def play(scene: FaultContext, measured: Measurements) -> None:
-        mount = scene.mount
+    def run(context: FaultContext, measurements: Measurements) -> None:
+        mount = context.mount
         mount.set(**faults)
         try:
-            scene.stage.stream(seconds_of(scene), measured)
+            context.testbed.stream(seconds_of(context), measurements)
         finally:
             mount.set()
 
-    return play
+    return run
 
 
-def hang_for_ever(scene: FaultContext, measured: Measurements) -> None:
-    """Nothing comes back as long as the daemon lives: it is told to end beside the hang, and another one starts."""
-    mount, stage = scene.mount, scene.stage
+def endless_hang(context: FaultContext, measurements: Measurements) -> None:
+    """No call returns while the daemon runs. It is terminated during the hang, and another one
+    starts.
+    """
+    mount, testbed = context.mount, context.testbed
     mount.set(every={"hang": True})
     try:
-        stage.stream(scene.seconds, measured)
-        process = ProcessIdentity(stage.pid, process_start(stage.pid), pid_namespace())
-        begun = time.monotonic()
-        os.kill(stage.pid, signal.SIGTERM)
-        # The kernel keeps threads that wait for the mount, and the process's entry with them; no line of the program runs any more.
-        while not main_thread_exited(process) and time.monotonic() - begun < 30:
+        testbed.stream(context.seconds, measurements)
+        process = ProcessIdentity(testbed.pid, process_start(testbed.pid), pid_namespace())
+        started = time.monotonic()
+        os.kill(testbed.pid, signal.SIGTERM)
+        # The kernel keeps threads that wait for the mount, and the process entry with them,
+        # although no instruction of the program runs.
+        while not main_thread_exited(process) and time.monotonic() - started < 30:
             time.sleep(0.02)
-        ended = time.monotonic() - begun
-        measured.notes.append(f"the daemon ended {ended:.1f} s after it was told to")
+        ended = time.monotonic() - started
+        measurements.notes.append(f"the daemon exited {ended:.1f} s after SIGTERM")
         if ended > EXIT_SECONDS:
-            measured.crashes += 1
-        stage.pid = stage.case.start_tierd(tiers=False)
-        stage.stream(scene.seconds, measured)
+            measurements.crashes += 1
+        testbed.start_daemon()
+        testbed.stream(context.seconds, measurements)
     finally:
         mount.set()
 
 
-def _errno(name: str, *calls: str) -> Play:
-    return by_mount(lambda scene: scene.seconds, **{call: {"errno": name} for call in calls})
+def _errno(name: str, *calls: str) -> FaultFunction:
+    return by_mount(lambda context: context.seconds, **{call: {"errno": name} for call in calls})
 
 
-READS = ("open", "read")
 WRITES = ("create", "write", "mkdir", "rename", "unlink", "truncate", "utimens")
 
 
-def by_files(damage: Callable[[FaultTestbed, list[Path]], None]) -> Play:
-    """A fault that is done to the files themselves, behind the daemon's back."""
+def by_files(damage: Callable[[FaultTestbed, list[Path]], None]) -> FaultFunction:
+    """A fault of the files themselves, unknown to the daemon."""
 
-    def play(scene: FaultContext, measured: Measurements) -> None:
-        files = sorted(scene.stage.below.rglob("*.kv"))
-        damage(scene.stage, files)
-        scene.stage.stream(scene.seconds, measured)
+    def run(context: FaultContext, measurements: Measurements) -> None:
+        files = sorted(context.testbed.below.rglob("*.kv"))
+        damage(context.testbed, files)
+        context.testbed.stream(context.seconds, measurements)
 
-    return play
+    return run
 
 
 def _each(change: Callable[[Path], None]) -> Callable[[FaultTestbed, list[Path]], None]:
@@ -109,7 +119,7 @@ def _each(change: Callable[[Path], None]) -> Callable[[FaultTestbed, list[Path]]
             try:
                 change(path)
             except FileNotFoundError:
-                continue  # evicted meanwhile
+                continue  # evicted in the meantime
 
     return damage
 
@@ -141,7 +151,7 @@ def _wrong_key(_: FaultTestbed, files: list[Path]) -> None:
 
 
 def _wrong_namespace(_: FaultTestbed, files: list[Path]) -> None:
-    """Files that say that they are of another namespace, otherwise in order: what a directory copied to a wrong place holds."""
+    """Valid files of another namespace, as after copying a directory to a wrong place."""
     for path in files:
         if not path.exists():
             continue
@@ -153,98 +163,101 @@ def _wrong_namespace(_: FaultTestbed, files: list[Path]) -> None:
             namespace.encode(), other.encode()
         )
         if changed == header:
-            raise LookupError("the header of a file does not hold its namespace")
+            raise LookupError("the header of a file does not contain its namespace")
         path.write_bytes(changed + rest)
 
 
-def directory_removed(scene: FaultContext, measured: Measurements) -> None:
-    """The directory of the namespace, with everything in it, goes while it is used."""
-    for path in scene.stage.below.iterdir():
+def directory_removed(context: FaultContext, measurements: Measurements) -> None:
+    """The directory of the namespace is removed while it is in use."""
+    for path in context.testbed.below.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-    scene.stage.stream(scene.seconds, measured)
+    context.testbed.stream(context.seconds, measurements)
 
 
-def clock_jump(scene: FaultContext, measured: Measurements) -> None:
-    """The wall clock goes a day ahead, then two days back."""
-    skew = scene.stage.case.skew_file
+def clock_jump(context: FaultContext, measurements: Measurements) -> None:
+    """The wall clock jumps one day ahead, then two days back."""
+    skew = context.testbed.tierd.skew_file
     try:
         for seconds in (DAY_SECONDS, -DAY_SECONDS):
             skew.write_text(str(seconds))
-            scene.stage.stream(scene.seconds / 2, measured)
+            context.testbed.stream(context.seconds / 2, measurements)
     finally:
         skew.unlink(missing_ok=True)
 
 
-def daemon_killed(scene: FaultContext, measured: Measurements) -> None:
-    """SIGKILL in the middle of loads and stores; a new daemon, as a supervisor starts it."""
-    scene.stage.stream(scene.seconds / 3, measured)
-    scene.stage.case.kill_tierd(signal.SIGKILL)
-    scene.stage.stream(scene.seconds / 3, measured)
-    scene.stage.pid = scene.stage.case.start_tierd(tiers=False)
-    scene.stage.stream(scene.seconds / 3, measured)
+def daemon_killed(context: FaultContext, measurements: Measurements) -> None:
+    """SIGKILL during loads and stores; then a new daemon, as a supervisor starts it."""
+    context.testbed.stream(context.seconds / 3, measurements)
+    context.testbed.tierd.kill_tierd(signal.SIGKILL)
+    context.testbed.stream(context.seconds / 3, measurements)
+    context.testbed.start_daemon()
+    context.testbed.stream(context.seconds / 3, measurements)
 
 
-def daemon_stopped(scene: FaultContext, measured: Measurements) -> None:
+def daemon_stopped(context: FaultContext, measurements: Measurements) -> None:
     """SIGSTOP for longer than a daemon may be silent, then SIGCONT."""
-    pid = scene.stage.case.tierd_pid()
+    pid = context.testbed.tierd.tierd_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
-        scene.stage.stream(STOPPED_SECONDS, measured)
+        context.testbed.stream(STOPPED_SECONDS, measurements)
     finally:
         os.kill(pid, signal.SIGCONT)
 
 
-def dead_peer(scene: FaultContext, measured: Measurements) -> None:
-    """Another engine on the same daemon is killed in the middle of its copies; its slots come back."""
-    peer = scene.stage.case.engine_process(
+def dead_peer(context: FaultContext, measurements: Measurements) -> None:
+    """Another engine of the same daemon is killed during its copies; its slots are freed."""
+    peer = context.testbed.tierd.engine_process(
         "--keys", "40", "--copy-seconds", "0.05", "--identity", "peer"
     )
     try:
         peer.wait_more("loaded", 2)
     except TimeoutError:
-        measured.notes.append("the other engine did not come as far as a load")
+        measurements.notes.append("the other engine did not start to load")
     peer.kill()
-    scene.stage.stream(scene.seconds, measured)
-    if not scene.stage.wait(
-        lambda: scene.stage.case.pool("quarantined") == 0, "the dead engine's slots come back", 90
+    context.testbed.stream(context.seconds, measurements)
+    if not context.testbed.wait(
+        lambda: context.testbed.tierd.pool("quarantined") == 0,
+        "the slots of the dead engine are freed",
+        90,
     ):
-        measured.notes.append("slots of the dead engine stay quarantined")
-        measured.crashes += 1
+        measurements.notes.append("slots of the dead engine stay quarantined")
+        measurements.crashes += 1
 
 
-def bad_live_configuration(scene: FaultContext, measured: Measurements) -> None:
-    """A document that is none, and one whose values are out of range: refused, counted, the last good values stay."""
-    stage = scene.stage
-    before = stage.case.status()
-    path = stage.case.topology_directory / "live.json"
+def bad_live_configuration(context: FaultContext, measurements: Measurements) -> None:
+    """Documents that cannot be parsed or whose values are out of range: they are rejected and
+    counted, and the last valid values stay in force.
+    """
+    testbed = context.testbed
+    before = testbed.tierd.status()
+    path = testbed.tierd.topology_directory / "live.json"
     good = path.read_text()
     try:
         for text in (
             "{",
             '{"generation": 99, "tiers": {"disk": {"loadWeight": -1, "capacityBytes": "many"}}}',
-            f'{{"breaker": {{"periodSeconds": 1{"0" * 400}}}, "tiers": {{"disk": {{"capacityBytes": 1{"0" * 400}}}}}}}',
+            f'{{"breaker": {{"periodSeconds": {HUGE_NUMBER}}}, '
+            f'"tiers": {{"disk": {{"capacityBytes": {HUGE_NUMBER}}}}}}}',
         ):
-            fresh = path.with_suffix(".new")
-            fresh.write_text(text)
-            fresh.replace(path)
-            stage.stream(max(scene.seconds / 3, 2.5), measured)
+            replace_file(path, text.encode())
+            testbed.stream(max(context.seconds / 3, 2.5), measurements)
     finally:
         path.write_text(good)
-    after = stage.case.status()
+    after = testbed.tierd.status()
     if after.get("liveRefusedTotal", 0) <= before.get("liveRefusedTotal", 0):
-        measured.notes.append("nothing was counted as refused")
-        measured.crashes += 1
+        measurements.notes.append("no rejected document was counted")
+        measurements.crashes += 1
     capacity = [tier["capacityBytes"] for tier in after.get("tiers", ()) if tier["name"] == "disk"]
     if capacity != [
         tier["capacityBytes"] for tier in before.get("tiers", ()) if tier["name"] == "disk"
     ]:
-        measured.notes.append(f"the capacity is {capacity} after bad documents")
-        measured.crashes += 1
+        measurements.notes.append(f"the capacity is {capacity} after invalid documents")
+        measurements.crashes += 1
 
 
-def _for_seconds(scene: FaultContext) -> float:
-    return scene.seconds
+def _for_seconds(context: FaultContext) -> float:
+    return context.seconds
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -253,9 +266,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "hang-60s",
         "FUSE",
-        by_mount(lambda scene: scene.hang_seconds, read={"hang": True}, write={"hang": True}),
+        by_mount(lambda context: context.hang_seconds, read={"hang": True}, write={"hang": True}),
     ),
-    Fault("hang-for-ever", "FUSE", hang_for_ever),
+    Fault("hang-for-ever", "FUSE", endless_hang),
     Fault("EIO", "FUSE", _errno("EIO", "read", "write")),
     Fault("EACCES", "FUSE", _errno("EACCES", "open", "create", "mkdir")),
     Fault("EROFS", "FUSE", _errno("EROFS", *WRITES)),

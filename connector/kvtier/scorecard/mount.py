@@ -1,20 +1,22 @@
-"""A FUSE mount that passes everything on to a directory, and does wrong what a control file says.
+"""A FUSE mount that passes calls through to a directory and injects the faults of a control file.
 
     python -m kvtier.scorecard.mount SOURCE MOUNTPOINT CONTROL [others]
 
-With ``others``, other users than root may use it, and what they make is theirs, as on a disk.
+With ``others``, users other than root may use it, and own what they create, as on a disk.
 
-``CONTROL`` is JSON and looked at before every call; it may be absent (no faults). It maps names of calls (``open``, ``create``, ``read``, ``write``,
-``getattr``, ``readdir``, ``rename``, ``unlink``, ``mkdir``, ``fsync``, ``flush`` (a file is closed), ``statfs``, ``utimens``, ``truncate``; ``*`` is all of
-these) to any of
+``CONTROL`` is JSON and is read before every call; without it there are no faults. It maps names of
+calls (``open``, ``create``, ``read``, ``write``, ``getattr``, ``readdir``, ``rename``, ``unlink``,
+``mkdir``, ``fsync``, ``flush`` (a file is closed), ``statfs``, ``utimens``, ``truncate``; ``*`` is
+all of them) to any of
 
 * ``errno``: a name such as ``EIO``; the call fails with it;
 * ``delay_seconds``: the call takes that much longer;
-* ``hang``: the call waits until the file says otherwise. The kernel has handed it over by then: not even SIGKILL ends the thread that made it.
-* ``half`` (read): only the first half of what was asked for is there, and then the file ends;
-* ``flip`` (read): "header" or "payload": one bit of the first 4 KiB, or of what follows, comes back inverted.
+* ``hang``: the call waits until the file says otherwise. The kernel has handed the call over, so
+  not even SIGKILL ends the thread that made it.
+* ``half`` (read): the file seems to end after the first half of the requested bytes;
+* ``flip`` (read): "header" or "payload": one bit of the first 4 KiB, or of the rest, is inverted.
 
-Calls are served by several threads, so one that hangs holds up no other.
+Several threads serve the calls, so a hanging call blocks no other.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvtier.files import replace_file
+
 HEADER_BYTES = 4096
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 WAIT_SECONDS = 20.0
 Control = dict[str, dict[str, Any]]
 
 
 class ControlFile:
-    """What the file says at this moment. May be used by any thread."""
+    """The current content of the control file. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +65,7 @@ class ControlFile:
 
 
 def _held(control: Path, call: str) -> Path:
-    """The file that says that such a call is held."""
+    """The file whose existence says that a call of this name hangs."""
     return control.with_name(f"{control.name}.held-{call}")
 
 
@@ -69,7 +73,7 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
     """Serves the mount until it is unmounted."""
     import mfusepy  # type: ignore[import-untyped]
 
-    told = ControlFile(Path(control))
+    control_file = ControlFile(Path(control))
 
     def give_to_caller(made: str) -> None:
         if others:
@@ -77,13 +81,13 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             above = os.stat(os.path.dirname(made))
             os.chown(made, user, above.st_gid if above.st_mode & stat.S_ISGID else group)
 
-    def strike(call: str) -> dict[str, Any]:
-        faults = told.of(call)
+    def inject(call: str) -> dict[str, Any]:
+        faults = control_file.of(call)
         if faults.get("hang"):
             _held(Path(control), call).touch()
         while faults.get("hang"):
-            time.sleep(LOOK_SECONDS)
-            faults = told.of(call)
+            time.sleep(POLL_SECONDS)
+            faults = control_file.of(call)
         time.sleep(float(faults.get("delay_seconds", 0)))
         if "errno" in faults:
             raise mfusepy.FuseOSError(getattr(errno, faults["errno"]))
@@ -95,7 +99,7 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
         use_ns = True
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            strike("getattr")
+            inject("getattr")
             found = os.lstat(source + path)
             names = ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid", "st_ino")
             times = {
@@ -105,7 +109,7 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return {name: getattr(found, name) for name in names} | times
 
         def readdir(self, path: str, fh: int) -> list[str]:
-            strike("readdir")
+            inject("readdir")
             return [".", "..", *os.listdir(source + path)]
 
         def access(self, path: str, mode: int) -> int:
@@ -114,19 +118,19 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return 0
 
         def open(self, path: str, flags: int) -> int:
-            strike("open")
-            # What is direct above the mount need not be below it.
+            inject("open")
+            # Direct I/O above the mount does not require direct I/O below it.
             return os.open(source + path, flags & ~os.O_DIRECT)
 
         def create(self, path: str, mode: int, fi: Any = None) -> int:
-            strike("create")
+            inject("create")
             handle = os.open(source + path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
             os.fchmod(handle, stat.S_IMODE(mode))  # the caller's own mask has been applied
             give_to_caller(source + path)
             return handle
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            faults = strike("read")
+            faults = inject("read")
             data = os.pread(fh, size, offset)
             if faults.get("half"):
                 whole = os.fstat(fh).st_size
@@ -140,16 +144,16 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return data
 
         def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-            strike("write")
+            inject("write")
             return os.pwrite(fh, data, offset)
 
         def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-            strike("truncate")
+            inject("truncate")
             os.truncate(source + path, length)
             return 0
 
         def flush(self, path: str, fh: int) -> int:
-            strike("flush")
+            inject("flush")
             return 0
 
         def release(self, path: str, fh: int) -> int:
@@ -157,12 +161,12 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return 0
 
         def fsync(self, path: str, datasync: int, fh: int) -> int:
-            strike("fsync")
+            inject("fsync")
             os.fsync(fh)
             return 0
 
         def mkdir(self, path: str, mode: int) -> int:
-            strike("mkdir")
+            inject("mkdir")
             os.mkdir(source + path, mode)
             inherited = os.stat(source + path).st_mode & stat.S_ISGID
             give_to_caller(source + path)
@@ -170,22 +174,22 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return 0
 
         def rmdir(self, path: str) -> int:
-            strike("unlink")
+            inject("unlink")
             os.rmdir(source + path)
             return 0
 
         def unlink(self, path: str) -> int:
-            strike("unlink")
+            inject("unlink")
             os.unlink(source + path)
             return 0
 
         def rename(self, old: str, new: str) -> int:
-            strike("rename")
+            inject("rename")
             os.rename(source + old, source + new)
             return 0
 
         def link(self, target: str, source_path: str) -> int:
-            strike("rename")
+            inject("rename")
             os.link(source + source_path, source + target)
             return 0
 
@@ -198,7 +202,7 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return 0
 
         def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-            strike("utimens")
+            inject("utimens")
             if times is None:
                 os.utime(source + path)
             else:
@@ -206,12 +210,13 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
             return 0
 
         def statfs(self, path: str) -> dict[str, int]:
-            strike("statfs")
+            inject("statfs")
             found = os.statvfs(source + path)
             return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
 
     def end_with_owner() -> None:
-        # The owner holds the other end and writes nothing: it is gone, however it ended. What hangs fails when the kernel's connection goes.
+        # The owner holds the other end and never writes: end of file means that it has exited.
+        # Hanging calls fail when the connection to the kernel is closed.
         while os.read(0, 64):
             continue
         subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)
@@ -227,7 +232,7 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
     }
     if others:
         options["allow_other"] = True
-    # Nothing may come from the page cache: a fault is about the next call.
+    # No page cache: a fault must affect the next call.
     mfusepy.FUSE(
         PassThrough(), mountpoint, direct_io=True, attr_timeout=0, entry_timeout=0, **options
     )
@@ -235,10 +240,10 @@ def main(source: str, mountpoint: str, control: str, others: str = "") -> int:
 
 
 class FaultyMount:
-    """The mount in a process of its own. ``source`` and ``path`` exist; ``close`` lets everything go and unmounts, and so does the end of the process
-    that made it, however that ends.
+    """The mount, in its own process. ``source`` and ``path`` must exist. ``close`` releases hanging
+    calls and unmounts; so does the end of the owning process, however it ends.
 
-    Raises ``OSError`` where none can be made: no /dev/fuse, no mfusepy, no rights.
+    Raises ``OSError`` if no mount can be made: no /dev/fuse, no mfusepy, no permission.
     """
 
     def __init__(
@@ -272,35 +277,33 @@ class FaultyMount:
                 self.close()
                 raise OSError(
                     errno.ENODEV,
-                    log.read_text(errors="replace").strip()[-300:] or "no mount came up",
+                    log.read_text(errors="replace").strip()[-300:] or "the mount did not come up",
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def set(self, **faults: dict[str, Any]) -> None:
-        """Replaces what the mount does wrong; ``every`` stands for all calls."""
+        """Replaces the faults; ``every`` stands for all calls."""
         for held in self._control.parent.glob(_held(self._control, "*").name):
             held.unlink()
         content = {("*" if name == "every" else name): value for name, value in faults.items()}
-        fresh = self._control.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
-        fresh.replace(self._control)
+        replace_file(self._control, json.dumps(content).encode())
 
     def hang(self, *calls: str) -> None:
-        """From now on these calls wait, without names every call."""
+        """Makes these calls hang from now on; without names, every call."""
         self.set(**{name: {"hang": True} for name in calls or ("every",)})
 
     def holds(self, call: str) -> bool:
-        """Whether a call of this name has reached the mount and hangs, or has hung since faults were last set."""
+        """Whether a call of this name hangs, or has hung since the faults were last set."""
         return _held(self._control, call).exists()
 
     def release(self) -> None:
-        """Nothing is done wrong any more, and what waits goes on."""
+        """Removes all faults; hanging calls resume."""
         self.set()
 
     def close(self) -> None:
-        """Lets everything go, unmounts and ends the process."""
+        """Releases hanging calls, unmounts and ends the process."""
         self.set()
-        time.sleep(2 * LOOK_SECONDS)
+        time.sleep(2 * POLL_SECONDS)
         subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS / 4)
@@ -312,7 +315,7 @@ class FaultyMount:
 
 
 def unavailable() -> str:
-    """What is missing here for such a mount; empty if nothing is."""
+    """Why no such mount can be made here; empty if it can."""
     try:
         import mfusepy  # noqa: F401
     except (ImportError, OSError) as error:
@@ -320,13 +323,16 @@ def unavailable() -> str:
     return (
         ""
         if os.access("/dev/fuse", os.R_OK | os.W_OK)
-        else "/dev/fuse is missing or not open to this user"
+        else "/dev/fuse does not exist or is not accessible"
     )
 
 
 @contextlib.contextmanager
 def faulty_mount(directory: Path, others: bool = False) -> Iterator[FaultyMount]:
-    """A mount ``directory/mount`` over ``directory/below`` for the time of a block. Raises ``OSError``."""
+    """A mount ``directory/mount`` over ``directory/below`` during the block.
+
+    Raises ``OSError``.
+    """
     source, path = directory / "below", directory / "mount"
     source.mkdir(parents=True)
     path.mkdir()

@@ -1,9 +1,10 @@
-"""LMCache's local disk, without an engine: ``LocalDiskBackend`` below its own CPU allocator, called as its storage manager calls it.
+"""LMCache's local disk without an engine: ``LocalDiskBackend`` below its CPU allocator, called as
+its storage manager calls it.
 
     python -m kvtier.scorecard.peer_lmcache
 
-Nothing is kept in its RAM tier, so that what is loaded comes from files. See ``peer_line`` for the conversation. A load blocks its caller, as it blocks
-the worker of an engine; a store does not.
+Its RAM tier holds nothing, so loads come from files. See ``peer_protocol`` for the protocol. A load
+blocks its caller, as it blocks the worker of an engine; a store does not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CAPACITY_BYTES = 24 << 20
 
 
 class LMCacheDisk:
-    """Its disk tier. One loop thread for all of them, as its storage manager has."""
+    """Its disk tier. One event loop thread serves all directories, as in its storage manager."""
 
     def __init__(self) -> None:
         import torch
@@ -50,7 +51,7 @@ class LMCacheDisk:
         self._answers: list[Answer] = []
 
     def open(self, directory: Path) -> None:
-        """A disk tier of its own for each directory."""
+        """A new disk tier for the directory."""
         if self._disk is not None:
             self._disk.close()
         config = self._config_type.from_defaults(
@@ -69,23 +70,23 @@ class LMCacheDisk:
         return self._key_type("peer", 1, 0, chunk, self._torch.bfloat16)
 
     def store(self, call: int, number: int) -> None:
-        """Handed over; when it is written is seen later."""
-        begun, key = time.monotonic(), self._key(number)
+        """Submits the store; ``poll`` sees when it is written."""
+        started, key = time.monotonic(), self._key(number)
         shape = self._torch.Size([OBJECT_BYTES // 2])
         memory = self._cpu.allocate(shape, self._torch.bfloat16, self._format, busy_loop=False)
         if memory is None:
             self._answers.append(
-                {"id": call, "outcome": "dropped", "seconds": time.monotonic() - begun}
+                {"id": call, "outcome": "dropped", "seconds": time.monotonic() - started}
             )
             return
         np.frombuffer(memory.byte_array, dtype=np.uint8)[:] = expected(number)
         self._disk.batched_submit_put_task([key], [memory])
         memory.ref_count_down()
-        self._stores.append((call, key, begun))
+        self._stores.append((call, key, started))
 
     def load(self, call: int, numbers: list[int]) -> None:
-        """The hits of one request, read in one call."""
-        begun = time.monotonic()
+        """Reads the hits of one request in one call."""
+        started = time.monotonic()
         keys: list[Any] = []
         for number in numbers:
             if not self._disk.contains(self._key(number)):
@@ -101,21 +102,23 @@ class LMCacheDisk:
         for memory in found:
             if memory is not None:
                 memory.ref_count_down()
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         self._answers.append(
             {"id": call, "outcome": "loaded", "hits": hits, "wrong": wrong, "seconds": seconds}
         )
 
     def poll(self) -> list[Answer]:
-        """Stores that have ended. One whose writing failed stays in the list of those under way for ever, and so is never answered."""
+        """Completed stores. LMCache keeps a store whose write failed in its list of running tasks,
+        so it is never answered.
+        """
         answers, self._answers = self._answers, []
         for store in list(self._stores):
-            call, key, begun = store
+            call, key, started = store
             if self._disk.exists_in_put_tasks(key):
                 continue
             self._stores.remove(store)
             outcome = "stored" if self._disk.contains(key) else "dropped"
-            answers.append({"id": call, "outcome": outcome, "seconds": time.monotonic() - begun})
+            answers.append({"id": call, "outcome": outcome, "seconds": time.monotonic() - started})
         return answers
 
 

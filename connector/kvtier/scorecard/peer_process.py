@@ -1,4 +1,6 @@
-"""The process of a peer, seen from outside: everything has a deadline, and nothing of it stays."""
+"""The process of a peer, seen from the scorecard. Every wait has a deadline, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. ``outcome``: see ``peer_line``; "silent": nothing in time; "ended": the process."""
+    """A reply. ``outcome``: see ``peer_protocol``; "silent": no reply in time; "ended": the process
+    has exited.
+    """
 
     call: int
     outcome: str
@@ -37,12 +41,12 @@ class Reply:
     error: str = ""
 
     def text(self) -> str:
-        """For a person."""
+        """The outcome, for messages."""
         return f"{self.outcome} ({self.error})" if self.error else self.outcome
 
 
-class Child:
-    """Asked by one thread."""
+class PeerProcess:
+    """A client of the process. One thread."""
 
     def __init__(self, module: str, log: Path) -> None:
         self._module, self._log = module, log
@@ -64,7 +68,7 @@ class Child:
         self._reader.start()
         self.version = self.setting = ""
         self.late: list[Reply] = []
-        """Replies that came while another one was waited for."""
+        """Replies that arrived while waiting for another one."""
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
@@ -72,49 +76,49 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
-    def start(self, seconds: float) -> str:
-        """Waits until it can be asked. Why it cannot; empty: it can."""
+    def wait_ready(self, seconds: float) -> str:
+        """Waits until the peer is ready. Returns an error, empty for success."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
-                said = self._lines.get(timeout=0.2)
+                message = self._lines.get(timeout=0.2)
             except queue.Empty:
                 if not self.alive and self._lines.empty():
-                    return f"its process ended at once: {self.last_words()}"
+                    return f"the process exited: {self.exit_report()}"
                 continue
-            if said.get("ready"):
-                self.version, self.setting = str(said["version"]), str(said["setting"])
+            if message.get("ready"):
+                self.version, self.setting = str(message["version"]), str(message["setting"])
                 return ""
-            return str(said.get("failed") or said)
+            return str(message.get("failed") or message)
         return f"did not start within {seconds:g} s"
 
-    def send(self, what: str, **parts: Any) -> int:
-        """Asks; the number under which the reply comes."""
+    def send(self, operation: str, **parts: Any) -> int:
+        """Sends a request. Returns the id of its reply."""
         call = next(self._calls)
-        # Where it has ended, whoever waits for the reply sees that.
+        # If the process has exited, waiting for the reply shows it.
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
-                self._process.stdin.write(json.dumps({"id": call, "do": what, **parts}) + "\n")
+                self._process.stdin.write(json.dumps({"id": call, "do": operation, **parts}) + "\n")
                 self._process.stdin.flush()
         return call
 
     def replies(self, seconds: float) -> list[Reply]:
-        """Waits for one, and takes what else is there."""
+        """Waits for a reply, and returns all that have arrived."""
         found: list[Reply] = []
         try:
-            said = self._lines.get(timeout=seconds)
+            message = self._lines.get(timeout=seconds)
             while True:
-                found.append(Reply(said.pop("id"), **said))
-                said = self._lines.get_nowait()
+                found.append(Reply(message.pop("id"), **message))
+                message = self._lines.get_nowait()
         except queue.Empty:
             return found
 
-    def ask(self, what: str, seconds: float, **parts: Any) -> Reply:
-        """One question and its reply."""
-        call = self.send(what, **parts)
+    def call(self, operation: str, seconds: float, **parts: Any) -> Reply:
+        """Sends a request and waits for its reply."""
+        call = self.send(operation, **parts)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             found = self.replies(0.05)
@@ -123,18 +127,20 @@ class Child:
                 if reply.call == call:
                     return reply
             if not self.alive and self._lines.empty():
-                return Reply(call, "ended", error=self.last_words())
+                return Reply(call, "ended", error=self.exit_report())
         return Reply(call, "silent")
 
-    def last_words(self) -> str:
-        """How it ended: its status and the last line of its log."""
+    def exit_report(self) -> str:
+        """The exit status and the last line of the log."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").strip().splitlines() or [""]
         return f"status {self._process.poll()}, {lines[-1][:200]}"
 
     def end(self) -> None:
-        """Kills it. The mount must have let go: a thread in a hung call cannot be killed."""
+        """Kills the process. The mount must be released before: a thread in a hanging call cannot
+        be killed.
+        """
         self._process.kill()
         self._process.wait(END_SECONDS)
         self._reader.join(END_SECONDS)

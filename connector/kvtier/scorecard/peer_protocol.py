@@ -1,8 +1,10 @@
-"""How a peer's process is talked to: JSON lines in, JSON lines out, so that whatever becomes of it is an answer or the lack of one.
+"""The protocol with the process of a peer: JSON lines in, JSON lines out. Whatever happens to the
+peer shows as a reply or as a missing reply.
 
-In: ``{"id", "do": "open", "directory"}``, ``{"id", "do": "store", "number"}``, ``{"id", "do": "load", "numbers"}``. Out, in any order: ``{"id", "outcome",
-"seconds", ...}``: "opened"; "stored" or "dropped"; "loaded" with ``hits`` and ``wrong`` (objects); "raised" with ``error``. First of all comes
-``{"ready", "version", "setting"}`` or ``{"failed"}``.
+In: ``{"id", "do": "open", "directory"}``, ``{"id", "do": "store", "number"}``,
+``{"id", "do": "load", "numbers"}``. Out, in any order: ``{"id", "outcome", "seconds", ...}``:
+"opened"; "stored" or "dropped"; "loaded" with ``hits`` and ``wrong`` (objects); "raised" with
+``error``. The first line is ``{"ready", "version", "setting"}`` or ``{"failed"}``.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ Answer = dict[str, Any]
 
 
 class Backend(Protocol):
-    """A peer. ``open``, ``store`` and ``load`` block only where the peer blocks its own engine; ``poll`` does one step and says what has ended."""
+    """A peer. ``open``, ``store`` and ``load`` block only if the peer blocks its own engine;
+    ``poll`` makes one step and returns what has completed.
+    """
 
     version: str
     setting: str
 
     def open(self, directory: Path) -> None:
-        """Begins anew there; what was open is given up."""
+        """Starts with this directory and closes the previous one."""
 
     def store(self, call: int, number: int) -> None:
-        """Begins to store an object."""
+        """Starts to store an object."""
 
     def load(self, call: int, numbers: list[int]) -> None:
-        """Begins to load objects that one request needs."""
+        """Starts to load the objects of one request."""
 
     def poll(self) -> list[Answer]:
-        """What has ended since."""
+        """Operations completed since the last call."""
 
 
 def expected(number: int) -> Bytes:
@@ -57,23 +61,23 @@ def is_right(number: int, found: Bytes) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """An exception in one line, with the place in the peer that raised it."""
+    """An exception on one line, with the function that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}: {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}".replace("\n", " ")[:300]
 
 
 def serve(make: Callable[[], Backend]) -> int:
-    """Until standard input ends."""
+    """Serves requests until standard input ends. Returns the exit status."""
     out = sys.stdout
-    # What the libraries print must not be taken for an answer.
+    # What libraries print must not be parsed as a reply.
     sys.stdout = sys.stderr
     try:
         backend = make()
-    except Exception as error:  # noqa: BLE001 whatever keeps a foreign library from starting is the answer
-        _say(out, {"failed": raised(error)})
+    except Exception as error:  # noqa: BLE001 any failure of the library to start is the reply
+        _send(out, {"failed": raised(error)})
         return 0
-    _say(out, {"ready": True, "version": backend.version, "setting": backend.setting})
+    _send(out, {"ready": True, "version": backend.version, "setting": backend.setting})
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     while True:
@@ -82,33 +86,37 @@ def serve(make: Callable[[], Backend]) -> int:
         except queue.Empty:
             line = None
         if line == "":
-            # No clean-up: a thread of the peer may be stuck for ever.
+            # No cleanup: a thread of the peer may hang.
             os._exit(0)
         if line is not None:
-            _begin(out, backend, json.loads(line))
+            _start(out, backend, json.loads(line))
         for answer in backend.poll():
-            _say(out, answer)
+            _send(out, answer)
 
 
-def _begin(out: TextIO, backend: Backend, asked: dict[str, Any]) -> None:
-    begun = time.monotonic()
+def _start(out: TextIO, backend: Backend, request: dict[str, Any]) -> None:
+    started = time.monotonic()
     try:
-        match asked["do"]:
+        match request["do"]:
             case "open":
-                backend.open(Path(asked["directory"]))
-                _say(
+                backend.open(Path(request["directory"]))
+                _send(
                     out,
-                    {"id": asked["id"], "outcome": "opened", "seconds": time.monotonic() - begun},
+                    {
+                        "id": request["id"],
+                        "outcome": "opened",
+                        "seconds": time.monotonic() - started,
+                    },
                 )
             case "store":
-                backend.store(asked["id"], asked["number"])
+                backend.store(request["id"], request["number"])
             case "load":
-                backend.load(asked["id"], asked["numbers"])
-    except Exception as error:  # noqa: BLE001 raised into its engine, which has no handler for it
-        seconds = time.monotonic() - begun
-        _say(
+                backend.load(request["id"], request["numbers"])
+    except Exception as error:  # noqa: BLE001 its engine does not handle it
+        seconds = time.monotonic() - started
+        _send(
             out,
-            {"id": asked["id"], "outcome": "raised", "error": raised(error), "seconds": seconds},
+            {"id": request["id"], "outcome": "raised", "error": raised(error), "seconds": seconds},
         )
 
 
@@ -118,5 +126,5 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
     lines.put("")
 
 
-def _say(out: TextIO, answer: Answer) -> None:
+def _send(out: TextIO, answer: Answer) -> None:
     print(json.dumps(answer), file=out, flush=True)

@@ -1,8 +1,9 @@
-"""vLLM's own offloading, without an engine: ``TieringOffloadingSpec``'s manager over its fs tier, stepped as vLLM's scheduler steps it.
+"""vLLM's offloading without an engine: the manager of ``TieringOffloadingSpec`` over its fs tier,
+stepped as vLLM's scheduler steps it.
 
     python -m kvtier.scorecard.peer_vllm
 
-Its primary tier is small, so that what is loaded comes from files. See ``peer_line`` for the conversation.
+Its primary tier is small, so loads come from files. See ``peer_protocol`` for the protocol.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ BLOCKS = 4
 def offloading_config(
     extra: Mapping[str, Any], engine: str, block_bytes: int, dtype: str = "float32"
 ) -> Any:
-    """As vLLM's connector makes it for a dense model with one group and one rank. ``extra``: its ``kv_connector_extra_config``."""
+    """The configuration that vLLM's connector makes for a dense model with one group and one rank.
+
+    ``extra``: its ``kv_connector_extra_config``.
+    """
     from vllm.v1.kv_offload import config as native
 
     return native.OffloadingConfig(
@@ -62,32 +66,32 @@ def offloading_config(
 
 
 @dataclass(slots=True)
-class _Load:
+class _PendingLoad:
     call: int
     numbers: list[int]
     keys: list[Any]
     context: Any
-    begun: float
+    started: float
     hits: int = 0
 
 
 @dataclass(slots=True)
-class _Store:
+class _PendingStore:
     call: int
     key: Any
-    begun: float
+    started: float
 
 
 @dataclass(slots=True)
 class _Jobs:
-    """What the tier was given and gave back, seen in passing."""
+    """Jobs submitted to the tier and their results."""
 
     stores: dict[Any, int] = field(default_factory=dict)
     ended: dict[int, bool] = field(default_factory=dict)
 
 
 class VllmTiering:
-    """A manager and its steps."""
+    """A manager, and the steps of a scheduler."""
 
     def __init__(self) -> None:
         from vllm.v1.kv_offload import base
@@ -97,24 +101,26 @@ class VllmTiering:
         self._base, self._factory = base, OffloadingSpecFactory
         self.version = _version()
         native = io._HAS_FSIO_C and manager._HAS_BATCH_LOOKUP_C
-        self.setting = f"TieringOffloadingManager, fs tier, 16 + 16 threads, {'C++' if native else 'Python'} I/O"
+        language = "C++" if native else "Python"
+        self.setting = f"TieringOffloadingManager, fs tier, 16 + 16 threads, {language} I/O"
         self._manager: Any = None
         self._view: Any = None
         self._jobs = _Jobs()
-        self._loads: list[_Load] = []
-        self._stores: list[_Store] = []
+        self._loads: list[_PendingLoad] = []
+        self._stores: list[_PendingStore] = []
         self._requests = 0
         self._opened = 0
 
     def open(self, directory: Path) -> None:
-        """A manager of its own for each directory."""
+        """A new manager for the directory."""
         if self._manager is not None:
             self._manager.shutdown()
         self._opened += 1
         engine = f"kvtier-peer-{os.getpid()}-{self._opened}"
         spec = self._factory.create_spec(self._offloading(engine, directory))
         self._manager = spec.get_manager()
-        # vLLM unlinks it as soon as every worker has it; the scheduler's alone would stay after a kill.
+        # vLLM unlinks it once every worker has mapped it. Without workers it would remain after a
+        # kill.
         Path(f"/dev/shm/vllm_offload_{engine}.mmap").unlink(missing_ok=True)
         self._view = np.asarray(self._manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self._jobs, self._loads, self._stores = _Jobs(), [], []
@@ -156,22 +162,24 @@ class VllmTiering:
         return self._base.make_offload_key(block_hash(number), 0)
 
     def store(self, call: int, number: int) -> None:
-        """What follows a prefill: into the primary tier, and from there into files."""
-        begun, key, context = time.monotonic(), self._key(number), self._request()
+        """As after a prefill: into the primary tier, and from there into files."""
+        started, key, context = time.monotonic(), self._key(number), self._request()
         prepared = self._manager.prepare_store([key], context)
         if prepared is not None and prepared.keys_to_store:
             self._view[int(prepared.store_spec.chunk_ids[0])] = expected(number)
             self._manager.complete_store([key], context, True)
         self._manager.on_request_finished(context)
-        self._stores.append(_Store(call, key, begun))
+        self._stores.append(_PendingStore(call, key, started))
 
     def load(self, call: int, numbers: list[int]) -> None:
-        """A request with hits: looked up at every step until it is known how many there are."""
+        """A request with hits: looked up at every step until their number is known."""
         keys = [self._key(number) for number in numbers]
-        self._loads.append(_Load(call, numbers, keys, self._request(), time.monotonic()))
+        self._loads.append(_PendingLoad(call, numbers, keys, self._request(), time.monotonic()))
 
     def poll(self) -> list[Answer]:
-        """One step of a scheduler. What a manager raises ends vLLM's engine core, and so this process."""
+        """One step of a scheduler. An exception of the manager would end vLLM's engine core, and
+        ends this process.
+        """
         if self._manager is None:
             return []
         answers = [answer for load in list(self._loads) if (answer := self._step(load)) is not None]
@@ -185,11 +193,11 @@ class VllmTiering:
             self._stores.remove(store)
             outcome = "stored" if job is not None and self._jobs.ended[job] else "dropped"
             answers.append(
-                {"id": store.call, "outcome": outcome, "seconds": time.monotonic() - store.begun}
+                {"id": store.call, "outcome": outcome, "seconds": time.monotonic() - store.started}
             )
         return answers
 
-    def _step(self, load: _Load) -> Answer | None:
+    def _step(self, load: _PendingLoad) -> Answer | None:
         results = self._base.LookupResult
         hits, pending = 0, False
         for key in load.keys:
@@ -209,7 +217,7 @@ class VllmTiering:
             self._manager.complete_load(keys, load.context)
         self._manager.on_request_finished(load.context)
         self._loads.remove(load)
-        seconds = time.monotonic() - load.begun
+        seconds = time.monotonic() - load.started
         return {
             "id": load.call,
             "outcome": "loaded",

@@ -1,9 +1,11 @@
-"""The storage-level faults, put to other projects' file tiers with the harness of the scorecard: what would have happened there.
+"""The storage faults of the scorecard, applied to the file tiers of other projects.
 
-A peer runs in a process of its own, over a mount of its own, and is asked as its own engine asks. For each fault objects are stored, the fault comes,
-requests with one and with two hits are loaded and new objects are stored as long as it lasts, the fault goes, and new objects are stored and loaded until
-that works. What a load gives back is compared with what was stored under its key. Objects that came back wrong, crashes and a failure to recover are
-held against a peer, as they are against KVTier; how long its loads waited is reported only, for no peer promises a limit.
+A peer runs in its own process over its own mount, and is called as its own engine calls it. For
+each fault, objects are stored; the fault starts; requests with one and two hits are loaded and new
+objects are stored while it lasts; the fault ends; and new objects are stored and loaded until that
+succeeds. Loaded bytes are compared with what was stored under the key. Wrong bytes, crashes and a
+missing recovery fail a peer, as they fail KVTier. The wait of its loads is only reported, because
+no peer promises a limit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.peer_process import Child, Reply
+from kvtier.scorecard.peer_process import PeerProcess, Reply
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES
 from kvtier.scorecard.runner import FAIL, PASS, SKIPPED, ScorecardOptions
 from kvtier.scorecard.testbed import BUDGET_SECONDS
@@ -31,7 +33,7 @@ STORE_PAUSE_SECONDS = 0.1
 START_SECONDS = 180.0
 FILL_SECONDS = 60.0
 SLOW_SECONDS = 20.0
-"""A load that is slow, and does not hang, is waited for this long before the fault goes."""
+"""How long to wait for a slow load before the fault ends."""
 RECOVERY_SECONDS = 30.0
 TRY_SECONDS = 2.0
 STORES_END_SECONDS = 3.0
@@ -39,8 +41,10 @@ STORES_END_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """One fault at one peer. ``wrong_bytes``: loaded objects that were said to be in order and were not. ``bytes_over_budget``: None: the peer knows no
-    capacity. ``recovery_seconds``: None: it did not."""
+    """The result of one fault for one peer. ``wrong_bytes``: loads that succeeded with wrong bytes.
+    ``bytes_over_budget``: None if the peer has no capacity. ``recovery_seconds``: None if it did
+    not recover.
+    """
 
     peer: str
     version: str
@@ -58,7 +62,7 @@ class PeerRow:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``module``: its process. ``capacity_bytes``: what it was told to keep below."""
+    """``module``: the module of its process. ``capacity_bytes``: its configured capacity."""
 
     name: str
     module: str
@@ -95,8 +99,8 @@ def _each(change: Callable[[Path], None]) -> Callable[[Path], None]:
     return damage
 
 
-def _neighbours(directory: Path) -> None:
-    """Each file under the name of its neighbour."""
+def _swap_contents(directory: Path) -> None:
+    """Gives each file the content of its neighbour."""
     files = _objects(directory)
     contents = [path.read_bytes() for path in files]
     for path, content in zip(files, contents[1:] + contents[:1], strict=True):
@@ -104,7 +108,7 @@ def _neighbours(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Everything that is in the directory."""
+    """Removes everything in the directory."""
     for path in directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -135,12 +139,13 @@ BY_MOUNT: dict[str, dict[str, dict[str, Any]]] = {
 BY_FILES: dict[str, Callable[[Path], None]] = {
     "truncation": _each(lambda path: os.truncate(path, OBJECT_BYTES // 2)),
     "bit-flip-payload": _each(_flip),
-    "wrong-key": _neighbours,
+    "wrong-key": _swap_contents,
     "zero-length": _each(lambda path: os.truncate(path, 0)),
     "directory-removed": _remove,
 }
 NAMES = (*BY_MOUNT, *BY_FILES)
-"""As in the scorecard. Hangs last as long as every other fault here: a peer that knows no limit waits until they end."""
+"""As in the scorecard. Hangs last as long as the other faults: a peer without a limit waits until
+they end."""
 
 
 @dataclass(slots=True)
@@ -152,8 +157,8 @@ class _Seen:
     longest: float = 0.0
     unanswered: bool = False
     over_bytes: int = 0
-    open_stores: list[int] = field(default_factory=list)
-    """Stores that had not ended when the fault did; in the end those that never did."""
+    pending_stores: list[int] = field(default_factory=list)
+    """Stores pending when the fault ended; after recovery, those that are still pending."""
 
 
 def compare(
@@ -161,19 +166,21 @@ def compare(
     on_start: Callable[[str], None] = lambda _: None,
     peers: tuple[Peer, ...] = PEERS,
 ) -> Iterator[PeerRow]:
-    """The rows, peer by peer, as they are played. ``on_start`` is called with each fault before it starts. Everything that is made is removed."""
-    wanted = [name for name in NAMES if not options.faults or name in options.faults]
-    for peer in peers if wanted else ():
+    """Yields the rows, peer by peer. ``on_start`` is called with each fault before it starts.
+    Everything that is created is removed.
+    """
+    selected = [name for name in NAMES if not options.faults or name in options.faults]
+    for peer in peers if selected else ():
         home = Path(tempfile.mkdtemp(prefix="kvtier-peer-", dir=options.directory))
         try:
-            yield from _with_mount(peer, wanted, home, options, on_start)
+            yield from _with_mount(peer, selected, home, options, on_start)
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
 
 def _with_mount(
     peer: Peer,
-    wanted: list[str],
+    selected: list[str],
     home: Path,
     options: ScorecardOptions,
     on_start: Callable[[str], None],
@@ -185,49 +192,55 @@ def _with_mount(
         try:
             mount = FaultyMount(below, point, home / "faults.json", home / "mount.log")
         except OSError as error:
-            why = f"no FUSE mount can be made here: {error.strerror or error}"
-            yield from (PeerRow(peer.name, "", fault, SKIPPED, why) for fault in wanted)
+            reason = f"cannot create a FUSE mount: {error.strerror or error}"
+            yield from (PeerRow(peer.name, "", fault, SKIPPED, reason) for fault in selected)
             return
-        stage = _Stage(peer, mount, home, options.seconds)
-        # The other way round: a process that hangs ends once the mount lets go.
+        testbed = _PeerTestbed(peer, mount, home, options.seconds)
+        # Runs first: a hanging process exits once the mount releases it.
         stack.callback(mount.close)
-        stack.callback(stage.end)
-        for fault in wanted:
+        stack.callback(testbed.end)
+        for fault in selected:
             on_start(f"{peer.name}: {fault}")
-            yield stage.play(fault)
+            yield testbed.run(fault)
 
 
-class _Stage:
-    """One peer and its mount; a new process wherever the last one did not come through a fault unhurt."""
+class _PeerTestbed:
+    """One peer and its mount. After a fault that the process did not survive intact, a new one
+    starts.
+    """
 
     def __init__(self, peer: Peer, mount: FaultyMount, home: Path, seconds: float) -> None:
         self._peer, self._mount, self._home, self._seconds = peer, mount, home, seconds
-        self._child: Child | None = None
-        self._played = 0
-        self._why_not = ""
+        self._process: PeerProcess | None = None
+        self._count = 0
+        self._skip_reason = ""
 
     def end(self) -> None:
-        """Lets the mount go and ends the process."""
+        """Releases the mount and ends the process."""
         self._mount.set()
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        if self._process is not None:
+            self._process.end()
+            self._process = None
 
-    def play(self, fault: str) -> PeerRow:
-        """One fault."""
-        self._played += 1
-        first = self._played * 10_000
-        directory = self._mount.path / f"{self._played}"
-        if not self._why_not:
+    def run(self, fault: str) -> PeerRow:
+        """Runs one fault."""
+        self._count += 1
+        first = self._count * 10_000
+        directory = self._mount.path / f"{self._count}"
+        if not self._skip_reason:
             self._start()
-        if self._why_not or self._child is None:
-            return PeerRow(self._peer.name, "", fault, SKIPPED, self._why_not)
-        child, below = self._child, self._mount.source / directory.name
+        if self._skip_reason or self._process is None:
+            return PeerRow(self._peer.name, "", fault, SKIPPED, self._skip_reason)
+        process, below = self._process, self._mount.source / directory.name
         below.mkdir()
-        if (problem := _fill(child, directory, first)) is not None:
+        if (problem := _fill(process, directory, first)) is not None:
             self.end()
             return PeerRow(
-                self._peer.name, child.version, fault, SKIPPED, f"without any fault: {problem}"
+                self._peer.name,
+                process.version,
+                fault,
+                SKIPPED,
+                f"fails without a fault: {problem}",
             )
         seen = _Seen()
         try:
@@ -235,49 +248,53 @@ class _Stage:
                 self._mount.set(**BY_MOUNT[fault])
             else:
                 BY_FILES[fault](below)
-            _Stream(child, first, below, self._peer.capacity_bytes, seen).run(
+            _Stream(process, first, below, self._peer.capacity_bytes, seen).run(
                 self._seconds, fault in HANGS
             )
         finally:
             self._mount.set()
-        child.late.clear()
-        recovery = _recover(child, first + 5_000)
-        seen.open_stores = _still_open(child, seen.open_stores)
+        process.late.clear()
+        recovery = _recover(process, first + 5_000)
+        seen.pending_stores = _still_pending(process, seen.pending_stores)
         row = self._judge(fault, seen, recovery)
-        if row.crashes or row.recovery_seconds is None or seen.open_stores:
+        if row.crashes or row.recovery_seconds is None or seen.pending_stores:
             self.end()
         shutil.rmtree(below, ignore_errors=True)
         return row
 
     def _start(self) -> None:
-        if self._child is not None and self._child.alive:
+        if self._process is not None and self._process.alive:
             return
-        self._child = Child(self._peer.module, self._home / "peer.log")
-        self._why_not = self._child.start(START_SECONDS)
-        if self._why_not:
+        self._process = PeerProcess(self._peer.module, self._home / "peer.log")
+        self._skip_reason = self._process.wait_ready(START_SECONDS)
+        if self._skip_reason:
             self.end()
 
     def _judge(self, fault: str, seen: _Seen, recovery: float | None) -> PeerRow:
-        child = self._child
-        ended = child is not None and not child.alive
+        process = self._process
+        ended = process is not None and not process.alive
         waits = f"{'at least ' if seen.unanswered else ''}{seen.longest:.2f} s"
         problems = [
-            (seen.wrong > 0, f"{seen.wrong} objects came back wrong"),
-            (ended, f"its process ended: {child.last_words() if child is not None else ''}"),
+            (seen.wrong > 0, f"{seen.wrong} loads returned wrong bytes"),
+            (ended, f"its process exited: {process.exit_report() if process is not None else ''}"),
             (
                 bool(seen.raised),
-                f"raised into its engine {len(seen.raised)} times in {seen.loads} loads: {next(iter(seen.raised), '')}",
+                f"raised into its engine {len(seen.raised)} times in {seen.loads} loads: "
+                f"{next(iter(seen.raised), '')}",
             ),
-            (recovery is None and not ended, "stores and loads did not work again by themselves"),
+            (recovery is None and not ended, "stores and loads did not recover"),
         ]
         remarks = [
             (seen.longest > BUDGET_SECONDS, f"a load waited {waits}"),
-            (bool(seen.open_stores) and not ended, f"{len(seen.open_stores)} stores never ended"),
+            (
+                bool(seen.pending_stores) and not ended,
+                f"{len(seen.pending_stores)} stores never completed",
+            ),
         ]
         found = [text for is_so, text in problems if is_so]
         return PeerRow(
             self._peer.name,
-            child.version if child is not None else "",
+            process.version if process is not None else "",
             fault,
             FAIL if found else PASS,
             "; ".join(found + [text for is_so, text in remarks if is_so]),
@@ -291,73 +308,73 @@ class _Stage:
         )
 
 
-def _fill(child: Child, directory: Path, first: int) -> str | None:
-    """Opens the directory and stores what will be loaded. What went wrong; None: nothing."""
-    if (reply := child.ask("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
-        return f"cannot open its directory: {reply.text()}"
+def _fill(process: PeerProcess, directory: Path, first: int) -> str | None:
+    """Opens the directory and stores what will be loaded. Returns an error, None for success."""
+    if (reply := process.call("open", FILL_SECONDS, directory=str(directory))).outcome != "opened":
+        return f"open: {reply.text()}"
     deadline = time.monotonic() + FILL_SECONDS
     for number in range(first, first + OBJECTS):
-        reply = child.ask("store", deadline - time.monotonic(), number=number)
+        reply = process.call("store", deadline - time.monotonic(), number=number)
         if reply.outcome != "stored":
-            return f"a store was {reply.text()}"
-    reply = child.ask("load", deadline - time.monotonic(), numbers=[first, first + 1])
+            return f"store: {reply.text()}"
+    reply = process.call("load", deadline - time.monotonic(), numbers=[first, first + 1])
     if reply.outcome != "loaded" or reply.hits != 2 or reply.wrong:
-        return f"a load was {reply.text()}, {reply.hits} of 2 hits"
+        return f"load: {reply.text()}, {reply.hits} of 2 hits"
     return None
 
 
 class _Stream:
-    """What is asked of a peer while a fault is there: one load at a time, and stores beside it."""
+    """The load on a peer during a fault: one load at a time, and concurrent stores."""
 
     def __init__(
-        self, child: Child, first: int, below: Path, capacity: int | None, seen: _Seen
+        self, process: PeerProcess, first: int, below: Path, capacity: int | None, seen: _Seen
     ) -> None:
-        self._child, self._first, self._below, self._capacity, self._seen = (
-            child,
+        self._process, self._first, self._below, self._capacity, self._seen = (
+            process,
             first,
             below,
             capacity,
             seen,
         )
-        self._turn = 2
+        self._next_number = 2
         self._stores: list[int] = []
 
     def run(self, seconds: float, hangs: bool) -> None:
-        """For so long; a load that is slow is waited for."""
-        begun = time.monotonic()
-        next_store, load, asked = begun, None, begun
-        while self._child.alive:
+        """Runs for ``seconds``; waits for a slow load."""
+        started = time.monotonic()
+        next_store, load, sent = started, None, started
+        while self._process.alive:
             now = time.monotonic()
-            over = now - begun > seconds
-            if over and (load is None or hangs or now - begun > seconds + SLOW_SECONDS):
+            over = now - started > seconds
+            if over and (load is None or hangs or now - started > seconds + SLOW_SECONDS):
                 break
             if load is None:
-                load, asked = self._load(), now
+                load, sent = self._load(), now
             if not over and now > next_store and len(self._stores) < 8:
-                number = self._first + OBJECTS + len(self._stores) + int((now - begun) * 1000)
-                self._stores.append(self._child.send("store", number=number))
+                number = self._first + OBJECTS + len(self._stores) + int((now - started) * 1000)
+                self._stores.append(self._process.send("store", number=number))
                 next_store = now + STORE_PAUSE_SECONDS
-            for reply in self._child.replies(PAUSE_SECONDS):
-                self._note(reply)
+            for reply in self._process.replies(PAUSE_SECONDS):
+                self._record(reply)
                 if reply.call == load:
                     load = None
                 elif reply.call in self._stores:
                     self._stores.remove(reply.call)
             self._sample()
-        if load is not None and self._child.alive:
+        if load is not None and self._process.alive:
             self._seen.unanswered = True
-            self._seen.longest = max(self._seen.longest, time.monotonic() - asked)
-        self._seen.open_stores = self._stores
+            self._seen.longest = max(self._seen.longest, time.monotonic() - sent)
+        self._seen.pending_stores = self._stores
 
     def _load(self) -> int:
         """A request with one hit, then one with two."""
         count = 1 + self._seen.loads % 2
         self._seen.loads += 1
-        numbers = [self._first + (self._turn + place) % OBJECTS for place in range(count)]
-        self._turn += count
-        return self._child.send("load", numbers=numbers)
+        numbers = [self._first + (self._next_number + place) % OBJECTS for place in range(count)]
+        self._next_number += count
+        return self._process.send("load", numbers=numbers)
 
-    def _note(self, reply: Reply) -> None:
+    def _record(self, reply: Reply) -> None:
         if reply.outcome == "raised":
             self._seen.raised.append(reply.error)
         if reply.outcome == "loaded":
@@ -372,24 +389,24 @@ class _Stream:
             )
 
 
-def _still_open(child: Child, stores: list[int]) -> list[int]:
-    """Those that are not answered a moment after everything works again."""
+def _still_pending(process: PeerProcess, stores: list[int]) -> list[int]:
+    """The stores without a reply shortly after the fault has ended."""
     deadline = time.monotonic() + STORES_END_SECONDS
-    while stores and child.alive and time.monotonic() < deadline:
-        child.late.extend(child.replies(PAUSE_SECONDS))
-        stores = [call for call in stores if all(reply.call != call for reply in child.late)]
+    while stores and process.alive and time.monotonic() < deadline:
+        process.late.extend(process.replies(PAUSE_SECONDS))
+        stores = [call for call in stores if all(reply.call != call for reply in process.late)]
     return stores
 
 
-def _recover(child: Child, first: int) -> float | None:
-    """Until an object that was not there before is stored and loaded."""
-    begun = time.monotonic()
+def _recover(process: PeerProcess, first: int) -> float | None:
+    """Waits until a new object is stored and loaded. Returns the seconds, None for never."""
+    started = time.monotonic()
     number = first
-    while child.alive and time.monotonic() - begun < RECOVERY_SECONDS:
+    while process.alive and time.monotonic() - started < RECOVERY_SECONDS:
         number += 1
-        if child.ask("store", TRY_SECONDS, number=number).outcome != "stored":
+        if process.call("store", TRY_SECONDS, number=number).outcome != "stored":
             continue
-        reply = child.ask("load", TRY_SECONDS, numbers=[number])
+        reply = process.call("load", TRY_SECONDS, numbers=[number])
         if reply.outcome == "loaded" and reply.hits == 1 and not reply.wrong:
-            return time.monotonic() - begun
+            return time.monotonic() - started
     return None

@@ -1,7 +1,8 @@
-"""Plays the faults one after another and judges each.
+"""Runs the faults of the scorecard one after another and judges each.
 
-A fault passes if no wrong byte was served, nothing crashed, no load waited longer than its clock and 100 ms, the directory never held more than its
-capacity, a load beside an open breaker waited for nothing, and stores and loads from files work again without a person.
+A fault passes if no wrong byte was served, nothing crashed, no load waited longer than its deadline
+plus 100 ms, the directory never exceeded its capacity, loads did not wait for a tier with an open
+breaker, and stores and loads from files recovered without intervention.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from kvtier.scorecard import small_disks, writers
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
-from kvtier.scorecard.tier_faults import CannotPlayError, TierWrapper
+from kvtier.scorecard.tier_faults import TierWrapper, UnsupportedFaultError
 
 ALLOWED_SECONDS = 0.1
-"""DATAPATH: what a promotion may take beyond its clock."""
+"""How long a promotion may take beyond its deadline (docs/datapath.md)."""
 OPEN_SECONDS = 0.05
-"""Beside an open breaker nothing is waited for; this is what measuring takes."""
+"""Loads do not wait for a tier with an open breaker. This is the error of the measurement."""
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class ScorecardOptions:
-    """``directory``: where to work, a directory of its own below it. ``slack_seconds``: what a slow machine may add to every wait."""
+    """``directory``: a temporary directory is created below it. ``slack_seconds``: what a slow
+    machine may add to every wait.
+    """
 
     directory: Path
     faults: tuple[str, ...] = ()
@@ -40,7 +43,7 @@ class ScorecardOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScorecardRow:
-    """One fault's result. ``None``: was not, or could not be, measured."""
+    """The result of one fault. ``None``: not measured."""
 
     fault: str
     verdict: str
@@ -58,7 +61,7 @@ class ScorecardRow:
 
 
 def names() -> list[str]:
-    """Every fault, in order."""
+    """The names of all faults, in order."""
     return (
         [fault.name for fault in FAULTS]
         + list(small_disks.NAMES)
@@ -69,17 +72,19 @@ def names() -> list[str]:
 def run_faults(
     options: ScorecardOptions, on_start: Callable[[str], None] = lambda _: None
 ) -> Iterator[ScorecardRow]:
-    """The rows, one by one as they are played. ``told`` hears the name of each before it begins. Everything that is made is removed."""
-    wanted = [name for name in names() if not options.faults or name in options.faults]
+    """Yields the rows as the faults run. ``on_start`` is called with the name of each before it
+    starts. Everything that is created is removed.
+    """
+    selected = [name for name in names() if not options.faults or name in options.faults]
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-", dir=options.directory))
     try:
-        chosen = [fault for fault in FAULTS if fault.name in wanted]
+        chosen = [fault for fault in FAULTS if fault.name in selected]
         if chosen:
-            with _scene(home / "stage", options) as (scene, why_no_mount):
+            with _context(home / "testbed", options) as (context, no_mount_reason):
                 for fault in chosen:
                     on_start(fault.name)
-                    yield _play(fault, scene, why_no_mount, options)
-        for name in wanted:
+                    yield _run(fault, context, no_mount_reason, options)
+        for name in selected:
             if name in small_disks.NAMES:
                 on_start(name)
                 yield small_disk(name, home, options)
@@ -91,78 +96,84 @@ def run_faults(
 
 
 @contextmanager
-def _scene(home: Path, options: ScorecardOptions) -> Iterator[tuple[FaultContext, str]]:
+def _context(home: Path, options: ScorecardOptions) -> Iterator[tuple[FaultContext, str]]:
     below, files = home / "below", home / "tier"
     below.mkdir(parents=True)
     files.mkdir()
     with ExitStack() as stack:
-        why = ""
+        reason = ""
         mount: FaultyMount | TierWrapper
         try:
             mount = FaultyMount(below, files, home / "faults.json", home / "mount.log")
         except OSError as error:
-            why = f"no FUSE mount can be made here: {error.strerror or error}"
+            reason = f"cannot create a FUSE mount: {error.strerror or error}"
             mount = TierWrapper(home / "faults.json")
         stack.callback(mount.close)
         wrapped = mount.control if isinstance(mount, TierWrapper) else None
-        stage = FaultTestbed(home, below if wrapped else files, below, wrapped)
-        stack.callback(stage.close)
-        yield FaultContext(stage, mount, options.seconds, options.hang_seconds), why
+        testbed = FaultTestbed(home, below if wrapped else files, below, wrapped)
+        stack.callback(testbed.close)
+        yield FaultContext(testbed, mount, options.seconds, options.hang_seconds), reason
 
 
-def _play(
-    fault: Fault, scene: FaultContext, why_no_mount: str, options: ScorecardOptions
+def _run(
+    fault: Fault, context: FaultContext, no_mount_reason: str, options: ScorecardOptions
 ) -> ScorecardRow:
-    means = TierWrapper.means if why_no_mount and fault.means == "FUSE" else fault.means
-    stage = scene.stage
-    measured = Measurements()
-    wrong_before = stage.engine.seen.wrong
-    log_before = _length(stage.case.log)
+    means = TierWrapper.means if no_mount_reason and fault.means == "FUSE" else fault.means
+    testbed = context.testbed
+    measurements = Measurements()
+    wrong_before = testbed.engine.seen.wrong
+    log_before = _size(testbed.tierd.log)
     try:
-        stage.fill()
-        pid = stage.pid
-        fault.play(scene, measured)
-        if stage.pid == pid and not stage.is_daemon_running():
-            measured.crashes += 1
-            measured.notes.append("the daemon ended")
-        measured.recovery_seconds = stage.recover()
-    except CannotPlayError as error:
-        return ScorecardRow(fault.name, SKIPPED, f"{why_no_mount}; {error}", means)
+        testbed.fill()
+        pid = testbed.pid
+        fault.run(context, measurements)
+        if testbed.pid == pid and not testbed.daemon_is_serving():
+            measurements.crashes += 1
+            measurements.notes.append("the daemon exited")
+        measurements.recovery_seconds = testbed.recover()
+    except UnsupportedFaultError as error:
+        return ScorecardRow(fault.name, SKIPPED, f"{no_mount_reason}; {error}", means)
     except (OSError, TimeoutError, LookupError) as error:
         return ScorecardRow(
-            fault.name, FAIL, f"could not be played: {type(error).__name__}: {error}", means
+            fault.name,
+            FAIL,
+            f"the fault could not be injected: {type(error).__name__}: {error}",
+            means,
         )
     finally:
-        scene.mount.set()
-    if (text := _traceback(stage.case.log, log_before)) is not None:
-        measured.crashes += 1
-        measured.notes.append(text)
-    measured.wrong = stage.engine.seen.wrong - wrong_before
-    return judge(fault.name, means, measured, options.slack_seconds)
+        context.mount.set()
+    if (text := _traceback(testbed.tierd.log, log_before)) is not None:
+        measurements.crashes += 1
+        measurements.notes.append(text)
+    measurements.wrong = testbed.engine.seen.wrong - wrong_before
+    return judge(fault.name, means, measurements, options.slack_seconds)
 
 
 def judge(
-    name: str, means: str, measured: Measurements, slack_seconds: float = 0.0
+    name: str, means: str, measurements: Measurements, slack_seconds: float = 0.0
 ) -> ScorecardRow:
-    """The verdict about what was measured."""
-    beyond = max(0.0, measured.longest_wait - BUDGET_SECONDS)
-    added = measured.longest_wait_breaker_open
+    """The verdict on the measurements of a fault."""
+    beyond = max(0.0, measurements.longest_wait - BUDGET_SECONDS)
+    added = measurements.longest_wait_breaker_open
     problems = [
-        (measured.wrong > 0, f"{measured.wrong} objects came back wrong"),
+        (measurements.wrong > 0, f"{measurements.wrong} loads returned wrong bytes"),
         (
-            measured.crashes > 0,
-            f"{measured.crashes} crashes or the like: {'; '.join(measured.notes)}",
+            measurements.crashes > 0,
+            f"{measurements.crashes} crashes or violations: {'; '.join(measurements.notes)}",
         ),
         (
             beyond > ALLOWED_SECONDS + slack_seconds,
-            f"a load waited {beyond:.3f} s beyond its clock",
+            f"a load waited {beyond:.3f} s beyond its deadline",
         ),
         (
             added is not None and added > OPEN_SECONDS + slack_seconds,
-            f"a load waited {added or 0:.3f} s beside an open breaker",
+            f"a load waited {added or 0:.3f} s with an open breaker",
         ),
-        (measured.over_budget_bytes > 0, f"{measured.over_budget_bytes} bytes above the capacity"),
-        (measured.recovery_seconds is None, "stores and loads did not work again by themselves"),
+        (
+            measurements.over_budget_bytes > 0,
+            f"the directory exceeded its capacity by {measurements.over_budget_bytes} bytes",
+        ),
+        (measurements.recovery_seconds is None, "stores and loads did not recover"),
     ]
     reasons = [text for wrong, text in problems if wrong]
     return ScorecardRow(
@@ -170,53 +181,56 @@ def judge(
         FAIL if reasons else PASS,
         "; ".join(reasons),
         means,
-        wrong_bytes=measured.wrong,
-        crashes=measured.crashes,
+        wrong_bytes=measurements.wrong,
+        crashes=measurements.crashes,
         longest_wait_beyond_clock_seconds=round(beyond, 3),
         added_wait_breaker_open_seconds=None if added is None else round(added, 3),
-        bytes_over_budget=measured.over_budget_bytes,
+        bytes_over_budget=measurements.over_budget_bytes,
         recovery_seconds=None
-        if measured.recovery_seconds is None
-        else round(measured.recovery_seconds, 2),
-        loads=measured.loads,
-        loaded=measured.loaded,
-        notes=list(measured.notes),
+        if measurements.recovery_seconds is None
+        else round(measurements.recovery_seconds, 2),
+        loads=measurements.loads,
+        loaded=measurements.loaded,
+        notes=list(measurements.notes),
     )
 
 
 def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow:
-    """ENOSPC and EROFS from a real file system that is small."""
+    """ENOSPC and EROFS from a small real file system."""
     directory = home / name
     directory.mkdir()
     try:
         with small_disks.mounted(directory) as disk:
-            stage = FaultTestbed(directory / "stage", disk.path, disk.path)
+            testbed = FaultTestbed(directory / "testbed", disk.path, disk.path)
             try:
-                measured = Measurements()
-                small_disks.PLAYS[name](stage, disk, options.seconds, measured)
-                measured.wrong = stage.engine.seen.wrong
-                if not stage.is_daemon_running():
-                    measured.crashes += 1
+                measurements = Measurements()
+                small_disks.DISK_FAULTS[name](testbed, disk, options.seconds, measurements)
+                measurements.wrong = testbed.engine.seen.wrong
+                if not testbed.daemon_is_serving():
+                    measurements.crashes += 1
             finally:
-                stage.close()
-    except small_disks.NoDiskError as error:
+                testbed.close()
+    except small_disks.DiskUnavailableError as error:
         return ScorecardRow(name, SKIPPED, str(error), small_disks.MEANS)
     except (OSError, TimeoutError) as error:
         return ScorecardRow(
-            name, FAIL, f"could not be played: {type(error).__name__}: {error}", small_disks.MEANS
+            name,
+            FAIL,
+            f"the fault could not be injected: {type(error).__name__}: {error}",
+            small_disks.MEANS,
         )
-    return judge(name, small_disks.MEANS, measured, options.slack_seconds)
+    return judge(name, small_disks.MEANS, measurements, options.slack_seconds)
 
 
 def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:
-    """Processes that write one directory, some of them killed."""
+    """Processes that write to one directory, some of which are killed."""
     found = writers.run(home / f"writers-{count}", count, options.writer_objects)
     problems = [
-        (found.wrong > 0, f"{found.wrong} objects came back wrong or failed"),
-        (found.over_bytes > 0, f"{found.over_bytes} bytes above the capacity"),
-        (found.temporaries > 0, f"{found.temporaries} temporaries stay behind"),
-        (found.unverified > 0, f"{found.unverified} files that are left do not verify"),
-        (found.failed > 0, f"{found.failed} writers ended with an error"),
+        (found.wrong > 0, f"{found.wrong} loads returned wrong bytes or failed"),
+        (found.over_bytes > 0, f"the directory exceeded its capacity by {found.over_bytes} bytes"),
+        (found.temporaries > 0, f"{found.temporaries} temporary files were left behind"),
+        (found.unverified > 0, f"{found.unverified} remaining files do not verify"),
+        (found.failed > 0, f"{found.failed} writers failed"),
     ]
     reasons = [text for wrong, text in problems if wrong]
     return ScorecardRow(
@@ -227,7 +241,7 @@ def many_writers(count: int, home: Path, options: ScorecardOptions) -> Scorecard
         wrong_bytes=found.wrong,
         crashes=found.failed,
         bytes_over_budget=found.over_bytes,
-        recovery_seconds=round(found.swept_seconds, 2),
+        recovery_seconds=round(found.cleaned_seconds, 2),
         loads=found.read,
         loaded=found.read,
         notes=[f"{found.stored} stored, {found.dropped} dropped, {found.killed} writers killed"],
@@ -239,7 +253,7 @@ def passed(rows: Iterable[ScorecardRow]) -> bool:
     return all(row.verdict == PASS for row in rows)
 
 
-def _length(path: Path) -> int:
+def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
@@ -251,5 +265,7 @@ def _traceback(path: Path, start: int) -> str | None:
         text = file.read().decode(errors="replace")
     where = text.find("Traceback (most recent call last)")
     return (
-        None if where < 0 else "in the daemon's log: " + text[where:].strip().splitlines()[-1][:200]
+        None
+        if where < 0
+        else "exception in the daemon's log: " + text[where:].strip().splitlines()[-1][:200]
     )

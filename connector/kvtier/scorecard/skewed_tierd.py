@@ -1,7 +1,7 @@
-"""A tier daemon whose wall clock is off by what a file says, looked at with every call: ``--skew FILE`` (seconds as text; absent: 0).
+"""A tier daemon whose wall clock is offset by the content of a file, which is read at every call:
+``--skew FILE`` (seconds as text; no file: 0).
 
-``--faults FILE`` wraps its lower tiers as ``kvtier.testing.faulty_tierd`` does.
-"""
+``--faults FILE`` wraps its secondary tiers as ``kvtier.testing.faulty_tierd`` does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> int:
         except (OSError, ValueError):
             return 0.0
 
-    # Before anything of KVTier is imported: default arguments keep what they found.
+    # Before any import of KVTier: default arguments are bound at import.
     time.time = lambda: real() + skew()
     time.time_ns = lambda: real_ns() + int(skew() * 1e9)
     from kvtier.tierd.__main__ import main as tierd_main

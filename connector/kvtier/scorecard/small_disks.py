@@ -1,4 +1,6 @@
-"""A real ext4 on a loop device, too small for what the tier may hold, or mounted read-only while it is used. Needs root and loop devices."""
+"""A real ext4 on a loop device that is smaller than the tier's capacity, or is remounted read-only
+while it is in use. Needs root and loop devices.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ SIZE_BYTES = 16 << 20
 NAMES = ("full-disk", "read-only-disk")
 
 
-class NoDiskError(Exception):
-    """None can be had here, and why."""
+class DiskUnavailableError(Exception):
+    """No such file system can be mounted here. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +38,24 @@ class Disk:
             )
             if done.returncode == 0:
                 return
-            time.sleep(0.1)  # a file is open for writing at this moment
+            time.sleep(0.1)  # a file is open for writing
         raise OSError(f"remount,{mode}: {done.stderr.decode(errors='replace').strip()}")
 
 
 @contextmanager
 def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -> Iterator[Disk]:
-    """A small file system of ``kind`` (ext4 or xfs) for the time of a block. Raises ``NoDiskError``."""
+    """A small file system of ``kind`` (ext4 or xfs), mounted during the block.
+
+    Raises ``DiskUnavailableError``.
+    """
     maker = shutil.which(
         f"mkfs.{kind}",
         path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")),
     )
     if maker is None:
-        raise NoDiskError(f"mkfs.{kind} is not installed")
+        raise DiskUnavailableError(f"mkfs.{kind} is not installed")
     if os.geteuid() != 0:
-        raise NoDiskError("mounting a loop device needs root")
+        raise DiskUnavailableError("mounting a loop device needs root")
     image, path = directory / "disk.img", directory / "disk"
     with image.open("wb") as file:
         file.truncate(size_bytes)
@@ -61,7 +66,9 @@ def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -
     ):
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode != 0:
-            raise NoDiskError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()}")
+            raise DiskUnavailableError(
+                f"{command[0]}: {done.stderr.decode(errors='replace').strip()}"
+            )
     try:
         yield Disk(path)
     finally:
@@ -76,34 +83,36 @@ def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -
             time.sleep(0.5)
 
 
-def full(stage: FaultTestbed, _: Disk, seconds: float, measured: Measurements) -> None:
+def full(testbed: FaultTestbed, _: Disk, seconds: float, measurements: Measurements) -> None:
     """The file system is smaller than the tier's capacity."""
     end = time.monotonic() + seconds
     number = KEYS
     while time.monotonic() < end:
         number += 1
-        stage.wait(lambda: stage.engine.can_store, "a free slot", 1)
-        stage.store(number, 0.5)
-    stage.stream(seconds, measured)
-    # Nothing has to be taken away: eviction makes room.
-    measured.recovery_seconds = stage.recover()
+        testbed.wait(lambda: testbed.engine.can_store, "a free slot", 1)
+        testbed.store(number, 0.5)
+    testbed.stream(seconds, measurements)
+    # The disk stays full; eviction makes room.
+    measurements.recovery_seconds = testbed.recover()
 
 
-def read_only(stage: FaultTestbed, disk: Disk, seconds: float, measured: Measurements) -> None:
-    """Mounted read-only while it is used, as a kernel does after an error."""
+def read_only(
+    testbed: FaultTestbed, disk: Disk, seconds: float, measurements: Measurements
+) -> None:
+    """The file system becomes read-only while in use, as after an error in the kernel."""
     for number in range(24):
-        stage.wait(lambda: stage.engine.can_store, "a free slot", 1)
-        stage.store(number, 0.5)
-    stage.engine.wait_for(lambda: sum(stage.filed(number) for number in range(24)) > 8, 10)
+        testbed.wait(lambda: testbed.engine.can_store, "a free slot", 1)
+        testbed.store(number, 0.5)
+    testbed.engine.wait_for(lambda: sum(testbed.in_file(number) for number in range(24)) > 8, 10)
     disk.remount("ro")
     try:
-        stage.stream(seconds, measured)
+        testbed.stream(seconds, measurements)
     finally:
         disk.remount("rw")
-    measured.recovery_seconds = stage.recover()
+    measurements.recovery_seconds = testbed.recover()
 
 
-PLAYS: dict[str, Callable[[FaultTestbed, Disk, float, Measurements], None]] = {
+DISK_FAULTS: dict[str, Callable[[FaultTestbed, Disk, float, Measurements], None]] = {
     "full-disk": full,
     "read-only-disk": read_only,
 }

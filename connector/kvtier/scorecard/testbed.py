@@ -1,13 +1,12 @@
-"""Where the scorecard plays: one real tier daemon, its file tier on storage that can be made to misbehave, one engine that checks every byte.
+"""The testbed of the scorecard: one real tier daemon whose file tier is on storage that can be made
+to fail, and one stub engine that checks every byte.
 
-The RAM tier holds a part of what is stored, so loads come from files. The engine loads and stores at a steady pace; what a load may wait is given to
-the daemon with it, and measured here.
+The RAM tier holds a part of what is stored, so loads come from files. The engine loads and stores
+at a steady pace. Each load carries its deadline to the daemon, and its wait is measured here.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -28,15 +27,17 @@ KEYS = 56
 MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
-"""What a load may wait."""
+"""How long a load may wait."""
 BREAKER = BreakerSettings(failure_threshold=5, period_seconds=2)
 PAUSE_SECONDS = 0.01
-LOOK_SECONDS = 0.25
+SAMPLE_SECONDS = 0.25
 
 
 @dataclass(slots=True)
 class Measurements:
-    """What was seen while a fault was there. Seconds; ``over_budget_bytes`` above the file tier's capacity."""
+    """What was measured during a fault. Waits in seconds; ``over_budget_bytes``: above the file
+    tier's capacity.
+    """
 
     loads: int = 0
     loaded: int = 0
@@ -51,14 +52,24 @@ class Measurements:
 
 
 class SkewedTestbed(TierdTestbed):
-    """A case whose daemon's wall clock can be moved; ``faults_file``: and whose lower tiers are wrapped."""
+    """A testbed whose daemon has a wall clock that can be moved. ``faults_file``: the control file
+    of its wrapped secondary tiers, None if they are not wrapped.
+    """
 
-    faults_file: Path | None = None
+    def __init__(self, directory: Path, files: Path, faults_file: Path | None) -> None:
+        super().__init__(
+            directory,
+            memory_bytes=MEMORY_BYTES,
+            file_bytes=CAPACITY_BYTES,
+            files=files,
+            persistence="Process",
+        )
+        self._faults_file = faults_file
 
     def start_tierd(
         self, fencing: bool = True, tiers: bool = True, seconds: float = WAIT_SECONDS
     ) -> int:
-        """Starts the daemon with a clock that ``skew`` moves."""
+        """Starts the daemon with a clock that ``skew_file`` moves."""
         command = [
             sys.executable,
             "-m",
@@ -66,7 +77,7 @@ class SkewedTestbed(TierdTestbed):
             "--skew",
             str(self.skew_file),
         ]
-        command += ["--faults", str(self.faults_file)] if self.faults_file is not None else []
+        command += ["--faults", str(self._faults_file)] if self._faults_file is not None else []
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--topology", str(self.topology_directory)],
@@ -83,153 +94,157 @@ class SkewedTestbed(TierdTestbed):
 
     @property
     def skew_file(self) -> Path:
-        """Seconds, as text."""
+        """The file that holds the offset of the clock: seconds, as text."""
         return self.directory / "skew"
 
 
 class FaultTestbed:
-    """See the module's text. ``files``: the directory of the file tier as the daemon sees it; ``below``: the same bytes, seen past the faults."""
+    """See the module's text. ``files``: the directory of the file tier as the daemon sees it.
+    ``below``: the same directory without the faults.
+    """
 
     def __init__(
         self, directory: Path, files: Path, below: Path, faults_file: Path | None = None
     ) -> None:
         self.below = below
-        self.case = SkewedTestbed(
-            directory,
-            memory_bytes=MEMORY_BYTES,
-            file_bytes=CAPACITY_BYTES,
-            files=files,
-            persistence="Process",
-        )
-        self.case.faults_file = faults_file
+        self.tierd = SkewedTestbed(directory, files, faults_file)
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
-        self.pid = self.case.start_tierd()
-        self.engine: StubEngine = self.case.engine(strict=True)
+        self.pid = self.tierd.start_tierd()
+        self.engine: StubEngine = self.tierd.engine(strict=True)
         self._next_key = KEYS
-        self._turn = 0
+        self._next_load = 0
 
     # Steps.
 
     def retune(self, **changes: object) -> None:
         """Replaces live values."""
         self._generation += 1
-        self.case.live = self.case.live.model_copy(
+        self.tierd.live = self.tierd.live.model_copy(
             update={"generation": self._generation, **changes}
         )
-        self.case.retune(self.case.live)
+        self.tierd.retune(self.tierd.live)
 
     def live(self) -> Live:
         """The values that were written last."""
-        return self.case.live
+        return self.tierd.live
 
     def wait(self, condition: object, what: str, seconds: float = 60.0) -> bool:
-        """Steps the engine until ``condition``; says so where it does not come."""
-        return self.engine.wait_for(condition, seconds) or self._say(what)
+        """Steps the engine until ``condition``; reports on standard error if it does not hold in
+        time.
+        """
+        return self.engine.wait_for(condition, seconds) or self._report_timeout(what)
 
-    def _say(self, what: str) -> bool:
-        sys.stderr.write(f"not in time: {what}\n")
+    def _report_timeout(self, what: str) -> bool:
+        sys.stderr.write(f"timeout: {what}\n")
         return False
 
-    def filed(self, number: int) -> bool:
-        """Whether the engine knows the chunk to be in a file."""
+    def in_file(self, number: int) -> bool:
+        """Whether the engine knows that the chunk is in a file."""
         return bool(self.engine.holds(number) & ~RAM_BITS)
 
     def in_ram(self, number: int) -> bool:
-        """Whether the engine knows the chunk to be in RAM."""
+        """Whether the engine knows that the chunk is in RAM."""
         return bool(self.engine.holds(number) & RAM_BITS)
 
     def store(self, number: int, seconds: float = 2.0) -> bool:
-        """One chunk; False: dropped."""
+        """Stores one chunk. False if it was dropped."""
         return self.engine.can_store and self.engine.store(number, seconds)
 
     def fill(self) -> None:
-        """Sees to it that every chunk of the rotation is in a file. Raises ``TimeoutError``."""
+        """Stores until every chunk of the rotation is in a file. Raises ``TimeoutError``."""
         deadline = time.monotonic() + 90
         self.wait(lambda: self.engine.can_store, "a session")
-        while missing := [number for number in range(KEYS) if not self.filed(number)]:
+        while missing := [number for number in range(KEYS) if not self.in_file(number)]:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{len(missing)} of {KEYS} chunks cannot be brought into files: {self.case.status()}"
+                    f"{len(missing)} of {KEYS} chunks did not reach the file tier: "
+                    f"{self.tierd.status()}"
                 )
             for number in missing[:8]:
                 self.wait(lambda: self.engine.can_store, "a free slot", 2)
                 if not self.in_ram(number):
                     self.store(number)
-            self.engine.wait_for(lambda m=missing[:8]: all(self.filed(n) for n in m), 1.0)
+            self.engine.wait_for(lambda m=missing[:8]: all(self.in_file(n) for n in m), 1.0)
 
-    def stream(self, seconds: float, measured: Measurements) -> None:
-        """Loads and stores for so long; the daemon may be anything meanwhile."""
+    def stream(self, seconds: float, measurements: Measurements) -> None:
+        """Loads and stores for ``seconds``, in any state of the daemon."""
         end = time.monotonic() + seconds
-        with Sampler(self, measured) as sampler:
+        with Sampler(self, measurements) as sampler:
             while time.monotonic() < end:
-                self._turn = (self._turn + 1) % KEYS
-                begun, open_before = time.monotonic(), sampler.breaker_open
-                loaded = self.engine.load([self._turn], BUDGET_SECONDS)
-                taken = time.monotonic() - begun
-                measured.loads += 1
-                measured.loaded += loaded
-                measured.longest_wait = max(measured.longest_wait, taken)
-                if open_before and sampler.breaker_open and not self.in_ram(self._turn):
-                    measured.longest_wait_breaker_open = max(
-                        measured.longest_wait_breaker_open or 0.0, taken
+                self._next_load = (self._next_load + 1) % KEYS
+                started, open_before = time.monotonic(), sampler.breaker_open
+                loaded = self.engine.load([self._next_load], BUDGET_SECONDS)
+                taken = time.monotonic() - started
+                measurements.loads += 1
+                measurements.loaded += loaded
+                measurements.longest_wait = max(measurements.longest_wait, taken)
+                if open_before and sampler.breaker_open and not self.in_ram(self._next_load):
+                    measurements.longest_wait_breaker_open = max(
+                        measurements.longest_wait_breaker_open or 0.0, taken
                     )
-                if not loaded and not self.in_ram(self._turn) and self.store(self._turn, 0.5):
-                    measured.stores += 1
-                elif self._turn % 4 == 0:
+                if (
+                    not loaded
+                    and not self.in_ram(self._next_load)
+                    and self.store(self._next_load, 0.5)
+                ):
+                    measurements.stores += 1
+                elif self._next_load % 4 == 0:
                     self._next_key += 1
-                    measured.stores += self.store(self._next_key, 0.5)
+                    measurements.stores += self.store(self._next_key, 0.5)
                 time.sleep(PAUSE_SECONDS)
 
     def recover(self, seconds: float = 120.0) -> float | None:
-        """Until a chunk was stored, written and one was loaded from a file: how long that took; None: never."""
-        begun = time.monotonic()
-        while time.monotonic() - begun < seconds:
+        """Loads and stores until a chunk was stored and written, and one was loaded from a file.
+        Returns how long that took; None if it did not succeed.
+        """
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
             self._next_key += 1
             number = self._next_key
             self.engine.step()
             if not self.store(number):
                 self.engine.wait_for(lambda: self.engine.can_store, 0.5)
                 continue
-            if not self.engine.wait_for(lambda n=number: self.filed(n), 2.0):
+            if not self.engine.wait_for(lambda n=number: self.in_file(n), 2.0):
                 continue
-            other = next((n for n in range(KEYS) if self.filed(n) and not self.in_ram(n)), None)
+            other = next((n for n in range(KEYS) if self.in_file(n) and not self.in_ram(n)), None)
             if other is not None and self.engine.load([other], BUDGET_SECONDS) == 1:
-                return time.monotonic() - begun
+                return time.monotonic() - started
             if other is None:
-                # What the tier held is gone; something new in it is as good.
+                # The tier is empty: store something to load.
                 for filler in range(number + 1, number + 40):
                     self.store(filler, 0.5)
                 self._next_key = number + 40
-                if self.filed(number) and self.engine.load([number], BUDGET_SECONDS) == 1:
-                    return time.monotonic() - begun
+                if self.in_file(number) and self.engine.load([number], BUDGET_SECONDS) == 1:
+                    return time.monotonic() - started
         return None
 
-    def is_daemon_running(self) -> bool:
-        """Whether the daemon that was started last serves."""
-        return self.case.tierd_pid() == self.pid and bool(self.case.status())
+    def daemon_is_serving(self) -> bool:
+        """Whether the daemon that was started last is serving."""
+        return self.tierd.tierd_pid() == self.pid and bool(self.tierd.status())
 
-    def replace_daemon(self, number: int = signal.SIGKILL) -> None:
-        """Ends the daemon by a signal and starts another one, as a supervisor does."""
-        self.case.kill_tierd(number)
-        self.pid = self.case.start_tierd(tiers=False)
+    def start_daemon(self) -> None:
+        """Starts a new daemon, as a supervisor does after the last one has ended."""
+        self.pid = self.tierd.start_tierd(tiers=False)
 
-    def state(self) -> str:
-        """State of the file tier."""
-        tiers = self.case.status().get("tiers", [])
+    def tier_state(self) -> str:
+        """State of the file tier, from the daemon's status."""
+        tiers = self.tierd.status().get("tiers", [])
         return next((str(tier["state"]) for tier in tiers if tier["name"] == "disk"), "")
 
     def close(self) -> None:
         """Ends daemon and engine."""
-        self.case.close()
+        self.tierd.close()
 
 
 class Sampler:
-    """Looks at the directory's size and at the breaker while a stream runs, on a thread of its own."""
+    """Samples the directory's size and the breaker in a thread while a stream runs."""
 
-    def __init__(self, stage: FaultTestbed, measured: Measurements) -> None:
-        self._stage, self._measured = stage, measured
+    def __init__(self, testbed: FaultTestbed, measurements: Measurements) -> None:
+        self._testbed, self._measurements = testbed, measurements
         self.breaker_open = False
+        self._opened: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scorecard-sampler", daemon=True)
 
@@ -242,35 +257,17 @@ class Sampler:
         self._thread.join(10)
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
-            capacity = max(tier.capacity_bytes or 0 for tier in self._stage.live().tiers.values())
-            over = directory_bytes(self._stage.below) - capacity
-            self._measured.over_budget_bytes = max(self._measured.over_budget_bytes, over)
-            state = self._stage.state()
-            # It was open for a while already: what the schedulers were told has reached them.
-            self.breaker_open = state == "BreakerOpen" and self._since_open()
+        while not self._stop.wait(SAMPLE_SECONDS):
+            capacity = max(tier.capacity_bytes or 0 for tier in self._testbed.live().tiers.values())
+            over = directory_bytes(self._testbed.below) - capacity
+            self._measurements.over_budget_bytes = max(self._measurements.over_budget_bytes, over)
+            state = self._testbed.tier_state()
+            # Open for a while: the schedulers have been notified.
+            self.breaker_open = state == "BreakerOpen" and self._open_for_a_while()
             if state != "BreakerOpen":
                 self._opened = None
 
-    _opened: float | None = None
-
-    def _since_open(self) -> bool:
+    def _open_for_a_while(self) -> bool:
         if self._opened is None:
             self._opened = time.monotonic()
-        return time.monotonic() - self._opened > 2 * LOOK_SECONDS
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this id runs (and is no zombie)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def leave_nothing(pid: int) -> None:
-    """Kills a process, if it is there."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+        return time.monotonic() - self._opened > 2 * SAMPLE_SECONDS

@@ -1,4 +1,6 @@
-"""Many processes that store into one directory at a tenth of what they write, some of them killed: is its capacity ever exceeded?"""
+"""Many processes store into one directory with a tenth of the capacity they need, and some are
+killed: the capacity must never be exceeded.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from kvtier.tiers.base import ObjectRef
 
 COUNTS = (2, 8, 16)
 MIN_CAPACITY = 4 << 20
-"""Ledger, leases and directories of sixteen writers want room as well."""
+"""The records and directories of sixteen writers need room as well."""
 
 
 @dataclass(slots=True)
-class Found:
-    """What was seen."""
+class WritersResult:
+    """The sums over all writers, and what was found in the directory."""
 
     stored: int = 0
     dropped: int = 0
@@ -38,16 +40,16 @@ class Found:
     over_bytes: int = 0
     temporaries: int = 0
     unverified: int = 0
-    swept_seconds: float = 0.0
+    cleaned_seconds: float = 0.0
 
 
-def run(root: Path, count: int, objects: int, limit_seconds: float = 600.0) -> Found:
-    """``count`` processes store ``objects`` together; half of them may be killed at any moment."""
+def run(root: Path, count: int, objects: int, limit_seconds: float = 600.0) -> WritersResult:
+    """``count`` processes store ``objects`` together; half of them are killed at random moments."""
     root.mkdir(parents=True)
     capacity = max(objects * OBJECT_BYTES // 10, MIN_CAPACITY)
     each = objects // count
     processes = [start(root, capacity, number * each, each, objects) for number in range(count)]
-    found, chance = Found(), random.Random(count)
+    found, generator = WritersResult(), random.Random(count)
     victims = processes[: count // 2]
     deadline = time.monotonic() + limit_seconds
     kill_at = time.monotonic() + 1.0
@@ -58,7 +60,7 @@ def run(root: Path, count: int, objects: int, limit_seconds: float = 600.0) -> F
             if victim.poll() is None:
                 victim.kill()
                 found.killed += 1
-            kill_at = time.monotonic() + chance.uniform(0.3, 1.5)
+            kill_at = time.monotonic() + generator.uniform(0.3, 1.5)
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
@@ -74,18 +76,18 @@ def run(root: Path, count: int, objects: int, limit_seconds: float = 600.0) -> F
             found.wrong += counts["wrong"] + counts["errors"]
         elif process.returncode > 0 or "Traceback" in errors:
             found.failed += 1
-    _sweep(root, capacity, found)
+    _reopen(root, capacity, found)
     return found
 
 
-def _sweep(root: Path, capacity: int, found: Found) -> None:
-    """What the next process that opens the directory makes of it: no temporaries stay, and every file verifies."""
-    begun = time.monotonic()
+def _reopen(root: Path, capacity: int, found: WritersResult) -> None:
+    """Opens the directory again: all temporary files are removed, and every file verifies."""
+    started = time.monotonic()
     tier = open_tier(root, capacity)
-    while temporaries(root) and time.monotonic() - begun < 60:
+    while temporaries(root) and time.monotonic() - started < 60:
         tier.maintain()
         time.sleep(0.2)
-    found.swept_seconds = time.monotonic() - begun
+    found.cleaned_seconds = time.monotonic() - started
     found.temporaries = len(temporaries(root))
     into = buffer(PAYLOAD_BYTES)
     for path in root.rglob("*.kv"):

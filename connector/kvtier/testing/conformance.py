@@ -1,8 +1,8 @@
-"""What every tier must do, as a class of tests to inherit from.
+"""The conformance suite of tiers: a class of tests to inherit from.
 
 class TestMyTier(TierSuite):
-def make(self, tmp_path): return MyTier(...)
-def damage(self, tier, ref, tmp_path): ...    # change one stored byte of the object, below the tier
+    def make(self, tmp_path): return MyTier(...)
+    def damage(self, tier, ref, tmp_path): ...    # changes one stored byte, below the tier
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvtier.tiers.base import ObjectRef, Tier, TierLimits, aligned
 
 
 class TierSuite:
-    """Inherit, and give ``make`` and ``damage``."""
+    """Subclasses implement ``make`` and ``damage``."""
 
     small_capacity_bytes = 256 * 1024
 
     def make(self, tmp_path: Path) -> Tier:
-        """A new, unopened tier over ``tmp_path``; the same path gives the same storage."""
+        """A new, unopened tier over ``tmp_path``. The same path means the same storage."""
         raise NotImplementedError
 
     def damage(self, tier: Tier, ref: ObjectRef, tmp_path: Path) -> None:
-        """Changes one byte of a stored object below the tier."""
+        """Changes one stored byte of the object, below the tier."""
         raise NotImplementedError
 
     @pytest.fixture
     def changes(self) -> list[tuple[str, bytes, bool]]:
-        """What the tier announced."""
+        """The changes that the tier announced."""
         return []
 
     @pytest.fixture
@@ -45,7 +45,7 @@ class TierSuite:
     @pytest.mark.parametrize(
         "shards", [(4_096,), (8_192, 8_192), (1,), (5_000, 4_096, 4_097), (1 << 20,)]
     )
-    def test_what_is_written_is_read(self, tier: Tier, shards: tuple[int, ...]) -> None:
+    def test_a_written_object_is_read(self, tier: Tier, shards: tuple[int, ...]) -> None:
         ref, payload, meta = make_object(7, shards)
         tier.write(ref, payload, meta)
         into = buffer(payload.nbytes)
@@ -56,7 +56,7 @@ class TierSuite:
             assert into[start : start + size] == payload[start : start + size]
             start += aligned(size)
 
-    def test_what_is_not_there_is_a_miss(self, tier: Tier) -> None:
+    def test_an_unknown_object_is_a_miss(self, tier: Tier) -> None:
         ref, payload, _ = make_object(1)
         assert not tier.contains(ref)
         assert not tier.probe(ref)
@@ -73,7 +73,7 @@ class TierSuite:
         assert not tier.contains(ref)
         assert tier.usage().objects == 0
 
-    def test_writing_again_and_deleting_again_succeed(self, tier: Tier) -> None:
+    def test_writing_and_deleting_are_idempotent(self, tier: Tier) -> None:
         ref, payload, meta = make_object(3)
         tier.write(ref, payload, meta)
         tier.write(ref, payload, meta)
@@ -81,13 +81,13 @@ class TierSuite:
         tier.delete(ref)
         tier.delete(ref)
 
-    def test_an_object_of_another_size_is_not_believed(self, tier: Tier) -> None:
+    def test_an_object_of_another_size_is_corrupt(self, tier: Tier) -> None:
         ref, payload, meta = make_object(4, (8_192,))
         tier.write(ref, payload, meta)
         with pytest.raises(TierCorruptError):
             tier.read(ref, buffer(4_096))
 
-    def test_a_damaged_object_is_found_out_and_gone(
+    def test_a_damaged_object_is_detected_and_removed(
         self, tier: Tier, tmp_path: Path, changes: list[tuple[str, bytes, bool]]
     ) -> None:
         ref, payload, meta = make_object(5)
@@ -100,7 +100,7 @@ class TierSuite:
         with pytest.raises(TierMissError):
             tier.read(ref, payload)
 
-    def test_namespaces_do_not_share(self, tier: Tier) -> None:
+    def test_namespaces_are_isolated(self, tier: Tier) -> None:
         ref, payload, meta = make_object(6)
         tier.write(ref, payload, meta)
         other = ObjectRef("f" * 32, ref.key)
@@ -110,26 +110,28 @@ class TierSuite:
         assert list(tier.keys(ref.namespace)) == [ref.key]
         assert list(tier.keys(other.namespace)) == []
 
-    def test_the_budget_is_kept(self, tier: Tier) -> None:
+    def test_the_capacity_is_never_exceeded(self, tier: Tier) -> None:
         tier.configure(TierLimits(self.small_capacity_bytes, 90, 50))
-        refused = 0
+        rejected = 0
         for seed in range(100):
             try:
                 tier.write(*make_object(seed))
             except TierNoSpaceError:
-                refused += 1
+                rejected += 1
             assert tier.usage().used_bytes <= self.small_capacity_bytes
-        assert tier.usage().objects > 0 or refused
+        assert tier.usage().objects > 0 or rejected
 
-    def test_an_object_larger_than_the_budget_is_refused(self, tier: Tier) -> None:
+    def test_an_object_larger_than_the_capacity_is_rejected(self, tier: Tier) -> None:
         tier.configure(TierLimits(self.small_capacity_bytes, 90, 50))
         tier.write(*make_object(0))
         with pytest.raises(TierNoSpaceError):
             tier.write(*make_object(1, (self.small_capacity_bytes + 1,)))
-        # No eviction helps, so nothing may go for what cannot come.
+        # No eviction can make room for it, so nothing may be evicted.
         assert tier.contains(make_object(0)[0])
 
-    def test_what_persists_is_there_after_a_restart(self, tier: Tier, tmp_path: Path) -> None:
+    def test_a_persistent_tier_keeps_objects_over_a_restart(
+        self, tier: Tier, tmp_path: Path
+    ) -> None:
         if not tier.capabilities.persistent:
             return
         for seed in range(5):
@@ -145,7 +147,7 @@ class TierSuite:
         assert again.read(ref, into) == meta
         assert into == payload
 
-    def test_many_threads_at_once(self, tier: Tier) -> None:
+    def test_concurrent_reads_and_writes(self, tier: Tier) -> None:
         objects = [make_object(seed) for seed in range(40)]
         failures: list[Exception] = []
 
@@ -170,16 +172,16 @@ class TierSuite:
         assert failures == []
         assert tier.usage().objects == len(objects)
 
-    def test_several_threads_may_write_delete_and_read_one_object_at_once(self, tier: Tier) -> None:
+    def test_concurrent_writes_deletes_and_reads_of_one_object(self, tier: Tier) -> None:
         ref, payload, meta = make_object(1)
-        begin = threading.Barrier(4)
+        barrier = threading.Barrier(4)
         failures: list[Exception] = []
 
         def work(deleting: bool) -> None:
-            # Memory of its own: a tier may clear the padding of what it writes.
+            # One buffer for each thread: a tier may clear the padding of its payload.
             mine, into = buffer(payload.nbytes), buffer(payload.nbytes)
             mine[:] = payload
-            begin.wait(60)
+            barrier.wait(60)
             for _ in range(20):
                 try:
                     tier.write(ref, mine, meta)
@@ -203,7 +205,7 @@ class TierSuite:
         tier.delete(ref)
         assert tier.usage().objects == 0
 
-    def test_a_snapshot_of_keys_is_not_disturbed_by_changes(self, tier: Tier) -> None:
+    def test_a_snapshot_of_keys_is_unaffected_by_changes(self, tier: Tier) -> None:
         objects = [make_object(seed) for seed in range(4)]
         for each in objects:
             tier.write(*each)
@@ -214,14 +216,14 @@ class TierSuite:
         seen.extend(snapshot)
         assert sorted(seen) == sorted(each[0].key for each in objects)
 
-    def test_touching_what_is_not_there_is_ignored(
+    def test_touching_an_unknown_object_is_ignored(
         self, tier: Tier, changes: list[tuple[str, bytes, bool]]
     ) -> None:
         tier.touch(make_object(1)[0])
         assert tier.usage().objects == 0
         assert changes == []
 
-    def test_the_check_passes_and_leaves_nothing(self, tier: Tier) -> None:
+    def test_check_passes_and_leaves_no_object(self, tier: Tier) -> None:
         before = tier.usage()
         tier.check()
         assert tier.usage() == before

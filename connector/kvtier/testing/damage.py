@@ -1,6 +1,6 @@
-"""What happens to stored files behind a tier's back. Each takes the path of an object's file and changes what is there.
+"""Damage to stored files: each function takes the path of an object's file and changes it.
 
-A tier over files has to find out every one of ``DAMAGES``, at the latest when it reads.
+A tier over files has to detect every one of ``DAMAGES``, at the latest when it reads.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def one_byte_shorter(path: Path) -> None:
 
 
 def over_long(path: Path) -> None:
-    """A page too much."""
+    """One page too many."""
     with path.open("ab") as file:
         file.write(bytes(ALIGNMENT_BYTES))
 
 
 def one_byte_longer(path: Path) -> None:
-    """A byte too much."""
+    """One byte too many."""
     with path.open("ab") as file:
         file.write(b"x")
 
 
 def empty(path: Path) -> None:
-    """Nothing left."""
+    """No content."""
     os.truncate(path, 0)
 
 
 def zeros(path: Path) -> None:
-    """The right length, never written: what some file systems leave after a power cut."""
+    """The right size, never written, as some file systems leave it after a power failure."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -64,7 +64,7 @@ def torn(path: Path) -> None:
 
 
 def a_directory(path: Path) -> None:
-    """A directory under the file's name."""
+    """A directory in place of the file."""
     path.unlink()
     path.mkdir()
 

@@ -1,8 +1,10 @@
-"""A wrapper that makes any tier slow, hanging, failing, lying or full, by a plan that may change at any time.
+"""A wrapper that makes any tier slow, hanging, failing, corrupt or full, by a fault that may change
+at any time.
 
-The faults are those of storage: what the wrapped tier would have seen below itself. Wrong bytes are put where a read delivers them
-*before* verification only by changing the storage itself (``damage.py``); this wrapper's ``corrupt`` raises what a verifying tier raises,
-and leaves other bytes in the caller's memory, as a read that failed may.
+The faults are those of storage: what the wrapped tier would see from the storage below it. The
+wrapper cannot put wrong bytes below the verification of a tier; only changing the storage itself
+can (``damage.py``). Its ``corrupt`` raises what a verifying tier raises, and leaves other bytes in
+the caller's memory, as a failed read may.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from kvtier.tiers.filesystem.io import tier_error
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
 MAX_HANG_SECONDS = 3_600.0
-"""Even a hang for ever ends, so that no test leaves a thread behind for good."""
+"""Every hang ends, so that no test leaks a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """What happens to the operations named. ``after``: how many calls are left alone first; ``times``: how many are hit, None for all.
+    """A fault of the named operations. It skips the first ``after`` calls and then affects
+    ``times`` calls, None for all.
 
-    ``kind``: "latency" (``seconds`` before the call), "hang" (until released), "unavailable", "corrupt", "vanished", "no_space", or
-    "errno": whatever the file tier makes of the error number in ``number``.
+    ``kind``: "latency" (``seconds`` before the call), "hang" (until released), "unavailable",
+    "corrupt", "vanished", "no_space", or "errno" (the error to which the file tier maps
+    ``number``).
     """
 
     kind: str
@@ -49,7 +53,7 @@ KINDS = ("latency", "hang", "errno", *_ERRORS)
 
 
 class FaultyTier(Tier):
-    """``inner`` under ``fault``. ``calls`` counts operations by name, ``hanging`` those that hang at this moment."""
+    """``inner`` with a fault. ``calls`` counts operations by name, ``hanging`` those that hang."""
 
     def __init__(self, inner: Tier, sleep: Callable[[float], None] = time.sleep) -> None:
         self.inner = inner
@@ -64,23 +68,23 @@ class FaultyTier(Tier):
         self._released = threading.Event()
 
     def set_fault(self, fault: TierFault | None) -> None:
-        """Replaces the plan; whatever hangs is let go."""
+        """Replaces the fault and releases hanging calls."""
         with self._lock:
             self._released.set()
             self._released = threading.Event()
             self._fault, self._seen = fault, 0
 
-    def _strike(self, operation: str) -> None:
+    def _inject(self, operation: str) -> None:
         with self._lock:
             self.calls[operation] += 1
             fault, released = self._fault, self._released
             if fault is None or operation not in fault.operations:
                 return
             self._seen += 1
-            hit = self._seen > fault.after and (
+            affected = self._seen > fault.after and (
                 fault.times is None or self._seen <= fault.after + fault.times
             )
-            if not hit:
+            if not affected:
                 return
             if fault.kind == "hang":
                 self.hanging += 1
@@ -93,17 +97,17 @@ class FaultyTier(Tier):
         elif fault.kind == "errno":
             raise tier_error(
                 OSError(fault.number, os.strerror(fault.number)),
-                f"{self.name}: {operation}, as planned",
+                f"{self.name}: {operation} (injected)",
             )
         else:
-            raise _ERRORS[fault.kind](f"{self.name}: {operation} fails as planned ({fault.kind})")
+            raise _ERRORS[fault.kind](f"{self.name}: injected fault {fault.kind} in {operation}")
 
     def open(self, on_change: OnChange) -> None:
-        """Never struck: a daemon under test has to start."""
+        """Never faulty: a daemon under test has to start."""
         self.inner.open(on_change)
 
     def close(self) -> None:
-        """Lets go of what hangs and closes."""
+        """Releases hanging calls and closes."""
         self.set_fault(None)
         self.inner.close()
 
@@ -128,41 +132,41 @@ class FaultyTier(Tier):
         self.inner.touch(ref)
 
     def probe(self, ref: ObjectRef) -> bool:
-        """Struck as "probe"."""
-        self._strike("probe")
+        """Operation "probe"."""
+        self._inject("probe")
         return self.inner.probe(ref)
 
     def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
-        """Struck as "read"."""
+        """Operation "read"."""
         try:
-            self._strike("read")
+            self._inject("read")
         except TierCorruptError:
             into[:] = b"\xa5" * into.nbytes
             raise
         return self.inner.read(ref, into)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
-        """Struck as "write"."""
-        self._strike("write")
+        """Operation "write"."""
+        self._inject("write")
         self.inner.write(ref, payload, meta)
 
     def delete(self, ref: ObjectRef) -> None:
-        """Struck as "delete"."""
-        self._strike("delete")
+        """Operation "delete"."""
+        self._inject("delete")
         self.inner.delete(ref)
 
     def maintain(self) -> None:
-        """Struck as "maintain"."""
-        self._strike("maintain")
+        """Operation "maintain"."""
+        self._inject("maintain")
         self.inner.maintain()
 
     def check(self) -> None:
-        """Struck as "check"."""
-        self._strike("check")
+        """Operation "check"."""
+        self._inject("check")
         self.inner.check()
 
     def describe_namespace(self, namespace: str, text: str) -> None:
-        """Passed on to tiers that keep descriptions."""
+        """Passed on to tiers that store descriptions."""
         describe = getattr(self.inner, "describe_namespace", None)
         if describe is not None:
             describe(namespace, text)

@@ -1,14 +1,15 @@
-"""A tier daemon whose lower tiers misbehave on demand.
+"""A tier daemon whose secondary tiers fail on demand.
 
     python -m kvtier.testing.faulty_tierd --topology DIR --faults FILE
 
-Everything is the real daemon; only its lower tiers are wrapped. ``FILE`` is JSON, looked at before every call of a tier, and may be absent
-(no faults): ``{"read": {...}, "write": {...}}``, each with any of
+Everything is the real daemon; only its secondary tiers are wrapped. ``FILE`` is JSON, is read
+before every call of a tier and may be absent (no faults): ``{"read": {...}, "write": {...}}``, each
+with any of
 
 * ``fail``: every call raises "unavailable"; ``no_space``: it raises "no space";
-* ``fail_after``: so many calls succeed, counted since the file was last replaced, then they raise;
-* ``delay_seconds``: calls take that much longer;
-* ``hang``: calls end only when the file is replaced by one without this word, and then raise.
+* ``fail_after``: that many calls since the file was last replaced succeed, later ones raise;
+* ``delay_seconds``: every call takes that much longer;
+* ``hang``: calls hang until the file is replaced by one without this key, and then raise.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.tierd.__main__ import main as tierd_main
 from kvtier.tiers.base import Tier
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
 class FaultFile:
-    """What the file says at this moment. May be used by any thread."""
+    """The current content of the control file. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,19 +41,21 @@ class FaultFile:
         self._calls: dict[str, int] = {}
 
     def of(self, operation: str) -> tuple[dict[str, Any], int]:
-        """The faults of an operation, and how many calls of it began since the file was replaced, this one included."""
+        """The faults of an operation, and the number of its calls since the file was replaced,
+        including this one.
+        """
         with self._lock:
-            self._look()
+            self._reload()
             self._calls[operation] = self._calls.get(operation, 0) + 1
             return self._faults.get(operation, {}), self._calls[operation]
 
     def hangs(self, operation: str) -> bool:
-        """Whether calls of an operation hang."""
+        """Whether calls of the operation hang."""
         with self._lock:
-            self._look()
+            self._reload()
             return bool(self._faults.get(operation, {}).get("hang"))
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         try:
             stat = self._path.stat()
             seen = (stat.st_ino, stat.st_mtime_ns)
@@ -64,23 +67,23 @@ class FaultFile:
 
 
 class FileControlledTier(FaultyTier):
-    """A real tier of a daemon, struck as the file says. ``read`` and ``write`` may be named there."""
+    """A tier of a daemon with the faults of a control file."""
 
     def __init__(self, inner: Tier, faults: FaultFile) -> None:
         super().__init__(inner)
         self._faults = faults
 
-    def _strike(self, operation: str) -> None:
+    def _inject(self, operation: str) -> None:
         faults, call = self._faults.of(operation)
         if faults.get("hang"):
             while self._faults.hangs(operation):
-                time.sleep(LOOK_SECONDS)
-            raise TierUnavailableError(f"{operation} hung")
+                time.sleep(POLL_SECONDS)
+            raise TierUnavailableError(f"{operation} hung (injected)")
         time.sleep(float(faults.get("delay_seconds", 0)))
         if faults.get("no_space"):
-            raise TierNoSpaceError(f"{operation} finds no space on purpose")
+            raise TierNoSpaceError(f"no space for {operation} (injected)")
         if faults.get("fail") or call > int(faults.get("fail_after", call)):
-            raise TierUnavailableError(f"{operation} fails on purpose")
+            raise TierUnavailableError(f"{operation} failed (injected)")
 
 
 def main() -> int:

@@ -13,14 +13,14 @@ NAMESPACE = "0123456789abcdef" * 2
 
 
 def buffer(size_bytes: int) -> memoryview:
-    """Page-aligned memory, as slots are."""
+    """Page-aligned memory, like a slot."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
 def make_object(
     seed: int, shards: tuple[int, ...] = (8_192,)
 ) -> tuple[ObjectRef, memoryview, ObjectMeta]:
-    """An object whose bytes follow from ``seed``, in a slot of its own."""
+    """An object whose bytes derive from ``seed``, in a new buffer."""
     payload = buffer(sum(aligned(size) for size in shards))
     checksum, digests, start = preferred(), [], 0
     for number, size in enumerate(shards):

@@ -30,7 +30,7 @@ FORGET_SECONDS = 1.0
 Change = tuple[bytes, int]
 
 
-class _ReplicaFeed:
+class _ReplicaState:
     """One scheduler. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
 
     __slots__ = ("deferred", "first", "namespace", "sequence", "snapshot")
@@ -62,7 +62,7 @@ class ReplicaPublisher:
         self._presence = presence
         self._acknowledge_eviction = acknowledge_eviction
         self._usable_bits = usable_bits
-        self._feeds: dict[bytes, _ReplicaFeed] = {}
+        self._replicas: dict[bytes, _ReplicaState] = {}
         self._pending: dict[str, dict[bytes, tuple[int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
@@ -70,16 +70,16 @@ class ReplicaPublisher:
         """Starts a scheduler's replica with a snapshot. Earlier events of the store must have been
         passed in."""
         self.flush()
-        feed = self._feeds.get(route)
-        if feed is None:
-            feed = self._feeds[route] = _ReplicaFeed(namespace)
-        feed.namespace = namespace
+        replica = self._replicas.get(route)
+        if replica is None:
+            replica = self._replicas[route] = _ReplicaState(namespace)
+        replica.namespace = namespace
         self._send(route, Usable(bits=self._usable_bits()))
-        self._start_snapshot(feed)
+        self._start_snapshot(replica)
 
     def stop(self, route: bytes) -> None:
         """The scheduler is gone; its acknowledgements are not awaited."""
-        self._feeds.pop(route, None)
+        self._replicas.pop(route, None)
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
             self.acknowledge(route, token)
 
@@ -93,20 +93,22 @@ class ReplicaPublisher:
 
     def usable_tiers_changed(self) -> None:
         """The tiers that may be used have changed."""
-        for route in self._feeds:
+        for route in self._replicas:
             self._send(route, Usable(bits=self._usable_bits()))
 
     def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
         """Keys are about to be evicted from RAM."""
         self.flush()
-        routes = {route for route, feed in self._feeds.items() if feed.namespace == namespace}
+        routes = {
+            route for route, replica in self._replicas.items() if replica.namespace == namespace
+        }
         if not routes:
             self._acknowledge_eviction(token)
             return
         self._tokens[token] = (set(routes), now + FORGET_SECONDS)
         message = EvictionNotice(token=token, keys=keys)
         for route in routes:
-            self._emit(route, self._feeds[route], message)
+            self._emit(route, self._replicas[route], message)
 
     def acknowledge(self, route: bytes, token: int) -> None:
         """A scheduler no longer offers the keys of this notice."""
@@ -124,7 +126,9 @@ class ReplicaPublisher:
             return
         pending, self._pending = self._pending, {}
         for namespace, keys in pending.items():
-            routes = [route for route, feed in self._feeds.items() if feed.namespace == namespace]
+            routes = [
+                route for route, replica in self._replicas.items() if replica.namespace == namespace
+            ]
             if not routes:
                 continue
             items = iter(keys.items())
@@ -132,7 +136,7 @@ class ReplicaPublisher:
                 added = [(key, bits) for key, (bits, _) in piece if bits]
                 removed = [(key, bits) for key, (_, bits) in piece if bits]
                 for route in routes:
-                    self._emit(route, self._feeds[route], (added, removed))
+                    self._emit(route, self._replicas[route], (added, removed))
 
     def publish(self, now: float) -> bool:
         """Once per loop iteration: sends changes and the next pieces of snapshots. True: there is
@@ -141,62 +145,62 @@ class ReplicaPublisher:
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token]
         busy = False
-        for route, feed in list(self._feeds.items()):
-            if feed.snapshot is not None:
-                self._continue_snapshot(route, feed)
-                busy = busy or feed.snapshot is not None
+        for route, replica in list(self._replicas.items()):
+            if replica.snapshot is not None:
+                self._continue_snapshot(route, replica)
+                busy = busy or replica.snapshot is not None
         return busy
 
-    def _start_snapshot(self, feed: _ReplicaFeed) -> None:
-        feed.snapshot = iter(self._presence(feed.namespace))
-        feed.first = True
-        feed.deferred.clear()
+    def _start_snapshot(self, replica: _ReplicaState) -> None:
+        replica.snapshot = iter(self._presence(replica.namespace))
+        replica.first = True
+        replica.deferred.clear()
 
-    def _continue_snapshot(self, route: bytes, feed: _ReplicaFeed) -> None:
+    def _continue_snapshot(self, route: bytes, replica: _ReplicaState) -> None:
         for _ in range(PIECES_PER_CALL):
-            snapshot = feed.snapshot
+            snapshot = replica.snapshot
             if snapshot is None:
                 break
             piece = list(islice(snapshot, SNAPSHOT_KEYS))
-            if piece or feed.first:
-                self._delta(route, feed, piece, [], feed.first)
-                feed.first = False
+            if piece or replica.first:
+                self._delta(route, replica, piece, [], replica.first)
+                replica.first = False
             if len(piece) < SNAPSHOT_KEYS:
-                feed.snapshot = None
-        if feed.snapshot is None:
-            while feed.deferred:
-                item = feed.deferred.popleft()
-                self._emit(route, feed, item)
+                replica.snapshot = None
+        if replica.snapshot is None:
+            while replica.deferred:
+                item = replica.deferred.popleft()
+                self._emit(route, replica, item)
 
     def _emit(
         self,
         route: bytes,
-        feed: _ReplicaFeed,
+        replica: _ReplicaState,
         item: tuple[list[Change], list[Change]] | EvictionNotice,
     ) -> None:
-        if feed.snapshot is not None:
-            if len(feed.deferred) >= MAX_DEFERRED:
-                self._start_snapshot(feed)
+        if replica.snapshot is not None:
+            if len(replica.deferred) >= MAX_DEFERRED:
+                self._start_snapshot(replica)
                 return
-            feed.deferred.append(item)
+            replica.deferred.append(item)
         elif isinstance(item, EvictionNotice):
             self._send(route, item)
         else:
-            self._delta(route, feed, item[0], item[1], False)
+            self._delta(route, replica, item[0], item[1], False)
 
     def _delta(
         self,
         route: bytes,
-        feed: _ReplicaFeed,
+        replica: _ReplicaState,
         added: list[Change],
         removed: list[Change],
         snapshot: bool,
     ) -> None:
-        feed.sequence += 1
+        replica.sequence += 1
         self._send(
             route,
             Delta(
-                sequence=feed.sequence,
+                sequence=replica.sequence,
                 added=tuple(added),
                 removed=tuple(removed),
                 snapshot=snapshot,

@@ -40,7 +40,7 @@ class TokenCounts:
     loaded: tuple[int, ...] = ()
 
     def of(self, tier: int) -> int:
-        """TokenCounts that came from a tier."""
+        """Tokens that were loaded from a tier."""
         return self.loaded[tier] if tier < len(self.loaded) else 0
 
 

@@ -3,8 +3,8 @@
 tierd has one ZeroMQ ROUTER, each engine process one DEALER, over ``ipc://<run
 directory>/tierd.sock``. A message is one frame: a msgpack array tagged with the class name. Both
 ends must have the same version; ``Hello`` and ``Welcome`` carry it, and a difference ends the
-session with ``SessionRefused``. Messages of one sender arrive in order. Between two senders, such as the
-scheduler and a worker of one engine, there is no order.
+session with ``SessionRefused``. Messages of one sender arrive in order. Between two senders, such
+as the scheduler and a worker of one engine, there is no order.
 
 Terms. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its
 workers: sessions with the same ``engine`` belong together. Slots are identified by their byte

@@ -109,7 +109,7 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, on_change: OnChange) -> None:
-        """Opens the storage and builds the index, reporting every object. May take long (a scan)."""
+        """Opens the storage, builds the index and reports every object. May take long (a scan)."""
 
     @abstractmethod
     def close(self) -> None:

@@ -42,7 +42,7 @@ from kvtier_operator.controller.pods.pod_view import PodState, PodView
 from kvtier_operator.controller.pods.poll import PodPoller, poll_target
 from kvtier_operator.controller.rollout import (
     RECHECK_SECONDS,
-    Rollout,
+    RolloutProgress,
     plan_rollout,
     restart_patch,
 )
@@ -263,7 +263,7 @@ class _PodReconcile:
         if len(due) > MAX_DELETIONS:
             self.wakes.append(1.0)
 
-    async def _roll_out(self, views: Sequence[PodView], blocked: bool) -> Rollout:
+    async def _roll_out(self, views: Sequence[PodView], blocked: bool) -> RolloutProgress:
         client, cache = self.deps.cluster.client, self.deps.cluster.cache
         namespace, structural_hash = self.policy.namespace, self.inputs.structural_hash
         rollout = plan_rollout(

@@ -55,7 +55,7 @@ class Unsupported:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutProgress:
     """The progress of a rollout.
 
     ``restart``: the workload to restart now. ``in_progress``: the workload that is restarting, and
@@ -72,7 +72,7 @@ class Rollout:
     paused: str = ""
 
 
-NO_ROLLOUT = Rollout()
+NO_ROLLOUT = RolloutProgress()
 
 
 def outdated(policy: KVTierPolicy, pods: Iterable[PodView], structural_hash: str) -> list[PodView]:
@@ -93,7 +93,7 @@ def plan_rollout(
     structural_hash: str,
     get: GetObject,
     paused: str = "",
-) -> Rollout:
+) -> RolloutProgress:
     """Chooses the workload to restart. ``paused``: why nothing may be restarted now, because new
     pods would get no tiers or the wrong ones.
     """
@@ -126,7 +126,7 @@ def plan_rollout(
             waiting.append(each)
     missing = {str(each): _missing(each) for each in restarted}
     in_progress = next((f"{name}: {what}" for name, what in missing.items() if what), "")
-    return Rollout(
+    return RolloutProgress(
         restart=waiting[0] if waiting and not in_progress and not paused else None,
         in_progress=in_progress,
         ineffective=tuple(

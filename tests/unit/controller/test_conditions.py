@@ -38,7 +38,7 @@ from kvtier_operator.controller.objects import plural
 from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import LastReport
 from kvtier_operator.controller.pods.terminating import OverduePod, overdue_pod
-from kvtier_operator.controller.rollout import Rollout, Unsupported
+from kvtier_operator.controller.rollout import RolloutProgress, Unsupported
 from kvtier_operator.controller.status.conditions import ConditionUpdate
 
 UNREACHABLE = LastReport(failures=9, error="timeout")
@@ -181,14 +181,14 @@ UP_TO_DATE_CASES: list[tuple[str, str, list[PodView], dict[str, Any]]] = [
         "False",
         "RollingOut",
         [attached(structural_hash="older000")],
-        {"rollout": Rollout(in_progress="Deployment chat: 0 of 1 replicas are updated")},
+        {"rollout": RolloutProgress(in_progress="Deployment chat: 0 of 1 replicas are updated")},
     ),
     (
         "False",
         "RestartUnsupported",
         [attached(structural_hash="older000")],
         {
-            "rollout": Rollout(
+            "rollout": RolloutProgress(
                 unsupported=(Unsupported("Job chat", "KVTier does not restart a Job"),)
             )
         },
@@ -197,7 +197,7 @@ UP_TO_DATE_CASES: list[tuple[str, str, list[PodView], dict[str, Any]]] = [
         "False",
         "Outdated",
         [attached(structural_hash="older000")],
-        {"rollout": Rollout(ineffective=("Deployment chat",))},
+        {"rollout": RolloutProgress(ineffective=("Deployment chat",))},
     ),
 ]
 
@@ -409,7 +409,7 @@ def test_a_policy_for_another_connector_is_ready_with_its_engines_although_they_
 def test_a_paused_rollout_gives_the_cause() -> None:
     found = status(
         attached(structural_hash="older000"),
-        rollout=Rollout(waiting=1, paused="StorageReady is False"),
+        rollout=RolloutProgress(waiting=1, paused="StorageReady is False"),
     )
     assert "Restarts are paused: StorageReady is False." in condition(found, "UpToDate").message
 

@@ -12,7 +12,7 @@ from tests.unit.controller.builders import view_of
 
 from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.rollout import (
-    Rollout,
+    RolloutProgress,
     Workload,
     outdated,
     plan_rollout,
@@ -99,18 +99,20 @@ def pod(name: str, owner: str, structural_hash: str = "older000", **labels: str)
     return view_of(running(found), status_document())
 
 
-def decide(workloads: Workloads, *pods: PodView, paused: str = "", of: Any = RESTARTING) -> Rollout:
+def decide(
+    workloads: Workloads, *pods: PodView, paused: str = "", of: Any = RESTARTING
+) -> RolloutProgress:
     return plan_rollout(of, pods, HASH, workloads.get, paused)
 
 
-def chosen(found: Rollout) -> str:
+def chosen(found: RolloutProgress) -> str:
     return str(found.restart) if found.restart is not None else ""
 
 
 def test_without_the_strategy_nothing_is_restarted() -> None:
     workloads = Workloads()
     workloads.deployment("chat")
-    assert decide(workloads, pod("a", "ReplicaSet chat-5d"), of=policy()) == Rollout()
+    assert decide(workloads, pod("a", "ReplicaSet chat-5d"), of=policy()) == RolloutProgress()
 
 
 def test_a_deployment_with_outdated_pods_is_restarted() -> None:
@@ -123,7 +125,7 @@ def test_a_deployment_with_outdated_pods_is_restarted() -> None:
 def test_pods_without_tiers_are_not_outdated() -> None:
     workloads = Workloads()
     workloads.deployment("chat")
-    assert decide(workloads, view_of(bare_pod(owner="ReplicaSet chat-5d"))) == Rollout()
+    assert decide(workloads, view_of(bare_pod(owner="ReplicaSet chat-5d"))) == RolloutProgress()
 
 
 def test_workloads_restart_one_at_a_time_in_the_order_of_their_names() -> None:

@@ -1,4 +1,4 @@
-"""Child processes of tests and demo: they end when they are told to, and take their children along."""
+"""Child processes of the demo and of tests: they end when stopped, with all their children."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 
 from kvtier.harness.engine_process import ManagedProcess, free_port, http_request, parse_metrics
 
-SLEEPER = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+SLEEPER = """
+import subprocess, time
+child = subprocess.Popen(['sleep', '600'])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 def test_samples_are_found_by_name_and_labels_and_summed_by_name() -> None:
@@ -56,7 +61,12 @@ def test_a_refused_connection_is_an_os_error() -> None:
         http_request(free_port(), "GET", "/", timeout_seconds=1)
 
 
-SEMAPHORE = "import multiprocessing, time; s = multiprocessing.get_context('spawn').Semaphore(); print('made', flush=True); time.sleep(600)"
+SEMAPHORE = """
+import multiprocessing, time
+s = multiprocessing.get_context('spawn').Semaphore()
+print('made', flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
@@ -71,5 +81,5 @@ def test_a_stopped_process_leaves_no_semaphore(tmp_path: Path, end: str) -> None
     assert inode_names
     getattr(child, end)()
     still = {entry.name for entry in os.scandir("/dev/shm")}
-    # Other processes make semaphores too; of those seen while the child lived at least one was its own and is gone.
+    # Other processes create semaphores too: at least one that existed with the child is gone.
     assert inode_names - still

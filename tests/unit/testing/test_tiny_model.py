@@ -1,4 +1,4 @@
-"""The tiny checkpoints that real engines run."""
+"""The tiny checkpoints that real engines load."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_adapter_targets_the_attention_projections(tmp_path: Path) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
-    # 1 + 1/256 lies exactly between two bfloat16 values; the even one is 1. 1 + 3/256 goes up to 1 + 4/256.
+    # 1 + 1/256 is halfway between two bfloat16 values, of which 1 is even; 1 + 3/256 rounds up.
     values = np.array([1.0, 1.0 + 1 / 256, 1.0 + 3 / 256, -2.5], dtype=np.float32)
     decoded = np.frombuffer(_encoded(values, "bfloat16"), dtype="<u2").astype("<u4") << 16
     assert decoded.view("<f4").tolist() == [1.0, 1.0, 1.0 + 4 / 256, -2.5]

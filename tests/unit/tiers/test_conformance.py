@@ -1,4 +1,4 @@
-"""Every tier, held to the same suite."""
+"""The conformance suite, for every tier and for the wrappers."""
 
 import os
 import shutil

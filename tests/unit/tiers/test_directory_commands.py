@@ -215,7 +215,7 @@ def test_gc_evicts_least_recently_used_objects_while_an_engine_runs(
     assert janitor is not None
 
     def heard() -> bool:
-        # It wants to count anew, or its own thread has done so already.
+        # A count is requested, or the maintenance loop has made it already.
         return janitor.recount_requested or tier.usage().objects == len(left)
 
     until = time.monotonic() + 20
@@ -251,7 +251,7 @@ def test_gc_leads_the_directory_if_no_leader_is_alive(
 def test_files_created_by_gc_as_root_belong_to_the_owner_of_the_control_directory(
     root: Path, tier: FileSystemTier, alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As where the tier is in another process, which is asked and not replaced.
+    # As if the tier were in another process, which must not be superseded.
     monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
     monkeypatch.setattr("kvtier.tiers.filesystem.election.in_this_process", lambda _: False)
     if not alive:
@@ -294,7 +294,7 @@ def test_gc_removes_namespaces_past_their_retention(
 
 def test_gc_empties_an_unused_directory(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     tier.close()
-    # Used at some time before: the file system's clock may be a tick behind this process's, or level with it.
+    # Used before: the file system's clock may be a tick behind that of this process.
     for path in (root / NAMESPACE).rglob("*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
     done = kvtier("gc", root, "--capacity", "1Gi", "--retention", "0", "--json").json

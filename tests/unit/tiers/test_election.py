@@ -1,4 +1,4 @@
-"""Who lives, who is given up, and what that ends."""
+"""Leader election, leases, fencing and records."""
 
 import os
 import subprocess
@@ -140,7 +140,7 @@ def test_anything_else_in_place_of_a_ledger_counts_as_absent(tmp_path: Path, kin
 
 
 def in_place(path: Path, kind: str, elsewhere: Path) -> None:
-    """Puts something at ``path`` that nobody of ours makes."""
+    """Puts something at ``path`` that KVTier does not create."""
     if kind == "directory":
         (path / "below").mkdir(parents=True)
     elif kind == "link":

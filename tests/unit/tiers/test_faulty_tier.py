@@ -1,4 +1,4 @@
-"""The fault wrapper does what its plan says, and nothing else."""
+"""The fault wrapper injects exactly the fault that is set."""
 
 import errno
 import threading

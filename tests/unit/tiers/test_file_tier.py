@@ -1,4 +1,4 @@
-"""What the file tier adds to the suite that every tier passes: names, order, modes, mounts, concurrent use."""
+"""The file tier beyond the conformance suite: names, order of use, modes, mounts, concurrency."""
 
 import errno
 import os

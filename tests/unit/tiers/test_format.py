@@ -1,4 +1,4 @@
-"""The file format: what is written is read, and nothing else is believed."""
+"""The file format: a written object is read, and any change is detected."""
 
 import random
 from pathlib import Path

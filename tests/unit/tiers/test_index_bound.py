@@ -1,4 +1,4 @@
-"""A directory with more objects than a daemon may index: what is served, what is counted, and that the budget holds."""
+"""Directories with more objects than the index holds: what is served, and the capacity."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ ROOMY = TierLimits(1 << 30)
 
 
 class Daemon:
-    """A tier whose clock the test turns, and what it announced."""
+    """A tier whose clock the test controls, and the changes it announced."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What others put into a shared directory where records and objects are expected: it is not understood, and stops nothing."""
+"""Invalid records and foreign files in a shared directory never stop maintenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kvtier.tiers.filesystem.walker import object_path
 
 PATIENCE_SECONDS = 30.0
 WRITER: dict[str, Any] = {
-    "beat": 1, "ask": 0, "bytes": 0, "least": 0, "used": {}, "settled": {}, "closed": False, "full": 0, "recount": 0,
+    "beat": 1, "ask": 0, "bytes": 0, "least": 0, "used": {}, "settled": {}, "closed": False,
+    "full": 0, "recount": 0,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a directory is charged for."""
+"""The ledger: what a directory is charged for."""
 
 import random
 
@@ -72,7 +72,7 @@ def test_at_most_an_eighth_of_the_capacity_is_set_aside() -> None:
 
 
 class World:
-    """A directory, writers with grants and a count that goes over it bucket by bucket, in any order of events."""
+    """A directory, writers with grants and a count by buckets, in any order of events."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -112,7 +112,7 @@ class World:
             self.ledger.credit(10, counted=0 <= bucket <= self.bucket)
 
     def vanish(self) -> None:
-        """Somebody else removes a file."""
+        """Another process removes a file."""
         if self.files:
             del self.files[self.chance.choice(list(self.files))]
 

@@ -1,4 +1,4 @@
-"""Two tiers on one directory, with clocks that the tests turn."""
+"""Maintenance of one directory by two tiers whose clocks the tests control."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ DAY = 86_400.0
 
 
 class Host:
-    """A tier with a monotonic clock of its own, which no thread turns."""
+    """A tier with its own monotonic clock and without a maintenance loop."""
 
     def __init__(self, root: Path, limits: TierLimits, start: float = 0.0) -> None:
         self.now = start
@@ -49,7 +49,7 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
-    """Makes tiers that take each other for processes of another host: they can only be watched."""
+    """Creates tiers that treat each other as processes of other hosts."""
     monkeypatch.setattr(maintenance, "GRANT_SECONDS", 0.2)
     monkeypatch.setattr("kvtier.tiers.filesystem.janitor.in_this_process", lambda _: False)
     monkeypatch.setattr("kvtier.tiers.filesystem.election.in_this_process", lambda _: False)
@@ -61,7 +61,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host
 
 
 def write_with(writer: Host, janitor: Host, seed: int) -> None:
-    """A write by one that is not the janitor: it asks, he answers, it writes."""
+    """A write of a tier that does not lead: it requests a grant, receives it, and writes."""
     try:
         writer.write(seed)
     except TierNoSpaceError:
@@ -100,7 +100,7 @@ def test_a_silent_janitor_is_replaced_and_loses_leadership(
     for _ in range(3):
         second.run_round()
     assert second.is_janitor
-    assert first.is_janitor  # as it believes
+    assert first.is_janitor  # not noticed yet
     first.run_round()
     assert not first.is_janitor
     second.write(2)
@@ -119,7 +119,7 @@ def test_a_silent_writer_is_fenced_with_its_partial_file_and_registers_again(
         first.run_round()
     assert not half.exists()
     assert name not in os.listdir(writers_path(tmp_path / "tier"))
-    # Its own clock stood still: it believes in its grant, and learns.
+    # Its own clock stood still, so its lease seems valid.
     with pytest.raises(TierNoSpaceError, match="fenced this process"):
         second.write(2)
     assert not second.tier.contains(make_object(2)[0])
@@ -346,7 +346,7 @@ def test_unused_namespaces_are_removed_after_their_retention(
         first.tier.write(type(ref)(namespace, ref.key), payload, meta)
         (root / namespace / "identity.json").write_text(
             '{"model": "m"}'
-        )  # by a process that is not there any more
+        )  # by a process that has exited
         for path in [*(root / namespace).rglob("*.kv"), root / namespace / "identity.json"]:
             os.utime(path, (1.0, 1.0)) if namespace != NAMESPACE else None
     again = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
@@ -550,7 +550,7 @@ def test_a_store_and_a_load_make_one_open_each(
     assert calls == ["open", "close"]
 
 
-@pytest.mark.parametrize("seen_first", ["as a writer", "as the janitor"])
+@pytest.mark.parametrize("seen_first", ["as a writer", "as the leader"])
 def test_missing_records_are_recreated(
     hosts: Callable[..., Host], tmp_path: Path, seen_first: str
 ) -> None:
@@ -558,8 +558,8 @@ def test_missing_records_are_recreated(
     host.write(1)
     for path in (tmp_path / "tier").iterdir():
         shutil.rmtree(path)
-    if seen_first == "as the janitor":
-        # An eviction or a count found the office gone before the writer's own record was written again.
+    if seen_first == "as the leader":
+        # An eviction or a count noticed the loss before the writer's record was rewritten.
         host.tier.maintenance._lose_leadership()
     for _ in range(3):
         host.run_round()

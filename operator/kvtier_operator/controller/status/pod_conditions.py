@@ -19,7 +19,7 @@ from kvtier_operator.controller.injection_breaker.detectors import InjectionFail
 from kvtier_operator.controller.objects import join_names, owner_text, plural
 from kvtier_operator.controller.pods.pod_view import PodState, PodView, mixed_groups
 from kvtier_operator.controller.pods.terminating import OverduePod
-from kvtier_operator.controller.rollout import NO_ROLLOUT, Rollout, outdated
+from kvtier_operator.controller.rollout import NO_ROLLOUT, RolloutProgress, outdated
 from kvtier_operator.controller.status.conditions import (
     ConditionStatus,
     ConditionUpdate,
@@ -43,7 +43,7 @@ class ObservedPods:
     failures: Sequence[InjectionFailure] = ()
     suspended: Sequence[SuspendedOwner] = ()
     overdue: Sequence[OverduePod] = ()
-    rollout: Rollout = NO_ROLLOUT
+    rollout: RolloutProgress = NO_ROLLOUT
 
     def in_state(self, state: PodState) -> list[PodView]:
         """The pods in that state."""
