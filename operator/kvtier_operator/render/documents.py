@@ -1,6 +1,7 @@
 """From a policy to the topology document. Pure: no file, no cluster, no clock.
 
-All Kubernetes documents of a policy for clusters without the operator (``attach.mode: ConfigMapOnly``). Pure.
+All Kubernetes documents of a policy for clusters without the operator (``attach.mode:
+ConfigMapOnly``). Pure.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kvtier_operator.api.fields import fields_of
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.tiers import Sync, Tier
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render import volumes
 
 POD_RUN_DIRECTORY = "/run/kvtier"
@@ -55,7 +57,8 @@ POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometh
 class Placement:
     """What a policy does not say because it depends on where it is used.
 
-    ``tier_paths`` has a directory for every file tier. ``storage_gid``: the group of files; None: left as it is.
+    ``tier_paths`` has a directory for every file tier. ``storage_gid``: the group of files; None:
+    left as it is.
     """
 
     run_directory: str
@@ -82,7 +85,8 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
 
 
 def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
-    """Where engine and tierd of user ``uid`` meet outside Kubernetes; another user or policy meets elsewhere."""
+    """Where engine and tierd of user ``uid`` meet outside Kubernetes; another user or policy
+    meets elsewhere."""
     digest = sha256_hex(f"{uid}\0{policy.namespace}/{policy.metadata.name}", 8)
     return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108  (memory-backed on purpose)
 
@@ -92,8 +96,9 @@ def local_tier_paths(
 ) -> tuple[dict[str, str], list[str]]:
     """Directories of the file tiers on this machine, and a note for each that is not what a pod would get.
 
-    ``overrides`` win; a hostPath is itself; what a pod would bring along gets a directory below ``base``. An NFS export
-    is mounted by nobody here, so it needs an override. Raises ``ConfigurationError``.
+    ``overrides`` win; a hostPath is itself; what a pod would bring along gets a directory below
+    ``base``. An NFS export is mounted by nobody here, so it needs an override. Raises
+    ``ConfigurationError``.
     """
     known = {tier.name for tier in policy.spec.tiers if tier.file_system is not None}
     for name in overrides:
@@ -122,7 +127,8 @@ def local_tier_paths(
         else:
             paths[tier.name] = f"{base}/{tier.name}"
             notes.append(
-                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR "
+                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path "
+                f"{tier.name}=DIR "
                 f"sets another"
             )
     used: dict[str, str] = {}
@@ -138,8 +144,8 @@ def local_tier_paths(
 def content_hash(spec: PolicySpec) -> str:
     """8 hex digits over the structural fields as written and the schema version, nothing else.
 
-    "As written": a field that was left out is not in it, so a changed default outdates nobody; sizes count by value, so
-    64Gi and 65536Mi are the same.
+    "As written": a field that was left out is not in it, so a changed default outdates nobody;
+    sizes count by value, so 64Gi and 65536Mi are the same.
     """
     canonical = json.dumps(
         [SCHEMA_VERSION, _structural_fields(spec)],
@@ -311,15 +317,19 @@ def kubernetes(policy: KVTierPolicy, generation: int = 0) -> list[dict[str, Any]
 
 
 def structural_text(document: Structural) -> str:
-    """The structural document as it is handed to pods. Raises ``ConfigurationError`` where it is too long."""
+    """The structural document in pods.
+
+    Raises ``InvalidDocumentError`` if it is too long for an annotation.
+    """
     text = document_text(document)
     size = len(text.encode())
     if size > MAX_STRUCTURAL_BYTES:
-        raise ConfigurationError(
-            "spec",
-            f"{size} bytes as structural document",
-            f"at most {MAX_STRUCTURAL_BYTES}; shorten URLs, paths and mount options",
+        detail = (
+            f"the structural document may have at most {MAX_STRUCTURAL_BYTES} bytes and has "
+            f"{size}; "
+            "shorten URLs, paths and mount options"
         )
+        raise InvalidDocumentError([FieldError.too_long("spec", detail)])
     return text
 
 

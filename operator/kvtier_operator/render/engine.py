@@ -14,11 +14,15 @@ from kvtier_operator.api.policy import KVTierPolicy
 CONNECTOR_CLASS = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
 PLUGIN_NAME = "kvtier"
-"""Name of the entry point in ``vllm.general_plugins``; ``VLLM_PLUGINS``, where set, lists the names that may run."""
+"""Name of the entry point in ``vllm.general_plugins``; ``VLLM_PLUGINS``, where set, lists the
+names that may run."""
 
 
 def transfer_config(topology_directory: str) -> dict[str, Any]:
-    """The KV transfer configuration of vLLM. ``recompute``: its own default ends a request whose load failed."""
+    """The KV transfer configuration of vLLM.
+
+    ``recompute``: its own default ends a request whose load failed.
+    """
     return {
         "kv_connector": CONNECTOR_CLASS,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -44,8 +48,9 @@ def environment(
 ) -> dict[str, str]:
     """Variables that attach an engine whose command stays as it is.
 
-    ``payload_directory`` is where the connector was written (None: it is installed). ``inherited`` is what the engine's
-    environment holds already: paths and plugin lists are extended, a hash seed that is set stays (see ``conflicts``).
+    ``payload_directory`` is where the connector was written (None: it is installed). ``inherited``
+    is what the engine's environment holds already: paths and plugin lists are extended, a hash
+    seed that is set stays (see ``conflicts``).
     """
     return {
         "KVTIER_TOPOLOGY": topology_directory,
@@ -81,14 +86,16 @@ def conflicts(structural: Structural, inherited: Mapping[str, str]) -> list[str]
     seed = inherited.get("PYTHONHASHSEED")
     if seed and seed != structural.hash_seed:
         return [
-            f"PYTHONHASHSEED is {seed} and stays so; the policy's hashSeed is {structural.hash_seed}. "
+            f"PYTHONHASHSEED is {seed} and stays so; the policy's hashSeed is "
+            f"{structural.hash_seed}. "
             "Engines with different seeds may not share objects."
         ]
     return []
 
 
 def check(policy: KVTierPolicy) -> None:
-    """Raises ``ConfigurationError`` where the policy asks for an engine configuration that is not rendered."""
+    """Raises ``ConfigurationError`` where the policy asks for an engine configuration that is
+    not rendered."""
     engine = policy.spec.engine
     if engine.connector is not Connector.KVTIER:
         raise ConfigurationError(

@@ -1,8 +1,8 @@
 """What a file tier's volume needs in the cluster: claims, PersistentVolumes, and the volume of a pod. Pure.
 
-Names end in a hash of the policy's uid and the volume's description, so that a re-created policy, or one with another
-export, never meets an object of its predecessor (a claim of the same name would wait for ever behind a Released
-volume).
+Names end in a hash of the policy's uid and the volume's description, so that a re-created policy,
+or one with another export, never meets an object of its predecessor (a claim of the same name
+would wait for ever behind a Released volume).
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
 
 
 def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
-    """The source of the pod's volume for a file tier, as it stands in a pod's ``volumes`` beside the name."""
+    """The source of the pod's volume for a file tier, as it stands in a pod's ``volumes``
+    beside the name."""
     files = _files(tier)
     volume = files.volume
     name = claim_name(policy, tier)

@@ -20,12 +20,11 @@ from typing import Any
 
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.config.writer import document_text
-from kvtier.errors import ConfigurationError
 from kvtier_operator.api import allowlist
 from kvtier_operator.api.conditions import PolicyReason
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.api.validation import FieldError
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.controller.children.observe import (
     NAMESPACE_LABEL,
     UID_LABEL,
@@ -163,10 +162,8 @@ def refusals(
         return PolicyReason.UNSUPPORTED, impossible
     try:
         structural_text(structural(policy, pod_placement(policy)))
-    except ConfigurationError as error:
-        return PolicyReason.TOO_LARGE, [
-            FieldError.malformed(error.field, f"{error.value}; must be {error.accepted}")
-        ]
+    except InvalidDocumentError as error:
+        return PolicyReason.TOO_LARGE, error.errors
     return None
 
 

@@ -1,4 +1,7 @@
-"""Engine configuration for connectors other than KVTier's own (``engine.connector: Offloading | LMCache``). Pure."""
+"""Engine configuration for connectors other than KVTier's own (``engine.connector: Offloading | LMCache``).
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ _OTHERS = {
 
 
 def impossible(policy: KVTierPolicy) -> list[FieldError]:
-    """Why the policy cannot be rendered for its connector at all; the policy is then not accepted."""
+    """Why the policy cannot be rendered for its connector at all; the policy is then not
+    accepted."""
     engine = policy.spec.engine
     if engine.type is not EngineType.VLLM:
         return [
@@ -57,7 +61,8 @@ def gaps(policy: KVTierPolicy) -> list[FieldError]:
 
 def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
     """The configuration. ``tier_paths``: where the engine's container mounts each file tier; ``local_ranks``: worker
-    ranks in the pod. Raises ``ConfigurationError`` for what ``impossible`` names, and for KVTier's own connector.
+    ranks in the pod. Raises ``ConfigurationError`` for what ``impossible`` names, and for KVTier's
+    own connector.
     """
     errors = impossible(policy)
     if errors:

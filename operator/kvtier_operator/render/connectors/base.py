@@ -29,8 +29,8 @@ configured none, so that the engine's command stays as it is."""
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """``transfer_config``: vLLM's KV transfer configuration. ``environment``: further variables of the engine.
-    ``shared_memory_bytes``: what the connector takes of ``/dev/shm``; ``engine_memory_bytes``: what it takes of the
-    engine container's memory, shared memory included.
+    ``shared_memory_bytes``: what the connector takes of ``/dev/shm``; ``engine_memory_bytes``:
+    what it takes of the engine container's memory, shared memory included.
     """
 
     transfer_config: Mapping[str, Any]
@@ -40,7 +40,8 @@ class Rendered:
 
     @property
     def transfer_config_text(self) -> str:
-        """The configuration as ``--kv-transfer-config`` and ``TRANSFER_CONFIG_VARIABLE`` take it."""
+        """The configuration as ``--kv-transfer-config`` and ``TRANSFER_CONFIG_VARIABLE`` take
+        it."""
         return json.dumps(self.transfer_config, separators=(",", ":"), sort_keys=True)
 
     def arguments(self) -> list[str]:
@@ -85,8 +86,8 @@ OUTSIDE: Expressed = {
 
 def written(model: BaseModel, pattern: str = "", place: str = "") -> Iterator[tuple[str, str, Any]]:
     """``(pattern, place, value)`` of every leaf that the document sets: ``tiers[].loadWeight``,
-    ``tiers[2].loadWeight``, 50. A live field with its default is none: the API server fills those in, and nobody is to be
-    told about what nobody wrote.
+    ``tiers[2].loadWeight``, 50. A live field with its default is none: the API server fills those
+    in, and nobody is to be told about what nobody wrote.
     """
     for document in fields_of(type(model)):
         if document.attribute not in model.model_fields_set:

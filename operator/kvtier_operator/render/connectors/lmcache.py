@@ -1,8 +1,8 @@
 """LMCache inside the engine (``LMCacheConnectorV1``), configured by its environment variables.
 
-Its sizes are GiB as decimal numbers and per worker rank, while a policy's are the pod's: both are converted here. It
-has one local disk, which no other process shares, and one remote store; a directory that nodes share is its remote
-``fs://`` store.
+Its sizes are GiB as decimal numbers and per worker rank, while a policy's are the pod's: both are
+converted here. It has one local disk, which no other process shares, and one remote store; a
+directory that nodes share is its remote ``fs://`` store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def impossible(spec: PolicySpec) -> list[FieldError]:
                 FieldError.invalid(
                     f"spec.tiers[{index}]",
                     tier.name,
-                    f"must not be a second {what} (the first is {tiers[0][1].name}): {NAME} has one",
+                    f"must not be a second {what} (the first is {tiers[0][1].name}): {NAME} has "
+                    "one",
                 )
             )
     return found

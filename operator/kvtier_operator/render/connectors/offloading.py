@@ -1,8 +1,9 @@
 """vLLM's own offloading (``OffloadingConnector``): a CPU tier in ``/dev/shm``, and below it an ordered list of file
 tiers. Field names as vLLM 0.22 and later read them.
 
-What it has no word for: weights, time limits, capacity of a directory, admission, a breaker, live changes. Its region
-in ``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks together, as ``memory.capacity`` is.
+What it has no word for: weights, time limits, capacity of a directory, admission, a breaker, live
+changes. Its region in ``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks
+together, as ``memory.capacity`` is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def impossible(spec: PolicySpec) -> list[FieldError]:
 
 
 def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
-    """See ``kvtier_operator.render.connectors.render``. ``local_ranks`` has no effect: sizes are the pod's."""
+    """See ``kvtier_operator.render.connectors.render``.
+
+    ``local_ranks`` has no effect: sizes are the pod's.
+    """
     del local_ranks
     memory = spec.tiers[0].memory
     if memory is None:
