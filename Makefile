@@ -1,62 +1,69 @@
-# Every target can be the first command on a fresh machine.
+# Every target works as the first command on a fresh machine.
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo demo-cluster test test-unit test-engine test-cluster lint format generate bench constraints clean
+.PHONY: help install demo demo-cluster test test-fast test-unit test-engine test-cluster lint format figures generate bench constraints clean
 
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-install: ## make .venv with the kvtier command, the engine and all tools
+install: ## create .venv with the kvtier command, the engine and all tools
 	@tools/install
 
 ifdef KVTIER_VLLM
 demo:
 	@PYTHONPATH="connector:operator$${PYTHONPATH:+:$$PYTHONPATH}" $(KVTIER_VLLM) -m kvtier.cli.demo
 else
-demo: install ## the main job: a real vLLM reloads what it already computed (KVTIER_VLLM=python: with an installed vLLM)
+demo: install ## run the main job: a real vLLM reloads what it computed (KVTIER_VLLM=python: use an installed vLLM)
 	@$(PYTHON) -m kvtier.cli.demo
 endif
 
-demo-cluster: install ## the whole loop on a real Kubernetes: chart, operator, vLLM in pods (root; about 5 minutes)
+demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; about 5 minutes)
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/demo_cluster.py
 
-test: install ## lint, then every test, the real engine and the real API server included
+test: install ## run lint, then every test, including the real engine and the real API server
 	@tools/debian-packages
 	@$(MAKE) --no-print-directory lint
 	@$(PYTHON) -m pytest --numprocesses 2 --max-worker-restart 0
 
-test-unit: install ## the tests that need neither engine nor cluster
+test-fast: install ## run the tests of pure functions and single modules (below 3 minutes)
+	@$(PYTHON) -m pytest --numprocesses 2 -m "not engine and not cluster and not slow" tests/unit
+
+test-unit: install ## run the tests that need neither engine nor cluster
 	@$(PYTHON) -m pytest -m "not engine and not cluster"
 
-test-engine: install ## the tests with a real vLLM
+test-engine: install ## run the tests with a real vLLM
 	@$(PYTHON) -m pytest -m engine
 
-test-cluster: install ## the tests with a real Kubernetes API server
+test-cluster: install ## run the tests with a real Kubernetes API server
 	@$(PYTHON) -m pytest -m cluster
 
-lint: install ## ruff, formatting, layers, types
+lint: install ## check style, format, import layers, prose and types
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@PYTHONPATH=connector:operator .venv/bin/lint-imports
+	@$(PYTHON) tools/prose.py
 	@.venv/bin/mypy
 
-format: install ## let ruff put everything in order
+format: install ## format the code with ruff
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
 
-bench: install ## every benchmark; each ends with one ratio
+figures: install ## measure the layout of the code
+	@$(PYTHON) tools/figures.py
+
+bench: install ## run every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
 
-generate: install ## write crds/, the reference page and the chart's files anew from the code
+generate: install ## generate crds/, the reference page and the chart's files from the code
 	@$(PYTHON) -m kvtier_operator.api.crd
 	@$(PYTHON) -m kvtier_operator.api.reference
 	@$(PYTHON) tools/chart_files.py
 
-constraints: ## write constraints.txt anew: the newest releases that pyproject.toml and overrides.txt allow
+constraints: ## write constraints.txt: the newest releases that pyproject.toml and overrides.txt allow
 	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml
 
-clean: ## remove what the targets made
+clean: ## remove what the targets created
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

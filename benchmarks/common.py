@@ -27,7 +27,9 @@ def options(
 
 def machine() -> str:
     """What the numbers were measured on, without naming the host."""
-    return f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    kernel = platform.release().split("-")[0]
+    python = platform.python_version()
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {kernel}, Python {python}"
 
 
 def report(

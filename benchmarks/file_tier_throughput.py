@@ -1,7 +1,8 @@
-"""The file tier, verification included, against raw O_DIRECT of the same sizes on the same directory.
+"""File tier reads and writes with verification, compared with raw O_DIRECT.
 
-Both write and read the same objects from the same page-aligned memory with the same number of threads, in turns, several times; the medians are
-compared. The ratio is the worst of all sizes and directions: what the tier costs over the disk itself.
+Both sides move the same objects from and to the same page-aligned memory, in the same directory
+and with the same number of threads. They alternate several times and the medians are compared.
+The ratio is the worst over all sizes and directions.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def raw_read(path: str, into: memoryview) -> None:
 
 def timed(pool: ThreadPoolExecutor, call: Callable[[int], None], count: int) -> float:
     """Seconds for ``call(0..count-1)`` on the pool."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     list(pool.map(call, range(count)))
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def measure(directory: Path, size: int, total: int, repeat: int, threads: int) -> dict[str, float]:
@@ -113,10 +114,10 @@ def measure(directory: Path, size: int, total: int, repeat: int, threads: int) -
         }
         for turn in range(repeat + 1):
             for order in (("raw write", "tier write"), ("raw read", "tier read")):
-                # Every other turn begins with the tier, so that neither always meets the quieter disk.
+                # Alternate who goes first, so that neither side always finds the quieter disk.
                 for name in order if turn % 2 else order[::-1]:
                     progress(f"{size // MIB} MiB, turn {turn}, {name}")
-                    # Each read fills slots whose bytes the next write uses again: they stay what the metas say.
+                    # Each read fills slots that the next write uses again, so bytes match.
                     spent = timed(pool, calls[name], count)
                     if turn:
                         seconds[name].append(spent)

@@ -1,8 +1,9 @@
-"""A file tier that hangs under requests whose hits lie there: what the requests without hits, and all together, notice.
+"""Throughput while a file tier hangs, compared with an engine without KVTier.
 
-A real vLLM on CPU, once without KVTier and once with it, gets the same requests at once: as many whose prefix lies in a tier every read of which
-hangs, as fresh ones. Timed are the fresh ones alone and all of them. The ratio is the worse of the two speeds against the engine without KVTier,
-medians of several turns; the tokens of every request are compared as well.
+A real vLLM on CPU, once without KVTier and once with it, receives the same requests at once: half
+have a prefix in a tier whose reads all hang, half are fresh. The fresh requests alone and all
+requests are timed. The ratio is the worse of the two throughputs, relative to the engine without
+KVTier; 1 means that the hung tier costs nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_process import DrivenEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     Requests,
-    EngineOptions,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -32,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
 
 MODEL = TinyLlama(hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=2048)
-"""136 bytes of KV for each MFLOP of a token: 17 times what an 8B model has, but no longer 200 times, as in tests, where storing costs
-more than computing."""
+"""136 bytes of KV per MFLOP of a token, 17 times that of an 8B model. With the 200 times of the
+tests' model, storing costs more than computing."""
 CHUNKS = 6
 NEW_TOKENS = 16
 SECONDS = 300
@@ -58,11 +59,15 @@ def timed(
     for hit, new in zip(hits, fresh, strict=True):
         names.append(requests.add(hit, NEW_TOKENS))
         late.append(requests.add(new, NEW_TOKENS))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     answers = dict(requests.finish(late, SECONDS))
-    first = time.perf_counter() - begun
+    first = time.perf_counter() - started
     answers.update(requests.finish(names, SECONDS))
-    return first, time.perf_counter() - begun, [answers[name]["tokens"] for name in [*names, *late]]
+    return (
+        first,
+        time.perf_counter() - started,
+        [answers[name]["tokens"] for name in [*names, *late]],
+    )
 
 
 def main() -> None:
@@ -146,7 +151,7 @@ def main() -> None:
     ]
     report(
         chosen.json,
-        f"{chosen.requests} requests with hits in a tier that hangs, beside {chosen.requests} fresh ones",
+        f"{chosen.requests} requests with hits in a hung tier, {chosen.requests} fresh ones",
         ("requests", "without KVTier s", "with, hung s", "ratio"),
         rows,
         min(ratios),

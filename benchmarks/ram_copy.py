@@ -1,10 +1,12 @@
-"""The RAM tier's copies between KV cache and host pool, where both are host memory, against memcpy of the same sizes.
+"""Copies between a KV cache in host memory and the host pool, compared with memcpy.
 
-Both move the same chunks from and to the same memory-backed file, one chunk per call, in turns. A chunk is many pieces, one per block and layer or
-band, which lie anywhere in the cache; the peer is one call of C that gathers (numpy's take) or scatters as many pieces of the same size, in the same
-order. Beside them stands one memcpy of the whole chunk from one place, which no scattered cache can reach: it meets each page in order. A ratio is
-the median of those of the turns, in which both follow each other within a second, for the speed of shared memory wanders by a fifth from one minute to
-the next; the last line has the worst of all layouts, sizes and directions.
+Both sides move the same chunks from and to the same memory-backed file, one chunk per call, and
+alternate. A chunk consists of many pieces, one per block and layer or segment, at random places
+of the cache. The peer is one C call that gathers (numpy's take) or scatters as many pieces of the
+same size in the same order. One memcpy of the whole contiguous chunk is shown as well; no
+scattered cache can reach it, because it touches pages in order. A ratio is the median over pairs
+of runs that follow each other within a second, because the speed of shared memory varies by a
+fifth from minute to minute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvtier.transfer.codec import build_codec
 from kvtier.transfer.engine import Copy, Direction
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.host_pool import open_pool
-from kvtier.transfer.selftest import LAYOUT_NAMES, Geometry, make_layout
+from kvtier.transfer.synthetic_layouts import LAYOUT_NAMES, CacheGeometry, make_cache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
@@ -49,19 +51,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def seconds(call: Callable[[int], None], count: int) -> float:
     """For ``call(0..count-1)``."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for number in range(count):
         call(number)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def measure(
     name: str, tokens: int, cache_mib: int, repeat: int, directory: Path
 ) -> dict[str, float]:
     """Median GB/s of all ways, both directions' ratios, and the chunk's size."""
-    geometry = Geometry(layers=32, blocks=0, block=32, heads=8, head_dim=128)
+    geometry = CacheGeometry(layers=32, blocks=0, block=32, heads=8, head_dim=128)
     blocks = cache_mib * MIB // (geometry.layers * geometry.page_bytes)
-    layout = make_layout(name, Geometry(32, blocks, 32, 8, 128), "cpu")
+    layout = make_cache(name, CacheGeometry(32, blocks, 32, 8, 128), "cpu")
     for tensor in layout.caches.values():
         tensor.view(torch.int16).random_(-30_000, 30_000)
     codec = build_codec(layout.caches, layout, tokens)
@@ -75,8 +77,8 @@ def measure(
         file.truncate(shard * count)
         pool = open_pool(Path(file.name), shard * count)
     engine.attach(pool)
-    bands = codec.groups[0].bands
-    pieces = per_chunk * len(bands)
+    segments = codec.groups[0].segments
+    pieces = per_chunk * len(segments)
     piece = shard // pieces
     # From torch's allocator, like the KV cache: numpy's asks for huge pages.
     apart = torch.ones((pieces * count, piece), dtype=torch.uint8).numpy()
@@ -88,15 +90,19 @@ def measure(
     def slot(n: int) -> np.ndarray:
         return pool.memory[n * shard : (n + 1) * shard]
 
-    # The tier's order: block by block, and of each block its bands, which lie a layer apart.
+    # The tier's order: block by block, and of each block its segments, which lie a layer apart.
     order = [
-        [block * len(bands) + band for block in copy.blocks for band in range(len(bands))]
+        [
+            block * len(segments) + segment
+            for block in copy.blocks
+            for segment in range(len(segments))
+        ]
         for copy in copies
     ]
-    if len(bands) > 1:
+    if len(segments) > 1:
         order = [
             [
-                piece % len(bands) * (pieces * count // len(bands)) + piece // len(bands)
+                piece % len(segments) * (pieces * count // len(segments)) + piece // len(segments)
                 for piece in one
             ]
             for one in order
@@ -128,7 +134,7 @@ def measure(
         progress(f"{name}, {tokens} tokens, turn {turn}")
         for each in calls if turn % 2 else reversed(calls):
             spent = seconds(calls[each], count)
-            engine.synchronise()
+            engine.synchronize()
             if turn:
                 taken[each].append(spent)
     engine.close()

@@ -1,4 +1,4 @@
-"""What holds for all tests: their order, and a report that names every skipped test with its reason."""
+"""Order and scheduling of all tests, and a report of every skipped test with its reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Refuse a test with a node outside ``NODE_FILES``: it could run beside another one, and a machine has one node."""
+    """Reject a test with a node outside ``NODE_FILES``: two nodes cannot run on one machine."""
     file = item.nodeid.partition("::")[0]
     if "node_cluster" in getattr(item, "fixturenames", ()) and file not in NODE_FILES:
         raise pytest.UsageError(
@@ -55,8 +55,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`make test` has two processes: one with the real engines and the node, which compute, and one with all that mostly waits. So
-    there is one node at a time, and engines of different tests do not compete for the cores.
+    """Split the tests into two processes: engines and the node, which compute, and all others.
+
+    So only one node runs at a time, and engines of different tests do not compete for cores.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -78,7 +79,7 @@ def _directory(item: pytest.Item) -> str:
 
 
 def missing_debian_packages() -> list[tuple[str, str]]:
-    """``(package, what needs it)`` of every package in ``tools/debian-packages.txt`` whose command is not here."""
+    """``(package, purpose)`` of each package in ``tools/debian-packages.txt`` that is missing."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     lines = DEBIAN_PACKAGES.read_text(encoding="utf-8").splitlines()
     rows = [line.split(maxsplit=2) for line in lines if line.strip() and not line.startswith("#")]
@@ -102,7 +103,7 @@ def skipped_tests(reports: list[pytest.TestReport | pytest.CollectReport]) -> li
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter,
 ) -> Generator[None, None, None]:
-    """The last section, after pytest's own: each skipped test with its reason, and the Debian packages that are missing."""
+    """Print each skipped test with its reason, and the missing Debian packages, last."""
     yield
     skipped = skipped_tests(terminalreporter.stats.get("skipped", []))
     missing = missing_debian_packages()

@@ -28,8 +28,12 @@ TEXT = ("connector", "operator", "tests", "benchmarks", "tools", "docs", "README
 MAX_COLUMNS = 100
 MAX_PARAMETERS = 6
 SMALL_LINES = 80
-CLUSTER_PLUMBING = ("operator/kvtier_operator/kube/", "operator/kvtier_operator/runtime.py",
-                    "operator/kvtier_operator/main.py", "operator/kvtier_operator/entry.py")  # fmt: skip
+CLUSTER_PLUMBING = (
+    "operator/kvtier_operator/kube/",
+    "operator/kvtier_operator/runtime.py",
+    "operator/kvtier_operator/main.py",
+    "operator/kvtier_operator/entry.py",
+)
 """Our own code for watching, caching, queueing, calling the API server and running processes."""
 
 
@@ -158,9 +162,10 @@ def static() -> dict[str, object]:
 def paths() -> dict[str, dict[str, str]]:
     """What one lookup, one load from RAM and one store pass: modules/functions by process."""
     sys.path.insert(0, str(ROOT))
+    from kvtier.harness.engine_case import EngineCase, Tuning
+
     from kvtier import payload
     from kvtier.config.models import Daemon
-    from kvtier.harness.engine_case import EngineCase, Tuning
     from kvtier.harness.tiny_model import write_llama
 
     with tempfile.TemporaryDirectory() as name:

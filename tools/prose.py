@@ -40,7 +40,7 @@ RULES = {
     r"\bis (?:owed|due) (?:to|an) answer\b": "is expected",
     r"\bof the dead\b|\bthe dead\b": "of processes that have exited",
     r"\bnone of its business\b|\bcome what may\b": "state the condition",
-    r"\bDATAPATH\b|\bCLUSTER \d|\bHOUSE\b|\bTARGETS\b": "a page in docs/, or the reason itself",
+    r"\bDATAPATH\b|\bCLUSTER \d|\bHOUSE \d": "a page in docs/, or the reason itself",
 }
 
 

@@ -1,8 +1,8 @@
-"""The namespace: a digest over everything that shapes the bytes of KV, and the text that a person can compare.
+"""The namespace: a digest of everything that determines the bytes of KV, and its source text.
 
-An object may be used only by an engine that would have computed the same bytes (DATAPATH 8). The scheduler side describes the
-engine (``canonical`` of a mapping), each worker its byte layout; tierd, which sees both, joins them. The text is stored beside the
-data of a namespace, so that the difference between two engines that do not share can be read.
+An object may be used only by an engine that would have computed the same bytes. The scheduler side
+describes the engine (``canonical_json``), each worker its byte layout; tierd combines them. The
+text is stored beside the data of a namespace, so that people can see why two engines do not share.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ NAMESPACE_DIGITS = 32
 
 
 def canonical_json(value: Mapping[str, object]) -> str:
-    """JSON of which there is exactly one spelling: sorted keys, no spaces, no value that only Python knows.
+    """JSON with exactly one spelling: sorted keys, no spaces, only values of the JSON standard.
 
-    Raises ``ProtocolError`` for what JSON cannot hold, instead of writing its ``repr``, which may differ from start to start.
+    Raises ``ProtocolError`` for a value that JSON cannot represent. Its ``repr`` could differ
+    between starts.
     """
     try:
         return json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
         )
     except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"the identity holds what JSON cannot: {error}") from error
+        raise ProtocolError(f"the identity cannot be represented in JSON: {error}") from error
 
 
 def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
-    """Namespace (32 hex digits) and its readable text (indented JSON), from the scheduler's identity and the workers' codec texts
-    in rank order. The digest covers exactly the text.
+    """Namespace (32 hex digits) and its text (indented JSON), from the scheduler's identity and the
+    workers' codec texts in rank order. The namespace is the digest of exactly that text.
 
     Raises ``ProtocolError`` for an identity that is not a JSON object.
     """
@@ -42,7 +43,7 @@ def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, st
     if not isinstance(identity, dict):
         raise ProtocolError(f"the identity is a JSON {type(identity).__name__}, not an object")
     document = {"engine": identity, "layout": _grouped([_readable(text) for text in codecs])}
-    # A round trip first: what differs only in spelling must not differ in the digest.
+    # The round trip removes differences in spelling, which must not change the digest.
     normal = json.loads(canonical_json(document))
     text = json.dumps(normal, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
     return namespace_digest(text), text
@@ -54,7 +55,7 @@ def namespace_digest(text: str) -> str:
 
 
 def _readable(text: str) -> object:
-    """A codec text that is JSON is shown as what it says, anything else as it stands."""
+    """The value of a codec text that is JSON; any other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -62,7 +63,8 @@ def _readable(text: str) -> object:
 
 
 def _grouped(layouts: list[object]) -> list[dict[str, object]]:
-    """Ranks with one layout are written once: eight equal pages would hide the one that differs."""
+    """Merges adjacent ranks with the same layout, so that a rank with a different one stands
+    out."""
     grouped: list[dict[str, object]] = []
     for rank, layout in enumerate(layouts):
         if grouped and grouped[-1]["codec"] == layout:

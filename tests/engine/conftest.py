@@ -12,9 +12,9 @@ import pytest
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_testbed import (
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    EngineOptions,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import write_llama
@@ -64,7 +64,9 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()
-        case.start(kvtier_hooks=["tests.support.slow_copies:install"])
+        from tests.support.slow_copies import INSTALL  # imports torch
+
+        case.start(kvtier_hooks=[INSTALL])
         yield case
     finally:
         case.close()

@@ -13,9 +13,9 @@ from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     DAEMON_EVENTS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    EngineOptions,
 )
 from kvtier.harness.tiny_model import prompt
 

@@ -13,9 +13,9 @@ from tests.support import leftover_pool
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    EngineOptions,
 )
 from kvtier.harness.tiny_model import prompt
 

@@ -15,9 +15,9 @@ from kvtier.config.models import Daemon
 from kvtier.harness.engine_process import ManagedProcess
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
+    EngineOptions,
     EngineTestbed,
     ReferenceEngine,
-    EngineOptions,
 )
 from kvtier.harness.tiny_model import prompt
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.slow_copies import CUT_SLOTS, SECONDS, UNDRAINED, UNREFERENCED, running_copies
+from tests.support.slow_copies import (
+    CUT_SLOTS,
+    INSTALL,
+    SECONDS,
+    UNDRAINED,
+    UNREFERENCED,
+    running_copies,
+)
 
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, ReferenceEngine, Requests
 from kvtier.harness.tiny_model import prompt
@@ -32,7 +39,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
     try:
         # 64 blocks of 32 tokens: three other prompts of 900 tokens have used every one of them.
         case.start(
-            kvtier_hooks=["tests.support.slow_copies:install"],
+            kvtier_hooks=[INSTALL],
             kv_cache_memory_bytes=4 << 20,
             max_model_len=1024,
         )

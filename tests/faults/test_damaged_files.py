@@ -78,7 +78,7 @@ def test_a_flip_of_any_header_byte_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damage: Damage) -> None:
+def test_a_damaged_file_is_corrupt_and_removed(tmp_path: Path, damage: Damage) -> None:
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_whole_is_corrupt_and_forgotten(tmp_path: Path, damag
     assert not tier.contains(ref)
 
 
-def test_an_unreadable_file_is_unavailable_and_not_forgotten(
+def test_an_unreadable_file_is_unavailable_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Permissions do not bind root, so the refusal is put into the call.
@@ -106,7 +106,7 @@ def test_an_unreadable_file_is_unavailable_and_not_forgotten(
     assert tier.read(ref, buffer(payload.nbytes)) == meta
 
 
-def test_another_object_under_this_name_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_of_another_object_is_corrupt(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     first, second = make_object(1), make_object(2)
     tier.write(*first)
@@ -116,7 +116,7 @@ def test_another_object_under_this_name_is_not_believed(tmp_path: Path) -> None:
         tier.read(second[0], buffer(second[1].nbytes))
 
 
-def test_an_object_of_another_namespace_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_of_another_namespace_is_corrupt(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
     other = ObjectRef("e" * 32, ref.key)
@@ -128,7 +128,7 @@ def test_an_object_of_another_namespace_is_not_believed(tmp_path: Path) -> None:
     assert tier.read(other, buffer(payload.nbytes)) == meta
 
 
-def test_a_directory_that_vanished_is_unavailable_and_not_written_beside(tmp_path: Path) -> None:
+def test_a_missing_directory_is_unavailable_and_not_recreated(tmp_path: Path) -> None:
     root = tmp_path / "mount"
     tier = open_tier(root)
     ref, payload, meta = make_object(1)
@@ -141,7 +141,7 @@ def test_a_directory_that_vanished_is_unavailable_and_not_written_beside(tmp_pat
     assert not root.exists()
 
 
-def test_what_a_killed_process_left_half_written_is_swept_and_never_seen(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)
@@ -160,7 +160,7 @@ def test_what_a_killed_process_left_half_written_is_swept_and_never_seen(tmp_pat
     assert again.usage().used_bytes >= tier.usage().used_bytes + 2 * 8_192
 
 
-def test_a_directory_found_over_its_budget_is_brought_down_before_anything_is_written(
+def test_a_directory_over_its_capacity_is_reduced_before_any_write(
     tmp_path: Path,
 ) -> None:
     tier = open_tier(tmp_path)
@@ -204,7 +204,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(mount)], check=True, env=tools)
 
 
-def test_a_disk_smaller_than_the_budget_costs_a_store_and_makes_room(small_disk: Path) -> None:
+def test_a_disk_smaller_than_the_capacity_drops_a_store_and_evicts(small_disk: Path) -> None:
     root = small_disk / "tier"
     tier = open_tier(root, capacity_bytes=1 << 30)
     outcomes: list[str] = []
@@ -238,7 +238,7 @@ def fill(directory: Path) -> Path:
     return other
 
 
-def test_what_is_there_is_served_by_a_tier_that_starts_on_a_full_disk(
+def test_a_tier_that_starts_on_a_full_disk_serves_existing_objects(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = small_disk / "tier"
@@ -260,7 +260,7 @@ def test_what_is_there_is_served_by_a_tier_that_starts_on_a_full_disk(
     again.close()
 
 
-def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its_records(
+def test_a_tier_on_a_disk_full_of_its_objects_makes_room_for_its_records(
     small_disk: Path,
 ) -> None:
     root = small_disk / "tier"
@@ -274,11 +274,11 @@ def test_a_tier_that_starts_on_a_disk_full_of_its_own_objects_makes_room_for_its
         again.write(*make_object(30))
     again.write(*make_object(31))
     assert 15 <= again.usage().objects <= 20
-    assert again.keeper.janitor is not None
+    assert again.maintenance.janitor is not None
     again.close()
 
 
-def test_a_disk_that_turned_read_only_takes_nothing_and_serves_on_also_from_the_next_start(
+def test_a_read_only_disk_serves_existing_objects_also_after_a_restart(
     small_disk: Path,
 ) -> None:
     import subprocess

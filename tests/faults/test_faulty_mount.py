@@ -48,7 +48,7 @@ def mount(home: Path) -> Iterator[FaultyMount]:
         pytest.skip(f"no FUSE mount can be made here: {error}")
 
 
-def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(
+def test_a_hanging_read_blocks_no_other_call_and_resumes(
     mount: FaultyMount,
 ) -> None:
     (mount.source / "file").write_bytes(b"content")
@@ -73,7 +73,7 @@ def test_a_read_that_hangs_holds_up_no_other_call_and_goes_on_afterwards(
 @pytest.mark.parametrize(
     ("fault", "expected"), [({"half": True}, b"a" * 4096), ({"flip": "header"}, None)]
 )
-def test_reads_deliver_less_or_something_else(
+def test_reads_return_short_or_flipped_data(
     mount: FaultyMount, fault: dict[str, object], expected: bytes | None
 ) -> None:
     whole = b"a" * 8192
@@ -87,7 +87,7 @@ def test_reads_deliver_less_or_something_else(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_mount_that_hangs_goes_when_its_owner_is_killed(
+def test_a_hanging_mount_is_removed_when_its_owner_is_killed(
     home: Path, number: signal.Signals
 ) -> None:
     (home / "below").mkdir()

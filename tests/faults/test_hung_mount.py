@@ -87,7 +87,7 @@ def ended(pid: int, number: int) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
-def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_nobody(
+def test_tierd_exits_during_a_hanging_read_and_its_slot_stays_quarantined(
     make_case: MakeCase, mount: FaultyMount, number: int
 ) -> None:
     case = make_case(persistence="Process", memory_bytes=16 * OBJECT_BYTES)
@@ -122,7 +122,7 @@ def test_tierd_ends_beside_a_read_that_hangs_and_the_next_one_gives_its_slot_to_
     assert engine.seen.wrong == 0
 
 
-def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: FaultyMount) -> None:
+def test_tierd_exits_during_a_hanging_write(make_case: MakeCase, mount: FaultyMount) -> None:
     case = make_case()
     case.start_tierd()
     engine = case.engine()
@@ -146,7 +146,7 @@ def test_tierd_ends_beside_a_write_that_hangs(make_case: MakeCase, mount: Faulty
     assert engine.seen.wrong == 0
 
 
-def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(
+def test_an_engine_that_started_tierd_exits_with_a_hanging_mount(
     make_case: MakeCase, mount: FaultyMount
 ) -> None:
     case = make_case(daemon=Daemon.ENGINE)
@@ -164,7 +164,7 @@ def test_an_engine_that_started_tierd_ends_beside_a_mount_that_hangs(
     wait_for(lambda: main_thread_exited(process), "tierd ends", EXIT_SECONDS)
 
 
-def test_the_sidecar_starts_another_tierd_beside_one_that_the_kernel_does_not_let_go(
+def test_the_sidecar_restarts_a_tierd_that_the_kernel_cannot_kill(
     make_case: MakeCase, mount: FaultyMount
 ) -> None:
     case = make_case(persistence="Process")

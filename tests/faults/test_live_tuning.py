@@ -74,7 +74,9 @@ def held(case: TierdTestbed, within: int) -> Callable[[], bool]:
     return check
 
 
-def test_values_change_under_load_and_a_bad_document_changes_nothing(case: TierdTestbed) -> None:
+def test_live_values_change_under_load_and_an_invalid_document_is_ignored(
+    case: TierdTestbed,
+) -> None:
     mount = Mount(case.topology_directory)
     mount.write(document_text(case.live))
     case.start_tierd()
@@ -113,5 +115,5 @@ def test_values_change_under_load_and_a_bad_document_changes_nothing(case: Tierd
     assert engine.stop()["wrong"] == 0
 
 
-def test_a_change_is_looked_for_often_enough_to_be_in_force_within_five_seconds() -> None:
+def test_a_live_change_takes_effect_within_five_seconds() -> None:
     assert 0 < POLL_SECONDS <= 2.0

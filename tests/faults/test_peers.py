@@ -57,7 +57,7 @@ def rows_of(tmp_path: Path, peers: tuple[Peer, ...], *faults: str) -> dict[str, 
     return rows
 
 
-def test_a_peer_that_gives_other_bytes_for_an_objects_is_found_out(
+def test_a_peer_that_returns_wrong_bytes_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "credulous_peer.py").write_text(textwrap.dedent(STUB))
@@ -88,7 +88,7 @@ def test_a_peer_that_gives_other_bytes_for_an_objects_is_found_out(
     )
 
 
-def test_a_peer_that_does_not_start_is_skipped_and_why_is_said(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_start_is_skipped_with_a_reason(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, (Peer("nobody", "no_such_package.peer"),), "EIO", "truncation")
     assert [row.verdict for row in rows.values()] == ["skipped", "skipped"]
     assert all("No module named 'no_such_package'" in row.reason for row in rows.values())
@@ -96,7 +96,7 @@ def test_a_peer_that_does_not_start_is_skipped_and_why_is_said(tmp_path: Path) -
 
 @pytest.mark.engine
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_a_real_peer_is_played_against(peer: Peer, tmp_path: Path) -> None:
+def test_a_real_peer_runs_through_the_faults(peer: Peer, tmp_path: Path) -> None:
     row = rows_of(tmp_path, (peer,), "flips-in-flight")["flips-in-flight"]
     if row.verdict == "skipped" and "ModuleNotFoundError" in row.reason:
         pytest.skip(row.reason)

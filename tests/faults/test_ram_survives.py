@@ -58,9 +58,7 @@ def attached_again(engine: StubEngine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(
-    make_case: MakeCase, number: int
-) -> None:
+def test_a_new_tierd_serves_checksummed_objects_from_ram(make_case: MakeCase, number: int) -> None:
     case = make_case()
     engine = filled(case)
     pool = os.stat(case.run_directory / "pool")
@@ -82,7 +80,7 @@ def test_a_new_tierd_serves_from_ram_what_the_last_one_had_sealed(
     assert (again.st_ino, again.st_size) == (pool.st_ino, pool.st_size)
 
 
-def test_a_byte_that_flipped_between_two_lives_is_a_miss(make_case: MakeCase) -> None:
+def test_a_byte_flipped_between_two_tierds_is_a_miss(make_case: MakeCase) -> None:
     case = make_case()
     engine = filled(case)
     case.kill_tierd()
@@ -100,7 +98,7 @@ def test_a_byte_that_flipped_between_two_lives_is_a_miss(make_case: MakeCase) ->
     assert engine.wait_for(lambda: engine.holds(found.index(0)) == MEMORY_BIT, WAIT_SECONDS)
 
 
-def test_with_persistence_process_nothing_is_taken_over(make_case: MakeCase) -> None:
+def test_with_persistence_process_no_object_is_recovered(make_case: MakeCase) -> None:
     case = make_case(persistence="Process")
     engine = filled(case)
     assert not (case.run_directory / "slots").exists()
@@ -111,7 +109,7 @@ def test_with_persistence_process_nothing_is_taken_over(make_case: MakeCase) -> 
     assert case.counter("objects_recovered") == 0
 
 
-def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: MakeCase) -> None:
+def test_objects_of_another_topology_are_not_recovered_and_are_counted(make_case: MakeCase) -> None:
     case = make_case()
     engine = filled(case)
     case.kill_tierd()
@@ -124,7 +122,7 @@ def test_what_another_topology_left_is_not_taken_over_and_counted(make_case: Mak
     )
 
 
-def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not_persist(
+def test_objects_are_not_recovered_after_a_tierd_without_persistence(
     make_case: MakeCase,
 ) -> None:
     case = make_case()
@@ -139,7 +137,7 @@ def test_what_persisted_once_is_not_found_by_a_later_life_after_one_that_did_not
         assert not any(engine.holds(number) for number in KEYS)
 
 
-def test_an_engine_of_another_layout_loads_nothing_of_it(make_case: MakeCase) -> None:
+def test_an_engine_with_another_layout_loads_no_recovered_object(make_case: MakeCase) -> None:
     case = make_case()
     filled(case).close()
     # Killed before it has heard that the engine is gone, it leaves the next one to wait for the engine's process, which is this one.
@@ -174,7 +172,7 @@ def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_kille
     assert (seen["stored"], seen["wrong"]) == (0, 0)
 
 
-def test_kills_of_tierd_under_a_pool_that_is_always_full_bring_back_no_wrong_byte(
+def test_killing_tierd_with_a_full_pool_recovers_no_wrong_byte(
     make_case: MakeCase,
 ) -> None:
     case = make_case(memory_bytes=40 * OBJECT_BYTES)

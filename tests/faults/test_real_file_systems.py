@@ -41,7 +41,7 @@ class Mounted(TierSuite):
     def damage(self, tier: Tier, ref: ObjectRef, tmp_path: Path) -> None:
         flip(Path(object_path(str(tmp_path / "tier"), ref.namespace, ref.key)), 5_000, 3)
 
-    def test_direct_io_is_found_and_used(self, tier: Tier) -> None:
+    def test_direct_io_is_detected_and_used(self, tier: Tier) -> None:
         assert isinstance(tier, FileSystemTier)
         assert tier.direct
         ref, payload, meta = make_object(1)

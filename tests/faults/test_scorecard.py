@@ -40,7 +40,7 @@ def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess
     )
 
 
-def test_a_short_scorecard_serves_no_wrong_byte_crashes_nowhere_and_keeps_its_budget(
+def test_a_short_scorecard_passes(
     tmp_path: Path,
 ) -> None:
     wanted = [word for name in CHOSEN for word in ("--fault", name)]
@@ -61,7 +61,7 @@ def test_a_short_scorecard_serves_no_wrong_byte_crashes_nowhere_and_keeps_its_bu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_fuse_the_daemons_tier_is_wrapped_and_what_that_cannot_play_says_so(
+def test_without_fuse_the_tier_is_wrapped_and_other_faults_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -67,7 +67,7 @@ PLANTED = {
 }
 
 
-def test_what_a_writer_left_half_written_fails_its_row(
+def test_a_leftover_partial_file_fails_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*_: object) -> writers.Found:
@@ -82,7 +82,7 @@ def test_what_a_writer_left_half_written_fails_its_row(
     assert row.reason == "1 temporaries stay behind"
 
 
-def test_each_broken_promise_fails_its_row_and_no_other(
+def test_each_planted_failure_fails_its_row_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_a_load_that_waits_too_long_fails_its_row() -> None:
     assert runner.judge("slow", "planted", measured).verdict == "pass"
 
 
-def test_a_load_that_waits_beside_an_open_breaker_fails_its_row() -> None:
+def test_a_load_that_waits_with_an_open_breaker_fails_its_row() -> None:
     measured = Measurements(
         loads=9, recovery_seconds=0.1, longest_wait=0.3, longest_wait_breaker_open=0.3
     )

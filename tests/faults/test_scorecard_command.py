@@ -21,7 +21,7 @@ def faults(*arguments: str, seconds: float = 240) -> subprocess.CompletedProcess
     )
 
 
-def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
+def test_every_fault_has_a_unique_name_and_is_listed() -> None:
     done = faults("--list")
     assert done.returncode == 0
     assert len(set(runner.names())) == len(runner.names())
@@ -29,7 +29,7 @@ def test_every_fault_has_a_name_of_its_own_and_is_listed() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--fault", "gremlins"), ("--path", "/nowhere")])
-def test_what_cannot_be_played_is_refused_with_what_is_accepted(arguments: tuple[str, str]) -> None:
+def test_invalid_options_are_rejected(arguments: tuple[str, str]) -> None:
     done = faults(*arguments)
     assert done.returncode == 2
     assert arguments[1] in done.stderr
@@ -48,7 +48,7 @@ def processes_with(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_scorecard_that_is_told_to_end_leaves_no_process_mount_or_file(
+def test_a_terminated_scorecard_leaves_no_process_mount_or_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     command = [

@@ -26,7 +26,7 @@ from kvtier.harness.file_writers import (
 )
 from kvtier.testing.objects import buffer
 from kvtier.tiers.base import ObjectRef
-from kvtier.tiers.filesystem.election import read_ledger, top_fence
+from kvtier.tiers.filesystem.election import current_term, read_ledger
 
 DEADLINE_SECONDS = 200.0
 
@@ -93,7 +93,7 @@ def verify_all(root: Path, capacity_bytes: int) -> int:
 
 
 @pytest.mark.parametrize(("writers", "objects"), [(2, 2_000), (8, 10_000)])
-def test_writers_together_never_exceed_a_tenth_of_what_they_write(
+def test_concurrent_writers_never_exceed_the_capacity(
     in_memory: Path, writers: int, objects: int
 ) -> None:
     root, capacity = in_memory / "tier", objects * OBJECT_BYTES // 10
@@ -118,14 +118,14 @@ def janitor_of(
 ) -> "subprocess.Popen[str] | None":
     """The process that is the janitor at this moment."""
     try:
-        ledger = read_ledger(root, top_fence(root, fresh=False))
+        ledger = read_ledger(root, current_term(root, uncached=False))
     except OSError:
         return None
     holder = "" if ledger is None else str(ledger["holder"])
     return next((each for each in processes if f"-{each.pid}-" in holder), None)
 
 
-def test_whoever_is_killed_whenever_the_capacity_holds_and_nothing_half_written_stays(
+def test_killed_writers_never_exceed_the_capacity_and_leave_no_partial_file(
     in_memory: Path,
 ) -> None:
     chance = random.Random(os.urandom(8))

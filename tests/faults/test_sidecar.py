@@ -98,7 +98,7 @@ def start(case: TierdTestbed) -> Iterator[Start]:
         sidecar.close()
 
 
-def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
+def test_a_killed_tierd_is_restarted_with_the_same_pool_and_the_next_epoch(
     case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
@@ -119,7 +119,7 @@ def test_a_killed_tierd_is_started_again_over_the_same_pool_with_the_next_epoch(
     assert engine.stop()["wrong"] == 0
 
 
-def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(
+def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
     case: TierdTestbed, start: Start
 ) -> None:
     sidecar = start()
@@ -128,7 +128,7 @@ def test_its_end_takes_less_than_two_seconds_even_if_tierd_hangs(
     assert "killing it" in sidecar.log()
 
 
-def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the_end(
+def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
     tmp_path: Path,
 ) -> None:
     if unavailable():
@@ -159,9 +159,7 @@ def test_a_tierd_that_hangs_in_a_dead_mount_is_replaced_and_does_not_hold_up_the
         assert sidecar.end() < END_SECONDS
 
 
-def test_a_drain_takes_no_more_stores_and_goes_on_serving_until_the_end(
-    case: TierdTestbed, start: Start
-) -> None:
+def test_a_draining_tierd_drops_stores_and_serves_loads(case: TierdTestbed, start: Start) -> None:
     sidecar = start()
     sidecar.wait_serving()
     engine = case.engine()
@@ -221,9 +219,7 @@ def test_it_waits_for_a_valid_document_and_reports_why(case: TierdTestbed, start
     assert sidecar.log().count("waiting for a valid structural document") == 1
 
 
-def test_the_first_document_holds_whatever_the_annotation_becomes(
-    case: TierdTestbed, start: Start
-) -> None:
+def test_the_first_document_stays_in_force(case: TierdTestbed, start: Start) -> None:
     sidecar = start()
     pid = sidecar.wait_serving()
     changed = case.topology.structural.model_copy(
@@ -240,13 +236,13 @@ def test_the_first_document_holds_whatever_the_annotation_becomes(
     assert json.loads((case.run_directory / "structural.json").read_text())["chunkTokens"] == 256
 
 
-def test_files_are_for_every_user_whatever_the_umask(case: TierdTestbed, start: Start) -> None:
+def test_files_are_readable_for_every_user_with_any_umask(case: TierdTestbed, start: Start) -> None:
     start(umask=0o077).wait_serving()
     for name in ("pool", "tierd.sock", "tierd.lock", "alive", "epoch"):
         assert (case.run_directory / name).stat().st_mode & 0o777 == 0o666, name
 
 
-def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(
+def test_the_memory_of_tierd_is_limited_to_its_container_without_the_pool(
     case: TierdTestbed, start: Start
 ) -> None:
     pid = start("--data-bytes", str(300 << 20)).wait_serving()
@@ -257,7 +253,7 @@ def test_tierd_may_not_allocate_more_than_its_container_has_beside_the_pool(
     assert not case.status()["conditions"]
 
 
-def test_with_a_token_file_nobody_is_let_in_without_its_token(
+def test_with_a_token_file_requests_without_the_token_are_rejected(
     case: TierdTestbed, start: Start, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"

@@ -14,9 +14,10 @@ from kvtier.errors import TierMissError, TierUnavailableError
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.gc import collect
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.inspect import collect, verify
-from kvtier.tiers.filesystem.maintenance import make_room
+from kvtier.tiers.filesystem.inspect import verify
+from kvtier.tiers.filesystem.maintenance import remove_oldest
 from kvtier.tiers.filesystem.walker import ObjectFile, object_path
 
 REF, PAYLOAD, META = make_object(1)
@@ -64,7 +65,7 @@ def fails(
 
 
 @pytest.mark.parametrize("times", [1, FOR_EVER])
-def test_a_read_looks_by_name_once_more_and_then_misses(
+def test_a_stale_read_is_retried_by_name_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     tier = open_tier(tmp_path)
@@ -95,7 +96,7 @@ def test_a_file_replaced_while_it_is_read_is_a_miss(
     assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
 
 
-def test_it_is_no_object_to_a_probe_nor_to_a_removal(
+def test_a_stale_handle_counts_as_absent_for_probe_and_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -108,7 +109,7 @@ def test_it_is_no_object_to_a_probe_nor_to_a_removal(
     assert tier.contains(REF)
 
 
-def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(
+def test_a_stale_root_makes_the_tier_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -127,19 +128,21 @@ def test_said_of_the_tiers_directory_it_is_the_tier_that_fails(
     assert tier.read(REF, buffer(PAYLOAD.nbytes)) == META
 
 
-def test_room_is_made_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_continues_past_a_stale_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_tier(tmp_path).close()
     index = Index(1 << 30)
     index.add(REF.namespace, REF.key, path_in(tmp_path).stat().st_size)
     with monkeypatch.context() as patch:
         fails(patch, path_in(tmp_path), "lstat", "unlink")
-        assert make_room(str(tmp_path), index) == [
+        assert remove_oldest(str(tmp_path), index) == [
             (REF.namespace, REF.key, str(path_in(tmp_path)), 0)
         ]
     assert path_in(tmp_path).exists()
 
 
-def test_by_hand_it_is_neither_corrupt_nor_removed(
+def test_verify_and_gc_count_stale_files_as_vanished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_tier(tmp_path).close()
@@ -155,7 +158,7 @@ def test_by_hand_it_is_neither_corrupt_nor_removed(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
-def test_by_hand_a_directory_that_is_gone_is_not_taken_for_one_whose_objects_were_removed(
+def test_verify_reports_a_missing_directory_as_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     open_tier(tmp_path).close()

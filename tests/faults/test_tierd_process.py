@@ -40,7 +40,7 @@ def make_case(tmp_path: Path) -> Iterator[MakeCase]:
         case.close()
 
 
-def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_wrong_byte(
+def test_an_engine_survives_kills_of_tierd_and_loads_no_wrong_byte(
     make_case: MakeCase,
 ) -> None:
     case = make_case(daemon=Daemon.ENGINE, file_bytes=64 << 20)
@@ -60,7 +60,7 @@ def test_an_engine_outlives_kills_of_tierd_during_stores_and_loads_and_sees_no_w
     wait_for(lambda: not case.run_directory.exists(), "the run directory is removed")
 
 
-def test_a_tierd_that_was_stopped_for_four_seconds_serves_the_same_engine_again(
+def test_a_tierd_stopped_for_four_seconds_serves_the_engine_again(
     make_case: MakeCase,
 ) -> None:
     case = make_case(file_bytes=64 << 20)
@@ -94,7 +94,7 @@ def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced
     assert engine.stop()["wrong"] == 0
 
 
-def test_slots_of_a_killed_engine_come_back_once_its_process_is_gone(make_case: MakeCase) -> None:
+def test_slots_of_a_killed_engine_are_freed_once_its_process_is_dead(make_case: MakeCase) -> None:
     case = make_case()
     case.start_tierd()
     engine = case.engine_process("--keys", "30")
@@ -110,7 +110,7 @@ def test_slots_of_a_killed_engine_come_back_once_its_process_is_gone(make_case: 
     assert not list((case.run_directory / "sessions").iterdir())
 
 
-def test_a_tierd_whose_only_engine_was_killed_ends_and_removes_the_run_directory(
+def test_a_tierd_without_engines_exits_and_removes_the_run_directory(
     make_case: MakeCase,
 ) -> None:
     case = make_case(daemon=Daemon.ENGINE)
@@ -171,7 +171,7 @@ def test_engines_of_different_identity_share_a_tierd_but_no_object(make_case: Ma
     assert second.load([1]) == 0
 
 
-def test_a_connector_of_another_version_is_refused_with_both_versions_named(
+def test_a_connector_of_another_version_is_rejected_with_both_versions(
     make_case: MakeCase,
 ) -> None:
     case = make_case()
@@ -206,7 +206,7 @@ def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead
 
 
 @pytest.mark.parametrize("fencing", [True, False])
-def test_a_slow_copy_under_a_restart_of_tierd_spoils_bytes_exactly_where_there_is_no_fence(
+def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_fence(
     make_case: MakeCase, fencing: bool
 ) -> None:
     case = make_case(memory_bytes=16 * OBJECT_BYTES)
@@ -234,7 +234,7 @@ def test_a_slow_copy_under_a_restart_of_tierd_spoils_bytes_exactly_where_there_i
     assert quick.seen.loaded + quick.seen.wrong == len(stored)
 
 
-def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(
+def test_slots_of_a_stopped_engine_stay_quarantined_until_it_has_drained(
     make_case: MakeCase,
 ) -> None:
     case = make_case(memory_bytes=16 * OBJECT_BYTES)
@@ -260,7 +260,7 @@ def test_slots_of_a_stopped_engine_are_nobody_elses_until_it_has_drained(
     assert frozen.stop()["wrong"] == 0
 
 
-def test_sigterm_writes_what_is_pending_before_tierd_ends(make_case: MakeCase) -> None:
+def test_sigterm_completes_pending_writes_before_tierd_exits(make_case: MakeCase) -> None:
     case = make_case(file_bytes=64 << 20)
     case.start_tierd()
     engine = case.engine()
@@ -277,7 +277,7 @@ def test_sigterm_writes_what_is_pending_before_tierd_ends(make_case: MakeCase) -
     assert list(case.files.glob("*/identity.json"))
 
 
-def test_what_the_file_tier_holds_is_served_by_the_next_tierd(make_case: MakeCase) -> None:
+def test_objects_in_the_file_tier_are_served_by_the_next_tierd(make_case: MakeCase) -> None:
     case = make_case(file_bytes=64 << 20)
     case.start_tierd()
     engine = case.engine()

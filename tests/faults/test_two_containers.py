@@ -63,7 +63,7 @@ def nothing_is_held(case: TierdTestbed) -> bool:
     )
 
 
-def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for_the_next(
+def test_slots_of_a_killed_engine_are_freed_and_its_objects_are_hits(
     case: TierdTestbed,
 ) -> None:
     case.start_tierd()
@@ -88,7 +88,7 @@ def test_slots_of_a_killed_engine_come_back_at_once_and_its_objects_are_hits_for
     )
 
 
-def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(
+def test_slots_of_a_sleeping_engine_stay_quarantined(
     case: TierdTestbed,
 ) -> None:
     # A process that cannot be seen would be given up after a second here.
@@ -113,7 +113,7 @@ def test_slots_of_an_engine_that_only_sleeps_are_kept_for_it_however_long(
         thread.join(WAIT_SECONDS)
 
 
-def test_a_tierd_that_starts_after_the_engine_died_waits_for_nobody(case: TierdTestbed) -> None:
+def test_a_tierd_started_after_the_engine_died_is_not_fenced(case: TierdTestbed) -> None:
     case.start_tierd()
     engine = engine_in_a_container(case, "--keys", "20")
     engine.wait_more("loaded", 5)

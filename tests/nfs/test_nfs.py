@@ -81,7 +81,7 @@ def scenarios() -> dict[str, dict[str, Any]]:
         "directory replaced",
     ],
 )
-def test_whatever_happens_no_byte_is_wrong_and_no_daemon_ends(
+def test_no_byte_is_wrong_and_no_daemon_exits(
     scenarios: dict[str, dict[str, Any]], name: str
 ) -> None:
     found = scenarios[name]
@@ -90,7 +90,7 @@ def test_whatever_happens_no_byte_is_wrong_and_no_daemon_ends(
     assert found["daemons_live"]
 
 
-def test_what_one_client_stores_the_other_one_finds_and_until_then_it_is_a_miss(
+def test_an_object_of_one_client_is_found_by_the_other_or_is_a_miss(
     scenarios: dict[str, dict[str, Any]],
 ) -> None:
     found = scenarios["found by another client"]
@@ -100,7 +100,7 @@ def test_what_one_client_stores_the_other_one_finds_and_until_then_it_is_a_miss(
     assert found["later"]["loaded"] == found["filed"]
 
 
-def test_under_an_objects_name_the_other_client_sees_a_whole_object(
+def test_the_other_client_sees_complete_objects_only(
     scenarios: dict[str, dict[str, Any]],
 ) -> None:
     found = scenarios["never half written"]
@@ -110,7 +110,7 @@ def test_under_an_objects_name_the_other_client_sees_a_whole_object(
 
 
 @pytest.mark.parametrize("name", ["server stopped", "partition"])
-def test_a_server_that_does_not_answer_costs_misses_within_the_clock(
+def test_an_unresponsive_server_causes_misses_within_the_deadline(
     scenarios: dict[str, dict[str, Any]], name: str
 ) -> None:
     found = scenarios[name]
@@ -124,7 +124,7 @@ def test_a_server_that_does_not_answer_costs_misses_within_the_clock(
     assert found["later"]["loaded"] >= 1
 
 
-def test_a_replaced_directory_costs_misses_within_the_clock(
+def test_a_replaced_directory_causes_misses_within_the_deadline(
     scenarios: dict[str, dict[str, Any]],
 ) -> None:
     found = scenarios["directory replaced"]
@@ -133,7 +133,7 @@ def test_a_replaced_directory_costs_misses_within_the_clock(
     assert found["during"]["longest_seconds"] <= CLOCK_SECONDS + SLACK_SECONDS
 
 
-def test_a_daemon_beside_reads_that_never_end_ends_within_five_seconds(
+def test_a_daemon_with_hanging_reads_exits_within_five_seconds(
     scenarios: dict[str, dict[str, Any]],
 ) -> None:
     assert scenarios["end beside a hang"]["exit_seconds"] <= 5.0

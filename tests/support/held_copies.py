@@ -1,6 +1,6 @@
 """A CPU copy engine whose copies move when a test says so: a GPU's lateness without a clock.
 
-``HeldCopyEngine`` drains properly: ``synchronise`` moves everything. ``UndrainedCopyEngine`` only says so and moves
+``HeldCopyEngine`` drains properly: ``synchronize`` moves everything. ``UndrainedCopyEngine`` only says so and moves
 later: what a worker would do that told tierd "drained" without waiting for the device.
 """
 

@@ -27,10 +27,17 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
+from kvtier.store.context import StoreRuntime
 from kvtier.store.cost_model import Prefill, PrefillModel, PrefixCost
 from kvtier.store.executor import IoCall
 from kvtier.store.store import TierStore
-from kvtier.store.types import EngineInfo, KeysEvicting, LoadAnnounced, PromotionEnded
+from kvtier.store.types import (
+    EngineInfo,
+    KeysEvicting,
+    LoadAnnounced,
+    PromotionEnded,
+    StoreCounters,
+)
 from kvtier.tiers.base import ObjectRef
 
 NAMESPACE = "5" * 32
@@ -113,8 +120,13 @@ class Simulation:
             live=live,
         )
         topology = Topology(structural=structural, live=live)
+        self.counters = StoreCounters()
         self.store = TierStore(
-            slots * chunk_bytes, None, self.tiers, topology, self._io, self.clock
+            slots * chunk_bytes,
+            None,
+            self.tiers,
+            topology,
+            StoreRuntime(self._io, self.clock, counters=self.counters),
         )
         self._running: list[tuple[ManualCall, SimulatedTier, ObjectRef]] = []
         self.store.open_engine(EngineInfo(ENGINE, NAMESPACE, (chunk_bytes,), ((chunk_bytes,),)))

@@ -37,6 +37,8 @@ UNREFERENCED = "KVTIER_TEST_UNREFERENCED"
 UNDRAINED = "KVTIER_TEST_UNDRAINED"
 CUT_SLOTS = "KVTIER_TEST_CUT_SLOTS"
 LOOK_SECONDS = 0.002
+INSTALL = f"{__file__}:install"
+"""The hook, by file: a package of another distribution may also be called ``tests``."""
 _engines: list[SlowCopyEngine] = []
 
 
@@ -141,7 +143,7 @@ def set_copy_seconds(testbed: EngineTestbed, seconds: float) -> None:
 
 def running_copies(testbed: EngineTestbed) -> dict[str, int]:
     """Copies under way in the engine's process, by direction."""
-    counts: dict[str, int] = testbed.drive("call", function=f"{__name__}:running")
+    counts: dict[str, int] = testbed.drive("call", function=f"{__file__}:running")
     return counts
 
 
@@ -167,15 +169,17 @@ def _cut(message: Message) -> Message:
 
 def install() -> None:
     """Connectors made in this process from here on copy slowly."""
-    from kvtier.engines.vllm.scheduler import SchedulerSide
-    from kvtier.engines.vllm.worker import WorkerSide
+    from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
+    from kvtier.engines.vllm.worker import KVTierConnectorWorker
     from kvtier.engines.vllm.worker_thread import TransferThread
 
-    defaults = WorkerSide.__init__.__kwdefaults__
+    defaults = KVTierConnectorWorker.__init__.__kwdefaults__
     if defaults is None or "copy_engine" not in defaults:
         raise RuntimeError("the worker side takes no copy engine")
     defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
-    take_message = TransferThread.message
-    TransferThread.message = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
-    bind = SchedulerSide.bind
-    SchedulerSide.bind = lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))  # type: ignore[method-assign]
+    take_message = TransferThread.receive
+    TransferThread.receive = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
+    bind = KVTierConnectorScheduler.bind_gpu_block_pool
+    KVTierConnectorScheduler.bind_gpu_block_pool = (  # type: ignore[method-assign]
+        lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))
+    )

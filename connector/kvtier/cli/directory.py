@@ -14,12 +14,11 @@ from rich.text import Text
 
 from kvtier.cli.console import console, error_console
 from kvtier.errors import ConfigurationError, TierError
+from kvtier.tiers.filesystem.gc import CollectReport, collect
 from kvtier.tiers.filesystem.inspect import (
-    Collected,
-    HolderView,
+    HolderStatus,
     Survey,
-    Verified,
-    collect,
+    VerifyReport,
     objects_of,
     survey,
     tier_root,
@@ -81,7 +80,7 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
         "janitor": None
         if found.janitor is None
         else {
-            "fence": found.fence,
+            "fence": found.term,
             "holder": found.janitor.name,
             "state": found.janitor.state,
             "capacityBytes": ledger.get("capacity"),
@@ -136,7 +135,7 @@ def show_inspect(found: Survey, now: float) -> None:
     else:
         charge = (found.ledger or {}).get("charge")
         charged = "not known yet" if charge is None else size_text(charge)
-        line = f"janitor {found.fence}: {_holder_words(found.janitor)}, charged {charged}"
+        line = f"janitor {found.term}: {_holder_words(found.janitor)}, charged {charged}"
         console().print(
             Text(line, style="" if found.janitor.state in ("Alive", "Elsewhere") else "yellow")
         )
@@ -152,7 +151,7 @@ def _identity_words(identity: dict[str, str]) -> Iterator[str]:
         yield value if key in ("model", "engine", "dtype") else f"{key} {value}"
 
 
-def _holder_words(holder: HolderView) -> str:
+def _holder_words(holder: HolderStatus) -> str:
     parts = holder.name.split("-")
     pid = parts[2] if len(parts) == 5 else "?"
     states = {
@@ -182,13 +181,13 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
-def verify(directory: Path, *, delete: bool) -> Verified:
+def verify(directory: Path, *, delete: bool) -> VerifyReport:
     """Reads every object. Raises ``ConfigurationError`` and ``OSError``."""
     root = tier_root(directory)
     objects = objects_of(root, time.time())
     with _bar(len(objects), error_console().is_terminal) as update:
 
-        def progress(done: Verified) -> None:
+        def progress(done: VerifyReport) -> None:
             update(
                 done.objects + done.vanished + done.unverifiable + len(done.bad),
                 f"corrupt: {done.corrupt}",
@@ -197,7 +196,7 @@ def verify(directory: Path, *, delete: bool) -> Verified:
         return verify_objects(root, objects, delete=delete, progress=progress)
 
 
-def verify_json(done: Verified) -> dict[str, Any]:
+def verify_json(done: VerifyReport) -> dict[str, Any]:
     """For programs."""
     return {
         "verified": done.objects,
@@ -217,7 +216,7 @@ def verify_json(done: Verified) -> dict[str, Any]:
     }
 
 
-def show_verify(done: Verified) -> None:
+def show_verify(done: VerifyReport) -> None:
     """For people: bad objects to standard error."""
     for each in done.bad:
         line = Text(f"{each.path}: ")
@@ -253,7 +252,7 @@ def parse_size(text: str) -> int:
 
 def gc(
     directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool
-) -> Collected:
+) -> CollectReport:
     """Enforces limits. Raises ``ConfigurationError`` and ``OSError``."""
     size = parse_size(capacity)
     root = tier_root(directory)
@@ -270,7 +269,7 @@ def gc(
         raise OSError(str(error)) from error
 
 
-def gc_json(done: Collected) -> dict[str, Any]:
+def gc_json(done: CollectReport) -> dict[str, Any]:
     """For programs."""
     return {
         "dryRun": done.dry_run,
@@ -283,7 +282,7 @@ def gc_json(done: Collected) -> dict[str, Any]:
     }
 
 
-def show_gc(done: Collected) -> None:
+def show_gc(done: CollectReport) -> None:
     """For people."""
     verb = "would remove" if done.dry_run else "removed"
     line = f"{verb} {done.objects:,} objects ({size_text(done.size_bytes)})"

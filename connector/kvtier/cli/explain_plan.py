@@ -114,7 +114,7 @@ def explain(
     )
     if selection is Selection.COST:
         decision = choose_by_cost(question)
-        clock = question.clock(decision.chosen.keys) if decision.chosen is not None else None
+        clock = question.deadline(decision.chosen.keys) if decision.chosen is not None else None
     else:
         ends = [start, *(source.end_tokens for source in sources)]
         tokens = [end - begin for begin, end in pairwise(ends)]
@@ -376,7 +376,7 @@ def _remark(candidate: Candidate, chosen: bool) -> str:
     if candidate.parallel:
         remarks.append(f"{candidate.parallel} reads at a time")
     if candidate.cut:
-        remarks.append("cut by the clock")
+        remarks.append("cut by the deadline")
     return ", ".join(remarks)
 
 

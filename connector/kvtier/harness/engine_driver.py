@@ -33,13 +33,17 @@ Commands (``do``), with their arguments:
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvtier.harness.engine_process import quiet_environment
@@ -193,15 +197,15 @@ class Driver:
 
     def connector(self) -> dict[str, Any]:
         """What KVTier's scheduler side says of itself."""
-        side = getattr(self.scheduler.connector, "_scheduler", None)
-        if side is None:
+        kvtier = getattr(self.scheduler.connector, "_scheduler", None)
+        if kvtier is None:
             return {}
-        ready = side.link.ready
+        ready = kvtier.session.ready
         return {
-            **side.snapshot(),
+            **kvtier.snapshot(),
             "namespace": ready.namespace if ready is not None else "",
-            "worker_epoch": side.stores.worker_epoch or 0,
-            "credits": sum(len(slots) for slots in side.link.credits),
+            "worker_epoch": kvtier.stores.worker_epoch or 0,
+            "credits": sum(len(slots) for slots in kvtier.session.credits),
         }
 
     def set(self, variables: dict[str, str]) -> None:
@@ -209,7 +213,7 @@ class Driver:
         os.environ.update(variables)
 
     def call(self, function: str) -> Any:
-        """Calls ``function`` ("module:name") without arguments."""
+        """Calls ``function`` ("module:name" or "file.py:name") without arguments."""
         return _function(function)()
 
     def asks(self) -> dict[str, int]:
@@ -218,9 +222,24 @@ class Driver:
 
 
 def _function(path: str) -> Callable[[], Any]:
-    module, _, name = path.partition(":")
-    function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    """Returns the function that ``path`` names: "module:name", or "/path/to/file.py:name"."""
+    location, _, name = path.rpartition(":")
+    module = (
+        _module(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+    )
+    function: Callable[[], Any] = getattr(module, name)
     return function
+
+
+@functools.cache
+def _module(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class StubEngineOptions:
     run_directory: Path
     engine: str = ""
     identity: str = "fake"
-    volatile_reason: str = ""
+    ephemeral_reason: str = ""
     object_bytes: int = 64 << 10
     copy_seconds: float = 0.0
     copy_pieces: int = 16
@@ -318,7 +318,7 @@ class StubEngine:
             pid_namespace=me.pid_namespace,
             process_start=me.start,
             identity=json.dumps({"name": self.options.identity}),
-            volatile_reason=self.options.volatile_reason,
+            ephemeral_reason=self.options.ephemeral_reason,
             lock=own_lock(Path(self.options.run_directory)),
         )
 

@@ -124,9 +124,9 @@ class _Scene:
         from kvtier import payload as payload_writer
         from kvtier.config.models import Daemon
         from kvtier.harness.engine_testbed import (
+            EngineOptions,
             EngineTestbed,
             ReferenceEngine,
-            EngineOptions,
             start_reference_engine,
         )
         from kvtier.harness.tiny_model import write_llama

@@ -1,80 +1,87 @@
-"""Keeps everybody supplied with free slots ahead of need: schedulers with credits, reads with room, by evicting in
+"""Allocates free slots ahead of demand: credits for schedulers, slots for reads, by evicting in
 time.
 
-An eviction takes up to ``LEAVING_SECONDS``, because the schedulers that may name the key are told first (DATAPATH 1).
+An eviction takes up to ``EVICTION_ACK_SECONDS``: the schedulers that may name the key are notified
+first, and the slot is free once all of them have acknowledged. Only the store's thread uses this
+module.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.memory_tier import ResidentObjects
-from kvtier.store.operations import Read
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SEGMENTS_PER_POOL, SlotPool
-from kvtier.store.state import Entry, Slot, SlotClass, SlotState
-from kvtier.store.types import CreditsGranted, KeysEvicting, PresenceChanged
+from kvtier.store.state import Entry, Slot, SlotClass, SlotRequest, SlotState
+from kvtier.store.types import CreditsGranted, KeysEvicting
 
-LEAVING_SECONDS = 0.1
+EVICTION_ACK_SECONDS = 0.1
 MAX_CREDITS = 64
-"""Free slots that one engine and group may hold: more than a step of chunked prefill completes."""
+"""Free slots that one engine and group may hold: more than one step of chunked prefill completes.
+"""
 CREDIT_SHARE = 4
-"""At most a quarter of the pool is out as credits, but for the one that each engine and group has at least."""
+"""Credits take at most a quarter of the pool, apart from the one that each engine and group has at
+least."""
 MAX_ROUNDS = 64
-"""Per pump; what is missing then is found by the next."""
+"""Rounds per ``run``. The next ``run`` continues."""
 MAX_RESERVE = 16
 RESERVE_SHARE = 16
-"""Free slots kept back for reads: a sixteenth of the class's share, at most 16."""
+"""Free slots that credits leave to reads: a sixteenth of the class's share, at most
+``MAX_RESERVE``."""
 
 
 class SlotAllocator:
-    """Free slots: who gets them, and what has to go for them. Owner's thread only."""
+    """Distributes free slots and decides which objects are evicted for them."""
 
     def __init__(
         self,
-        shared: StoreContext,
+        context: StoreContext,
         pool: SlotPool,
-        table: ResidentObjects,
+        resident: ResidentObjects,
         index: PresenceIndex,
         engines: EngineRegistry,
     ) -> None:
-        self.begin: Callable[[Read, Slot], None] | None = None
-        """Starts a read that waited for its slot."""
-        self._shared = shared
+        self._context = context
         self._pool = pool
-        self._table = table
+        self._resident = resident
         self._index = index
         self._engines = engines
-        self._waiting: dict[int, deque[Read]] = {}
-        self._leaving: dict[int, tuple[list[Entry], Timer]] = {}
+        self._requests: dict[int, deque[SlotRequest]] = {}
+        self._notices: dict[int, tuple[list[Entry], Timer]] = {}
         self._tokens = count(1)
         self._claimant: SlotClass | None = None
 
+    # Slots for reads.
+
     def spare(self, kind: SlotClass) -> int:
-        """How many more reads of this class could get a slot, if need be by evicting."""
-        waiting = self._waiting.get(kind.slot_bytes)
+        """How many more reads of this class could get a slot, evictions included."""
+        requests = self._requests.get(kind.slot_bytes)
+        evictable = len(self._resident.order(kind))
         return (
             self._pool.available(kind)
-            + kind.leaving
-            + self._table.evictable(kind)
-            - (len(waiting) if waiting else 0)
+            + kind.evicting
+            + evictable
+            - (len(requests) if requests else 0)
         )
 
-    def wait(self, read: Read) -> None:
-        """The read gets the next free slot of its class."""
-        self._waiting.setdefault(read.kind.slot_bytes, deque()).append(read)
+    def request(self, request: SlotRequest) -> None:
+        """Queues a request for the next free slot of its class."""
+        self._requests.setdefault(request.kind.slot_bytes, deque()).append(request)
 
-    def stop_waiting(self, read: Read) -> None:
-        """The read wants no slot any more."""
-        self._waiting[read.kind.slot_bytes].remove(read)
+    def withdraw(self, request: SlotRequest) -> None:
+        """Removes a request that has not been served."""
+        self._requests[request.kind.slot_bytes].remove(request)
+
+    # Distribution.
 
     def run(self) -> None:
-        """Hands out what is free, and evicts what will be needed; again, for as long as that frees something at once."""
+        """Hands out free slots and evicts for expected demand. Repeats while that frees slots at
+        once."""
         for _ in range(MAX_ROUNDS):
             if not self._round():
                 return
@@ -82,7 +89,7 @@ class SlotAllocator:
     def _round(self) -> bool:
         self._drain()
         shares, target = self._shares()
-        # Who has least of its share comes first.
+        # The class with the least of its share comes first.
         kinds = sorted(
             (self._pool.classes[size] for size in shares),
             key=lambda k: k.bytes / max(1, shares[k.slot_bytes]),
@@ -92,12 +99,12 @@ class SlotAllocator:
         reserves = {
             size: min(MAX_RESERVE, share // size // RESERVE_SHARE) for size, share in shares.items()
         }
-        wanted = {
+        ungranted = {
             kind.slot_bytes: self._grant(kind, target, reserves[kind.slot_bytes]) for kind in kinds
         }
         freed = False
         for kind in kinds:
-            needed = wanted[kind.slot_bytes] + reserves[kind.slot_bytes]
+            needed = ungranted[kind.slot_bytes] + reserves[kind.slot_bytes]
             missing = self._missing(kind, needed)
             if missing > 0:
                 freed = self._reclaim(kind, shares) or freed
@@ -107,16 +114,19 @@ class SlotAllocator:
         return freed
 
     def _shares(self) -> tuple[dict[int, int], int]:
-        """Bytes of the pool that each slot size in use may count on, and how many credits each engine and group gets.
+        """Fair share of the pool in bytes per slot size in use, and the number of credits per
+        engine and group.
 
-        Fair is room for as many objects of each group of each engine: a prefix needs one of each.
+        A fair share has room for equally many objects of each group of each engine, because a
+        prefix needs one of each.
         """
         users: dict[int, int] = {}
         for engine in self._engines.open.values():
-            for kind in engine.kinds:
-                users[kind.slot_bytes] = users.get(kind.slot_bytes, 0) + 1
-        for size, waiting in self._waiting.items():
-            if waiting:
+            for geometry in engine.geometries:
+                size = geometry.kind.slot_bytes
+                users[size] = users.get(size, 0) + 1
+        for size, requests in self._requests.items():
+            if requests:
                 users.setdefault(size, 1)
         one_of_each = max(1, sum(size * number for size, number in users.items()))
         shares = {
@@ -128,24 +138,22 @@ class SlotAllocator:
         )
 
     def _missing(self, kind: SlotClass, needed: int) -> int:
-        waiting = self._waiting.get(kind.slot_bytes)
+        requests = self._requests.get(kind.slot_bytes)
         coming = (
             sum(s.bytes for s in self._pool.draining()) // kind.slot_bytes
             if self._claimant is kind
             else 0
         )
-        supply = self._pool.available(kind) + kind.leaving + coming
-        return needed + (len(waiting) if waiting else 0) - supply
+        expected = self._pool.available(kind) + kind.evicting + coming
+        return needed + (len(requests) if requests else 0) - expected
 
     def _serve(self, kind: SlotClass) -> None:
-        waiting = self._waiting.get(kind.slot_bytes)
-        while waiting:
+        requests = self._requests.get(kind.slot_bytes)
+        while requests:
             slot = self._pool.take(kind, SlotState.READING)
             if slot is None:
                 return
-            read = waiting.popleft()
-            if self.begin is not None:
-                self.begin(read, slot)
+            requests.popleft().receive(slot)
 
     def _grant(self, kind: SlotClass, target: int, reserve: int) -> int:
         """Tops up the credits of one class; returns how many are still missing."""
@@ -155,41 +163,45 @@ class SlotAllocator:
         for engine in self._engines.open.values():
             for group, held in enumerate(engine.granted):
                 short = target - len(held)
-                if engine.kinds[group] is not kind or short <= 0:
+                if engine.geometries[group].kind is not kind or short <= 0:
                     continue
                 slots = []
                 spare = self._pool.available(kind) - reserve
-                for _ in range(
-                    min(short, max(spare, 0 if held else 1))
-                ):  # one even at the expense of reads
+                # An engine without any credit gets one even at the expense of reads.
+                for _ in range(min(short, max(spare, 0 if held else 1))):
                     slot = self._pool.take(kind, SlotState.GRANTED, engine.name, group)
                     if slot is None:
                         break
                     held[slot.offset] = slot
                     slots.append(slot.offset)
                 if slots:
-                    self._shared.emit(CreditsGranted(engine.name, group, tuple(slots)))
+                    self._context.emit(CreditsGranted(engine.name, group, tuple(slots)))
                 missing += short - len(slots)
         return missing
 
+    # Evictions.
+
     def _evict(self, kind: SlotClass, number: int) -> bool:
-        """Sends away so many objects of a class; True if any slot is free at once."""
-        policy = self._table.policy(kind)
+        """Evicts up to ``number`` objects of a class; True if that freed a slot at once."""
+        order = self._resident.order(kind)
         victims: list[Entry] = []
         while len(victims) < number:
-            victim = policy.victim()
+            victim = order.victim()
             if victim is None:
                 break
             victims.append(victim)
         return self._announce(victims)
 
     def _reclaim(self, kind: SlotClass, shares: dict[int, int]) -> bool:
-        """Takes room from classes that no open engine uses, and from those above their share while this one is below its
-        own; before the class evicts its own, for else it would never grow. One choice at a time; True if room is free at
-        once."""
+        """Takes segments from classes that no open engine uses, and from classes above their share
+        while this one is below its own. It precedes evictions from the class itself, which would
+        otherwise never grow.
+
+        One set of segments at a time. True if that freed space at once.
+        """
         if self._pool.draining():
             return False
-        # By a whole segment, so that two classes near their shares do not take turns.
+        # By at least one segment, so that two classes near their shares do not alternate.
         step = max(kind.slot_bytes, self._pool.pool_bytes // SEGMENTS_PER_POOL)
         below = kind.bytes + step <= shares[kind.slot_bytes]
         has_none = not kind.segments
@@ -208,11 +220,11 @@ class SlotAllocator:
         if not chosen:
             return False
         self._claimant = kind
-        self._shared.count("segments_reclaimed", "", "", len(chosen))
+        self._context.count("segments_reclaimed", "", "", len(chosen))
         return self._drain()
 
     def _drain(self) -> bool:
-        """Goes on with what ``_reclaim`` began; True if that has given room."""
+        """Continues a ``_reclaim``; True if that freed space."""
         draining = self._pool.draining()
         if not draining or self._claimant is None:
             return False
@@ -220,81 +232,63 @@ class SlotAllocator:
             slot.entry for segment in draining for slot in segment.slots if slot.entry is not None
         ]
         if any(entry.pins for entry in entries):
-            # Somebody came to need one of the objects, for nobody knows how long: another choice will do.
+            # A pin may last indefinitely. The next round chooses other segments.
             self._pool.stop_draining()
             return False
-        self._announce([entry for entry in entries if not entry.leaving])
+        self._announce([entry for entry in entries if not entry.evicting])
         return self._pool.finish_draining(self._claimant)
 
     def _announce(self, victims: list[Entry]) -> bool:
-        """Tells the schedulers that these objects, held by nobody, are leaving. Where there is none to tell they are gone
-        at once: True."""
+        """Notifies the schedulers that these objects are being evicted. Objects of a namespace
+        without schedulers are evicted at once; True if there were any."""
         by_namespace: dict[str, list[Entry]] = {}
         for entry in victims:
             by_namespace.setdefault(entry.namespace, []).append(entry)
-        gone = False
+        freed = False
         for namespace, entries in by_namespace.items():
             token = next(self._tokens)
             for entry in entries:
-                self._table.leave(entry, token)
-                self._pool.move(entry.slot, SlotState.EVICTING)
+                self._resident.begin_eviction(entry, token)
             if self._index.is_open(namespace):
-                until = self._shared.clock() + LEAVING_SECONDS
-                timer = self._shared.timers.at(until, partial(self._gone, token, "unanswered"))
-                self._leaving[token] = (entries, timer)
-                self._shared.emit(
+                until = self._context.clock() + EVICTION_ACK_SECONDS
+                timer = self._context.timers.at(until, partial(self._finish, token, "timed_out"))
+                self._notices[token] = (entries, timer)
+                self._context.emit(
                     KeysEvicting(namespace, token, tuple(entry.key for entry in entries))
                 )
             else:
-                self._remove(token, entries)
-                gone = True
-        return gone
+                self._discard(token, entries)
+                freed = True
+        return freed
 
-    def leaving_keys(self, namespace: str) -> set[bytes]:
-        """Keys of a namespace that are announced as leaving."""
+    def evicting_keys(self, namespace: str) -> set[bytes]:
+        """Keys of a namespace that are being evicted."""
         announced = (
-            (token, entry) for token, (entries, _) in self._leaving.items() for entry in entries
+            (token, entry) for token, (entries, _) in self._notices.items() for entry in entries
         )
         return {
             entry.key
             for token, entry in announced
-            if entry.leaving == token and entry.namespace == namespace
+            if entry.evicting == token and entry.namespace == namespace
         }
 
-    def left(self, token: int) -> None:
-        """Every scheduler of the namespace knows that these keys are leaving."""
-        if token in self._leaving:
-            self._leaving[token][1].cancel()
-            self._gone(token, "answered")
+    def acknowledge(self, token: int) -> None:
+        """Every scheduler of the namespace has dropped the keys of this notice."""
+        if token in self._notices:
+            self._notices[token][1].cancel()
+            self._finish(token, "acknowledged")
         else:
-            self._shared.count("late_eviction_acks")
+            self._context.count("late_eviction_acks")
 
-    def _gone(self, token: int, reason: str) -> None:
-        entries, _ = self._leaving.pop(token)
-        self._shared.count("eviction_notices_ended", "", reason)
-        self._remove(token, entries)
+    def _finish(self, token: int, reason: str) -> None:
+        entries, _ = self._notices.pop(token)
+        self._context.count("eviction_notices_ended", "", reason)
+        self._discard(token, entries)
 
-    def _remove(self, token: int, entries: list[Entry]) -> None:
+    def _discard(self, token: int, entries: list[Entry]) -> None:
         for entry in entries:
-            if entry.leaving == token:
-                self._shared.count("evictions")
-                if entry.kept is not None:
-                    self._shared.count("recovered_objects_dropped", "", "evicted")
-                self.discard(entry)
-
-    def discard(self, entry: Entry) -> None:
-        """Forgets an object that nobody holds and that is not leaving: its slot is free."""
-        # First of all, so that no tierd ever finds it in a slot that is somebody else's.
-        self._shared.erase(entry.slot.offset)
-        self._table.remove(entry)
-        self._pool.release(entry.slot)
-        self._index.change(entry.namespace, entry.key, entry.bit, False)
-
-    def rescue(self, entry: Entry) -> None:
-        """A leaving object is wanted after all: it stays, and is announced again to those who were told to forget
-        it."""
-        self._shared.count("evictions_cancelled")
-        self._table.stay(entry)
-        self._pool.move(entry.slot, SlotState.COMMITTED)
-        if self._index.is_open(entry.namespace):
-            self._shared.emit(PresenceChanged(entry.namespace, entry.key, entry.bit, True))
+            if entry.evicting == token:
+                self._context.count("evictions")
+                if entry.unverified is not None:
+                    self._context.count("recovered_objects_dropped", "", "evicted")
+                self._resident.discard(entry)

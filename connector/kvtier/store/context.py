@@ -1,10 +1,7 @@
-"""Things to do at a time: one heap, run by the owner from ``pump``.
+"""What every part of the store works with: counters, events, timers, the clock, the executor and
+the pool's memory.
 
-Equal times run in the order they were set, so that the same inputs always give the same sequence.
-
-Errors that nobody raises on purpose: bugs, in a tier or below it. They cost a miss like every other error, and must be seen.
-
-What all parts of the store work with, and what they need from outside.
+Only the store's thread uses it, except ``StoreContext.view``.
 """
 
 from __future__ import annotations
@@ -12,21 +9,27 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from kvtier.errors import TierError
 from kvtier.store.slot_table import SlotRecord, SlotTable, object_digest
+from kvtier.store.state import Entry
 from kvtier.store.types import Clock, IoExecutor, StoreCounters, StoreEvent
-from kvtier.tiers.checksum import Checksum
+from kvtier.tiers.checksum import Checksum, preferred
 
-if TYPE_CHECKING:
-    from kvtier.store.state import Entry
 COMPACT_ABOVE = 1024
-"""Cancelled timers stay in the heap until they come up; more than this many, and more than half of all, are swept."""
+"""Cancelled timers stay in the heap until they are due. The heap is compacted when more than this
+many, and more than half of all, are cancelled."""
+REPEAT_SECONDS = 600.0
+MAX_KINDS = 64
+"""Kinds of unexpected errors that are logged. Errors of further kinds are only counted."""
+
+_log = logging.getLogger("kvtier.store")
+_EMPTY = memoryview(b"")
 
 
 class Timer:
-    """A pending call. ``cancel`` forgets it; cancelling twice, or after it ran, is harmless."""
+    """A pending call. ``cancel`` is idempotent, and has no effect once the call has been made."""
 
     __slots__ = ("_owner", "call", "when")
 
@@ -36,14 +39,15 @@ class Timer:
         self._owner = owner
 
     def cancel(self) -> None:
-        """Makes sure that the call is not made."""
+        """Drops the call."""
         if self.call is not None:
             self.call = None
             self._owner.cancelled += 1
 
 
 class Timers:
-    """Pending timers, earliest first. Owner's thread only."""
+    """Pending timers, earliest first. Equal times run in the order of their scheduling, so that the
+    same inputs always give the same sequence."""
 
     def __init__(self) -> None:
         self.cancelled = 0
@@ -51,7 +55,8 @@ class Timers:
         self._sequence = 0
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
-        """Has ``call`` made by the first ``run_due`` whose time is at least ``when`` (seconds of the store's clock)."""
+        """Schedules ``call`` for the first ``run_due`` at or after ``when`` (seconds of the store's
+        clock)."""
         if self.cancelled > COMPACT_ABOVE and self.cancelled * 2 > len(self._heap):
             self._heap = [item for item in self._heap if item[2].call is not None]
             heapq.heapify(self._heap)
@@ -62,7 +67,8 @@ class Timers:
         return timer
 
     def run_due(self, now: float) -> None:
-        """Makes every call that is due. Calls set meanwhile for ``now`` or earlier are made by the next run."""
+        """Makes every call that is due. Calls that these schedule for ``now`` or earlier wait for
+        the next run."""
         last = self._sequence
         postponed = []
         while self._heap and self._heap[0][0] <= now:
@@ -79,29 +85,27 @@ class Timers:
             heapq.heappush(self._heap, item)
 
     def next_due(self) -> float | None:
-        """When the earliest pending call is due, or None."""
+        """When the earliest pending call is due; None if there is none."""
         while self._heap and self._heap[0][2].call is None:
             heapq.heappop(self._heap)
             self.cancelled -= 1
         return self._heap[0][0] if self._heap else None
 
 
-REPEAT_SECONDS = 600.0
-MAX_KINDS = 64
-"""Kinds that are told apart; what comes after that many is only counted."""
-_log = logging.getLogger("kvtier.store")
-
-
 class UnexpectedErrors:
-    """Logs each kind (where, type) once with its traceback, and again after ten minutes with how often it came since. Owner's thread
-    only."""
+    """Errors that no tier raises on purpose, that is, bugs. They cost a miss like any other error,
+    and are logged.
+
+    Each kind (place, type) is logged once with its traceback, and again after ten minutes with the
+    number of occurrences since.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kinds: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}
 
     def note(self, where: str, error: BaseException) -> None:
-        """Logs the error unless it is one of ours, or its kind was logged lately."""
+        """Logs the error, unless it is a ``TierError`` or its kind was logged recently."""
         if isinstance(error, TierError):
             return
         kind, now = (where, type(error)), self._clock()
@@ -111,52 +115,59 @@ class UnexpectedErrors:
         if known is not None and now - known[0] < REPEAT_SECONDS:
             self._kinds[kind] = (known[0], known[1] + 1)
             return
-        since = "" if known is None else f" ({known[1]} more since it was logged last)"
+        since = "" if known is None else f" ({known[1]} more since it was last logged)"
         self._kinds[kind] = (now, 0)
         _log.error("%s: unexpected %s%s", where, type(error).__name__, since, exc_info=error)
 
 
-NOTHING = memoryview(b"")
+@dataclass(frozen=True, slots=True)
+class StoreRuntime:
+    """What the store needs from its process. ``checksums`` computes the checksums of objects that
+    engines store."""
+
+    io: IoExecutor
+    clock: Clock
+    checksums: Checksum = field(default_factory=preferred)
+    counters: StoreCounters = field(default_factory=StoreCounters)
 
 
 class StoreContext:
-    """State that belongs to the store as a whole. Owner's thread only, except ``view``.
+    """State of the store as a whole. Only the store's thread uses it, except ``view``.
 
-    ``fenced``: no slot may be granted, evicted, hashed or read into, because workers of the pool's last tierd may still
-    write anywhere (DATAPATH 4).
+    While ``fenced``, no slot is granted, evicted, hashed or read into, because workers of the
+    previous tierd may still write anywhere in the pool.
     """
 
     def __init__(
-        self,
-        memory: memoryview | None,
-        io: IoExecutor,
-        clock: Clock,
-        checksums: Checksum,
-        counters: StoreCounters,
-        fenced: bool,
-        slot_table: SlotTable | None = None,
+        self, runtime: StoreRuntime, memory: memoryview | None, slot_table: SlotTable | None
     ) -> None:
-        self.io = io
-        self.clock = clock
-        self.checksums = checksums
-        self.counters = counters
-        self.fenced = fenced
+        self.io = runtime.io
+        self.clock = runtime.clock
+        self.checksums = runtime.checksums
+        self.counters = runtime.counters
+        self.fenced = True
         self.timers = Timers()
-        self.unexpected = UnexpectedErrors(clock)
+        self.unexpected = UnexpectedErrors(runtime.clock)
         self.events: list[StoreEvent] = []
+        self.count = runtime.counters.add
+        self.emit = self.events.append
+        """``count`` and ``emit`` are called once or more per key, hence bound here instead of
+        forwarded."""
         self._memory = memory
         self._slot_table = slot_table
 
     def view(self, offset: int, size: int) -> memoryview:
-        """``size`` bytes of the pool from ``offset``; empty where the store runs without memory. Any thread."""
-        return NOTHING if self._memory is None else self._memory[offset : offset + size]
+        """``size`` bytes of the pool from ``offset``; empty if the store runs without memory. Any
+        thread."""
+        return _EMPTY if self._memory is None else self._memory[offset : offset + size]
 
     def record(self, entry: Entry) -> None:
-        """Notes a sealed object for the next tierd."""
+        """Adds an object with checksums to the slot table, so that the next tierd can recover
+        it."""
         meta, segment = entry.meta, entry.slot.segment
         if self._slot_table is None or meta is None or not entry.persistent:
             return
-        why_not = self._slot_table.add(
+        failure = self._slot_table.add(
             SlotRecord(
                 entry.namespace,
                 entry.key,
@@ -169,23 +180,24 @@ class StoreContext:
                 object_digest(meta),
             )
         )
-        if why_not:
-            self.count("slot_records_failed", "", why_not)
+        if failure:
+            self.count("slot_records_failed", "", failure)
 
     def erase(self, offset: int) -> None:
-        """The next tierd shall not find anything in this slot. Before it is given away."""
-        why_not = "" if self._slot_table is None else self._slot_table.erase(offset)
-        if why_not:
-            self.count("slot_records_failed", "", why_not)
+        """Removes a slot from the slot table. Must precede any other use of the slot."""
+        failure = "" if self._slot_table is None else self._slot_table.erase(offset)
+        if failure:
+            self.count("slot_records_failed", "", failure)
 
-    def emit(self, event: StoreEvent) -> None:
-        """Queues an event for the owner."""
-        self.events.append(event)
-
-    def count(self, name: str, tier: str = "", reason: str = "", by: int = 1) -> None:
-        """Adds to a counter."""
-        self.counters.add(name, tier, reason, by)
+    def take_events(self) -> list[StoreEvent]:
+        """Returns the queued events, in order, and empties the queue."""
+        taken = list(self.events)
+        self.events.clear()
+        return taken
 
     def violation(self, reason: str) -> None:
-        """Counts something that a correct client does not do. It has no other effect."""
+        """Counts an action of a client that violates the protocol.
+
+        The action has no other effect.
+        """
         self.counters.add("protocol_violations", "", reason)

@@ -1,17 +1,16 @@
-"""Two non-negative coefficients from noisy measurements: ``y = a u + b v``.
+"""Cost model: what recomputing costs and what a tier delivers, as measured while serving.
 
-Of all solutions that two samples give, or one with a single coefficient, the one with the least weighted sum of
-``|log(expected / measured)|``, each counted up to ``CAP``. So what the weighted majority says counts: a single stall moves nothing, while a change that
-lasts is followed as soon as the samples since then weigh more than those before, be they ten times faster or slower. Exact
-data are hit exactly. (Least squares would let one sample that is a hundred times off decide.)
+``PrefillModel`` estimates how long the engine takes to compute a span of a prompt, ``TierModel``
+how long a tier takes to deliver a number of objects. Both use their last ``WINDOW`` measurements,
+recent ones with more weight, and return None before they have enough; a load is then limited by its
+timeout alone. Time is passed in. No locks: one owner per object.
 
-What recomputing costs and what a tier delivers, as measured while serving (DATAPATH 3).
-
-``PrefillModel`` says how long the engine takes to compute a span of a prompt, ``TierModel`` how long a tier takes to deliver
-a number of objects. Both look at their last ``WINDOW`` measurements, newer ones weighing more, and answer None before they
-have seen enough: a load then has its time limit alone.
-
-Time is passed in; no lock: one owner per object.
+``fit_coefficients`` fits two non-negative coefficients to noisy measurements, ``y = a u + b v``. Of
+all solutions that two samples give, or one sample with a single coefficient, it takes the one with
+the least weighted sum of ``|log(expected / measured)|``, each capped at ``CAP``. So the weighted
+majority decides: a single stall changes nothing, and a lasting change is followed as soon as the
+samples since then outweigh those before, however large it is. Exact data are fitted exactly. Least
+squares would let a single sample that is off by a factor of a hundred decide.
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 GAIN = 0.8
-"""A second coefficient must explain at least a fifth of the deviations: samples of nearly one shape would otherwise have
-their noise explained by coefficients that are absurd for every other shape."""
+"""A second coefficient must explain at least a fifth of the deviations: samples of nearly one cost
+would otherwise have their noise explained by coefficients that are absurd for every other cost."""
 CAP = 0.4
-"""A sample that is off by half is off; by how much more does not matter."""
+"""Deviations beyond this count alike."""
 EXACT = 1e-9
 TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement ``y`` (positive) at ``u`` and ``v`` (not negative, not both 0) of a positive ``weight``."""
+    """One measurement ``y`` (positive) at ``u`` and ``v`` (not negative, not both 0) of a positive
+    ``weight``."""
 
     u: float
     v: float
@@ -47,7 +48,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``a`` and ``b`` are at least 0; ``spread``: weighted mean of the relative deviations of the samples."""
+    """``a`` and ``b`` are at least 0; ``spread``: weighted mean of the relative deviations of the
+    samples."""
 
     a: float
     b: float
@@ -55,7 +57,8 @@ class Fit:
 
 
 def fit_coefficients(samples: Sequence[Sample], alone: str) -> Fit:
-    """Fits at least one sample. ``alone`` ("u" or "v"): which of the two explains samples that cannot tell them apart.
+    """Fits one or more samples. ``alone``: "u" or "v", the one that explains samples which do not
+    distinguish them.
 
     About 0.2 ms for 32 samples.
     """
@@ -80,7 +83,7 @@ def _ratios(y: Floats, x: Floats) -> Floats:
 def _pairs(u: Floats, v: Floats, y: Floats) -> tuple[Floats, Floats]:
     """The solutions through two samples each; -1 where there is none."""
     first, second = _indexes(len(y))
-    # In relative terms, so that the size of the samples does not matter for what counts as singular.
+    # Relative, so that the test for a singular matrix does not depend on the size of the samples.
     u1, v1, u2, v2 = (
         u[first] / y[first],
         v[first] / y[first],
@@ -115,24 +118,25 @@ def _best(a: Floats, b: Floats, u: Floats, v: Floats, y: Floats, weight: Floats)
 WINDOW = 32
 MIN_STEPS = 4
 MIN_STEP_TOKENS = 64
-"""A smaller step costs what a step costs, not what its tokens cost."""
+"""The cost of a smaller step is dominated by the step, not by its tokens."""
 STEPS_HALF_LIFE = 8
-"""In steps: an engine's speed changes seldom, a single step is often disturbed."""
+"""In steps. An engine's speed changes rarely, while single steps are often disturbed."""
 MIN_LOADS = 3
 UNKNOWN_SECONDS = 1.0
-"""A load under way counts with its age after this long where nothing is known of the tier."""
+"""Without an estimate for the tier, a load in progress counts with its age after this long."""
 LOADS_HALF_LIFE = 3
-"""In loads: after three that are slow, a tier is slow."""
+"""In loads. After three slow loads a tier counts as slow."""
 AGE_HALF_LIFE_SECONDS = 30.0
 MAX_AGE_FACTOR = 0.25
-"""Age makes old loads weigh less, but a row of them is never outweighed by a single one."""
+"""Lower bound for the weight of old loads: a single recent load never outweighs all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """Seconds to compute tokens a to b of a prompt: ``alpha (b - a) + beta (b^2 - a^2)``.
 
-    The second term is attention: on one H200 with an 8B model a token costs 24 us at 4K and 50 us at 64K.
+    The second term is attention: on one H200 with an 8B model a token costs 24 us at 4K and 50 us
+    at 64K.
     """
 
     alpha: float
@@ -144,7 +148,7 @@ class Prefill:
 
     @property
     def usable(self) -> bool:
-        """Whether these are numbers that anything can be derived from."""
+        """Whether both are finite, not negative and not both zero."""
         finite = math.isfinite(self.alpha) and math.isfinite(self.beta)
         return finite and self.alpha >= 0 and self.beta >= 0 and self.alpha + self.beta > 0
 
@@ -153,8 +157,9 @@ class Prefill:
 class PrefixCost:
     """Where the keys of a promotion lie in their prompt, and what computing them costs.
 
-    ``ends[i]``: tokens of the prompt that are there once keys 0 to i are; the first key begins at ``start_tokens``.
-    ``prefill``: None before there is an estimate. ``waited_seconds``: how long the request's clock has been running.
+    ``ends[i]``: tokens of the prompt up to the end of key i; the first key begins at
+    ``start_tokens``. ``prefill``: None without an estimate. ``waited_seconds``: time since the
+    request's first lookup.
     """
 
     start_tokens: int
@@ -162,9 +167,16 @@ class PrefixCost:
     prefill: Prefill | None = None
     waited_seconds: float = 0.0
 
+    def is_valid(self, keys: int) -> bool:
+        """Whether this describes ``keys`` keys. It comes from an engine, and is not trusted."""
+        if len(self.ends) != keys or (self.prefill is not None and not self.prefill.usable):
+            return False
+        rising = all(a < b for a, b in pairwise((self.start_tokens, *self.ends)))
+        return rising and self.start_tokens >= 0 and 0 <= self.waited_seconds < math.inf
+
 
 class PrefillModel:
-    """Fits ``Prefill`` to engine steps. About 0.3 ms for the first question after a step."""
+    """Fits ``Prefill`` to engine steps. The first estimate after a step takes about 0.3 ms."""
 
     __slots__ = ("_current", "_steps")
 
@@ -173,7 +185,8 @@ class PrefillModel:
         self._current: Prefill | None = None
 
     def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One engine step that took ``seconds`` to compute these (start, end) token spans and little else."""
+        """One engine step that took ``seconds`` to compute these (start, end) token spans and
+        little else."""
         linear = float(sum(end - start for start, end in spans))
         if linear < MIN_STEP_TOKENS or not math.isfinite(seconds) or seconds <= 0:
             return
@@ -185,7 +198,7 @@ class PrefillModel:
     def estimate(self) -> Prefill | None:
         """The engine's speed; None before there are ``MIN_STEPS`` steps."""
         if self._current is None and len(self._steps) >= MIN_STEPS:
-            # Larger steps tell more: what a step costs beside its tokens is a smaller part of them.
+            # Larger steps weigh more: the fixed cost of a step is a smaller part of them.
             samples = [
                 Sample(linear, quadratic, seconds, linear * 0.5 ** (age / STEPS_HALF_LIFE))
                 for age, (linear, quadratic, seconds) in enumerate(reversed(self._steps))
@@ -197,8 +210,8 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class TierEstimate:
-    """``latency_seconds`` of each round of reads, ``bytes_per_second`` of the tier as a whole (both may explain anything
-    that scales alike), ``spread``: relative deviation of what was measured from what these two say."""
+    """``latency_seconds``: per round of parallel reads. ``bytes_per_second``: of the tier as a
+    whole. ``spread``: mean relative deviation of the measurements from the estimate."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -210,11 +223,12 @@ class TierEstimate:
 
 
 IMMEDIATE = TierEstimate(0.0, math.inf)
-"""A tier that costs nothing: RAM, and one that nothing is known of yet."""
+"""A tier that costs nothing: RAM, and a tier without measurements."""
 
 
 class Batch:
-    """Reads of one tier that somebody asked for together, at most ``parallel`` at a time. ``open``: still running."""
+    """Reads of one tier that were requested together, at most ``parallel`` at a time. ``open``: in
+    progress."""
 
     __slots__ = (
         "began_at",
@@ -233,9 +247,9 @@ class Batch:
         self.ended_at = began_at
         self.parallel = parallel
         self.first = delivered
-        """Reads and bytes that the tier had delivered when the batch began."""
+        """Reads and bytes that the tier had delivered when the batch started."""
         self.last = delivered
-        """And when its last read so far ended."""
+        """The same when its latest read ended."""
         self.reads = 0
         self.bytes = 0
         self.open = 0
@@ -243,11 +257,12 @@ class Batch:
 
 
 class TierModel:
-    """Fits ``TierEstimate`` to loads: how long it took until a batch of reads was there, and what the tier delivered
-    meanwhile, other batches' reads included.
+    """Fits ``TierEstimate`` to batches of reads: the time until a batch was complete, and what the
+    tier delivered in that time, reads of other batches included.
 
-    A read that was given up counts with its true end, however late. A batch that takes longer than expected counts with its
-    age while it is under way, so a tier that gets stuck looks slower every second; one that answers nothing at all, at once.
+    A read that was given up counts with its actual end, however late. A batch that takes longer
+    than expected counts with its age while it is in progress, so a tier that hangs looks slower
+    every second; one that returns nothing at all does so at once.
     """
 
     def __init__(self, threads: int) -> None:
@@ -261,17 +276,18 @@ class TierModel:
         self._settled: TierEstimate | None = None
         self._stale = False
 
-    # What happens.
+    # Measurements.
 
     def begin(self, now: float, parallel: int = 0) -> Batch:
-        """Reads are about to be submitted together, at most ``parallel`` at a time (0: as many as there are threads)."""
+        """Starts a batch of reads, at most ``parallel`` at a time (0: as many as the tier has
+        threads)."""
         batch = Batch(now, min(parallel, self.threads) or self.threads, self._delivered)
         self._batches.append(batch)
         self.last_began_at = now
         return batch
 
     def submitted(self, batch: Batch, size_bytes: int) -> None:
-        """One read of the batch waits for a thread or has one."""
+        """Adds a read to the batch, when it is submitted."""
         batch.reads += 1
         batch.bytes += size_bytes
         batch.open += 1
@@ -279,33 +295,36 @@ class TierModel:
         self.queued_reads += 1
         self.queued_bytes += size_bytes
 
-    def hangs(self, size_bytes: int) -> None:
-        """One read is not expected to end any more: nothing waits behind it. Its batch goes on counting with its age."""
+    def mark_hung(self, size_bytes: int) -> None:
+        """A read hangs: no other read waits behind it.
+
+        Its batch continues to count with its age.
+        """
         self.queued_reads -= 1
         self.queued_bytes -= size_bytes
 
     def ended(
         self, batch: Batch, now: float, size_bytes: int, good: bool, hung: bool = False
     ) -> None:
-        """One read has returned. One that failed soon says nothing about speed; one that failed late does."""
+        """A read has returned. A failure counts as a measurement only if it took long."""
         if hung:
             self.queued_reads += 1
             self.queued_bytes += size_bytes
         if not good and not self._is_late(batch, now):
             self.withdrawn(batch, size_bytes)
             return
-        self._leave(batch, size_bytes)
+        self._close_read(batch, size_bytes)
         self._delivered = (self._delivered[0] + 1, self._delivered[1] + size_bytes)
         batch.ended_at, batch.last = now, self._delivered
         self._last_ended_at = max(self._last_ended_at, now)
 
     def withdrawn(self, batch: Batch, size_bytes: int) -> None:
-        """One read was taken back before it began."""
-        self._leave(batch, size_bytes)
+        """A read was revoked before it started."""
+        self._close_read(batch, size_bytes)
         batch.reads -= 1
         batch.bytes -= size_bytes
 
-    def _leave(self, batch: Batch, size_bytes: int) -> None:
+    def _close_read(self, batch: Batch, size_bytes: int) -> None:
         batch.open -= 1
         batch.open_bytes -= size_bytes
         self.queued_reads -= 1
@@ -313,27 +332,30 @@ class TierModel:
         if batch.open == 0:
             self._stale = True
 
-    # What is expected.
+    # Estimates.
 
     def settled(self, now: float) -> TierEstimate | None:
-        """What the tier has done so far; None before ``MIN_LOADS`` loads. 0.3 ms after a load has ended."""
+        """The estimate from completed batches; None before ``MIN_LOADS`` of them. Takes 0.3 ms
+        after a batch has ended."""
         if self._stale:
             self._settled, self._stale = self._fit(now, ()), False
         return self._settled
 
     def estimate(self, now: float) -> TierEstimate | None:
-        """The same, with what is late at ``now`` taken into account."""
+        """The same, including batches that are late at ``now``."""
         self.settled(now)
         late = [batch for batch in self._batches if batch.open and self._is_late(batch, now)]
         if not late:
             return self._settled
-        silent = now - max(late[0].began_at, self._last_ended_at)
-        if silent <= self._allowed(late[0]):
+        idle_seconds = now - max(late[0].began_at, self._last_ended_at)
+        if idle_seconds <= self._allowed(late[0]):
             return self._fit(now, late)
-        # Not one read has ended since: whoever comes next waits as long again, for all that is known.
+        # No read has ended since then. The next read is expected to wait as long again.
         if self._settled is None:
-            return TierEstimate(silent, math.inf)
-        return replace(self._settled, latency_seconds=max(self._settled.latency_seconds, silent))
+            return TierEstimate(idle_seconds, math.inf)
+        return replace(
+            self._settled, latency_seconds=max(self._settled.latency_seconds, idle_seconds)
+        )
 
     def _is_late(self, batch: Batch, now: float) -> bool:
         return now - batch.began_at > self._allowed(batch)
@@ -345,7 +367,7 @@ class TierModel:
         )
 
     def _work(self, batch: Batch) -> tuple[int, int]:
-        """Rounds and bytes that the tier was, or has to be, through with since the batch began for it to be there."""
+        """Rounds and bytes that the tier delivers from the start of the batch to its end."""
         reads, size_bytes = self._delivered if batch.open else batch.last
         reads += batch.open - batch.first[0]
         size_bytes += batch.open_bytes - batch.first[1]

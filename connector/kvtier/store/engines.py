@@ -1,8 +1,9 @@
-"""Open engines, and what remains of those that went.
+"""Open engines, and the quarantine of what closed engines may still use.
 
-An engine that went without proof may still be writing into slots it was given and reading those it was told about
-(the socket closes before the GPU has stopped), so they are quarantined: kept out of every other use until the process
-is proven gone, or for ``QUARANTINE_SECONDS`` (DATAPATH 4).
+An engine that closes without proof may still be writing into its slots and reading the slots of its
+loads: the socket closes before the GPU has stopped. These slots are in quarantine, excluded from
+every other use, until the engine's processes are confirmed dead or ``QUARANTINE_SECONDS`` have
+passed. Only the store's thread uses this module.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from __future__ import annotations
 from functools import partial
 
 from kvtier.errors import ProtocolError
+from kvtier.keys import MAX_GROUPS
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState
 from kvtier.store.slot_pool import SlotPool
-from kvtier.store.state import Entry, Slot, SlotState
+from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotState
 from kvtier.store.types import EngineInfo
 from kvtier.tiers.base import aligned
 
 QUARANTINE_SECONDS = 60.0
-MAX_GROUPS = 255
-"""A key begins with its group as one byte."""
 
 
 class SlotQuarantine:
-    """What one engine that went may still touch."""
+    """What one closed engine may still use."""
 
     __slots__ = ("entries", "slots", "timer")
 
@@ -34,99 +34,108 @@ class SlotQuarantine:
         self.timer: Timer | None = None
 
 
-def check_info(info: EngineInfo) -> None:
+def check_engine_info(info: EngineInfo) -> None:
     """Raises ``ProtocolError`` if an engine's description contradicts itself."""
-    if (
-        not info.slot_bytes
-        or len(info.slot_bytes) > MAX_GROUPS
-        or len(info.slot_bytes) != len(info.shard_bytes)
-    ):
+    sizes, shards = info.slot_bytes, info.shard_bytes
+    if not 1 <= len(sizes) == len(shards) <= MAX_GROUPS:
         raise ProtocolError(
-            f"engine {info.engine}: {len(info.slot_bytes)} slot sizes and {len(info.shard_bytes)} lists of shard sizes; "
-            f"there must be as many of both, 1 to {MAX_GROUPS}"
+            f"engine {info.engine}: {len(sizes)} slot sizes, {len(shards)} lists of shard sizes: "
+            f"must be one of each per group, 1 to {MAX_GROUPS} groups"
         )
-    for group, (slot_bytes, shards) in enumerate(
-        zip(info.slot_bytes, info.shard_bytes, strict=True)
-    ):
-        payload = sum(map(aligned, shards))
-        if min(shards, default=0) <= 0 or payload != slot_bytes:
+    for group, (slot_bytes, of_group) in enumerate(zip(sizes, shards, strict=True)):
+        payload = sum(map(aligned, of_group))
+        if min(of_group, default=0) <= 0 or payload != slot_bytes:
             raise ProtocolError(
-                f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of {list(shards)} "
-                f"bytes; shards must be positive and a slot the sum of their aligned sizes ({payload})"
+                f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of "
+                f"{list(of_group)} bytes: must be the sum of the aligned shard sizes ({payload}), "
+                "all positive"
             )
-    if (
-        not info.writer_ranks
-        or min(info.writer_ranks) < 0
-        or len(set(info.writer_ranks)) != len(info.writer_ranks)
-    ):
+    ranks = info.writer_ranks
+    if not ranks or min(ranks) < 0 or len(set(ranks)) != len(ranks):
         raise ProtocolError(
-            f"engine {info.engine}: writer ranks {list(info.writer_ranks)}; there must be one or more, distinct"
+            f"engine {info.engine}: writer ranks {list(ranks)}: must be one or more, distinct"
         )
 
 
 class EngineRegistry:
-    """Open engines by name, and the quarantine. Owner's thread only."""
+    """Open engines by name, and quarantined slots by the name of their engine."""
 
-    def __init__(self, shared: StoreContext, pool: SlotPool, table: ResidentObjects) -> None:
+    def __init__(self, context: StoreContext, pool: SlotPool, resident: ResidentObjects) -> None:
         self.open: dict[str, EngineState] = {}
-        self._shared = shared
+        self._context = context
         self._pool = pool
-        self._table = table
+        self._resident = resident
         self._quarantined: dict[str, list[SlotQuarantine]] = {}
 
-    def add(self, info: EngineInfo) -> EngineState:
-        """Opens an engine. Raises ``ProtocolError`` (``check_info``)."""
-        check_info(info)
-        kinds = tuple(self._pool.slot_class(size) for size in info.slot_bytes)
-        engine = self.open[info.engine] = EngineState(info, kinds)
-        for group, kind in enumerate(kinds):
-            if kind.slot_bytes > self._pool.pool_bytes:
-                self._shared.count("pool_too_small", "", f"group_{group}")
+    def get(self, name: str) -> EngineState | None:
+        """The open engine of this name; None, counted as a protocol violation, if there is none."""
+        engine = self.open.get(name)
+        if engine is None:
+            self._context.violation("unknown_engine")
         return engine
 
-    def let_go(
+    def add(self, info: EngineInfo) -> EngineState:
+        """Opens an engine. Raises ``ProtocolError`` (``check_engine_info``)."""
+        check_engine_info(info)
+        geometries = tuple(
+            ObjectGeometry(self._pool.slot_class(size), shards, size)
+            for size, shards in zip(info.slot_bytes, info.shard_bytes, strict=True)
+        )
+        engine = self.open[info.engine] = EngineState(info, geometries)
+        for group, geometry in enumerate(geometries):
+            if geometry.kind.slot_bytes > self._pool.pool_bytes:
+                self._context.count("pool_too_small", "", f"group_{group}")
+        return engine
+
+    def release_or_quarantine(
         self,
         engine: EngineState,
         slots: list[Slot],
         entries: list[Entry],
-        proven: bool,
+        confirmed_dead: bool,
         expires: bool = True,
     ) -> None:
-        """Frees what an engine held, or quarantines it until it is proven gone. ``entries`` are pinned, once per mention.
-        ``expires``: without proof, for ``QUARANTINE_SECONDS``."""
+        """Closes an engine. Frees what it held if its processes are ``confirmed_dead``, else
+        quarantines it.
+
+        ``entries`` are pinned, once per occurrence. With ``expires`` the quarantine ends after
+        ``QUARANTINE_SECONDS``.
+        """
         del self.open[engine.name]
         slots = slots + [slot for group in engine.granted for slot in group.values()]
         quarantine = SlotQuarantine(slots, entries)
-        if proven or not (slots or entries):
+        if confirmed_dead or not (slots or entries):
             self._free(quarantine)
             return
         for slot in slots:
             self._pool.move(slot, SlotState.QUARANTINED, engine.name)
         self._quarantined.setdefault(engine.name, []).append(quarantine)
-        self._shared.count("slots_quarantined", "", "", len(slots) + len(entries))
+        self._context.count("slots_quarantined", "", "", len(slots) + len(entries))
         if not expires:
             return
-        expire = partial(self._expire, engine.name, quarantine)
-        quarantine.timer = self._shared.timers.at(self._shared.clock() + QUARANTINE_SECONDS, expire)
+        until = self._context.clock() + QUARANTINE_SECONDS
+        quarantine.timer = self._context.timers.at(
+            until, partial(self._expire, engine.name, quarantine)
+        )
 
-    def proven_gone(self, name: str) -> None:
-        """The processes of every engine of this name that went are gone: nothing of theirs is touched any more."""
+    def confirm_dead(self, name: str) -> None:
+        """Ends the quarantine of every closed engine of this name: their processes are dead."""
         for quarantine in self._quarantined.pop(name, []):
             if quarantine.timer is not None:
                 quarantine.timer.cancel()
-            self._shared.count("quarantine_ended", "", "proven")
+            self._context.count("quarantine_ended", "", "confirmed")
             self._free(quarantine)
 
     def _expire(self, name: str, quarantine: SlotQuarantine) -> None:
-        rest = self._quarantined[name]
-        rest.remove(quarantine)
-        if not rest:
+        remaining = self._quarantined[name]
+        remaining.remove(quarantine)
+        if not remaining:
             del self._quarantined[name]
-        self._shared.count("quarantine_ended", "", "expired")
+        self._context.count("quarantine_ended", "", "expired")
         self._free(quarantine)
 
     def _free(self, quarantine: SlotQuarantine) -> None:
         for slot in quarantine.slots:
             self._pool.release(slot)
         for entry in reversed(quarantine.entries):
-            self._table.unpin(entry)
+            self._resident.unpin(entry)

@@ -1,18 +1,15 @@
-"""One call on an I/O thread, which its owner can take back for as long as no thread has begun it.
+"""Calls that may block: ``IoCall``, and the thread pools that run them.
 
-Whether a slot may be touched by a call is decided here: a job that was revoked never touches anything, a job that has
-begun owns its memory until it returns.
+Whether a call may touch its slot is decided here. A call that was revoked never runs; a call that
+has started owns its memory until it returns.
 
-The executor of real life: daemon threads, a pool per lane.
-
-A call that hangs keeps its thread, and nothing else: other lanes have their own, the owner never waits, and a process
-exits without joining. Threads start when there is something to do, up to the lane's number, and end with the executor.
+A call that hangs occupies its thread and nothing else: other lanes have their own threads, the
+owner never waits, and the process exits without joining them. Threads start on demand, up to the
+size of the lane, and end with the executor.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,13 +23,15 @@ Finished = Callable[[object, BaseException | None], None]
 
 
 class IoCall:
-    """A submitted call. ``started_at`` and ``finished_at`` are written by the thread that makes it, and only read
-    elsewhere."""
+    """A call on an I/O thread. The owner can revoke it until a thread has started it.
+
+    ``started_at`` and ``finished_at`` are written by that thread and only read elsewhere.
+    """
 
     __slots__ = (
+        "_claim",
         "_clock",
         "_finished",
-        "_right_to_begin",
         "finished_at",
         "started_at",
         "submitted_at",
@@ -46,36 +45,37 @@ class IoCall:
         self._clock = clock
         self.work = work
         self._finished = finished
-        # list.pop is atomic: of the thread that wants to begin and the owner that wants to revoke, exactly one gets the
-        # item.
-        self._right_to_begin = [True]
+        # list.pop is atomic: of the thread that starts the call and the owner that revokes it,
+        # exactly one gets the item.
+        self._claim = [True]
 
     def submit(self, io: IoExecutor, lane: str) -> IoCall:
-        """Hands the call to ``lane``. Owner's thread."""
+        """Submits the call to ``lane``. Owner's thread."""
         io.submit(lane, self, self._done)
         return self
 
     def begin(self) -> bool:
-        """The thread that makes the call: whether it may. Executors call the job itself; only tests that let a call
-        hang in the middle begin it separately."""
+        """Claims the call for the calling thread; False if it was revoked. ``__call__`` does this;
+        only executors that suspend a call in the middle do it separately."""
         if not self._take():
             return False
         self.started_at = self._clock()
         return True
 
     def revoke(self) -> bool:
-        """Owner's thread: True if the call had not begun; then it never will, and ``finished`` is not called."""
+        """True if the call has not started. It never starts then, and ``finished`` is not called.
+        Owner's thread."""
         return self._take()
 
     def _take(self) -> bool:
         try:
-            self._right_to_begin.pop()
+            self._claim.pop()
         except IndexError:
             return False
         return True
 
     def __call__(self) -> object:
-        """Makes the call, unless it was revoked."""
+        """Runs the call, unless it was revoked."""
         if self.started_at is None and not self.begin():
             return _SKIPPED
         try:
@@ -91,20 +91,20 @@ class IoCall:
         self._finished(result, error)
 
     def seconds(self, now: float) -> float:
-        """How long the call has been running, or ran; 0 if it has not begun."""
+        """How long the call has been running, or ran; 0 if it has not started."""
         if self.started_at is None:
             return 0.0
         return (now if self.finished_at is None else self.finished_at) - self.started_at
 
 
 MAX_QUEUED = 65_536
-"""Calls that wait per lane. The store keeps far below: each call has a slot, and each lane its own bound."""
+"""Queued calls per lane. The store stays far below: each call has a slot, and each lane a bound."""
 Call = Callable[[], object]
 Done = Callable[[object, BaseException | None], None]
 
 
-class _Lane:
-    """One pool. ``ready`` guards everything here."""
+class _ThreadLane:
+    """One thread pool. ``ready`` guards all of it."""
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
@@ -120,22 +120,17 @@ class _Lane:
 class ThreadExecutor:
     """Runs calls on threads and hands their results to the owner.
 
-    ``lanes``: how many threads each may have; a lane that is not named has one. ``wake``: called on an I/O thread when
-    something has finished since the last ``collect``; without it, ``fileno`` can be polled instead.
+    ``lanes``: threads per lane; other lanes have one. ``wake``: called on an I/O thread when a call
+    has finished, at least once between two calls of ``collect``; the owner then calls ``collect``.
     """
 
     def __init__(self, lanes: Mapping[str, int], wake: Callable[[], None] | None = None) -> None:
         self._sizes = dict(lanes)
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _ThreadLane] = {}
         self._finished: SimpleQueue[tuple[Done, object, BaseException | None]] = SimpleQueue()
         self._woken = threading.Event()
         self._wake = wake
         self._closed = False
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        """Readable while something waits for ``collect``."""
-        return self._event_fd
 
     def submit(self, lane: str, call: Call, done: Done) -> None:
         """Runs ``call`` on a thread of ``lane``. Owner's thread."""
@@ -143,19 +138,21 @@ class ThreadExecutor:
         with pool.ready:
             if self._closed or len(pool.queue) >= MAX_QUEUED:
                 reason = (
-                    "the executor is closed" if self._closed else f"{MAX_QUEUED} calls are waiting"
+                    "the executor is closed" if self._closed else f"{MAX_QUEUED} calls are queued"
                 )
                 self._complete(done, None, TierUnavailableError(f"{lane}: {reason}"))
                 return
             pool.queue.append((call, done))
             pool.ready.notify()
-            # A thread that was notified counts as idle until it runs, so what waits is compared with all that are idle: a call must
-            # not wait behind another one, which may hang, while the lane has threads left.
+            # A notified thread counts as idle until it runs, so the queue is compared with the
+            # number of idle threads. A call must not wait behind another one, which may hang, while
+            # the lane may start further threads.
             if len(pool.queue) > pool.idle and pool.threads < pool.max_threads:
                 self._start_thread(pool)
 
-    def _start_thread(self, pool: _Lane) -> None:
-        """``pool.ready`` is held. Where the system has no thread left, those there are do the work, and without any nobody can."""
+    def _start_thread(self, pool: _ThreadLane) -> None:
+        """Call with ``pool.ready`` held. If the system has no thread left, the lane's other threads
+        run the calls; without any, the calls fail."""
         name = f"kvtier-{pool.name}-{pool.threads + 1}"
         try:
             threading.Thread(target=self._serve, args=(pool,), name=name, daemon=True).start()
@@ -168,13 +165,13 @@ class ThreadExecutor:
             return
         pool.threads += 1
 
-    def _lane(self, name: str) -> _Lane:
+    def _lane(self, name: str) -> _ThreadLane:
         pool = self._lanes.get(name)
         if pool is None:
-            pool = self._lanes[name] = _Lane(name, max(1, self._sizes.get(name, 1)))
+            pool = self._lanes[name] = _ThreadLane(name, max(1, self._sizes.get(name, 1)))
         return pool
 
-    def _serve(self, pool: _Lane) -> None:
+    def _serve(self, pool: _ThreadLane) -> None:
         while True:
             with pool.ready:
                 pool.idle += 1
@@ -191,12 +188,12 @@ class ThreadExecutor:
             try:
                 result = call()
             except BaseException as error:  # noqa: BLE001
-                # A thread of the pool outlives whatever its call raises; the owner judges it.
+                # A thread outlives whatever its call raises. The owner handles the error.
                 failure = error
             with pool.ready:
                 pool.running -= 1
             self._complete(done, result, failure)
-            # A thread that waits for its next call must not keep the last one's memory alive.
+            # A thread that waits for its next call must not keep the memory of the last one alive.
             del call, done, result, failure
 
     def _complete(self, done: Done, result: object, error: BaseException | None) -> None:
@@ -205,15 +202,13 @@ class ThreadExecutor:
             self._woken.set()
             if self._wake is not None:
                 self._wake()
-            os.eventfd_write(self._event_fd, 1)
 
     def collect(self) -> int:
         """Calls ``done`` of everything that has finished; returns how many. Owner's thread only."""
         if self._woken.is_set():
-            # Cleared before the queue is emptied: what comes in meanwhile wakes the owner once more.
+            # Before the queue is emptied, so that a call that finishes now wakes the owner once
+            # more.
             self._woken.clear()
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._event_fd)
         count = 0
         for _ in range(self._finished.qsize()):
             try:
@@ -225,7 +220,7 @@ class ThreadExecutor:
         return count
 
     def running(self, lane: str) -> int:
-        """Calls of a lane that have begun and not returned, hung ones included."""
+        """Calls of a lane that have started and not returned, hung ones included."""
         pool = self._lanes.get(lane)
         return 0 if pool is None else pool.running
 
@@ -235,8 +230,8 @@ class ThreadExecutor:
         return 0 if pool is None else len(pool.queue)
 
     def close(self) -> None:
-        """Begins no further call and lets idle threads end. Does not wait for those that run; their results are
-        dropped."""
+        """Starts no further call and ends idle threads. Does not wait for running calls; their
+        results are dropped."""
         self._closed = True
         for pool in self._lanes.values():
             with pool.ready:

@@ -1,14 +1,8 @@
-"""Which object goes when a slot is needed.
+"""The memory tier: objects in RAM, how long they stay, and which one is evicted next.
 
-A policy orders the objects of one slot class. Objects in use (pinned) are *parked*: they stay known and are no victims.
-
-Adaptive replacement: recently used and often used objects compete for room, and what went too early decides.
-
-After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with two differences that come from
-where it is used. Objects in use (parked) are in neither list, as they cannot go; and the size is not fixed, because slots move
-between classes: it is the number of objects that are resident at the moment.
-
-The memory tier: committed objects by key, what keeps them, and which one goes next.
+``ResidentObjects`` is the only place where an object enters or leaves RAM, so that the slot, the
+presence index, the slot table and the eviction order always agree. Only the store's thread uses
+this module.
 """
 
 from __future__ import annotations
@@ -17,71 +11,79 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from kvtier.store.state import Entry, SlotClass
+from kvtier.store.context import StoreContext
+from kvtier.store.presence import PresenceIndex
+from kvtier.store.slot_pool import SlotPool
+from kvtier.store.state import Entry, SlotClass, SlotState
+from kvtier.store.types import PresenceChanged
 
 T = TypeVar("T")
 
 
 class EvictionOrder(Protocol[T]):
-    """Order of eviction. Every object is admitted once, then parked and offered any number of times, then forgotten."""
+    """The order in which the objects of one slot class are evicted.
+
+    An object is admitted once, then parked and offered any number of times, then forgotten. A
+    parked object is in use and never a victim.
+    """
 
     def admit(self, item: T) -> None:
-        """The object is resident, and parked."""
+        """Adds an object, parked."""
         ...
 
     def hit(self, item: T) -> None:
-        """The object was used again."""
+        """Notes a use of the object."""
         ...
 
     def park(self, item: T) -> None:
-        """The object is in use and must not be a victim."""
+        """Excludes the object from eviction."""
         ...
 
     def offer(self, item: T) -> None:
-        """The object may be a victim again; it was in use just now."""
+        """Makes a parked object the most recently used candidate."""
         ...
 
     def forget(self, item: T) -> None:
-        """The object is gone."""
+        """Removes the object."""
         ...
 
     def victim(self) -> T | None:
-        """The next object to go, which is parked by this call; None if all are in use."""
+        """Parks and returns the next object to evict; None if all are in use."""
         ...
 
     def __len__(self) -> int:
-        """How many objects could be victims."""
+        """How many objects can be evicted."""
         ...
 
 
 class LruPolicy(Generic[T]):
-    """Least recently used first."""
+    """Evicts the least recently used object first."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[T, None] = OrderedDict()
 
     def admit(self, item: T) -> None:
-        """The object is resident, and parked."""
+        """Adds an object, parked."""
 
     def hit(self, item: T) -> None:
-        """The object was used again: it is the last to go. One that is parked will be when it is offered."""
+        """Makes the object the most recently used one. For a parked object ``offer`` does that."""
         if item in self._order:
             self._order.move_to_end(item)
 
     def park(self, item: T) -> None:
-        """The object is in use and must not be a victim."""
+        """Excludes the object from eviction."""
         self._order.pop(item, None)
 
     def offer(self, item: T) -> None:
-        """The object may be a victim again, the last of all."""
+        """Makes a parked object the most recently used candidate."""
         self._order[item] = None
 
     def forget(self, item: T) -> None:
-        """The object is gone."""
+        """Removes the object."""
         self._order.pop(item, None)
 
     def victim(self) -> T | None:
-        """The least recently used object, parked."""
+        """Parks and returns the least recently used object."""
         return self._order.popitem(last=False)[0] if self._order else None
 
     def __len__(self) -> int:
@@ -92,41 +94,45 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class ArcPolicy(Generic[KeyT]):
-    """An ``EvictionOrder`` that one long scan does not empty.
+    """Adaptive replacement: a single long scan does not displace objects that are used often.
 
-    ``name`` gives what stays the same when an object comes back as another item: the ghosts of what went are kept by it, at
-    most as many as there are resident objects.
+    After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with
+    two differences. Parked objects are in neither list, because they cannot be evicted. And the
+    size is not fixed, because slots move between classes: it is the number of resident objects.
+
+    ``identify`` returns the identity of an item, which is the same when the object is stored again.
+    Ghosts remember evicted objects by it; there are at most as many ghosts as resident objects.
     """
 
-    def __init__(self, name: Callable[[KeyT], Hashable]) -> None:
-        self._name = name
+    def __init__(self, identify: Callable[[KeyT], Hashable]) -> None:
+        self._identify = identify
         self._recent: OrderedDict[KeyT, None] = OrderedDict()
         self._often: OrderedDict[KeyT, None] = OrderedDict()
         self._is_often: dict[KeyT, bool] = {}
         self._recent_ghosts: OrderedDict[Hashable, None] = OrderedDict()
         self._often_ghosts: OrderedDict[Hashable, None] = OrderedDict()
         self.target_recent = 0.0
-        """How many of the resident objects should be such that were used once."""
+        """Target for the number of resident objects that were used once."""
 
     def admit(self, item: KeyT) -> None:
-        """The object is resident, and parked. One that went lately shows which list was too short."""
-        name = self._name(item)
+        """Adds an object, parked. A ghost of it shows which list was too short."""
+        identity = self._identify(item)
         recent, often = len(self._recent_ghosts), len(self._often_ghosts)
         came_back = True
-        if name in self._recent_ghosts:
+        if identity in self._recent_ghosts:
             self.target_recent = min(
                 float(len(self._is_often) + 1), self.target_recent + max(1.0, often / recent)
             )
-            del self._recent_ghosts[name]
-        elif name in self._often_ghosts:
+            del self._recent_ghosts[identity]
+        elif identity in self._often_ghosts:
             self.target_recent = max(0.0, self.target_recent - max(1.0, recent / often))
-            del self._often_ghosts[name]
+            del self._often_ghosts[identity]
         else:
             came_back = False
         self._is_often[item] = came_back
 
     def hit(self, item: KeyT) -> None:
-        """The object was used again."""
+        """Notes a use of the object."""
         self._is_often[item] = True
         if item in self._recent:
             del self._recent[item]
@@ -135,19 +141,19 @@ class ArcPolicy(Generic[KeyT]):
             self._often.move_to_end(item)
 
     def park(self, item: KeyT) -> None:
-        """The object is in use and must not be a victim."""
+        """Excludes the object from eviction."""
         self._recent.pop(item, None)
         self._often.pop(item, None)
 
     def offer(self, item: KeyT) -> None:
-        """The object may be a victim again, the last of its list."""
+        """Makes a parked object the most recently used one of its list."""
         (self._often if self._is_often[item] else self._recent)[item] = None
 
     def forget(self, item: KeyT) -> None:
-        """The object is gone."""
+        """Removes the object."""
         self.park(item)
         ghosts = self._often_ghosts if self._is_often.pop(item) else self._recent_ghosts
-        ghosts[self._name(item)] = None
+        ghosts[self._identify(item)] = None
         while len(self._recent_ghosts) + len(self._often_ghosts) > max(1, len(self._is_often)):
             longer = (
                 self._recent_ghosts
@@ -157,7 +163,7 @@ class ArcPolicy(Generic[KeyT]):
             longer.popitem(last=False)
 
     def victim(self) -> KeyT | None:
-        """The oldest object of the list that is longer than it should be, parked."""
+        """Parks and returns the oldest object of the list that exceeds its target."""
         if self._recent and (len(self._recent) > self.target_recent or not self._often):
             return self._recent.popitem(last=False)[0]
         return self._often.popitem(last=False)[0] if self._often else None
@@ -167,75 +173,102 @@ class ArcPolicy(Generic[KeyT]):
 
 
 class ResidentObjects:
-    """Objects in RAM. Owner's thread only. An entry that leaves is held by nobody; whoever wants it calls ``stay``
-    first."""
+    """Objects in RAM by namespace and key.
 
-    def __init__(self, policy: Callable[[], EvictionOrder[Entry]]) -> None:
+    An object that is being evicted is not pinned. Call ``cancel_eviction`` before using it.
+    """
+
+    def __init__(
+        self,
+        context: StoreContext,
+        pool: SlotPool,
+        index: PresenceIndex,
+        new_order: Callable[[], EvictionOrder[Entry]],
+    ) -> None:
+        self._context = context
+        self._pool = pool
+        self._index = index
+        self._new_order = new_order
         self._entries: dict[tuple[str, bytes], Entry] = {}
-        self._new_policy = policy
-        self._policies: dict[int, EvictionOrder[Entry]] = {}
+        self._orders: dict[int, EvictionOrder[Entry]] = {}
         self.pinned_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, namespace: str, key: bytes) -> Entry | None:
-        """The object, leaving ones included."""
+        """The object, including one that is being evicted."""
         return self._entries.get((namespace, key))
 
     def entries(self) -> Iterable[Entry]:
         """All objects."""
         return self._entries.values()
 
-    def add(self, entry: Entry) -> None:
-        """Takes in an object whose key is not there yet. It can be evicted from now on."""
+    def commit(self, entry: Entry) -> None:
+        """Adds an object whose key is not resident, announces it, and makes it a candidate for
+        eviction."""
         self._entries[entry.namespace, entry.key] = entry
-        policy = self.policy(entry.slot.segment.kind)
-        policy.admit(entry)
-        policy.offer(entry)
+        slot = entry.slot
+        self._pool.move(slot, SlotState.COMMITTED)
+        order = self.order(slot.segment.kind)
+        order.admit(entry)
+        order.offer(entry)
+        self._context.record(entry)
+        self._index.change(entry.namespace, entry.key, entry.bit, True)
 
-    def remove(self, entry: Entry) -> None:
-        """Forgets an object that nobody holds."""
+    def discard(self, entry: Entry) -> None:
+        """Removes an object that is not pinned, and frees its slot."""
+        slot = entry.slot
+        # Before the slot can be used for anything else, so that no later tierd finds the object in
+        # it.
+        self._context.erase(slot.offset)
         del self._entries[entry.namespace, entry.key]
-        entry.slot.entry = None
-        self.policy(entry.slot.segment.kind).forget(entry)
+        slot.entry = None
+        self._orders[slot.segment.kind.slot_bytes].forget(entry)
+        self._pool.release(slot)
+        self._index.change(entry.namespace, entry.key, entry.bit, False)
 
     def pin(self, entry: Entry) -> None:
-        """Keeps the object where it is until ``unpin``."""
+        """Keeps the object in its slot until ``unpin``."""
         entry.pins += 1
         if entry.pins == 1:
-            self.pinned_bytes += entry.slot.segment.kind.slot_bytes
-            self.policy(entry.slot.segment.kind).park(entry)
+            size = entry.slot.segment.kind.slot_bytes
+            self.pinned_bytes += size
+            self._orders[size].park(entry)
 
     def unpin(self, entry: Entry) -> None:
-        """Undoes one ``pin``."""
+        """Reverts one ``pin``."""
         entry.pins -= 1
         if entry.pins == 0:
-            self.pinned_bytes -= entry.slot.segment.kind.slot_bytes
-            self.policy(entry.slot.segment.kind).offer(entry)
+            size = entry.slot.segment.kind.slot_bytes
+            self.pinned_bytes -= size
+            self._orders[size].offer(entry)
 
     def hit(self, entry: Entry) -> None:
-        """Notes that the object was wanted."""
-        entry.seen += 1
-        self.policy(entry.slot.segment.kind).hit(entry)
+        """Notes a use of the object."""
+        entry.uses += 1
+        self._orders[entry.slot.segment.kind.slot_bytes].hit(entry)
 
-    def stay(self, entry: Entry) -> None:
-        """The object is not leaving after all."""
-        entry.leaving = 0
-        self.policy(entry.slot.segment.kind).offer(entry)
+    def begin_eviction(self, entry: Entry, token: int) -> None:
+        """Excludes an object that is not pinned from further evictions: the notice ``token`` names
+        it."""
+        entry.evicting = token
+        self._orders[entry.slot.segment.kind.slot_bytes].park(entry)
+        self._pool.move(entry.slot, SlotState.EVICTING)
 
-    def leave(self, entry: Entry, token: int) -> None:
-        """The object, held by nobody, is announced as leaving: it is nobody's victim any more."""
-        entry.leaving = token
-        self.policy(entry.slot.segment.kind).park(entry)
+    def cancel_eviction(self, entry: Entry) -> None:
+        """Keeps an object that is being evicted, and announces it again to the schedulers that have
+        dropped it."""
+        self._context.count("evictions_cancelled")
+        entry.evicting = 0
+        self._orders[entry.slot.segment.kind.slot_bytes].offer(entry)
+        self._pool.move(entry.slot, SlotState.COMMITTED)
+        if self._index.is_open(entry.namespace):
+            self._context.emit(PresenceChanged(entry.namespace, entry.key, entry.bit, True))
 
-    def policy(self, kind: SlotClass) -> EvictionOrder[Entry]:
-        """The order of eviction of one slot class."""
-        found = self._policies.get(kind.slot_bytes)
+    def order(self, kind: SlotClass) -> EvictionOrder[Entry]:
+        """The eviction order of one slot class."""
+        found = self._orders.get(kind.slot_bytes)
         if found is None:
-            found = self._policies[kind.slot_bytes] = self._new_policy()
+            found = self._orders[kind.slot_bytes] = self._new_order()
         return found
-
-    def evictable(self, kind: SlotClass) -> int:
-        """How many objects of a class could be evicted."""
-        return len(self.policy(kind))

@@ -1,3 +1,10 @@
+"""Records of operations in progress: reservations, loads, promotions and reads, and the engines
+they belong to.
+
+Plain state without rules. ``transfers`` owns reservations and loads, ``promotion`` owns promotions,
+``tier_reads`` owns reads, ``engines`` owns engines. Only the store's thread touches them.
+"""
+
 from __future__ import annotations
 
 from collections import deque
@@ -9,18 +16,51 @@ from kvtier.store.cost_model import Batch
 from kvtier.store.executor import IoCall
 from kvtier.store.secondary_tier import SecondaryTier
 from kvtier.store.selection import LoadDeadline
-from kvtier.store.state import Entry, Slot, SlotClass
+from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest
 from kvtier.store.types import EngineInfo
+
+MAX_PARALLEL = 1 << 30
+"""Concurrent reads of a promotion without a plan: unlimited here, because the tier's threads are
+the limit."""
+
+
+class KeyWaiter(Protocol):
+    """Waits for one key: for a read from a secondary tier, or for the verification of a recovered
+    object.
+
+    Implementations are hashable. Exactly one of the methods is called, once, unless the waiter is
+    removed before.
+    """
+
+    def arrived(self, entry: Entry, tier_index: int) -> None:
+        """The key is in RAM, pinned during the call.
+
+        ``tier_index`` is the tier that it came from.
+        """
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The key cannot be provided."""
+        ...
 
 
 class Reservation:
-    """One open reservation. ``answered``: ranks that are through with the slot; ``doomed``: it will not be
-    committed."""
+    """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
+    that is ``cancelled`` is not committed."""
 
-    __slots__ = ("answered", "doomed", "group", "key", "namespace", "number", "persistent", "slot")
+    __slots__ = (
+        "acknowledged",
+        "cancelled",
+        "group",
+        "key",
+        "namespace",
+        "number",
+        "persistent",
+        "slot",
+    )
 
     def __init__(
-        self, number: int, engine: EngineState, group: int, key: bytes, slot: Slot, doomed: bool
+        self, number: int, engine: EngineState, group: int, key: bytes, slot: Slot
     ) -> None:
         self.number = number
         self.namespace = engine.namespace
@@ -28,8 +68,8 @@ class Reservation:
         self.group = group
         self.key = key
         self.slot = slot
-        self.doomed = doomed
-        self.answered: set[int] = set()
+        self.cancelled = False
+        self.acknowledged: set[int] = set()
 
 
 class LoadRecord:
@@ -42,41 +82,31 @@ class LoadRecord:
         self.ranks = ranks
 
 
-MAX_PARALLEL = 1 << 30
-"""Reads of a promotion that may be under way where the selection does not say: all; threads are the limit."""
-
-
-class PromotionOwner(Protocol):
-    """What a promotion tells about its keys. Implemented by ``Promotions``."""
-
-    def arrived(self, promotion: Promotion, position: int, entry: Entry, tier_index: int) -> None:
-        """The key at this position is in RAM, pinned; it came from the tier with this index."""
-        ...
-
-    def lost(self, promotion: Promotion, position: int, reason: str) -> None:
-        """The key at this position cannot be loaded."""
-        ...
-
-
 class Promotion:
-    """One promotion of one engine. ``entries[i]`` is pinned where not None; keys from ``limit`` on are given up;
-    ``reads`` has what is under way, by position, ``ahead`` what is not begun, by tier; at most ``parallel`` of a tier are
-    under way at a time. ``there``: how many keys are there in order. ``clock`` counts from ``started_at``."""
+    """One promotion of one engine. Lists are indexed by the position of a key in the request.
+
+    * ``entries``: pinned objects; None where a key has not arrived.
+    * ``sources``: tier that each key is expected from. ``tiers``: tier that it came from.
+    * ``limit``: keys from this position on have been given up.
+    * ``arrived``: length of the prefix that is in RAM.
+    * ``reads``: reads in progress by position; ``verifying``: positions of recovered objects that
+      are being verified.
+    * ``not_started``: positions still to be read, by tier. At most ``parallel`` reads per tier run
+      at a time.
+    * ``end_tokens``: prompt tokens that are covered once the key has arrived. Empty where the
+      engine did not say.
+    * ``deadline``: how long to wait, counted from ``started_at``.
+    """
 
     __slots__ = (
-        "_owner", "ahead", "batches", "checks", "clock", "ended", "ends", "engine", "entries", "groups", "keys", "limit", "number",
-        "parallel", "reads", "sources", "started_at", "there", "tiers", "timer",
+        "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups",
+        "keys", "limit", "not_started", "number", "parallel", "reads", "sources", "started_at",
+        "tiers", "timer", "verifying",
     )  # fmt: skip
 
     def __init__(
-        self,
-        owner: PromotionOwner,
-        engine: EngineState,
-        number: int,
-        keys: list[bytes],
-        entries: list[Entry | None],
+        self, engine: EngineState, number: int, keys: list[bytes], entries: list[Entry | None]
     ) -> None:
-        self._owner = owner
         self.engine = engine
         self.number = number
         self.keys = keys
@@ -85,107 +115,88 @@ class Promotion:
         self.sources: list[int] = []
         self.tiers = [0] * len(entries)
         self.limit = len(entries)
+        self.arrived = 0
         self.reads: dict[int, Read] = {}
-        self.checks: set[int] = set()
-        """Positions of what is in RAM and is being verified."""
-        self.ahead: dict[int, deque[int]] = {}
+        self.verifying: set[int] = set()
+        self.not_started: dict[int, deque[int]] = {}
         self.batches: dict[int, Batch] = {}
         self.parallel = MAX_PARALLEL
-        self.clock = LoadDeadline(0.0)
-        self.ends: tuple[int, ...] = ()
+        self.end_tokens: tuple[int, ...] = ()
+        self.deadline = LoadDeadline(0.0)
         self.started_at = 0.0
-        self.there = 0
         self.timer: Timer | None = None
         self.ended = False
 
-    def advance(self) -> bool:
-        """Takes in what has arrived in order; True if that is more than before."""
-        before = self.there
-        while self.there < self.limit and self.entries[self.there] is not None:
-            self.there += 1
-        return self.there > before
+    def advance(self) -> None:
+        """Updates ``arrived``."""
+        while self.arrived < self.limit and self.entries[self.arrived] is not None:
+            self.arrived += 1
 
-    def deadline(self) -> float:
-        """Until when to wait, as things stand."""
-        arrived = self.ends[self.there - 1] if self.there and self.ends else 0
-        return self.started_at + self.clock.seconds(arrived)
+    def expires_at(self) -> float:
+        """When to stop waiting. Each key that arrives in order may move it back."""
+        tokens = self.end_tokens[self.arrived - 1] if self.arrived and self.end_tokens else 0
+        return self.started_at + self.deadline.seconds(tokens)
 
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """A read for this promotion has ended well."""
-        self._owner.arrived(self, position, entry, tier_index)
-
-    def lost(self, position: int, reason: str) -> None:
-        """A read for this promotion has failed for good."""
-        self._owner.lost(self, position, reason)
-
-
-class ProbeRead:
-    """Waits for the reads by which a tier that was judged too slow is measured again. Nobody waits for it."""
-
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """The object stays in RAM for as long as it is nobody's victim."""
-
-    def lost(self, position: int, reason: str) -> None:
-        """The tier's model knows."""
-
-
-class Waiter(Protocol):
-    """Who wants a key."""
-
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """The key at this position is in RAM; it came from the tier with this index."""
-        ...
-
-    def lost(self, position: int, reason: str) -> None:
-        """The key at this position cannot come."""
-        ...
+    def stop_timer(self) -> None:
+        """Cancels the pending timer, if any."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Read:
-    """One key on its way. ``slot`` and ``job`` are None while it waits for a slot; ``tried``: bits of the tiers that
-    failed."""
+    """One key on its way from a secondary tier into a slot.
+
+    * ``request``: set while the read waits for a slot. ``slot`` and ``call``: set once it has one.
+    * ``batch``: the batch that the tier's cost model counts the read in.
+    * ``due_at``: when the read is slower than expected; None without an estimate.
+    * ``late``: the read has been charged to the tier as hung.
+    * ``failed_bits``: bits of the tiers that failed to provide the key.
+    """
 
     __slots__ = (
-        "batch", "created_at", "due_at", "job", "key", "kind", "late", "lower", "namespace", "payload_bytes",
-        "shard_bytes", "slot", "timer", "tried", "waiters",
+        "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late",
+        "namespace", "request", "secondary", "slot", "timer", "waiters",
     )  # fmt: skip
 
     def __init__(
         self,
         namespace: str,
         key: bytes,
-        kind: SlotClass,
-        shard_bytes: tuple[int, ...],
-        payload_bytes: int,
-        lower: SecondaryTier,
+        geometry: ObjectGeometry,
+        secondary: SecondaryTier,
         now: float,
     ) -> None:
         self.namespace = namespace
         self.key = key
-        self.kind = kind
-        self.shard_bytes = shard_bytes
-        self.payload_bytes = payload_bytes
-        self.lower = lower
+        self.geometry = geometry
+        self.secondary = secondary
         self.created_at = now
         self.batch: Batch | None = None
-        """What its tier's model counts it in."""
         self.due_at: float | None = None
-        """Past this it has taken longer than expected; None where nothing is expected."""
+        self.request: SlotRequest | None = None
         self.slot: Slot | None = None
-        self.job: IoCall | None = None
+        self.call: IoCall | None = None
         self.timer: Timer | None = None
         self.late = False
-        self.tried = 0
-        self.waiters: dict[tuple[Waiter, int], None] = {}
+        self.failed_bits = 0
+        self.waiters: dict[KeyWaiter, None] = {}
+
+    def stop_timer(self) -> None:
+        """Cancels the pending timer, if any."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class EngineState:
-    """One open engine. ``granted[g]``: its free slots of group g by offset, in the order they were granted."""
+    """One open engine. ``granted[g]``: its unused credits for group g by offset, in the order of
+    the grants."""
 
     __slots__ = (
+        "geometries",
         "granted",
         "info",
-        "kinds",
         "loads",
         "name",
         "namespace",
@@ -195,18 +206,18 @@ class EngineState:
         "reservations",
     )
 
-    def __init__(self, info: EngineInfo, kinds: tuple[SlotClass, ...]) -> None:
+    def __init__(self, info: EngineInfo, geometries: tuple[ObjectGeometry, ...]) -> None:
         self.info = info
         self.name = info.engine
         self.namespace = info.namespace
         self.persistent = info.persistent
-        self.kinds = kinds
-        self.prefixes = tuple(bytes((g,)) for g in range(len(kinds)))
-        self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in kinds)
+        self.geometries = geometries
+        self.prefixes = tuple(bytes((g,)) for g in range(len(geometries)))
+        self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in geometries)
         self.reservations: dict[int, Reservation] = {}
         self.promotions: dict[int, Promotion] = {}
         self.loads: dict[int, LoadRecord] = {}
 
     def key(self, group: int, block_hash: bytes) -> bytes | None:
-        """The key as tiers have it; None where the engine has no such group."""
+        """The key as tiers use it; None if the engine has no such group."""
         return self.prefixes[group] + block_hash if 0 <= group < len(self.prefixes) else None

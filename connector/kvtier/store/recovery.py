@@ -1,182 +1,245 @@
-"""What the last tierd left in the pool: taken over after the fence, verified at its first hit (DATAPATH 7).
+"""Recovery of the pool that the previous tierd used.
 
-A kept object is in the table of RAM like any other, may be evicted like any other, and is announced under a bit of its own, because it
-must not be used yet: whoever wants it asks for a promotion, and waits for its checksum as for a read. From then on it is an object
-like any other; or it is none, and the key is absent.
+``RecoveredObjects`` takes over the objects that the slot table names, once the fence is open. A
+recovered object is resident like any other and may be evicted, but it is announced under
+``UNVERIFIED_BIT``: it is verified on first use, by a promotion that waits for the checksum as it
+would wait for a read. If verification fails, the object is dropped.
+
+``OrphanedReads`` quarantines slots that a thread of a dead tierd may still be reading into. The
+kernel keeps such a thread until its mount answers.
+
+Only the store's thread uses this module, except ``_hash``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 from kvtier.store.context import StoreContext
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
+from kvtier.store.operations import KeyWaiter
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
-from kvtier.store.slot_table import SlotRecord, object_digest
-from kvtier.store.state import Entry, SlotClass
+from kvtier.store.slot_table import ReadLog, SlotLocation, SlotRecord, SlotTable, object_digest
+from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotState
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
-from kvtier.tiers.base import ObjectMeta, aligned
-from kvtier.tiers.checksum import Checksum, by_kind
+from kvtier.store.write_through import WriteThrough, hash_object
+from kvtier.tiers.base import ObjectMeta
+from kvtier.tiers.checksum import by_kind
 
-if TYPE_CHECKING:
-    from kvtier.store.allocator import SlotAllocator
-LANE = "verify"
-"""Threads of its own: a load never queues behind the sealing of stores."""
-
-
-class RecoveryWaiter(Protocol):
-    """Who wants a kept object."""
-
-    def arrived(self, position: int, entry: Entry, tier_index: int) -> None:
-        """It is what it should be."""
-        ...
-
-    def lost(self, position: int, reason: str) -> None:
-        """It is not, and the key is absent."""
-        ...
+VERIFY_LANE = "verify"
+"""A lane separate from "hash": a load never waits behind checksums of stores."""
+RESTORED_PER_PUMP = 16_384
+"""Recovered objects per ``restore_next``: about a tenth of a second."""
+ORPHAN_OWNER = "a dead tierd"
+"""``Slot.owner`` of orphaned reads."""
 
 
-class _Check:
-    """One object that is being verified, pinned meanwhile."""
+@dataclass(frozen=True, slots=True)
+class PoolRecovery:
+    """The pool's previous life, and what the next one needs to know of this one.
 
-    __slots__ = ("entry", "job", "waiters")
+    * ``fenced``: workers of the previous tierd may still write into the pool. Nothing is touched
+      until ``unfence``.
+    * ``slot_table``: names the recovered objects, and records the objects of this tierd for the
+      next one.
+    * ``read_log``: records the slots that are being read into.
+    * ``orphaned_reads``: slots that a thread of a dead tierd may still be reading into, by the name
+      of that tierd.
+    """
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.job: IoCall | None = None
-        self.waiters: dict[tuple[RecoveryWaiter, int], None] = {}
+    fenced: bool = False
+    slot_table: SlotTable | None = None
+    read_log: ReadLog | None = None
+    orphaned_reads: Mapping[str, Sequence[SlotLocation]] = field(default_factory=dict)
 
 
-class RecoveredObjects:
-    """Objects of the last tierd. Owner's thread only. ``on_verified`` gets each that is an object like any other from now on, pinned."""
+class OrphanedReads:
+    """Slots that threads of dead tierds may still be reading into, by the name of the tierd."""
 
     def __init__(
         self,
-        shared: StoreContext,
+        context: StoreContext,
         pool: SlotPool,
-        table: ResidentObjects,
-        index: PresenceIndex,
-        supply: SlotAllocator,
+        locations: Mapping[str, Sequence[SlotLocation]],
     ) -> None:
-        self.on_verified: Callable[[Entry], None] | None = None
-        self._shared = shared
+        self._context = context
         self._pool = pool
-        self._table = table
-        self._index = index
-        self._supply = supply
-        self._checks: dict[tuple[str, bytes], _Check] = {}
+        self._locations = dict(locations)
+        self._slots: dict[str, list[Slot]] = {}
 
-    def restore(self, records: Sequence[SlotRecord]) -> None:
-        """Takes over what was sealed, oldest first. Before any slot is handed out."""
-        shared = self._shared
+    def quarantine(self) -> None:
+        """Quarantines the slots. Must precede every other use of the pool."""
+        for name, locations in self._locations.items():
+            slots = self._slots[name] = []
+            for location in locations:
+                slot = self._pool.restore(location)
+                if slot is None:
+                    # Beyond the end of a pool that has shrunk, or already in quarantine for another
+                    # tierd.
+                    self._context.count("orphaned_reads_unplaced")
+                    continue
+                self._pool.move(slot, SlotState.QUARANTINED, ORPHAN_OWNER)
+                slots.append(slot)
+                self._context.count("slots_quarantined")
+        self._locations.clear()
+
+    def release(self, name: str) -> None:
+        """Frees the slots of a dead tierd whose last thread has ended."""
+        self._locations.pop(name, None)
+        slots = self._slots.pop(name, [])
+        for slot in slots:
+            self._pool.release(slot)
+        if slots:
+            self._context.count("quarantine_ended", "", "confirmed")
+
+
+class _Verification:
+    """One object that is being verified, and therefore pinned."""
+
+    __slots__ = ("call", "entry", "waiters")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.call: IoCall | None = None
+        self.waiters: dict[KeyWaiter, None] = {}
+
+
+class RecoveredObjects:
+    """Objects of the previous tierd that have not been verified."""
+
+    def __init__(
+        self,
+        context: StoreContext,
+        pool: SlotPool,
+        resident: ResidentObjects,
+        index: PresenceIndex,
+        writes: WriteThrough,
+    ) -> None:
+        self._context = context
+        self._pool = pool
+        self._resident = resident
+        self._index = index
+        self._writes = writes
+        self._remaining: list[SlotRecord] = []
+        self._verifications: dict[tuple[str, bytes], _Verification] = {}
+
+    # Restoring.
+
+    @property
+    def restoring(self) -> bool:
+        """Whether ``restore_next`` has objects left to restore."""
+        return bool(self._remaining)
+
+    def begin_restore(self, slot_table: SlotTable) -> None:
+        """Takes the recovered records from the slot table."""
+        for reason, number in slot_table.take_rejected().items():
+            self._context.count("recovered_objects_rejected", "", reason, number)
+        self._remaining = slot_table.take_recovered()
+
+    def restore_next(self) -> None:
+        """Restores the next objects, oldest first. No slot may be handed out before all are
+        restored."""
+        records = self._remaining[:RESTORED_PER_PUMP]
+        self._remaining = self._remaining[RESTORED_PER_PUMP:]
         for record in records:
             slot = None
-            if self._table.get(record.namespace, record.key) is None:
-                slot = self._pool.restore(
-                    record.offset, record.slot_bytes, record.segment_start, record.segment_slots
-                )
+            if self._resident.get(record.namespace, record.key) is None:
+                slot = self._pool.restore(record.location)
             if slot is None:
-                shared.count("recovered_objects_rejected", "", "overlap")
-                shared.erase(record.offset)
+                self._context.count("recovered_objects_rejected", "", "overlap")
+                self._context.erase(record.offset)
                 continue
             entry = Entry(record.namespace, record.key, slot, (), True)
-            entry.kept = record
-            self._table.add(entry)
-            self._index.change(record.namespace, record.key, UNVERIFIED_BIT, True)
-            shared.count("objects_recovered")
+            entry.unverified = record
+            self._resident.commit(entry)
+            self._context.count("objects_recovered")
 
-    def want(
-        self,
-        entry: Entry,
-        kind: SlotClass,
-        shard_bytes: tuple[int, ...],
-        waiter: RecoveryWaiter,
-        position: int,
-    ) -> bool:
-        """Has the object verified for ``waiter``; False if it cannot be what an engine of this geometry has stored. It is gone then.
+    # Verification.
 
-        The object must not be leaving.
+    def verify(self, entry: Entry, geometry: ObjectGeometry, waiter: KeyWaiter) -> bool:
+        """Verifies the object for ``waiter``. The object must not be in eviction.
+
+        Returns False, and drops the object, if an engine of this geometry cannot have stored it.
         """
-        record = entry.kept
+        record = entry.unverified
         if record is None:
             return False
-        check = self._checks.get((entry.namespace, entry.key))
-        if check is None:
+        verification = self._verifications.get((entry.namespace, entry.key))
+        if verification is None:
             checksum = by_kind(record.checksum_kind)
-            if entry.slot.segment.kind is not kind or record.shards != len(shard_bytes):
+            shards = geometry.shard_bytes
+            if entry.slot.segment.kind is not geometry.kind or record.shards != len(shards):
                 self._drop(entry, "geometry")
                 return False
             if checksum is None:
                 self._drop(entry, "unverifiable")
                 return False
-            check = self._checks[entry.namespace, entry.key] = _Check(entry)
-            self._table.pin(entry)
-            entry.shard_bytes = shard_bytes
-            work = partial(self._hash, entry.slot.offset, shard_bytes, checksum)
-            check.job = IoCall(self._shared.clock, work, partial(self._hashed, check)).submit(
-                self._shared.io, LANE
-            )
-        check.waiters[waiter, position] = None
+            verification = _Verification(entry)
+            self._verifications[entry.namespace, entry.key] = verification
+            self._resident.pin(entry)
+            entry.shard_bytes = shards
+            context = self._context
+            work = partial(hash_object, context.view, entry.slot.offset, shards, checksum)
+            verification.call = IoCall(context.clock, work, partial(self._hashed, verification))
+            verification.call.submit(context.io, VERIFY_LANE)
+        verification.waiters[waiter] = None
         return True
 
-    def leave(self, namespace: str, key: bytes, waiter: RecoveryWaiter, position: int) -> None:
-        """``waiter`` does not wait any more. What nobody waits for and no thread has begun is put off to the next hit."""
-        check = self._checks.get((namespace, key))
-        if check is None:
+    def stop_waiting(self, namespace: str, key: bytes, waiter: KeyWaiter) -> None:
+        """Removes ``waiter``. A verification without waiters that has not started is dropped; the
+        next use starts it."""
+        verification = self._verifications.get((namespace, key))
+        if verification is None:
             return
-        check.waiters.pop((waiter, position), None)
-        if not check.waiters and check.job is not None and check.job.revoke():
-            del self._checks[namespace, key]
-            self._table.unpin(check.entry)
+        verification.waiters.pop(waiter, None)
+        call = verification.call
+        if not verification.waiters and call is not None and call.revoke():
+            del self._verifications[namespace, key]
+            self._resident.unpin(verification.entry)
 
     def replace(self, entry: Entry) -> bool:
-        """Somebody is about to store the same key afresh: True if the kept object made way for it."""
+        """Drops the object, because an engine stores the same key.
+
+        False if it is being verified.
+        """
         if entry.pins:
             return False
         self._drop(entry, "replaced")
         return True
 
-    def _hash(self, offset: int, shard_bytes: tuple[int, ...], checksum: Checksum) -> ObjectMeta:
-        """Runs on an I/O thread."""
-        digests = []
-        for size in shard_bytes:
-            digests.append(checksum.digest(self._shared.view(offset, size)))
-            offset += aligned(size)
-        return ObjectMeta(shard_bytes, checksum.kind, tuple(digests))
-
-    def _hashed(self, check: _Check, result: object, error: BaseException | None) -> None:
-        entry = check.entry
-        record = entry.kept
-        del self._checks[entry.namespace, entry.key]
-        good = (
-            error is None
-            and isinstance(result, ObjectMeta)
-            and record is not None
-            and object_digest(result) == record.digest
-        )
-        waiters = list(check.waiters)
-        if not good or not isinstance(result, ObjectMeta):
+    def _hashed(
+        self, verification: _Verification, result: object, error: BaseException | None
+    ) -> None:
+        entry = verification.entry
+        record = entry.unverified
+        del self._verifications[entry.namespace, entry.key]
+        waiters = list(verification.waiters)
+        if (
+            error is not None
+            or record is None
+            or not isinstance(result, ObjectMeta)
+            or object_digest(result) != record.digest
+        ):
             if error is not None:
-                self._shared.unexpected.note("verifying", error)
-            self._table.unpin(entry)
+                self._context.unexpected.note("verifying", error)
+            self._resident.unpin(entry)
             self._drop(entry, "corrupt")
-            for waiter, position in waiters:
-                waiter.lost(position, "recovered_corrupt")
+            for waiter in waiters:
+                waiter.lost("recovered_corrupt")
             return
-        entry.meta, entry.kept = result, None
-        self._shared.count("recovered_objects_verified")
+        entry.meta, entry.unverified = result, None
+        self._context.count("recovered_objects_verified")
         self._index.change(entry.namespace, entry.key, MEMORY_BIT, True)
         self._index.change(entry.namespace, entry.key, UNVERIFIED_BIT, False)
-        for waiter, position in waiters:
-            waiter.arrived(position, entry, 0)
-        if self.on_verified is not None:
-            self.on_verified(entry)
-        self._table.unpin(entry)
+        for waiter in waiters:
+            waiter.arrived(entry, 0)
+        self._writes.maybe_write(entry)
+        self._resident.unpin(entry)
 
     def _drop(self, entry: Entry, reason: str) -> None:
-        self._shared.count("recovered_objects_dropped", "", reason)
-        self._supply.discard(entry)
+        self._context.count("recovered_objects_dropped", "", reason)
+        self._resident.discard(entry)

@@ -1,16 +1,8 @@
-"""Giving a tier up for a while, and remembering single objects that were bad.
+"""State of each secondary tier: whether it may be used, how fast it is, and what is in progress.
 
-Pure state: time is passed in. What counts as a failure is decided by the caller (DATAPATH 2).
-
-How many bytes a tier may be given in a second: a token bucket, which spares flash.
-
-Full, it holds what one second may bring. An object is taken for as long as there is anything in it, and may leave a debt: so objects that
-are larger than a second's worth are written all the same, and over any time no more is than rate x time + one second's worth + one
-object.
-
-What the store knows about each lower tier: whether it may be used, how fast it is, what is under way there.
-
-Nothing here reads or writes objects; reads.py and writes.py do, and report what happened.
+``SecondaryTiers`` opens, probes and maintains the tiers, and suspends one whose breaker opens. It
+neither reads nor writes objects: ``tier_reads`` and ``write_through`` do, and report errors here.
+Only the store's thread uses this module.
 """
 
 from __future__ import annotations
@@ -31,12 +23,16 @@ from kvtier.store.types import MEMORY_BIT, RAM_BITS, Clock, UsableTiersChanged
 from kvtier.tiers.base import Tier, TierLimits
 
 NEGATIVE_SECONDS = 30.0
-"""How long a corrupt or vanished object is not asked for again (DATAPATH 2)."""
+"""How long a corrupt or vanished object is not read again."""
 MAX_NEGATIVE = 65_536
 
 
 class TierBreaker:
-    """Closed: the tier is used. Open: it is not. ``cause`` and ``since`` belong to the state it is in."""
+    """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present
+    state.
+
+    The caller passes in the time, and decides what counts as a failure.
+    """
 
     def __init__(self, failure_threshold: int, now: float) -> None:
         self.failure_threshold = failure_threshold
@@ -46,11 +42,11 @@ class TierBreaker:
         self.failures = 0
 
     def success(self) -> None:
-        """The tier did what it was asked: the row of failures ends."""
+        """An operation succeeded: the count of consecutive failures starts over."""
         self.failures = 0
 
     def failure(self, cause: str, now: float) -> bool:
-        """The tier failed; True if this opened the breaker."""
+        """An operation failed. True if that opened the breaker."""
         self.failures += 1
         if self.open or self.failures < self.failure_threshold:
             return False
@@ -64,30 +60,30 @@ class TierBreaker:
         return True
 
     def close(self, now: float) -> None:
-        """A probe succeeded."""
+        """Closes the breaker, because a probe succeeded."""
         self.open, self.cause, self.since, self.failures = False, "", now, 0
 
 
 class NegativeCache:
-    """Objects of one tier that are not to be asked for until a time; the oldest are forgotten beyond
-    ``MAX_NEGATIVE``."""
+    """Objects of one tier that are not read for a while. Beyond ``MAX_NEGATIVE`` the oldest are
+    dropped."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
     def add(self, namespace: str, key: bytes, now: float) -> None:
-        """The object turned out corrupt or vanished."""
+        """Adds an object that is corrupt or has vanished."""
         self._until.pop((namespace, key), None)
         self._until[namespace, key] = now + NEGATIVE_SECONDS
         if len(self._until) > MAX_NEGATIVE:
             self._until.popitem(last=False)
 
     def discard(self, namespace: str, key: bytes) -> None:
-        """The object was written anew."""
+        """Removes an object, because it was written."""
         self._until.pop((namespace, key), None)
 
     def has(self, namespace: str, key: bytes, now: float) -> bool:
-        """Whether the object is not to be asked for."""
+        """Whether the object must not be read."""
         if not self._until:
             return False
         until = self._until.get((namespace, key))
@@ -103,8 +99,13 @@ BURST_SECONDS = 1.0
 
 
 class WriteBudget:
-    """The budget of one tier. Owner's thread only. The rate (bytes a second, None for no limit) is named with each question, because it
-    is a live value."""
+    """Token bucket that limits the bytes written to a tier per second, to spare flash.
+
+    A full bucket holds what one second may bring. An object is admitted while the bucket is not
+    empty, and may leave it in debt. So objects larger than one second's worth are written, and no
+    interval sees more than rate x time + one second's worth + one object. The rate (bytes per
+    second, None for no limit) is passed with each call, because it is a live value.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -113,7 +114,7 @@ class WriteBudget:
         self._at = 0.0
 
     def take(self, size_bytes: int, rate: int | None) -> bool:
-        """Whether so many bytes may be written now; then they are taken."""
+        """Takes ``size_bytes`` from the budget; False if it is exhausted."""
         now = self._clock()
         if rate is None:
             self._rate = None
@@ -130,23 +131,24 @@ class WriteBudget:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """What was taken is not written after all."""
+        """Returns bytes that were taken and are not written."""
         self._left += size_bytes
 
 
 MIN_LATE_SECONDS = 1.0
 LATE_FACTOR = 3.0
-"""A read is late, and a missed deadline its fault, when it took more than ``max(3 x its estimate, 1 s)`` (DATAPATH
-2)."""
+"""A read is late once it takes longer than ``max(LATE_FACTOR x average, MIN_LATE_SECONDS)``."""
 AVERAGE_WEIGHT = 0.2
-"""Share of the latest read in the running average: follows a change within about ten reads."""
+"""Weight of the latest read in the running average, which follows a change within about ten reads.
+"""
 MAINTAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """One tier as it is reported. ``state``: Healthy, Degraded, BreakerOpen or Unknown (not opened yet).
-    ``since_seconds``: time of the store's clock at which the breaker last changed."""
+    """The state of one tier for reports. ``state``: Healthy, Degraded, BreakerOpen, or Unknown
+    before the first open. ``since_seconds``: when the breaker last changed, in seconds of the
+    store's clock."""
 
     name: str
     state: str
@@ -154,20 +156,20 @@ class TierSnapshot:
     capacity_bytes: int
     objects: int
     pending_store_bytes: int
-    last_error: str
-    cause: str
-    since_seconds: float
-    late_reads: int
+    last_error: str = ""
+    cause: str = ""
+    since_seconds: float = 0.0
+    late_reads: int = 0
 
 
 def reason_of(error: BaseException) -> str:
-    """The word under which an error is counted."""
+    """The ``reason`` of counters for this error."""
     return error.reason if isinstance(error, TierError) else "unexpected"
 
 
 class SecondaryTier:
-    """One lower tier. ``index``: its position in the document; ``late_reads``: reads that count as hung and have not
-    returned."""
+    """One secondary tier. ``index``: its position in the topology. ``late_reads``: hung reads that
+    have not returned."""
 
     def __init__(
         self, index: int, tier: Tier, settings: LiveTier, threads: int, threshold: int, now: float
@@ -181,20 +183,20 @@ class SecondaryTier:
         self.breaker = TierBreaker(threshold, now)
         self.negative = NegativeCache()
         self.opened = False
-        self.looked_at = now
-        """When it was last found out, or is being, whether the tier works again."""
-        self.next_look: Timer | None = None
+        self.checked_at = now
+        """When the last check of a suspended tier started."""
+        self.next_check: Timer | None = None
         self.late_reads = 0
         self.pending_store_bytes = 0
-        self.left_out = 0
-        """Objects without room in the tier's index that have been counted."""
+        self.unindexed = 0
+        """Objects without room in the tier's index, as counted so far."""
         self.average_read_seconds: float | None = None
         self.model = TierModel(threads)
         self.last_error = ""
 
     @property
     def usable(self) -> bool:
-        """Whether the tier may be looked at, read and written."""
+        """Whether the tier may be read and written."""
         return self.opened and not self.breaker.open
 
     @property
@@ -203,7 +205,7 @@ class SecondaryTier:
         return max(MIN_LATE_SECONDS, LATE_FACTOR * (self.average_read_seconds or 0.0))
 
     def observe_read(self, seconds: float) -> None:
-        """Takes one read, ended well, into the average."""
+        """Adds the duration of a successful read to the average."""
         old = self.average_read_seconds
         self.average_read_seconds = (
             seconds if old is None else old + AVERAGE_WEIGHT * (seconds - old)
@@ -211,28 +213,27 @@ class SecondaryTier:
 
 
 class SecondaryTiers:
-    """All lower tiers, their breakers and their upkeep. Owner's thread only.
+    """All secondary tiers, their breakers and their maintenance.
 
-    ``on_open`` is called when a breaker opens: nothing that has not begun may begin at that tier. ``on_usable`` is called
-    when a tier can be used, for the first time or again.
-    ``usable_bits``: of RAM and the tiers that may be used. Schedulers are told when they change, so that nobody waits a step for
-    what lies only in a tier that is given up; the tier's keys stay in the index, and announcing that costs nothing however many they are.
+    ``usable_bits``: presence bits of RAM and of the tiers that may be used. Schedulers are notified
+    of changes, so that no request waits for keys that only a suspended tier has. The tier's keys
+    stay in the index: the notification costs the same whatever their number.
     """
 
     def __init__(
         self,
-        shared: StoreContext,
+        context: StoreContext,
         index: PresenceIndex,
         tiers: Sequence[Tier],
         threads: Sequence[int],
         live: Live,
     ) -> None:
-        self.on_open: Callable[[SecondaryTier], None] | None = None
-        self.on_usable: Callable[[], None] | None = None
-        self._shared = shared
+        self._suspend_handlers: list[Callable[[SecondaryTier], None]] = []
+        self._available_handlers: list[Callable[[], None]] = []
+        self._context = context
         self._index = index
         self._period_seconds = float(live.breaker.period_seconds)
-        now = shared.clock()
+        now = context.clock()
         self.all = [
             SecondaryTier(
                 i + 1,
@@ -246,22 +247,32 @@ class SecondaryTiers:
         ]
         self.usable_bits = RAM_BITS
         self.configure(live)
-        for lower in self.all:
-            self._submit_open(lower)
+        for secondary in self.all:
+            self._submit_open(secondary)
+
+    def on_suspend(self, handler: Callable[[SecondaryTier], None]) -> None:
+        """Registers a handler for tiers whose breaker opens. It drops the tier's calls that have
+        not started."""
+        self._suspend_handlers.append(handler)
+
+    def on_available(self, handler: Callable[[], None]) -> None:
+        """Registers a handler that is called when a tier can be used, for the first time or
+        again."""
+        self._available_handlers.append(handler)
 
     def configure(self, live: Live) -> None:
-        """Takes over live settings. Tiers that the document does not name keep theirs."""
+        """Applies live settings. Tiers without settings retain theirs."""
         self._period_seconds = float(live.breaker.period_seconds)
-        for lower in self.all:
-            lower.breaker.failure_threshold = live.breaker.failure_threshold
-            if lower.next_look is not None:
-                self._look_after_period(lower, lower.looked_at)
-            settings = live.tiers.get(lower.name)
+        for secondary in self.all:
+            secondary.breaker.failure_threshold = live.breaker.failure_threshold
+            if secondary.next_check is not None:
+                self._schedule_check(secondary, secondary.checked_at)
+            settings = live.tiers.get(secondary.name)
             if settings is None:
-                self._shared.count("settings_missing", lower.name)
+                self._context.count("settings_missing", secondary.name)
                 continue
-            lower.settings = settings
-            lower.tier.configure(
+            secondary.settings = settings
+            secondary.tier.configure(
                 TierLimits(
                     capacity_bytes=sys.maxsize
                     if settings.capacity_bytes is None
@@ -273,181 +284,191 @@ class SecondaryTiers:
                 )
             )
 
-    def best_for(self, namespace: str, key: bytes, tried: int = 0) -> SecondaryTier | None:
-        """The tier of highest weight that may be used, holds the key, and is not among the bits ``tried``; ties to the
-        earlier."""
-        bits = self._index.bits(namespace, key) & ~tried
+    def best_for(self, namespace: str, key: bytes, excluded_bits: int = 0) -> SecondaryTier | None:
+        """The usable tier of highest weight that holds the key and is not among ``excluded_bits``;
+        ties to the earlier."""
+        bits = self._index.bits(namespace, key) & ~excluded_bits
         best: SecondaryTier | None = None
-        now = self._shared.clock()
-        for lower in self.all:
+        now = self._context.clock()
+        for secondary in self.all:
             if (
-                bits & lower.bit
-                and lower.usable
-                and (best is None or lower.settings.load_weight > best.settings.load_weight)
-                and not lower.negative.has(namespace, key, now)
+                bits & secondary.bit
+                and secondary.usable
+                and (best is None or secondary.settings.load_weight > best.settings.load_weight)
+                and not secondary.negative.has(namespace, key, now)
             ):
-                best = lower
+                best = secondary
         return best
 
     def note_error(
-        self, lower: SecondaryTier, namespace: str, key: bytes, error: BaseException
+        self, secondary: SecondaryTier, namespace: str, key: bytes, error: BaseException
     ) -> None:
-        """An operation on one object ended with an error. Vanished objects and full tiers are no failures of the
-        tier."""
-        now = self._shared.clock()
-        reason = self._reason(lower, error)
+        """An operation on one object failed. Vanished objects and full tiers do not count against
+        the tier."""
+        now = self._context.clock()
+        reason = self._reason(secondary, error)
         if reason in ("corrupt", "vanished", "unverifiable"):
-            lower.negative.add(namespace, key, now)
-        self._note_failure(lower, error)
+            secondary.negative.add(namespace, key, now)
+        self._note_failure(secondary, error)
 
-    def _reason(self, lower: SecondaryTier, error: BaseException) -> str:
-        """The word under which an error of this tier is counted, which shall be seen wherever it is looked for."""
+    def _reason(self, secondary: SecondaryTier, error: BaseException) -> str:
+        """The word under which an error of this tier is counted, which shall be uses wherever it is
+        looked for."""
         reason = reason_of(error)
-        lower.last_error = f"{reason}: {error}"
-        self._shared.unexpected.note(f"tier {lower.name}", error)
+        secondary.last_error = f"{reason}: {error}"
+        self._context.unexpected.note(f"tier {secondary.name}", error)
         return reason
 
-    def _note_failure(self, lower: SecondaryTier, error: BaseException) -> None:
+    def _note_failure(self, secondary: SecondaryTier, error: BaseException) -> None:
         if isinstance(error, TierMissError | TierNoSpaceError):
             return
-        if lower.breaker.failure(reason_of(error), self._shared.clock()):
-            self._opened(lower)
+        if secondary.breaker.failure(reason_of(error), self._context.clock()):
+            self._suspend(secondary)
 
-    def note_late(self, lower: SecondaryTier) -> None:
-        """A read made somebody miss a deadline, has taken too long itself, and is still running."""
-        now = self._shared.clock()
-        self._shared.count("tier_late_reads", lower.name)
-        lower.late_reads += 1
-        lower.last_error = f"late: a read has taken more than {lower.late_seconds:.3g} s"
-        opened = lower.breaker.failure("late", now)
-        if 2 * lower.late_reads >= lower.read_threads:
-            opened = lower.breaker.trip("hung", now) or opened
+    def note_late_read(self, secondary: SecondaryTier) -> None:
+        """A read that a deadline was missed for has taken too long and is still running."""
+        now = self._context.clock()
+        self._context.count("tier_late_reads", secondary.name)
+        secondary.late_reads += 1
+        secondary.last_error = f"late: a read has taken more than {secondary.late_seconds:.3g} s"
+        opened = secondary.breaker.failure("late", now)
+        if 2 * secondary.late_reads >= secondary.read_threads:
+            opened = secondary.breaker.trip("hung", now) or opened
         if opened:
-            self._opened(lower)
+            self._suspend(secondary)
 
-    def _opened(self, lower: SecondaryTier) -> None:
-        shared = self._shared
-        shared.count("breaker_opened", lower.name, lower.breaker.cause)
-        self._look_after_period(lower, shared.clock())
+    def _suspend(self, secondary: SecondaryTier) -> None:
+        context = self._context
+        context.count("breaker_opened", secondary.name, secondary.breaker.cause)
+        self._schedule_check(secondary, context.clock())
         self._announce_usable()
-        if self.on_open is not None:
-            self.on_open(lower)
+        for handler in self._suspend_handlers:
+            handler(secondary)
 
-    def _look_after_period(self, lower: SecondaryTier, since: float) -> None:
-        """Has the tier looked at one period after ``since``; a period that is changed meanwhile holds for this one, too."""
-        if lower.next_look is not None:
-            lower.next_look.cancel()
-        lower.looked_at = since
-        lower.next_look = self._shared.timers.at(
-            since + self._period_seconds, partial(self._probe, lower)
+    def _schedule_check(self, secondary: SecondaryTier, since: float) -> None:
+        """Schedules a check one period after ``since``. A change of the period applies to a
+        scheduled check as well."""
+        if secondary.next_check is not None:
+            secondary.next_check.cancel()
+        secondary.checked_at = since
+        secondary.next_check = self._context.timers.at(
+            since + self._period_seconds, partial(self._probe, secondary)
         )
 
-    def _probe(self, lower: SecondaryTier) -> None:
-        lower.next_look = None
-        if not lower.opened:
-            self._submit_open(lower)
+    def _probe(self, secondary: SecondaryTier) -> None:
+        secondary.next_check = None
+        if not secondary.opened:
+            self._submit_open(secondary)
             return
-        IoCall(self._shared.clock, lower.tier.check, partial(self._probed, lower)).submit(
-            self._shared.io, f"check:{lower.name}"
+        IoCall(self._context.clock, secondary.tier.check, partial(self._probed, secondary)).submit(
+            self._context.io, f"check:{secondary.name}"
         )
 
-    def _probed(self, lower: SecondaryTier, _result: object, error: BaseException | None) -> None:
-        shared = self._shared
+    def _probed(
+        self, secondary: SecondaryTier, _result: object, error: BaseException | None
+    ) -> None:
+        context = self._context
         if isinstance(error, TierNoSpaceError):
-            # It answers, and what it holds can be read; stores find out for themselves.
+            # A full tier answers, and can be read. Writes find out for themselves.
             error = None
-        if error is None and 2 * lower.late_reads < lower.read_threads:
-            lower.breaker.close(shared.clock())
-            shared.count("breaker_closed", lower.name)
-            self._usable_now()
+        if error is None and 2 * secondary.late_reads < secondary.read_threads:
+            secondary.breaker.close(context.clock())
+            context.count("breaker_closed", secondary.name)
+            self._resume()
             return
-        reason = "hung" if error is None else self._reason(lower, error)
-        shared.count("breaker_probe_failed", lower.name, reason)
-        self._look_after_period(lower, shared.clock())
+        reason = "hung" if error is None else self._reason(secondary, error)
+        context.count("breaker_probe_failed", secondary.name, reason)
+        self._schedule_check(secondary, context.clock())
 
-    def _submit_open(self, lower: SecondaryTier) -> None:
+    def _submit_open(self, secondary: SecondaryTier) -> None:
         def announce(namespace: str, key: bytes, present: bool) -> None:
-            self._index.changes.put(namespace, key, lower.index, present)
+            self._index.changes.put(namespace, key, secondary.index, present)
 
-        call = partial(lower.tier.open, announce)
-        IoCall(self._shared.clock, call, partial(self._open_ended, lower)).submit(
-            self._shared.io, f"maintain:{lower.name}"
+        call = partial(secondary.tier.open, announce)
+        IoCall(self._context.clock, call, partial(self._open_ended, secondary)).submit(
+            self._context.io, f"maintain:{secondary.name}"
         )
 
     def _open_ended(
-        self, lower: SecondaryTier, _result: object, error: BaseException | None
+        self, secondary: SecondaryTier, _result: object, error: BaseException | None
     ) -> None:
-        shared = self._shared
+        context = self._context
         if error is None:
-            lower.opened = True
-            self._count_left_out(lower)
-            lower.breaker.close(shared.clock())
-            shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
-            self._usable_now()
+            secondary.opened = True
+            self._count_unindexed(secondary)
+            secondary.breaker.close(context.clock())
+            context.timers.at(
+                context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary)
+            )
+            self._resume()
             return
-        reason = self._reason(lower, error)
-        shared.count("tier_open_failed", lower.name, reason)
-        lower.breaker.trip(reason, shared.clock())
-        self._look_after_period(lower, shared.clock())
+        reason = self._reason(secondary, error)
+        context.count("tier_open_failed", secondary.name, reason)
+        secondary.breaker.trip(reason, context.clock())
+        self._schedule_check(secondary, context.clock())
 
-    def _usable_now(self) -> None:
+    def _resume(self) -> None:
         self._announce_usable()
-        if self.on_usable is not None:
-            self.on_usable()
+        for handler in self._available_handlers:
+            handler()
 
     def _announce_usable(self) -> None:
         bits = RAM_BITS
-        for lower in self.all:
-            bits |= lower.bit if lower.usable else 0
+        for secondary in self.all:
+            bits |= secondary.bit if secondary.usable else 0
         if bits != self.usable_bits:
             self.usable_bits = bits
-            self._shared.emit(UsableTiersChanged(bits))
+            self._context.emit(UsableTiersChanged(bits))
 
-    def _maintain(self, lower: SecondaryTier) -> None:
-        shared = self._shared
-        if lower.breaker.open:
-            shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
+    def _maintain(self, secondary: SecondaryTier) -> None:
+        context = self._context
+        if secondary.breaker.open:
+            context.timers.at(
+                context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary)
+            )
             return
-        IoCall(shared.clock, lower.tier.maintain, partial(self._maintained, lower)).submit(
-            shared.io, f"maintain:{lower.name}"
+        IoCall(context.clock, secondary.tier.maintain, partial(self._maintained, secondary)).submit(
+            context.io, f"maintain:{secondary.name}"
         )
 
     def _maintained(
-        self, lower: SecondaryTier, _result: object, error: BaseException | None
+        self, secondary: SecondaryTier, _result: object, error: BaseException | None
     ) -> None:
-        shared = self._shared
+        context = self._context
         if error is not None:
-            reason = self._reason(lower, error)
-            lower.last_error = f"maintenance: {reason}: {error}"
-            shared.count("tier_maintain_failed", lower.name, reason)
-            self._note_failure(lower, error)
-        self._count_left_out(lower)
-        shared.timers.at(shared.clock() + MAINTAIN_SECONDS, partial(self._maintain, lower))
+            reason = self._reason(secondary, error)
+            secondary.last_error = f"maintenance: {reason}: {error}"
+            context.count("tier_maintain_failed", secondary.name, reason)
+            self._note_failure(secondary, error)
+        self._count_unindexed(secondary)
+        context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
-    def _count_left_out(self, lower: SecondaryTier) -> None:
-        total = lower.tier.usage().left_out_total
-        if total > lower.left_out:
-            self._shared.count("tier_objects_not_indexed", lower.name, "", total - lower.left_out)
-            lower.left_out = total
+    def _count_unindexed(self, secondary: SecondaryTier) -> None:
+        total = secondary.tier.usage().unindexed_total
+        if total > secondary.unindexed:
+            self._context.count(
+                "tier_objects_not_indexed", secondary.name, "", total - secondary.unindexed
+            )
+            secondary.unindexed = total
 
-    def state(self, lower: SecondaryTier) -> TierSnapshot:
-        """The tier as it is reported."""
-        if lower.breaker.open:
+    def snapshot(self, secondary: SecondaryTier) -> TierSnapshot:
+        """The state of one tier for reports."""
+        if secondary.breaker.open:
             state = "BreakerOpen"
-        elif not lower.opened:
+        elif not secondary.opened:
             state = "Unknown"
         else:
-            state = "Degraded" if lower.breaker.failures or lower.late_reads else "Healthy"
-        usage = lower.tier.usage()
+            state = "Degraded" if secondary.breaker.failures or secondary.late_reads else "Healthy"
+        usage = secondary.tier.usage()
         return TierSnapshot(
-            lower.name,
+            secondary.name,
             state,
             usage.used_bytes,
             usage.capacity_bytes,
             usage.objects,
-            lower.pending_store_bytes,
-            lower.last_error,
-            lower.breaker.cause,
-            lower.breaker.since,
-            lower.late_reads,
+            secondary.pending_store_bytes,
+            secondary.last_error,
+            secondary.breaker.cause,
+            secondary.breaker.since,
+            secondary.late_reads,
         )

@@ -1,17 +1,17 @@
-"""Which of the usable prefixes to load. Pure: values in, one explained value out. ``Cost`` itself is in cost.py.
+"""Selection: which of the usable prefixes to load, and how long to wait for it.
 
-Candidates are the prefixes that end where the tier changes (and the whole): ending anywhere else loads less from a tier
-that is used anyway. Parts of it may be read by a person, so each decision says what it chose, what it did not, and why.
+Candidates are the prefixes that end where the tier changes, and the whole: ending anywhere else
+loads less from a tier that is used anyway. ``choose_prefix`` implements ``Weighted``,
+``choose_by_cost`` implements ``Cost``: load what is expected to be ready first, and never what is
+expected to be slower than recomputing. Both are pure: values in, one explained decision out.
 
-How long a request may wait for tiers (DATAPATH 2).
+The deadline is part of the estimate. A load that its deadline would cut off costs the wait and
+gains little, so it is not started. Where reading everything at once would deliver nothing before
+the deadline, fewer reads at a time deliver the first keys earlier; ``Candidate.parallel`` then says
+how many.
 
-Selection by ``Cost``: load what is expected to be ready first, and never what is expected to lose to recomputing.
-
-Pure: values in, one explained value out. The clock is part of the estimate: a load that its clock would cut off half-way
-costs the wait and gains little, so it is not begun. Where reading everything at once would bring nothing before the clock
-is out, fewer reads at a time bring the first keys earlier; then the plan says how many (``Candidate.parallel``).
-
-Which part of a promotion is worth it: what the store knows, put to the selection in force.
+``LoadPlanner`` applies the selection in force to the store's state. Only the store's thread uses
+it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,39 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from kvtier.config.models import Selection
+from kvtier.config.models import Live, Selection
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import IMMEDIATE, Prefill, PrefixCost, TierEstimate
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
 
+LOSS_SHARE = 0.5
+"""Share of the recomputing time that waiting may cost."""
+MAX_CANDIDATES = 8
+"""Of a prefix with more candidates, the shortest and the longest ones are compared."""
+STAGES = (2, 4)
+"""Numbers of stages to try, fewest first, because each stage pays the latency again. With four
+stages, the keys that have arrived extend the deadline of any load that is faster than recomputing
+until the next stage arrives, whatever the share of attention."""
+SPREAD_FACTOR = 2.0
+MARGIN = 0.03
+"""A key is expected to be late if its arrival, increased by this share and by ``SPREAD_FACTOR``
+times the mean deviation, exceeds the deadline."""
+PROBE_INTERVAL_SECONDS = 30.0
+"""How often a tier that was found too slow is measured."""
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A usable prefix: its first ``keys`` keys, ``tokens`` tokens. ``tiers``: indexes of the tiers it needs, in
-    document order. ``slowest``: the one of least weight among them, the later one where two weigh the same.
+    """A usable prefix of ``keys`` keys with ``tokens`` tokens.
 
-    Estimates of ``Cost``, infinite where there are none: ``ready_seconds`` until the whole prompt is computed with this
-    loaded, ``weighted_seconds`` the same with the tiers' weights. ``parallel``: reads of a tier at a time, 0 for as many as it
-    has threads. ``cut``: the request's clock is expected to end it before it is through.
+    * ``tiers``: indexes of the tiers that it needs, in the order of the topology. ``slowest``: the
+      one with the least weight, the later one if two are equal.
+    * ``ready_seconds``: estimated time until the whole prompt is computed if this is loaded;
+      infinite without estimate. ``weighted_seconds``: the same with the tiers' weights.
+    * ``parallel``: concurrent reads per tier; 0 for as many as it has threads.
+    * ``cut``: the deadline is expected to pass before everything has arrived.
     """
 
     keys: int
@@ -51,10 +70,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``chosen`` is None where nothing is to be loaded. ``reason`` is a short fixed word per rule, for counting.
+    """``chosen`` is None if nothing is worth loading. ``reason`` identifies the rule that decided.
 
-    ``recompute_seconds``: of computing everything, None without an estimate. ``too_slow``: tiers that hold a part of the prompt
-    and were found too slow for it.
+    ``recompute_seconds``: estimate for computing everything; None without one. ``too_slow``: tiers
+    that hold a part of the prompt and are too slow for it.
     """
 
     chosen: Candidate | None
@@ -64,20 +83,21 @@ class Decision:
     too_slow: tuple[int, ...] = ()
 
     def explain(self, tier_names: Sequence[str]) -> str:
-        """One line for people."""
+        """The decision and its alternatives in one line."""
 
-        def text(candidate: Candidate) -> str:
+        def describe(candidate: Candidate) -> str:
             names = "+".join(tier_names[i] for i in candidate.tiers)
             if math.isinf(candidate.ready_seconds):
-                judged = f"score {candidate.score}"
+                estimate = f"score {candidate.score}"
             else:
-                judged = f"ready in {candidate.ready_seconds * 1e3:.1f} ms{', cut by the clock' if candidate.cut else ''}"
-            return f"{candidate.tokens} tokens from {names} ({judged})"
+                cut = ", cut by the deadline" if candidate.cut else ""
+                estimate = f"ready in {candidate.ready_seconds * 1e3:.1f} ms{cut}"
+            return f"{candidate.tokens} tokens from {names} ({estimate})"
 
-        rest = "; ".join(map(text, self.runners_up))
+        rest = "; ".join(map(describe, self.runners_up))
         if self.recompute_seconds is not None and self.chosen is not None:
             rest += ("; " if rest else "") + f"recomputing ({self.recompute_seconds * 1e3:.1f} ms)"
-        chosen = "nothing" if self.chosen is None else text(self.chosen)
+        chosen = "nothing" if self.chosen is None else describe(self.chosen)
         if self.recompute_seconds is not None and self.chosen is None:
             chosen += f" ({self.recompute_seconds * 1e3:.1f} ms)"
         return f"{chosen}: {self.reason}" + (f"; instead of {rest}" if rest else "")
@@ -86,10 +106,10 @@ class Decision:
 def prefix_candidates(
     tiers: Sequence[int], weights: Sequence[int], tokens: Sequence[int]
 ) -> list[Candidate]:
-    """The prefixes worth comparing, shortest first.
+    """The prefixes to compare, shortest first.
 
-    ``tiers[i]`` is the index of the tier that key i would come from, ``tokens[i]`` how many tokens it adds,
-    ``weights[t]`` the load weight of tier t.
+    ``tiers[i]``: index of the tier that key i comes from. ``tokens[i]``: tokens that it adds.
+    ``weights[t]``: load weight of tier t.
     """
     found = []
     used: set[int] = set()
@@ -110,8 +130,8 @@ def choose_prefix(
 ) -> Decision:
     """Chooses a prefix.
 
-    ``Weighted``: the most tokens x weight of the slowest tier used; ties to the earlier of the slowest tiers, then to
-    the longer prefix. ``Cost``, before anything was measured: the longest (DATAPATH 3).
+    ``Weighted``: the most tokens x weight of the slowest tier used; ties to the earlier of the
+    slowest tiers, then to the longer prefix. ``Cost`` without any measurement: the longest.
     """
     found = prefix_candidates(tiers, weights, tokens)
     if not found:
@@ -125,19 +145,16 @@ def choose_prefix(
     return Decision(best, tuple(c for c in found if c is not best), reason)
 
 
-LOSS_SHARE = 0.5
-"""Share of the time to recompute that waiting may cost."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadDeadline:
-    """The limit of one request. ``limit_seconds``: its tiers' ``loadTimeoutSeconds``, which nothing extends.
+    """How long one request may wait for its tiers.
 
-    With ``prefill``, no more than half of the time is lost that computing tokens ``start_tokens`` to ``end_tokens`` would
-    take: those that wait for a tier, or for something a tier has to bring before. What has arrived in order is not lost, so
-    it gives the time back that computing it would have taken. Whatever a tier does, the request's first token comes within
-    1.5 x recomputing; and a steady tier that is faster than recomputing by little is not cut off half-way, where it would
-    cost more than either of recomputing and loading.
+    ``limit_seconds`` is an upper bound: ``loadTimeoutSeconds``. With ``prefill``, waiting may cost
+    at most half of the time that computing tokens ``start_tokens`` to ``end_tokens`` takes. Each
+    key that arrives in order extends the deadline by the time that computing it would have taken.
+    So the first token never comes later than 1.5 times recomputing, whatever a tier does; and a
+    steady tier that is only a little faster than recomputing is not cut off half-way, which would
+    cost more than either alternative.
     """
 
     limit_seconds: float
@@ -146,7 +163,8 @@ class LoadDeadline:
     prefill: Prefill | None = None
 
     def seconds(self, arrived_tokens: int) -> float:
-        """How long the request may wait, counted from its first question, once this much of its prompt is there in order."""
+        """The deadline in seconds after the request's first lookup, once ``arrived_tokens`` have
+        arrived in order."""
         if self.prefill is None:
             return self.limit_seconds
         stake = self.prefill.seconds(self.start_tokens, self.end_tokens)
@@ -154,32 +172,23 @@ class LoadDeadline:
         return min(self.limit_seconds, LOSS_SHARE * stake + gained)
 
 
-MAX_CANDIDATES = 8
-"""Of a prefix that changes its tier more often, what is in RAM and the longest are compared."""
-STAGES = (2, 4)
-"""Each stage pays the latency again, so as few as do. With four, what has arrived extends the clock of any load that is faster
-than recomputing until the next stage is there, whatever the share of attention."""
-SPREAD_FACTOR = 2.0
-MARGIN = 0.03
-"""A key that is expected within this much of the clock's end is expected too late, and so is one that usual deviations
-(``SPREAD_FACTOR`` times the mean) would make late."""
-
-
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Where one key of the prefix comes from. ``size_bytes``: to be read, 0 in RAM and where a read is under way.
-    ``end_tokens``: tokens of the prompt that are there with it and all before it."""
+    """Where one key of the prefix comes from.
+
+    ``size_bytes``: bytes to be read; 0 in RAM, and for a read in progress. ``end_tokens``: tokens
+    of the prompt up to the end of this key. ``unverified``: in RAM, but to be verified before use.
+    """
 
     tier: int
     size_bytes: int
     end_tokens: int
-    unproven: bool = False
-    """In RAM, and not there before it is verified."""
+    unverified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """A tier at this moment. ``estimate``: None before there is one; then it is tried, as if it cost nothing."""
+    """The present load of a tier. A tier without ``estimate`` is tried, as if it cost nothing."""
 
     weight: int = 100
     estimate: TierEstimate | None = IMMEDIATE
@@ -190,8 +199,8 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class CostQuery:
-    """What ``Cost`` decides about. ``tiers[t]``: outlook of tier t. ``limit_seconds``: ``loadTimeoutSeconds``.
-    ``waited_seconds``: how long the request's clock has been running."""
+    """The input of ``choose_by_cost``. ``limit_seconds``: ``loadTimeoutSeconds``.
+    ``waited_seconds``: time since the request's first lookup."""
 
     sources: Sequence[KeySource]
     tiers: Sequence[TierLoad]
@@ -202,40 +211,40 @@ class CostQuery:
     waited_seconds: float = 0.0
     min_tokens: int = 0
 
-    def clock(self, keys: int) -> LoadDeadline:
-        """The clock of a load of the first ``keys`` keys."""
+    def deadline(self, keys: int) -> LoadDeadline:
+        """The deadline of a load of the first ``keys`` keys."""
         start = self.start_tokens
         for source in self.sources[:keys]:
-            if source.tier or source.unproven:
+            if source.tier or source.unverified:
                 break
             start = source.end_tokens
         end = self.sources[keys - 1].end_tokens if keys else start
         return LoadDeadline(self.limit_seconds, start, end, self.prefill)
 
 
-def choose_by_cost(question: CostQuery) -> Decision:
+def choose_by_cost(query: CostQuery) -> Decision:
     """Chooses a prefix, or nothing.
 
-    Of the usable prefixes that end where the tier changes: least (time until all tiers have delivered, each divided by
-    weight/100) + recomputing the rest. Out of the question is what, as measured, is ready no earlier than recomputing
-    everything. Without an estimate of recomputing: the longest.
+    The candidate with the least (time until all tiers have delivered, each divided by weight/100) +
+    recomputing the rest. Candidates that are ready no earlier than recomputing everything are
+    excluded. Without an estimate for recomputing: the longest.
     """
-    ends = [question.start_tokens, *(source.end_tokens for source in question.sources)]
+    ends = [query.start_tokens, *(source.end_tokens for source in query.sources)]
     tokens = [end - begin for begin, end in pairwise(ends)]
-    weights = [tier.weight for tier in question.tiers]
-    usable = prefix_candidates([source.tier for source in question.sources], weights, tokens)
+    weights = [tier.weight for tier in query.tiers]
+    usable = prefix_candidates([source.tier for source in query.sources], weights, tokens)
     if not usable:
         return Decision(None, (), "nothing_usable")
-    found = [candidate for candidate in usable if candidate.tokens >= question.min_tokens]
+    found = [candidate for candidate in usable if candidate.tokens >= query.min_tokens]
     if not found:
         return Decision(None, tuple(usable), "below_min_load_tokens")
-    if question.prefill is None:
+    if query.prefill is None:
         return Decision(found[-1], tuple(found[:-1]), "longest_without_estimate")
     if len(found) > MAX_CANDIDATES:
         found = [found[0], *found[1 - MAX_CANDIDATES :]]
-    prefill = question.prefill
-    recompute = prefill.seconds(question.start_tokens, question.prompt_tokens)
-    rated = [_weighted(question, prefill, candidate) for candidate in found]
+    prefill = query.prefill
+    recompute = prefill.seconds(query.start_tokens, query.prompt_tokens)
+    rated = [_weighted(query, prefill, candidate) for candidate in found]
     best: Candidate | None = None
     least = recompute
     for candidate in rated:
@@ -246,67 +255,69 @@ def choose_by_cost(question: CostQuery) -> Decision:
     too_slow = tuple(
         t
         for t in rated[-1].tiers
-        if t not in used and question.tiers[t].estimate not in (None, IMMEDIATE)
+        if t not in used and query.tiers[t].estimate not in (None, IMMEDIATE)
     )
     if best is None:
         reason = "recomputing_is_faster"
-    elif any(question.tiers[t].estimate is None for t in used):
+    elif any(query.tiers[t].estimate is None for t in used):
         reason = "tier_without_estimate"
     else:
         reason = "least_time"
     return Decision(best, others, reason, recompute, too_slow)
 
 
-def _weighted(question: CostQuery, prefill: Prefill, candidate: Candidate) -> Candidate:
-    """With its estimates: read with all threads, or in stages where the clock would cut that off."""
-    at_once = _expect(question, prefill, candidate, 1)
+def _weighted(query: CostQuery, prefill: Prefill, candidate: Candidate) -> Candidate:
+    """Adds estimates: for reading with all threads, or in stages if the deadline would cut that
+    off."""
+    at_once = _expect(query, prefill, candidate, 1)
     if not at_once.cut:
         return at_once
-    ways = [at_once, *(_expect(question, prefill, candidate, stages) for stages in STAGES)]
+    ways = [at_once, *(_expect(query, prefill, candidate, stages) for stages in STAGES)]
     return min(ways, key=lambda c: (c.cut, c.ready_seconds))
 
 
-def _expect(question: CostQuery, prefill: Prefill, candidate: Candidate, stages: int) -> Candidate:
-    sources = question.sources[: candidate.keys]
-    clock = question.clock(candidate.keys)
+def _expect(query: CostQuery, prefill: Prefill, candidate: Candidate, stages: int) -> Candidate:
+    sources = query.sources[: candidate.keys]
+    deadline = query.deadline(candidate.keys)
     arrivals: dict[int, list[float]] = {}
     parallel = 0
-    judged = 0.0
+    weighted = 0.0
     for tier in candidate.tiers:
         sizes = [source.size_bytes for source in sources if source.tier == tier]
         if stages > 1:
             parallel = max(parallel, sum(map(bool, sizes)) // stages, 1)
-        arrivals[tier] = _arrivals(question.tiers[tier], sizes, stages)
-        judged = max(judged, arrivals[tier][-1] * 100 / question.tiers[tier].weight)
+        arrivals[tier] = _arrivals(query.tiers[tier], sizes, stages)
+        weighted = max(weighted, arrivals[tier][-1] * 100 / query.tiers[tier].weight)
     taken = dict.fromkeys(candidate.tiers, 0)
     ready = cautious = 0.0
-    there = question.start_tokens
+    arrived = query.start_tokens
     for source in sources:
         arrival = arrivals[source.tier][taken[source.tier]]
         taken[source.tier] += 1
-        estimate = question.tiers[source.tier].estimate or IMMEDIATE
+        estimate = query.tiers[source.tier].estimate or IMMEDIATE
         ready = max(ready, arrival)
         cautious = max(cautious, arrival * (1 + MARGIN + SPREAD_FACTOR * estimate.spread))
-        limit = clock.seconds(there) - question.waited_seconds
+        limit = deadline.seconds(arrived) - query.waited_seconds
         if source.tier and cautious > limit:
-            rest = prefill.seconds(there, question.prompt_tokens)
-            judged = limit * 100 / min(question.tiers[t].weight for t in candidate.tiers)
+            rest = prefill.seconds(arrived, query.prompt_tokens)
+            weighted = limit * 100 / min(query.tiers[t].weight for t in candidate.tiers)
             return replace(
                 candidate,
                 ready_seconds=limit + rest,
-                weighted_seconds=judged + rest,
+                weighted_seconds=weighted + rest,
                 parallel=parallel,
                 cut=True,
             )
-        there = source.end_tokens
-    rest = prefill.seconds(there, question.prompt_tokens)
+        arrived = source.end_tokens
+    rest = prefill.seconds(arrived, query.prompt_tokens)
     return replace(
-        candidate, ready_seconds=ready + rest, weighted_seconds=judged + rest, parallel=parallel
+        candidate, ready_seconds=ready + rest, weighted_seconds=weighted + rest, parallel=parallel
     )
 
 
 def _arrivals(tier: TierLoad, sizes: Sequence[int], stages: int) -> list[float]:
-    """Seconds until each key of a tier is there. Reads that run together end together: nothing says which is first."""
+    """Seconds until each key of a tier arrives. Reads that run together are expected to end
+    together."""
     estimate = tier.estimate or IMMEDIATE
     reads = sum(map(bool, sizes))
     if stages == 1:
@@ -325,111 +336,103 @@ def _arrivals(tier: TierLoad, sizes: Sequence[int], stages: int) -> list[float]:
     return found
 
 
-logger = logging.getLogger(__name__)
-TRIAL_SECONDS = 30.0
-"""A tier judged too slow gets one trial load this often (DATAPATH 3)."""
+@dataclass(frozen=True, slots=True)
+class PrefixSources:
+    """Where the keys of a prefix would come from. ``tiers[i]``: index of the tier, 0 for RAM.
+    ``sizes[i]``: bytes to be read. ``unverified``: positions of keys in RAM that have to be
+    verified."""
 
-
-def usable_shape(shape: PrefixCost | None, keys: int) -> bool:
-    """Whether a prompt's shape fits its keys. What an engine says is not believed unseen."""
-    if (
-        shape is None
-        or len(shape.ends) != keys
-        or (shape.prefill is not None and not shape.prefill.usable)
-    ):
-        return False
-    rising = all(a < b for a, b in pairwise((shape.start_tokens, *shape.ends)))
-    return rising and shape.start_tokens >= 0 and 0 <= shape.waited_seconds < float("inf")
+    tiers: Sequence[int]
+    sizes: Sequence[int]
+    unverified: Collection[int] = ()
 
 
 class LoadPlanner:
-    """Asks the selection in force. Owner's thread only."""
+    """Applies the selection in force to the store's state."""
 
-    def __init__(self, shared: StoreContext, lowers: SecondaryTiers, selection: Selection) -> None:
-        self.selection = selection
-        self.memory_weight = 100
-        self.min_load_tokens = 0
-        self._shared = shared
-        self._lowers = lowers
+    def __init__(
+        self, context: StoreContext, tiers: SecondaryTiers, memory_name: str, live: Live
+    ) -> None:
+        self._context = context
+        self._tiers = tiers
+        self._memory_name = memory_name
+        self._memory_weight = 100
+        self.configure(live)
+
+    def configure(self, live: Live) -> None:
+        """Applies live settings."""
+        self._selection = live.selection
+        self._min_load_tokens = live.min_load_tokens
+        memory = live.tiers.get(self._memory_name)
+        if memory is not None:
+            self._memory_weight = memory.load_weight
 
     def decide(
-        self,
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        shape: PrefixCost | None,
-        limit_seconds: float,
-        unproven: Collection[int] = (),
+        self, sources: PrefixSources, cost: PrefixCost | None, limit_seconds: float
     ) -> tuple[Decision, LoadDeadline]:
-        """``sources[i]``: index of the tier that key i comes from; ``sizes[i]``: bytes to be read for it. The clock is that of the
-        chosen part, ``limit_seconds`` its end in any case, both counted from the request's first question. ``unproven``: keys in RAM
-        that have to be verified first."""
-        if self.selection is Selection.COST and shape is not None:
-            decision, clock = self._by_cost(sources, sizes, shape, limit_seconds, unproven)
+        """What to load, and the deadline for it. ``limit_seconds`` counts from the request's first
+        lookup."""
+        if self._selection is Selection.COST and cost is not None:
+            decision, deadline = self._by_cost(sources, cost, limit_seconds)
         else:
-            weights = [self.memory_weight] + [
-                lower.settings.load_weight for lower in self._lowers.all
+            weights = [self._memory_weight] + [
+                secondary.settings.load_weight for secondary in self._tiers.all
             ]
-            decision = choose_prefix(self.selection, sources, weights, [1] * len(sources))
-            clock = LoadDeadline(limit_seconds)
-        self._shared.count("selections", "", decision.reason)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "%s", decision.explain(["RAM", *(lower.name for lower in self._lowers.all)])
-            )
-        return decision, clock
+            tiers = sources.tiers
+            decision = choose_prefix(self._selection, tiers, weights, [1] * len(tiers))
+            deadline = LoadDeadline(limit_seconds)
+        self._context.count("selections", "", decision.reason)
+        if _log.isEnabledFor(logging.DEBUG):
+            names = ["RAM", *(secondary.name for secondary in self._tiers.all)]
+            _log.debug("%s", decision.explain(names))
+        return decision, deadline
 
     def _by_cost(
-        self,
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        shape: PrefixCost,
-        limit_seconds: float,
-        unproven: Collection[int],
+        self, sources: PrefixSources, cost: PrefixCost, limit_seconds: float
     ) -> tuple[Decision, LoadDeadline]:
-        now = self._shared.clock()
-        used = set(sources)
-        memory = TierLoad(self.memory_weight, IMMEDIATE)
-        question = CostQuery(
+        now = self._context.clock()
+        used = set(sources.tiers)
+        memory = TierLoad(self._memory_weight, IMMEDIATE)
+        query = CostQuery(
             [
-                KeySource(tier, size, end, position in unproven)
+                KeySource(tier, size, end, position in sources.unverified)
                 for position, (tier, size, end) in enumerate(
-                    zip(sources, sizes, shape.ends, strict=False)
+                    zip(sources.tiers, sources.sizes, cost.ends, strict=False)
                 )
             ],
             [memory]
             + [
-                _outlook(lower, now) if lower.index in used else memory
-                for lower in self._lowers.all
+                _tier_load(secondary, now) if secondary.index in used else memory
+                for secondary in self._tiers.all
             ],
-            shape.start_tokens,
-            shape.ends[len(sources) - 1] if sources else shape.start_tokens,
-            shape.prefill,
+            cost.start_tokens,
+            cost.ends[len(sources.tiers) - 1] if sources.tiers else cost.start_tokens,
+            cost.prefill,
             limit_seconds,
-            shape.waited_seconds,
-            self.min_load_tokens,
+            cost.waited_seconds,
+            self._min_load_tokens,
         )
-        decision = choose_by_cost(question)
+        decision = choose_by_cost(query)
         for tier in decision.too_slow:
-            self._shared.count("tier_too_slow", self._lowers.all[tier - 1].name)
-        return decision, question.clock(decision.chosen.keys if decision.chosen is not None else 0)
+            self._context.count("tier_too_slow", self._tiers.all[tier - 1].name)
+        return decision, query.deadline(decision.chosen.keys if decision.chosen is not None else 0)
 
-    def trial_due(self, lower: SecondaryTier) -> bool:
-        """Whether a tier that was judged too slow is to be measured again."""
-        idle = lower.model.queued_reads == 0
+    def probe_due(self, secondary: SecondaryTier) -> bool:
+        """Whether to measure a tier that was found too slow: it is idle, and has not been read from
+        lately."""
+        model = secondary.model
+        idle_seconds = self._context.clock() - model.last_began_at
         return (
-            idle
-            and lower.usable
-            and self._shared.clock() - lower.model.last_began_at >= TRIAL_SECONDS
+            model.queued_reads == 0 and secondary.usable and idle_seconds >= PROBE_INTERVAL_SECONDS
         )
 
 
-def _outlook(lower: SecondaryTier, now: float) -> TierLoad:
-    model = lower.model
-    threads = max(1, lower.read_threads - lower.late_reads)
+def _tier_load(secondary: SecondaryTier, now: float) -> TierLoad:
+    model = secondary.model
     return TierLoad(
-        lower.settings.load_weight,
+        secondary.settings.load_weight,
         model.estimate(now),
-        threads,
+        max(1, secondary.read_threads - secondary.late_reads),
         model.queued_reads,
         model.queued_bytes,
     )

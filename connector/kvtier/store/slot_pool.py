@@ -1,11 +1,12 @@
-"""The host pool, cut into slots.
+"""The host pool, divided into slots.
 
-Each slot size (geometry of a group) has a *class*. A class takes *segments* from the pool, runs of equal slots; what is
-left between segments is *room* for further ones, joined again when a segment is dissolved. So engines with different
-geometries, one after the other or side by side, share one pool, and a pool that serves one geometry wastes less than
-one slot.
+Each slot size, that is, each geometry of a KV group, has a *class*. A class takes *segments* from
+the pool, runs of equal slots; the space between segments is *room* for further ones, merged when a
+segment is dissolved. So engines with different geometries, one after the other or side by side,
+share one pool, and a pool with a single geometry wastes less than one slot.
 
-This file knows states and bytes, not why a slot is in a state; it never decides who has to give one up.
+This module knows states and bytes, not why a slot is in a state, and never decides which slot is
+freed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from kvtier.store.types import Accounts
 from kvtier.tiers.base import ALIGNMENT_BYTES, aligned
 
 SEGMENTS_PER_POOL = 32
-"""A segment is about this fraction of the pool: small enough to move between classes, large enough to be few."""
+"""A segment is about this fraction of the pool: small enough to move between classes, large enough
+that they are few."""
 
 
 class SlotPool:
-    """All slots and their accounts. Owner's thread only."""
+    """All slots and their accounts. Only the store's thread uses it."""
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
@@ -33,7 +35,7 @@ class SlotPool:
         self._bytes = [0] * len(SlotState)
 
     def slot_class(self, slot_bytes: int) -> SlotClass:
-        """The class for objects of ``slot_bytes``, made on first use."""
+        """The class for objects of ``slot_bytes``, created on first use."""
         size = aligned(slot_bytes)
         found = self.classes.get(size)
         if found is None:
@@ -47,7 +49,8 @@ class SlotPool:
     def take(
         self, kind: SlotClass, state: SlotState, owner: str = "", group: int = -1
     ) -> Slot | None:
-        """A free slot, put into ``state``; None if the class has none and can get no segment without an eviction."""
+        """A free slot, moved to ``state``; None if the class has none and can get no segment
+        without an eviction."""
         if not kind.free and not self._grow(kind):
             return None
         _, slot = kind.free.popitem()
@@ -59,18 +62,18 @@ class SlotPool:
         return slot
 
     def move(self, slot: Slot, state: SlotState, owner: str = "") -> None:
-        """Puts a slot that is in use into another use."""
+        """Moves a slot that is not free to another state."""
         size = slot.segment.kind.slot_bytes
         self._bytes[slot.state] -= size
         self._bytes[state] += size
         if not slot.segment.draining:
-            slot.segment.kind.leaving += (state is SlotState.EVICTING) - (
+            slot.segment.kind.evicting += (state is SlotState.EVICTING) - (
                 slot.state is SlotState.EVICTING
             )
         slot.state, slot.owner = state, owner
 
     def release(self, slot: Slot) -> None:
-        """Makes a slot free. The caller has made sure that nobody reads or writes it any more."""
+        """Frees a slot. The caller guarantees that no call or engine reads or writes it."""
         self.move(slot, SlotState.FREE)
         slot.group = -1
         segment = slot.segment
@@ -78,11 +81,11 @@ class SlotPool:
         if not segment.draining:
             segment.kind.free[slot.offset] = slot
 
-    def restore(
-        self, offset: int, slot_bytes: int, segment_start: int, segment_slots: int
-    ) -> Slot | None:
-        """The slot at ``offset`` as committed, in the segment that it belonged to in the pool's last life; None where that does not
-        fit what is there already, or the pool."""
+    def restore(self, location: SlotLocation) -> Slot | None:
+        """The slot at this location, in state COMMITTED, in the segment that it belonged to in the
+        pool's previous life. None if that conflicts with existing segments or exceeds the pool."""
+        slot_bytes, segment_slots = location.slot_bytes, location.segment_slots
+        segment_start, offset = location.segment_start, location.offset
         if (
             slot_bytes <= 0
             or segment_slots <= 0
@@ -105,14 +108,14 @@ class SlotPool:
         return slot
 
     @staticmethod
-    def place(slot: Slot) -> SlotLocation:
-        """Where the slot is, as ``restore`` takes it."""
+    def location(slot: Slot) -> SlotLocation:
+        """The slot's location, for ``restore``."""
         segment = slot.segment
         return SlotLocation(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
 
     def available(self, kind: SlotClass) -> int:
-        """How many slots ``take`` could give: free ones, and those that fit into unused room or other classes' free
-        segments."""
+        """How many slots ``take`` can provide: free ones, and those that fit into unused room or
+        other classes' free segments."""
         size = kind.slot_bytes
         found = len(kind.free) + sum(room // size for room in self._room.values())
         for other in self.classes.values():
@@ -124,7 +127,8 @@ class SlotPool:
         return found
 
     def accounts(self) -> Accounts:
-        """Bytes by use. Of unused room, what the smallest known slots fill is free, and the rest unusable."""
+        """Bytes by use. Unused room is free as far as slots of the smallest known size fit, else
+        unusable."""
         smallest = min(self.classes, default=ALIGNMENT_BYTES)
         usable_room = sum(size // smallest * smallest for size in self._room.values())
         of = self._bytes
@@ -146,7 +150,7 @@ class SlotPool:
         return [s for kind in self.classes.values() for s in kind.segments.values() if s.draining]
 
     def slots(self) -> Iterator[Slot]:
-        """Every slot there is at present."""
+        """All slots."""
         return iter(self._slots.values())
 
     def drain(
@@ -155,10 +159,12 @@ class SlotPool:
         may_move: Callable[[Slot], bool],
         may_take: Callable[[SlotClass], bool],
     ) -> list[Segment]:
-        """Chooses neighbouring segments of classes that ``may_take`` allows, wide enough for a slot of ``kind``, all of
-        whose slots are free or ``may_move``, and marks them draining: their slots are not handed out any more.
+        """Chooses adjacent segments of classes that ``may_take`` allows, wide enough for a slot of
+        ``kind``, whose slots are all free or ``may_move``, and marks them draining: their slots are
+        not handed out.
 
-        Among the choices, that with the fewest slots to empty wins, ties to the lowest offset. Empty: there is none.
+        The choice with the fewest slots to empty wins, ties to the lowest offset. Empty if there is
+        none.
         """
         pieces: list[tuple[int, int, Segment | None]] = [
             (start, size, None) for start, size in self._room.items()
@@ -190,7 +196,7 @@ class SlotPool:
         return best
 
     def finish_draining(self, kind: SlotClass) -> bool:
-        """If all draining segments are empty, makes one of ``kind`` of them; whether it did."""
+        """Turns the draining segments into one of ``kind``, if all are empty; True if it did."""
         draining = self.draining()
         if not draining or any(segment.free < len(segment.slots) for segment in draining):
             return False
@@ -199,7 +205,7 @@ class SlotPool:
         return self._grow(kind)
 
     def stop_draining(self) -> None:
-        """The draining segments stay what they are."""
+        """Keeps the draining segments as they are."""
         for segment in self.draining():
             self._set_draining(segment, False)
 
@@ -222,15 +228,15 @@ class SlotPool:
         segment.draining = draining
         for slot in segment.slots:
             if slot.state is SlotState.EVICTING:
-                kind.leaving += -1 if draining else 1
+                kind.evicting += -1 if draining else 1
             elif slot.state is SlotState.FREE and draining:
                 del kind.free[slot.offset]
             elif slot.state is SlotState.FREE:
                 kind.free[slot.offset] = slot
 
     def _grow(self, kind: SlotClass) -> bool:
-        """Cuts a segment for ``kind`` out of the first room that fits one, wholly free segments of other classes
-        included."""
+        """Cuts a segment for ``kind`` out of the first room that fits one, free segments of other
+        classes included."""
         if not any(size >= kind.slot_bytes for size in self._room.values()):
             for other in self.classes.values():
                 if other is not kind:
@@ -244,12 +250,12 @@ class SlotPool:
         for start in sorted(self._room):
             size = self._room[start]
             if size >= kind.slot_bytes:
-                wanted = max(1, self.pool_bytes // SEGMENTS_PER_POOL // kind.slot_bytes)
-                return self._cut(kind, start, min(wanted, size // kind.slot_bytes)) is not None
+                count = max(1, self.pool_bytes // SEGMENTS_PER_POOL // kind.slot_bytes)
+                return self._cut(kind, start, min(count, size // kind.slot_bytes)) is not None
         return False
 
     def _cut(self, kind: SlotClass, start: int, count: int) -> Segment | None:
-        """Makes a segment in unused room; None where there is not that much at ``start``."""
+        """Creates a segment in unused room; None if there is not enough at ``start``."""
         end = start + count * kind.slot_bytes
         for room, size in self._room.items():
             if room <= start and end <= room + size:

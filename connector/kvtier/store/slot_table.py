@@ -1,14 +1,17 @@
-"""The slot table: which sealed object lies in which slot of the pool, for the tierd that comes after this one.
+"""The slot table: which object with checksums lies in which slot of the pool, for recovery by the
+next tierd.
 
-A file beside the pool, in memory like it::
+A file beside the pool, in memory like the pool::
 
-    0       header: magic, its length, JSON (format, pool, topology, a random word), BLAKE3 over all that
-    4096    records of ``RECORD_BYTES`` each, in no order; anything that does not prove itself is none
+    0       header: magic, length, JSON (format, pool, topology, a random word), BLAKE3 over all of
+    it 4096    records of ``RECORD_BYTES`` each, in no order; a record whose digest does not match
+    is ignored
 
-A record is written when its object has been sealed and erased before its slot is given away, so whenever this process dies, what the
-table names is a slot that held exactly that object. It carries a digest over itself and the header's random word: what was half-written,
-or is of an earlier table in the same file, is not believed. And what it names is not believed either before the bytes in the slot have
-the digest that the record has (kept.py).
+A record is written after the object has its checksums, and erased before the slot is used for
+anything else. So whenever the process dies, each record names a slot that holds exactly that
+object. Its digest covers the record and the header's random word, which excludes partial records
+and records of an earlier table in the same file. The object itself is verified separately, against
+the digest in the record (``recovery``).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ DIGEST_BYTES = 16
 RECORD_BYTES = 160
 MIN_TABLE_BYTES = 256 << 10
 MAX_TABLE_BYTES = 64 << 20
-"""400,000 objects: 64 GiB of 160 KiB each, where a chunk of 256 tokens has a hundred times that."""
+"""400,000 records: 64 GiB in objects of 160 KiB. A chunk of 256 tokens has a hundred times that
+size."""
 TABLE_SHARE = 1024
 """A table has at most a thousandth of the pool's bytes, within the two limits above."""
 _MAGIC = b"KVTSLOTS"
@@ -47,7 +51,7 @@ _PIECE_RECORDS = 4096
 
 
 def slot_table_bytes(pool_bytes: int) -> int:
-    """How large the table of a pool may become."""
+    """Maximum size of the slot table of a pool."""
     return min(max(pool_bytes // TABLE_SHARE, MIN_TABLE_BYTES), MAX_TABLE_BYTES)
 
 
@@ -58,7 +62,7 @@ def object_digest(meta: ObjectMeta) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SlotLocation:
-    """A slot, and the run of equal slots that it belongs to."""
+    """A slot, and the segment that it belongs to."""
 
     offset: int
     slot_bytes: int
@@ -67,21 +71,22 @@ class SlotLocation:
 
 
 class ReadLog(Protocol):
-    """Where tierd notes the slots that it reads into, for the case that it dies and a thread of it does not."""
+    """Records the slots that tierd reads into, in case that it dies and one of its threads does
+    not."""
 
     def begin(self, place: SlotLocation) -> bool:
-        """A read is about to begin; False if it must not."""
+        """Records a read before it starts; False if the read must not start."""
         ...
 
     def end(self, offset: int) -> None:
-        """The read has returned, or will not begin."""
+        """The read has returned, or never starts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One sealed object. ``segment_start`` and ``segment_slots``: the run of equal slots that its slot belongs to;
-    ``digest``: ``object_digest``; ``sequence`` rises with every record that is written."""
+    """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot.
+    ``digest``: ``object_digest``. ``sequence`` increases with every record."""
 
     namespace: str
     key: bytes
@@ -94,17 +99,24 @@ class SlotRecord:
     digest: bytes
     sequence: int = 0
 
+    @property
+    def location(self) -> SlotLocation:
+        """The object's slot."""
+        return SlotLocation(self.offset, self.slot_bytes, self.segment_start, self.segment_slots)
+
 
 @dataclass(frozen=True, slots=True)
 class TableIdentity:
-    """What a table is about. ``pool_inode``: of the pool's file; ``topology``: digest of the structural document."""
+    """What a table belongs to. ``pool_inode``: inode of the pool's file. ``topology``: digest of
+    the structural document."""
 
     pool_bytes: int
     pool_inode: int
     topology: str
 
     def difference(self, now: TableIdentity) -> str:
-        """Why nothing of a pool that was this is taken over into ``now``; empty if it is. A pool may have grown."""
+        """Why a table of this identity cannot be used for ``now``; empty if it can. A pool may have
+        grown."""
         if self.pool_inode != now.pool_inode:
             return "pool_file"
         if self.topology != now.topology:
@@ -113,7 +125,7 @@ class TableIdentity:
 
 
 def encode_record(record: SlotRecord, word: bytes) -> bytes:
-    """A record as it stands in the table whose random word this is."""
+    """The bytes of a record in the table with this random word."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
         _KINDS.index(record.checksum_kind),
@@ -132,7 +144,7 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
 
 
 def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
-    """The record, or None if this is none of this table, or not a whole one."""
+    """The record; None if it belongs to another table or is damaged."""
     body = data[:_DIGEST_AT]
     if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
         return None
@@ -157,17 +169,18 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
 
 
 class SlotTable:
-    """The table of the living tierd. ``descriptor`` is open for reading and writing and belongs to the table.
+    """The table of the running tierd. Owns ``descriptor``, which is open for reading and writing.
 
-    ``recovered``: what the last tierd left, oldest first; ``refused``: what was not taken from it, by reason. Made on any thread,
-    afterwards used by the store's owner alone. Raises ``OSError`` where the file cannot be read or written at all; later on a record
-    that cannot be written is just not there.
+    ``recovered``: records of the previous tierd, oldest first. ``rejected``: numbers of records
+    that cannot be used, by reason. May be created on any thread; after that only the store's thread
+    uses it. The constructor raises ``OSError`` if the file cannot be read or written; a later
+    record that cannot be written is missing.
     """
 
     def __init__(
         self, descriptor: int, identity: TableIdentity, namespaces: Iterable[str] | None = None
     ) -> None:
-        """``namespaces``: those whose objects may be taken over; None: all."""
+        """``namespaces``: the namespaces whose objects may be recovered; None: all."""
         self.rejected: Counter[str] = Counter()
         self.recovered: list[SlotRecord] = []
         self._descriptor = descriptor
@@ -181,7 +194,8 @@ class SlotTable:
             if why:
                 self.rejected[why] = sum(1 for _ in self._pieces())
             self._word = secrets.token_bytes(DIGEST_BYTES)
-            # First the header: from then on nothing of the old table proves itself, whether it is cut off or not.
+            # The header first: it invalidates the old records, whether the file is truncated or
+            # not.
             self._write_header(identity)
             os.ftruncate(descriptor, HEADER_BYTES)
         else:
@@ -190,7 +204,8 @@ class SlotTable:
             self._write_header(identity)
 
     def _read_header(self, now: TableIdentity) -> tuple[bytes | None, str]:
-        """The random word of the table that is there, if it is of this pool; else None and why (empty: there is none)."""
+        """The random word of the existing table, if it belongs to this pool; else None and why
+        (empty: there is none)."""
         data = os.pread(self._descriptor, HEADER_BYTES, 0)
         if not data:
             return None, ""
@@ -229,7 +244,7 @@ class SlotTable:
         os.pwrite(self._descriptor, data.ljust(HEADER_BYTES, b"\0"), 0)
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of everything in the table that is not empty."""
+        """Number and bytes of each record that is not empty."""
         number = 0
         while True:
             data = os.pread(
@@ -268,13 +283,24 @@ class SlotTable:
 
     def _write(self, number: int, data: bytes) -> None:
         if os.pwrite(self._descriptor, data, HEADER_BYTES + number * RECORD_BYTES) != len(data):
-            raise OSError(errno.ENOSPC, "a record of the slot table was cut off")
+            raise OSError(errno.ENOSPC, "a record of the slot table is truncated")
 
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def take_recovered(self) -> list[SlotRecord]:
+        """Returns ``recovered`` and empties it."""
+        taken, self.recovered = self.recovered, []
+        return taken
+
+    def take_rejected(self) -> Counter[str]:
+        """Returns ``rejected`` and empties it."""
+        taken, self.rejected = self.rejected, Counter()
+        return taken
+
     def add(self, record: SlotRecord) -> str:
-        """Writes a record, under a sequence number of its own, for a slot that has none; or says why not: "full", "no_space"."""
+        """Writes a record, with the next sequence number, for a slot without one. Returns why it
+        failed: "full", "no_space"; else empty."""
         if self._free:
             number = self._free.pop()
         elif self._next < self._max_records:
@@ -292,7 +318,8 @@ class SlotTable:
         return ""
 
     def erase(self, offset: int) -> str:
-        """The slot is about to be given away; or says why its record stays. It overwrites what is there, so want of room is no reason."""
+        """Erases the record of a slot, if there is one. Returns why it failed, else empty.
+        Overwriting needs no space."""
         number = self._numbers.pop(offset, None)
         if number is None:
             return ""
@@ -304,7 +331,7 @@ class SlotTable:
         return ""
 
     def close(self) -> None:
-        """Closes the file; what is in it stays."""
+        """Closes the file and keeps its content."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

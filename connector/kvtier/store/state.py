@@ -1,5 +1,13 @@
+"""Records of the host pool: slots, their segments and classes, and the objects in them.
+
+Plain state without rules. ``slot_pool`` changes slots, segments and classes; ``memory_tier``
+changes entries. Only the store's thread touches them.
+"""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 
 from kvtier.store.slot_table import SlotRecord
@@ -20,8 +28,11 @@ class SlotState(IntEnum):
 
 
 class Slot:
-    """Room for one object. ``owner``: the engine it is granted to, reserved by or quarantined for; else empty.
-    ``entry``: the object in it, if one is committed there (leaving ones included)."""
+    """Space for one object.
+
+    ``owner`` is the engine that the slot is granted to, reserved by or quarantined for, else empty.
+    ``entry`` is the object in a slot that is COMMITTED or EVICTING.
+    """
 
     __slots__ = ("entry", "group", "offset", "owner", "segment", "state")
 
@@ -35,7 +46,7 @@ class Slot:
 
 
 class Segment:
-    """A run of equal slots. ``draining``: on its way back to the pool; its free slots are not handed out."""
+    """A run of equal slots. The free slots of a segment that is ``draining`` are not handed out."""
 
     __slots__ = ("draining", "free", "kind", "slots", "start")
 
@@ -53,44 +64,72 @@ class Segment:
 
 
 class SlotClass:
-    """All slots of one size. ``leaving``: how many are announced as leaving (in segments that stay)."""
+    """All slots of one size. ``evicting`` counts slots that are being evicted, without those of
+    draining segments."""
 
-    __slots__ = ("free", "leaving", "segments", "slot_bytes")
+    __slots__ = ("evicting", "free", "segments", "slot_bytes")
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.free: dict[int, Slot] = {}
         self.segments: dict[int, Segment] = {}
-        self.leaving = 0
+        self.evicting = 0
 
     @property
     def bytes(self) -> int:
-        """What the class takes from the pool."""
+        """Bytes of the pool that the class occupies."""
         return sum(segment.bytes for segment in self.segments.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectGeometry:
+    """How objects of one KV group of an engine lie in their slots.
+
+    ``shard_bytes[r]`` is the exact size of rank r's shard; ``payload_bytes`` is the sum of the
+    aligned sizes.
+    """
+
+    kind: SlotClass
+    shard_bytes: tuple[int, ...]
+    payload_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class SlotRequest:
+    """A request for a free slot of a class. ``receive`` is called once, with the slot in state
+    READING."""
+
+    kind: SlotClass
+    receive: Callable[[Slot], None]
 
 
 class Entry:
     """One object in RAM.
 
-    ``pins`` counts who may be reading the slot: loads, promotions, checksums, writes to lower tiers. ``meta`` is None
-    until the object is sealed. ``leaving``: token of the announcement that it goes, 0 if it stays. ``seen`` counts how
-    often the object was wanted; ``busy`` has the bits of the lower tiers it is being written to, and bit 0 while it is
-    being sealed. ``kept``: what the last tierd wrote of it, until its bytes are known to be that; nobody else may read it before.
+    * ``pins``: how many loads, promotions, checksums and writes may be reading the slot. A pinned
+      object is not evicted.
+    * ``meta``: None until the object has checksums.
+    * ``evicting``: token of the eviction notice that names the object; 0 if there is none.
+    * ``uses``: how often an engine stored or loaded the object.
+    * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
+      checksum is computed.
+    * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but
+      the verification may read such an object.
     """
 
     __slots__ = (
         "busy",
-        "kept",
+        "evicting",
         "key",
-        "leaving",
         "meta",
         "namespace",
         "persistent",
         "pins",
         "ref",
-        "seen",
         "shard_bytes",
         "slot",
+        "unverified",
+        "uses",
     )
 
     def __init__(
@@ -105,12 +144,12 @@ class Entry:
         self.persistent = persistent
         self.meta: ObjectMeta | None = None
         self.pins = 0
-        self.leaving = 0
-        self.seen = 1
+        self.evicting = 0
+        self.uses = 1
         self.busy = 0
-        self.kept: SlotRecord | None = None
+        self.unverified: SlotRecord | None = None
 
     @property
     def bit(self) -> int:
-        """Under which bit it is announced."""
-        return MEMORY_BIT if self.kept is None else UNVERIFIED_BIT
+        """The presence bit under which the object is announced."""
+        return MEMORY_BIT if self.unverified is None else UNVERIFIED_BIT

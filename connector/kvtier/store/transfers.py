@@ -1,18 +1,18 @@
-"""Reservations: how an engine's chunks become objects in RAM.
+"""Transfers between an engine's workers and the pool: reservations (stores) and loads.
 
-A reservation is (engine, number) and exclusive per key while it is open. It ends when every writer rank of that engine
-has said that it is through with the slot, whatever else happens: with a commit if all delivered and nobody else has the
-key, else the slot just becomes free.
+A reservation is exclusive per key while it is open. It ends when every writer rank of its engine
+has delivered or aborted: with a commit if all delivered and the key is not resident, else the slot
+is free again.
 
-Loads: announcing to workers where keys lie, and keeping the slots until every worker is through.
+A load pins the objects whose slots it announces until every rank has released it. Only the store's
+thread uses this module.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, LoadRecord, Reservation
@@ -22,178 +22,174 @@ from kvtier.store.recovery import RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
-from kvtier.store.types import MEMORY_BIT, LoadAnnounced
+from kvtier.store.tier_reads import TierReads
+from kvtier.store.types import LoadAnnounced
+from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
-"""Answers of workers that came before the scheduler's reservation (two senders, no order between them)."""
+"""Acknowledgements of workers that precede the scheduler's reservation. The two connections are not
+ordered."""
+MAX_LOADS = 4_096
+"""Per engine. Each request has one load at a time."""
 
 
 class Reservations:
-    """Open reservations. Owner's thread only. ``on_commit`` gets every new object; ``on_seen`` those that were stored
-    again."""
+    """Open reservations."""
 
     def __init__(
         self,
-        shared: StoreContext,
+        context: StoreContext,
         pool: SlotPool,
-        table: ResidentObjects,
-        index: PresenceIndex,
-        supply: SlotAllocator,
-        kept: RecoveredObjects,
+        resident: ResidentObjects,
+        recovered: RecoveredObjects,
+        reads: TierReads,
+        checksummer: Checksummer,
     ) -> None:
-        self.on_commit: Callable[[Entry], None] | None = None
-        self.on_seen: Callable[[Entry], None] | None = None
-        self._shared = shared
+        self._context = context
         self._pool = pool
-        self._table = table
-        self._index = index
-        self._supply = supply
-        self._kept = kept
-        self._pending: dict[tuple[str, bytes], Reservation] = {}
+        self._resident = resident
+        self._recovered = recovered
+        self._reads = reads
+        self._checksummer = checksummer
+        self._open: dict[tuple[str, bytes], Reservation] = {}
         self._early: OrderedDict[tuple[str, int], dict[int, bool]] = OrderedDict()
 
     def reserve(
         self, engine: EngineState, number: int, group: int, block_hash: bytes, offset: int
     ) -> None:
-        """One chunk will be delivered into one of the engine's granted slots."""
+        """Reserves one of the engine's granted slots for a chunk. A chunk that is resident or
+        already being stored is cancelled: the ranks still acknowledge, and the slot is free
+        afterwards."""
         key = engine.key(group, block_hash)
         if key is None:
-            self._shared.violation("unknown_group")
+            self._context.violation("unknown_group")
             return
         if number in engine.reservations:
-            self._shared.violation("reservation_twice")
+            self._context.violation("reservation_twice")
             return
         slot = engine.granted[group].pop(offset, None)
         if slot is None:
-            self._shared.violation("slot_not_granted")
+            self._context.violation("slot_not_granted")
             return
-        reservation = Reservation(
-            number, engine, group, key, slot, self._doomed(engine.namespace, key)
-        )
+        reservation = Reservation(number, engine, group, key, slot)
+        reservation.cancelled = self._is_duplicate(engine.namespace, key)
         engine.reservations[number] = reservation
         self._pool.move(slot, SlotState.RESERVED, engine.name)
-        if not reservation.doomed:
-            self._pending[engine.namespace, key] = reservation
+        if not reservation.cancelled:
+            self._open[engine.namespace, key] = reservation
         if self._early:
             for rank, delivered in self._early.pop((engine.name, number), {}).items():
-                self.answer(engine, rank, number, delivered)
+                self.acknowledge(engine, rank, number, delivered)
 
-    def _doomed(self, namespace: str, key: bytes) -> bool:
-        entry = self._table.get(namespace, key)
+    def _is_duplicate(self, namespace: str, key: bytes) -> bool:
+        entry = self._resident.get(namespace, key)
         if entry is not None:
-            if entry.leaving:
-                self._supply.rescue(entry)
-            if entry.kept is not None and self._kept.replace(entry):
-                # What an engine is about to deliver needs no proof.
+            if entry.evicting:
+                self._resident.cancel_eviction(entry)
+            if entry.unverified is not None and self._recovered.replace(entry):
+                # The engine's own object needs no verification.
                 entry = None
         if entry is not None:
-            self._table.hit(entry)
-            if self.on_seen is not None:
-                self.on_seen(entry)
-            self._shared.count("stores_cancelled", "", "present")
+            self._resident.hit(entry)
+            self._checksummer.persist(entry)
+            self._context.count("stores_cancelled", "", "present")
             return True
-        if (namespace, key) in self._pending:
-            self._shared.count("stores_cancelled", "", "pending")
+        if (namespace, key) in self._open:
+            self._context.count("stores_cancelled", "", "pending")
             return True
         return False
 
-    def answer(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
-        """A rank is through with a reservation's slot: its shard is there, or it is not."""
+    def acknowledge(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
+        """A rank has delivered its shard, or aborted, and does not touch the slot after that."""
         if rank not in engine.info.writer_ranks:
-            self._shared.violation("not_a_writer")
+            self._context.violation("not_a_writer")
             return
         reservation = engine.reservations.get(number)
         if reservation is None:
-            self._keep_early(engine, rank, number, delivered)
+            self._hold_early(engine, rank, number, delivered)
             return
-        if rank in reservation.answered:
-            self._shared.violation("answered_twice")
+        if rank in reservation.acknowledged:
+            self._context.violation("answered_twice")
             return
-        reservation.answered.add(rank)
-        if not delivered and not reservation.doomed:
-            self._doom(reservation, "aborted")
-        if len(reservation.answered) == len(engine.info.writer_ranks):
+        reservation.acknowledged.add(rank)
+        if not delivered and not reservation.cancelled:
+            self._cancel(reservation, "aborted")
+        if len(reservation.acknowledged) == len(engine.info.writer_ranks):
             del engine.reservations[number]
             self._finish(engine, reservation)
 
-    def _keep_early(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
-        answers = self._early.setdefault((engine.name, number), {})
-        if rank in answers:
-            self._shared.violation("answered_twice")
+    def _hold_early(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
+        by_rank = self._early.setdefault((engine.name, number), {})
+        if rank in by_rank:
+            self._context.violation("answered_twice")
             return
-        answers[rank] = delivered
+        by_rank[rank] = delivered
         if len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)
-            self._shared.count("early_answers_dropped")
+            self._context.count("early_answers_dropped")
 
-    def _doom(self, reservation: Reservation, reason: str) -> None:
-        reservation.doomed = True
-        # Free for others at once: the next reservation of this key has a slot of its own.
-        del self._pending[reservation.namespace, reservation.key]
-        self._shared.count("stores_cancelled", "", reason)
+    def _cancel(self, reservation: Reservation, reason: str) -> None:
+        reservation.cancelled = True
+        # The key can be reserved again at once, in another slot.
+        del self._open[reservation.namespace, reservation.key]
+        self._context.count("stores_cancelled", "", reason)
 
     def _finish(self, engine: EngineState, reservation: Reservation) -> None:
-        slot = reservation.slot
-        if not reservation.doomed:
-            del self._pending[reservation.namespace, reservation.key]
-            if self._table.get(reservation.namespace, reservation.key) is None:
+        if not reservation.cancelled:
+            del self._open[reservation.namespace, reservation.key]
+            if self._resident.get(reservation.namespace, reservation.key) is None:
                 self._commit(engine, reservation)
                 return
-            self._shared.count("stores_cancelled", "", "read_meanwhile")
-        self._pool.release(slot)
+            self._context.count("stores_cancelled", "", "read_meanwhile")
+        self._pool.release(reservation.slot)
 
     def _commit(self, engine: EngineState, reservation: Reservation) -> None:
-        slot, namespace, key = reservation.slot, reservation.namespace, reservation.key
         shards = engine.info.shard_bytes[reservation.group]
-        self._pool.move(slot, SlotState.COMMITTED)
-        entry = Entry(namespace, key, slot, shards, reservation.persistent)
-        self._table.add(entry)
-        self._shared.count("stores_committed")
-        self._index.change(namespace, key, MEMORY_BIT, True)
-        if self.on_commit is not None:
-            self.on_commit(entry)
+        entry = Entry(
+            reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
+        )
+        self._context.count("stores_committed")
+        self._resident.commit(entry)
+        self._reads.deliver(entry)
+        self._checksummer.persist(entry)
 
-    def doom_all(self, engine: EngineState) -> None:
-        """None of the engine's open reservations will be committed (its weights changed)."""
+    def cancel_all(self, engine: EngineState) -> None:
+        """Cancels the engine's open reservations, because its weights have changed."""
         for reservation in engine.reservations.values():
-            if not reservation.doomed:
-                self._doom(reservation, "reset")
+            if not reservation.cancelled:
+                self._cancel(reservation, "reset")
 
     def close(self, engine: EngineState) -> list[Slot]:
-        """Forgets the engine's reservations; returns their slots, which its workers may still be writing."""
+        """Forgets the engine's reservations; returns their slots, which its workers may still be
+        writing."""
         for reservation in engine.reservations.values():
-            if not reservation.doomed:
-                self._doom(reservation, "engine_closed")
+            if not reservation.cancelled:
+                self._cancel(reservation, "engine_closed")
         slots = [reservation.slot for reservation in engine.reservations.values()]
         engine.reservations.clear()
-        for answered in [key for key in self._early if key[0] == engine.name]:
-            del self._early[answered]
+        for early in [name for name in self._early if name[0] == engine.name]:
+            del self._early[early]
         return slots
 
 
-MAX_LOADS = 4_096
-"""Per engine. Each request has one load at a time."""
-
-
 class StoreLoads:
-    """Announced loads. Owner's thread only. ``on_hit`` gets every object that is loaded."""
+    """Announced loads."""
 
     def __init__(
         self,
-        shared: StoreContext,
-        table: ResidentObjects,
+        context: StoreContext,
+        resident: ResidentObjects,
         index: PresenceIndex,
-        lowers: SecondaryTiers,
+        tiers: SecondaryTiers,
         promotions: Promotions,
-        supply: SlotAllocator,
+        checksummer: Checksummer,
     ) -> None:
-        self.on_hit: Callable[[Entry], None] | None = None
-        self._shared = shared
-        self._table = table
+        self._context = context
+        self._resident = resident
         self._index = index
-        self._lowers = lowers
+        self._tiers = tiers
         self._promotions = promotions
-        self._supply = supply
+        self._checksummer = checksummer
 
     def begin(
         self,
@@ -204,28 +200,28 @@ class StoreLoads:
         ranks: Sequence[int],
     ) -> None:
         """Pins the prefix of ``keys`` that is in RAM and announces its slots."""
-        shared = self._shared
+        context, resident = self._context, self._resident
         if number in engine.loads or not ranks:
-            shared.violation("load_twice" if ranks else "load_without_ranks")
+            context.violation("load_twice" if ranks else "load_without_ranks")
             return
         if len(engine.loads) >= MAX_LOADS:
-            shared.count("loads_rejected", "", "too_many")
-            shared.emit(LoadAnnounced(engine.name, number, tuple(ranks), (), ()))
+            context.count("loads_rejected", "", "too_many")
+            context.emit(LoadAnnounced(engine.name, number, tuple(ranks), (), ()))
             return
         entries: list[Entry] = []
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
-            entry = self._table.get(engine.namespace, key) if key is not None else None
+            entry = resident.get(engine.namespace, key) if key is not None else None
             if entry is None:
-                shared.count("loads_cut", "", "gone" if key is not None else "unknown_group")
+                context.count("loads_cut", "", "gone" if key is not None else "unknown_group")
                 break
-            if entry.kept is not None:
-                shared.count("loads_cut", "", "unverified")
+            if entry.unverified is not None:
+                context.count("loads_cut", "", "unverified")
                 break
-            if entry.leaving:
-                self._supply.rescue(entry)
-            self._table.pin(entry)
-            self._table.hit(entry)
+            if entry.evicting:
+                resident.cancel_eviction(entry)
+            resident.pin(entry)
+            resident.hit(entry)
             entries.append(entry)
         promotion = engine.promotions.get(promotion_number)
         sources: dict[bytes, int] = {}
@@ -233,47 +229,41 @@ class StoreLoads:
             sources = dict(zip(promotion.keys, promotion.tiers, strict=False))
             self._promotions.release(promotion)
         elif promotion_number:
-            shared.count("loads_without_promotion")
+            context.count("loads_without_promotion")
         engine.loads[number] = LoadRecord(entries, set(ranks))
-        shared.count("loads")
+        context.count("loads")
         tiers = tuple(sources.get(entry.key, 0) for entry in entries)
-        shared.emit(
-            LoadAnnounced(
-                engine.name,
-                number,
-                tuple(ranks),
-                tuple(entry.slot.offset for entry in entries),
-                tiers,
-            )
-        )
-        self._note_hits(engine, entries)
+        slots = tuple(entry.slot.offset for entry in entries)
+        context.emit(LoadAnnounced(engine.name, number, tuple(ranks), slots, tiers))
+        self._note_use(engine, entries)
 
-    def _note_hits(self, engine: EngineState, entries: list[Entry]) -> None:
+    def _note_use(self, engine: EngineState, entries: list[Entry]) -> None:
+        """Tells the tiers that hold the objects, and brings the objects to those that do not."""
+        usable = [secondary for secondary in self._tiers.all if secondary.usable]
         for entry in entries:
-            if engine.persistent:
+            if usable and engine.persistent:
                 bits = self._index.bits(entry.namespace, entry.key)
-                for lower in self._lowers.all:
-                    if bits & lower.bit and lower.usable:
-                        lower.tier.touch(entry.ref)
-            if self.on_hit is not None:
-                self.on_hit(entry)
+                for secondary in usable:
+                    if bits & secondary.bit:
+                        secondary.tier.touch(entry.ref)
+            self._checksummer.persist(entry)
 
-    def loaded(self, engine: EngineState, rank: int, number: int) -> None:
-        """No copy of this load runs on this rank any more."""
+    def release(self, engine: EngineState, rank: int, number: int) -> None:
+        """A rank has no copy of this load in progress, and starts none."""
         load = engine.loads.get(number)
         if load is None or rank not in load.ranks:
-            self._shared.violation("loaded_unknown" if load is None else "loaded_twice")
+            self._context.violation("loaded_unknown" if load is None else "loaded_twice")
             return
         load.ranks.remove(rank)
         if not load.ranks:
             del engine.loads[number]
-            # Last key first: what comes later in a prefix is of no use without what comes before, and shall go before
-            # it.
+            # Last key first: a later chunk is of no use without the earlier ones, so it is evicted
+            # before them.
             for entry in reversed(load.entries):
-                self._table.unpin(entry)
+                self._resident.unpin(entry)
 
     def close(self, engine: EngineState) -> list[Entry]:
-        """Forgets the engine's loads; returns what they pinned, once per pin."""
+        """Forgets the engine's loads; returns the entries they pinned, once per pin."""
         entries = [entry for load in engine.loads.values() for entry in load.entries]
         engine.loads.clear()
         return entries

@@ -1,9 +1,13 @@
-"""The types around ``TierStore``: what goes in, what comes out, and what it needs from outside.
+"""The contracts of ``TierStore``: what it needs, the events it emits, its accounts and counters,
+and the presence bits.
 
-``TierStore`` (store/core.py) is a plain library and a state machine: every method is called by one owner (tierd's loop, a test,
-the simulator) under no lock, returns at once, and never does I/O. Whatever may block goes through ``IoExecutor``;
-results come back through ``pump``. Time comes from ``Clock``. The same calls in the same order with the same times give
-the same answers.
+``TierStore`` is a state machine. One owner calls every method, without locks; each returns at once
+and does no I/O. Calls that may block run on an ``IoExecutor``, and ``TierStore.pump`` takes their
+results. The time comes from a ``Clock``.
+
+Presence bits: bit 0 stands for the memory tier, bit i for the i-th tier of the topology,
+``UNVERIFIED_BIT`` for a recovered object that has not been verified. Replicas and engines use the
+same bits.
 """
 
 from __future__ import annotations
@@ -13,16 +17,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+MEMORY_BIT = 1
+UNVERIFIED_BIT = 1 << 16
+"""In RAM since before this tierd, and to be verified before use. Beyond the bits of all tiers."""
+RAM_BITS = MEMORY_BIT | UNVERIFIED_BIT
 Clock = Callable[[], float]
 """Seconds, monotonic."""
 
 
 class IoExecutor(Protocol):
-    """Runs calls that may block, for ever if need be.
+    """Runs calls that may block, possibly forever.
 
-    ``submit(lane, call, done)``: runs ``call`` on a thread of ``lane`` and hands its result, or the exception it raised,
-    to ``done(result, error)`` from within ``collect``. Lanes are independent ("read:<tier>", "write:<tier>", "hash"); within one, calls
-    start in order as threads become free. ``queued(lane)`` and ``running(lane)`` count calls; a thread that hangs counts as running.
+    Lanes ("read:<tier>", "write:<tier>", "hash") are independent. Within a lane, calls start in
+    order as threads become free.
     """
 
     def submit(
@@ -30,15 +37,25 @@ class IoExecutor(Protocol):
         lane: str,
         call: Callable[[], object],
         done: Callable[[object, BaseException | None], None],
-    ) -> None: ...
-
-    def collect(self) -> int:
-        """Calls ``done`` of everything that has finished; returns how many. Owner's thread only."""
+    ) -> None:
+        """Runs ``call`` on a thread of ``lane``. ``collect`` passes its result, or the exception
+        that it raised, to ``done(result, error)``."""
         ...
 
-    def running(self, lane: str) -> int: ...
+    def collect(self) -> int:
+        """Calls ``done`` for every call that has finished; returns how many.
 
-    def queued(self, lane: str) -> int: ...
+        Owner's thread only.
+        """
+        ...
+
+    def running(self, lane: str) -> int:
+        """Calls of a lane that have started and not returned, hung ones included."""
+        ...
+
+    def queued(self, lane: str) -> int:
+        """Calls of a lane that wait for a thread."""
+        ...
 
 
 class PromotionOutcome(str, Enum):
@@ -52,10 +69,11 @@ class PromotionOutcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One EngineCore and its workers, as their handshakes describe them.
+    """One EngineCore and its workers, as described by their handshakes.
 
-    ``namespace``: 32 hex digits. ``slot_bytes[g]``: payload bytes (aligned) of an object of group g. ``shard_bytes[g][r]``: exact bytes of
-    rank r's shard. ``persistent``: whether lower tiers may be used for this engine.
+    ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g.
+    ``shard_bytes[g][r]``: exact bytes of rank r's shard. ``persistent``: whether secondary tiers
+    may be used for this engine.
     """
 
     engine: str
@@ -66,11 +84,13 @@ class EngineInfo:
     persistent: bool = True
 
 
-# What the store tells its owner. Taken with ``take_events``, in order.
+# Events. ``TierStore.take_events`` returns them in order.
 
 
 @dataclass(frozen=True, slots=True)
 class CreditsGranted:
+    """Free slots for one group of an engine, by offset."""
+
     engine: str
     group: int
     slots: tuple[int, ...]
@@ -78,7 +98,7 @@ class CreditsGranted:
 
 @dataclass(frozen=True, slots=True)
 class PresenceChanged:
-    """``bits`` are those that were set or cleared, not the new state. ``key``: group byte + block hash."""
+    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash."""
 
     namespace: str
     key: bytes
@@ -88,7 +108,9 @@ class PresenceChanged:
 
 @dataclass(frozen=True, slots=True)
 class KeysEvicting:
-    """Answer with ``TierStore.left(token)`` when every scheduler of the namespace knows, or after 100 ms (the store's own limit)."""
+    """These keys are being evicted from RAM. The owner calls ``TierStore.acknowledge_eviction``
+    once every scheduler of the namespace has dropped them; after 100 ms the eviction proceeds
+    without."""
 
     namespace: str
     token: int
@@ -97,13 +119,17 @@ class KeysEvicting:
 
 @dataclass(frozen=True, slots=True)
 class UsableTiersChanged:
-    """``bits``: presence in these tiers counts; in the others it counts as absence, until this changes."""
+    """``bits``: the tiers that may be used. Presence in other tiers counts as absence until the
+    next event."""
 
     bits: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionEnded:
+    """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each
+    of its keys came from."""
+
     engine: str
     promotion: int
     outcome: PromotionOutcome
@@ -113,7 +139,8 @@ class PromotionEnded:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnnounced:
-    """Send to each of ``ranks``. ``slots`` may be shorter than what was asked for: the rest is gone."""
+    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other
+    keys are gone."""
 
     engine: str
     load: int
@@ -134,7 +161,10 @@ StoreEvent = (
 
 @dataclass(slots=True)
 class Accounts:
-    """Bytes of the host pool by what they are used for; they add up to ``pool_bytes`` at every quiescent point."""
+    """Bytes of the host pool by use.
+
+    Between two calls of the store they add up to ``pool_bytes``.
+    """
 
     pool_bytes: int = 0
     free: int = 0
@@ -145,12 +175,12 @@ class Accounts:
     quarantined: int = 0
     evicting: int = 0
     unusable: int = 0
-    """Rests of the pool that no slot fits into."""
+    """Room that no slot fits into."""
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Everything that happened, by reason. Keys are (name, tier or "", reason or "")."""
+    """Counters. Keys are (name, tier or "", reason or "")."""
 
     values: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
@@ -158,9 +188,3 @@ class StoreCounters:
         """Adds ``by`` to one counter."""
         key = (name, tier, reason)
         self.values[key] = self.values.get(key, 0) + by
-
-
-MEMORY_BIT = 1
-UNVERIFIED_BIT = 1 << 16
-"""In RAM since before this tierd, and to be verified before it is used: past every tier's bit."""
-RAM_BITS = MEMORY_BIT | UNVERIFIED_BIT

@@ -1,11 +1,13 @@
-"""Sealing: checksums over objects that engines delivered, on threads of their own.
+"""Checksums of stored objects, and their way to secondary tiers.
 
-Only sealed objects go to lower tiers (DATAPATH 7). An object is pinned while it waits and while it is hashed.
+``Checksummer`` computes checksums on the "hash" lane; only objects with checksums are written to
+secondary tiers. An object is pinned while it waits for its checksum and while it is hashed.
 
-Write-through: sealed objects on their way to lower tiers.
+``WriteThrough`` writes objects to the tiers whose store policy asks for them. Writes have their own
+queues and threads and never delay a read. A write that exceeds a tier's bounds is dropped and
+counted; the next use of the object tries again.
 
-Writes have queues and threads of their own and never delay a read. What does not fit into a tier's bounds is dropped,
-and counted; it is considered again when the object is wanted again.
+Only the store's thread uses this module, except ``hash_object``.
 """
 
 from __future__ import annotations
@@ -21,23 +23,149 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
 from kvtier.tiers.base import ObjectMeta, aligned
+from kvtier.tiers.checksum import Checksum
 
-SEALING_BIT = 1
-"""In ``Entry.busy``."""
+HASH_LANE = "hash"
+CHECKSUM_BIT = 1
+"""In ``Entry.busy``: the checksum is being computed. The other bits are those of tiers."""
 MAX_SUBMITTED = 4
-"""Calls handed to the executor at a time: enough for two threads never to wait for the owner."""
+"""Calls at the executor at a time: enough to keep two threads busy."""
+
+
+def hash_object(
+    view: Callable[[int, int], memoryview],
+    offset: int,
+    shard_bytes: tuple[int, ...],
+    checksum: Checksum,
+) -> ObjectMeta:
+    """Checksums of an object's shards, which lie one after the other at aligned offsets. Runs on an
+    I/O thread."""
+    digests = []
+    for size in shard_bytes:
+        digests.append(checksum.digest(view(offset, size)))
+        offset += aligned(size)
+    return ObjectMeta(shard_bytes, checksum.kind, tuple(digests))
+
+
+class WriteThrough:
+    """Writes in progress. ``max_pinned_bytes`` limits what writes to one tier may pin."""
+
+    def __init__(
+        self,
+        context: StoreContext,
+        resident: ResidentObjects,
+        tiers: SecondaryTiers,
+        max_pinned_bytes: int,
+    ) -> None:
+        self._context = context
+        self._resident = resident
+        self._tiers = tiers
+        self._max_pinned_bytes = max_pinned_bytes
+        self._writes: dict[tuple[int, Entry], IoCall] = {}
+        self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
+        tiers.on_suspend(self._suspend_tier)
+        tiers.on_available(self._write_missing)
+
+    def __len__(self) -> int:
+        """Writes that wait or run."""
+        return len(self._writes)
+
+    def maybe_write(self, entry: Entry) -> None:
+        """Writes an object with checksums to every tier whose policy asks for it and that does not
+        have it."""
+        meta = entry.meta
+        if meta is None or not entry.persistent:
+            return
+        for secondary in self._tiers.all:
+            policy = secondary.settings.store_policy
+            if (
+                entry.busy & secondary.bit
+                or policy is StorePolicy.NONE
+                or (policy is StorePolicy.REUSED and entry.uses < 2)
+                or secondary.tier.contains(entry.ref)
+            ):
+                continue
+            self._write(secondary, entry, meta)
+
+    def _write_missing(self) -> None:
+        """A tier has become available. Writes what was stored before, which would otherwise wait
+        for its next use."""
+        for entry in list(self._resident.entries()):
+            if entry.meta is not None and not entry.evicting:
+                self.maybe_write(entry)
+
+    def _write(self, secondary: SecondaryTier, entry: Entry, meta: ObjectMeta) -> None:
+        context, size = self._context, meta.payload_bytes
+        refused = self._refused(secondary, size)
+        if refused:
+            context.count("tier_writes_dropped", secondary.name, refused)
+            return
+        secondary.pending_store_bytes += size
+        entry.busy |= secondary.bit
+        self._resident.pin(entry)
+        work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
+        call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
+        self._writes[secondary.index, entry] = call
+        call.submit(context.io, f"write:{secondary.name}")
+
+    def _refused(self, secondary: SecondaryTier, size: int) -> str:
+        """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if
+        it does."""
+        if not secondary.usable:
+            return "breaker" if secondary.opened else "not_open"
+        bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
+        if secondary.pending_store_bytes + size > bound:
+            return "too_many_pending"
+        rate = secondary.settings.max_write_bytes_per_second
+        return "" if self._budgets[secondary.index].take(size, rate) else "write_budget"
+
+    def _written(
+        self,
+        secondary: SecondaryTier,
+        entry: Entry,
+        size: int,
+        _result: object,
+        error: BaseException | None,
+    ) -> None:
+        if error is None:
+            secondary.breaker.success()
+            secondary.negative.discard(entry.namespace, entry.key)
+            self._context.count("tier_writes", secondary.name)
+            self._context.count("tier_write_bytes", secondary.name, "", size)
+        else:
+            self._context.count("tier_writes_failed", secondary.name, reason_of(error))
+        self._release(secondary, entry, size)
+        if error is not None:
+            self._tiers.note_error(secondary, entry.namespace, entry.key, error)
+
+    def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
+        del self._writes[secondary.index, entry]
+        secondary.pending_store_bytes -= size
+        entry.busy &= ~secondary.bit
+        self._resident.unpin(entry)
+
+    def _suspend_tier(self, secondary: SecondaryTier) -> None:
+        """Drops the writes to this tier that have not started."""
+        for (index, entry), call in list(self._writes.items()):
+            if index == secondary.index and entry.meta is not None and call.revoke():
+                self._context.count("tier_writes_dropped", secondary.name, "breaker")
+                self._budgets[index].give_back(entry.meta.payload_bytes)
+                self._release(secondary, entry, entry.meta.payload_bytes)
 
 
 class Checksummer:
-    """Objects on their way to a checksum. Owner's thread only. ``on_sealed`` gets each object that has one, still
-    pinned."""
+    """Objects that wait for a checksum. ``max_pending_bytes`` limits what they may pin."""
 
     def __init__(
-        self, shared: StoreContext, table: ResidentObjects, max_pending_bytes: int
+        self,
+        context: StoreContext,
+        resident: ResidentObjects,
+        writes: WriteThrough,
+        max_pending_bytes: int,
     ) -> None:
-        self.on_sealed: Callable[[Entry], None] | None = None
-        self._shared = shared
-        self._table = table
+        self._context = context
+        self._resident = resident
+        self._writes = writes
         self._max_pending_bytes = max_pending_bytes
         self._queue: deque[Entry] = deque()
         self._submitted = 0
@@ -47,146 +175,49 @@ class Checksummer:
         """Objects that wait or are being hashed."""
         return len(self._queue) + self._submitted
 
-    def add(self, entry: Entry) -> None:
-        """Seals the object some time, unless it is sealed or more is waiting already than may be pinned for it."""
-        if entry.meta is not None or entry.kept is not None or entry.busy & SEALING_BIT:
+    def persist(self, entry: Entry) -> None:
+        """Brings an object that was stored or used to the secondary tiers: computes its checksum,
+        if it has none, and passes it to ``WriteThrough``. Drops it if too many bytes are pending;
+        its next use tries again."""
+        if not entry.persistent:
+            return
+        if entry.meta is not None:
+            self._writes.maybe_write(entry)
+            return
+        if entry.unverified is not None or entry.busy & CHECKSUM_BIT:
             return
         size = entry.slot.segment.kind.slot_bytes
         if self.pending_bytes + size > self._max_pending_bytes:
-            self._shared.count("checksums_dropped", "", "too_many_pending")
+            self._context.count("checksums_dropped", "", "too_many_pending")
             return
         self.pending_bytes += size
-        entry.busy |= SEALING_BIT
-        self._table.pin(entry)
+        entry.busy |= CHECKSUM_BIT
+        self._resident.pin(entry)
         self._queue.append(entry)
         self.run()
 
     def run(self) -> None:
-        """Submits what may be submitted."""
-        while self._queue and self._submitted < MAX_SUBMITTED and not self._shared.fenced:
+        """Submits queued objects, unless the store is fenced."""
+        context = self._context
+        while self._queue and self._submitted < MAX_SUBMITTED and not context.fenced:
             entry = self._queue.popleft()
             self._submitted += 1
-            work = partial(self._hash, entry.slot.offset, entry.shard_bytes)
-            IoCall(self._shared.clock, work, partial(self._hashed, entry)).submit(
-                self._shared.io, "hash"
-            )
-
-    def _hash(self, offset: int, shard_bytes: tuple[int, ...]) -> ObjectMeta:
-        """Runs on an I/O thread."""
-        checksums = self._shared.checksums
-        digests = []
-        for size in shard_bytes:
-            digests.append(checksums.digest(self._shared.view(offset, size)))
-            offset += aligned(size)
-        return ObjectMeta(shard_bytes, checksums.kind, tuple(digests))
+            offset, shards = entry.slot.offset, entry.shard_bytes
+            work = partial(hash_object, context.view, offset, shards, context.checksums)
+            IoCall(context.clock, work, partial(self._hashed, entry)).submit(context.io, HASH_LANE)
 
     def _hashed(self, entry: Entry, result: object, error: BaseException | None) -> None:
         self._submitted -= 1
         self.pending_bytes -= entry.slot.segment.kind.slot_bytes
-        entry.busy &= ~SEALING_BIT
+        entry.busy &= ~CHECKSUM_BIT
         if isinstance(result, ObjectMeta) and error is None:
             entry.meta = result
-            self._shared.count("objects_checksummed")
-            self._shared.record(entry)
-            if self.on_sealed is not None:
-                self.on_sealed(entry)
+            self._context.count("objects_checksummed")
+            self._context.record(entry)
+            self._writes.maybe_write(entry)
         else:
-            self._shared.count("checksums_failed")
+            self._context.count("checksums_failed")
             if error is not None:
-                self._shared.unexpected.note("sealing", error)
-        self._table.unpin(entry)
+                self._context.unexpected.note("checksumming", error)
+        self._resident.unpin(entry)
         self.run()
-
-
-class WriteThrough:
-    """Writes under way. Owner's thread only."""
-
-    def __init__(
-        self,
-        shared: StoreContext,
-        table: ResidentObjects,
-        lowers: SecondaryTiers,
-        max_pinned_bytes: int,
-    ) -> None:
-        self._shared = shared
-        self._table = table
-        self._lowers = lowers
-        self._max_pinned_bytes = max_pinned_bytes
-        self._writes: dict[tuple[int, Entry], IoCall] = {}
-        self._budgets = {lower.index: WriteBudget(shared.clock) for lower in lowers.all}
-
-    def __len__(self) -> int:
-        """Writes that wait or run."""
-        return len(self._writes)
-
-    def consider(self, entry: Entry) -> None:
-        """Writes a sealed object to every tier whose policy asks for it and that does not have it."""
-        meta = entry.meta
-        if meta is None or not entry.persistent:
-            return
-        for lower in self._lowers.all:
-            policy = lower.settings.store_policy
-            if (
-                entry.busy & lower.bit
-                or policy is StorePolicy.NONE
-                or (policy is StorePolicy.REUSED and entry.seen < 2)
-                or lower.tier.contains(entry.ref)
-            ):
-                continue
-            self._write(lower, entry, meta)
-
-    def _write(self, lower: SecondaryTier, entry: Entry, meta: ObjectMeta) -> None:
-        shared = self._shared
-        size = meta.payload_bytes
-        if not lower.usable:
-            shared.count(
-                "tier_writes_dropped", lower.name, "breaker" if lower.opened else "not_open"
-            )
-            return
-        bound = min(lower.settings.max_pending_store_bytes, self._max_pinned_bytes)
-        if lower.pending_store_bytes + size > bound:
-            shared.count("tier_writes_dropped", lower.name, "too_many_pending")
-            return
-        if not self._budgets[lower.index].take(size, lower.settings.max_write_bytes_per_second):
-            shared.count("tier_writes_dropped", lower.name, "write_budget")
-            return
-        lower.pending_store_bytes += size
-        entry.busy |= lower.bit
-        self._table.pin(entry)
-        work = partial(lower.tier.write, entry.ref, shared.view(entry.slot.offset, size), meta)
-        job = IoCall(shared.clock, work, partial(self._written, lower, entry, size))
-        self._writes[lower.index, entry] = job
-        job.submit(shared.io, f"write:{lower.name}")
-
-    def _written(
-        self,
-        lower: SecondaryTier,
-        entry: Entry,
-        size: int,
-        _result: object,
-        error: BaseException | None,
-    ) -> None:
-        if error is None:
-            lower.breaker.success()
-            lower.negative.discard(entry.namespace, entry.key)
-            self._shared.count("tier_writes", lower.name)
-            self._shared.count("tier_write_bytes", lower.name, "", size)
-        else:
-            self._shared.count("tier_writes_failed", lower.name, reason_of(error))
-        self._release(lower, entry, size)
-        if error is not None:
-            self._lowers.note_error(lower, entry.namespace, entry.key, error)
-
-    def _release(self, lower: SecondaryTier, entry: Entry, size: int) -> None:
-        del self._writes[lower.index, entry]
-        lower.pending_store_bytes -= size
-        entry.busy &= ~lower.bit
-        self._table.unpin(entry)
-
-    def tier_closed(self, lower: SecondaryTier) -> None:
-        """The tier's breaker opened: what has not begun there is dropped."""
-        for (index, entry), job in list(self._writes.items()):
-            if index == lower.index and entry.meta is not None and job.revoke():
-                self._shared.count("tier_writes_dropped", lower.name, "breaker")
-                self._budgets[index].give_back(entry.meta.payload_bytes)
-                self._release(lower, entry, entry.meta.payload_bytes)

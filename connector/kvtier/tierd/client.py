@@ -82,6 +82,7 @@ class TierdClient:
         hello: Callable[[], Hello],
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat] = Heartbeat,
         reattach: str = "manual",
         clock: Callable[[], float] = time.monotonic,
         lost_seconds: float = LOST_SECONDS,
@@ -107,8 +108,8 @@ class TierdClient:
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
         """Why tierd refused; empty unless the state is REFUSED."""
-        self.beat: Callable[[], Heartbeat] = Heartbeat
-        """Makes each heartbeat; called on the I/O thread. Set it before ``start``."""
+        self.beat = heartbeat
+        """Makes each heartbeat; called on the I/O thread."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
             "lost": 0,

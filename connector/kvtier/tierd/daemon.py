@@ -27,7 +27,9 @@ from kvtier.config.models import Daemon, Topology
 from kvtier.errors import KVTierError
 from kvtier.namespace import derive_namespace
 from kvtier.processes import Liveness, ProcessIdentity, liveness_of
+from kvtier.store.context import StoreRuntime
 from kvtier.store.executor import ThreadExecutor
+from kvtier.store.recovery import PoolRecovery
 from kvtier.store.store import TierStore, executor_lanes
 from kvtier.store.types import StoreCounters
 from kvtier.tierd import tier_factory
@@ -53,7 +55,6 @@ from kvtier.tierd.status import Snapshot
 from kvtier.tierd.tier_factory import WrapTier, build_tiers, memory_document
 from kvtier.tierd.wire import BEAT_SECONDS, SOCKET_NAME
 from kvtier.tiers.base import Tier
-from kvtier.tiers.checksum import preferred
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
@@ -272,19 +273,14 @@ class TierDaemon:
             pool.memory,
             self._built.tiers,
             self._topology.model_copy(update={"live": self._live}),
-            self._io,
-            self._clock,
-            checksums=preferred(),
-            epoch=self._epoch,
-            fenced=fenced,
-            slot_table=start.table,
-            read_log=self._reads,
-            orphaned_reads={each.path.name: each.places for each in self._hung},
+            StoreRuntime(self._io, self._clock, counters=self._counters),
+            PoolRecovery(
+                fenced,
+                start.table,
+                self._reads,
+                {each.path.name: each.places for each in self._hung},
+            ),
         )
-        # One set of counters: whatever happened before the store was there is in it as well.
-        for (name, tier, reason), value in self._counters.values.items():
-            store.counters.add(name, tier, reason, value)
-        self._counters.values = store.counters.values
         if fenced:
             _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
             loop.unfence_with(lambda: self._unfence(store))

@@ -29,7 +29,6 @@ from kvtier.tierd.wire import (
     Cancel,
     Credits,
     Deliver,
-    Drained,
     EvictionAck,
     FromEngine,
     Load,
@@ -180,8 +179,6 @@ class Dispatcher:
         self, session: Session, engine: EngineSessions, message: FromEngine
     ) -> None:
         rank, name = session.hello.rank, engine.name
-        if isinstance(message, Drained):
-            return
         if not engine.open:
             self._counters.add("messages_while_not_open", "", type(message).__name__)
         elif isinstance(message, Deliver):

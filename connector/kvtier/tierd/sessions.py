@@ -336,7 +336,7 @@ class Sessions:
         namespace, engine.canonical = self._derive(
             scheduler.identity, tuple(hello.codec for hello in hellos)
         )
-        persistent = not scheduler.volatile_reason
+        persistent = not scheduler.ephemeral_reason
         if not persistent:
             # What the identity does not establish can differ at the next start, even under the same text.
             namespace = secrets.token_hex(16)

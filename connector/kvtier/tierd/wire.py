@@ -17,7 +17,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/2"
+PROTOCOL = f"{__version__}/3"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 
@@ -39,7 +39,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     ``drained_epoch``: every epoch up to this one is behind the sender: no copy of it runs, its grants are forgotten
     (0: never attached). The scheduler's carries ``identity`` (DATAPATH 8 without the codec's layout, canonical JSON),
-    ``volatile_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
+    ``ephemeral_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
     worker's carries ``rank``, ``codec`` (canonical text of the byte layout) and ``shard_bytes`` per group.
     """
 
@@ -52,7 +52,7 @@ class Hello(Message, frozen=True, kw_only=True):
     process_start: int
     drained_epoch: int = 0
     identity: str = ""
-    volatile_reason: str = ""
+    ephemeral_reason: str = ""
     writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     shard_bytes: tuple[int, ...] = ()
@@ -152,12 +152,6 @@ class EvictionAck(Message, frozen=True, kw_only=True):
     token: int
 
 
-class Drained(Message, frozen=True, kw_only=True):
-    """Worker: answer to ``Drain``."""
-
-    epoch: int
-
-
 class ResetCache(Message, frozen=True, kw_only=True):
     """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
 
@@ -250,12 +244,6 @@ class LoadReady(Message, frozen=True, kw_only=True):
     tiers: tuple[int, ...] = ()
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """To a worker: forget all grants and loads before ``epoch``, synchronise the streams, answer ``Drained``."""
-
-    epoch: int
-
-
 FromEngine = (
     Hello
     | Bye
@@ -268,7 +256,6 @@ FromEngine = (
     | Load
     | LoadReleased
     | EvictionAck
-    | Drained
     | ResetCache
     | Resync
 )
@@ -283,7 +270,6 @@ FromDaemon = (
     | Usable
     | Promoted
     | LoadReady
-    | Drain
     | Heartbeat
     | Bye
 )

@@ -1,18 +1,21 @@
-"""What a tier is.
+"""The interface of a tier.
 
-A tier stores objects: the bytes of one chunk of one KV cache group, of all local ranks. It says what it holds, reads an
-object into memory it is given, writes one from memory it is given, and deletes. It never decides policy: when to store,
-what to evict for whom, how long to wait and whom to tell are the store's business.
+A tier stores objects: the bytes of one chunk of one KV cache group, of all local ranks. It reports
+what it holds, reads an object into the caller's memory, writes one from it, and deletes. It decides
+no policy: when to store, what to keep for whom, how long to wait and whom to notify is up to the
+store.
 
-Threads. ``contains``, ``keys`` and ``usage`` answer from memory, take microseconds and may be called from any thread.
-``open``, ``probe``, ``read``, ``write``, ``delete``, ``maintain`` and ``check`` may block for as long as the storage below blocks; the store calls
-them from I/O threads that it can afford to lose, several at once.
+Threads. ``contains``, ``keys``, ``usage`` and ``touch`` answer from memory within microseconds and
+may be called from any thread. ``open``, ``probe``, ``read``, ``write``, ``delete``, ``maintain``
+and ``check`` may block for as long as the storage below blocks. The store calls them from I/O
+threads that it can afford to lose, several at once.
 
-Memory. The store guarantees that the memory passed to ``read`` and ``write`` stays valid and belongs to this call until
-it returns, however long that takes. A read that fails may leave anything in that memory.
+Memory. The caller guarantees that the memory passed to ``read`` and ``write`` stays valid and
+belongs to this call until it returns, however long that takes. A read that fails may leave any
+content in that memory.
 
-Errors. Everything that the storage below can do wrong is raised as one of the ``TierError`` classes; nothing else leaves
-a tier. The mapping from foreign errors is done in one place per tier.
+Errors. Every failure of the storage below is raised as one of the ``TierError`` classes; no other
+exception leaves a tier. Each tier maps foreign errors in one place.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 4096
-"""Shards start at multiples of this in a slot and in a file, so that one buffer serves direct I/O without a copy."""
+"""Shards start at multiples of this in a slot and in a file, so that a buffer serves direct I/O
+without a copy."""
 
 
 def aligned(size_bytes: int) -> int:
@@ -32,7 +36,7 @@ def aligned(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """Names one object: the namespace (32 hex digits) and the key within it (raw bytes, at most 64)."""
+    """Identifies an object: its namespace (32 hex digits) and its key there (1 to 64 bytes)."""
 
     namespace: str
     key: bytes
@@ -40,10 +44,10 @@ class ObjectRef:
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """What is needed to read an object's bytes and to believe them.
+    """What is needed to read and verify an object.
 
-    ``shard_bytes[i]`` is the exact size of rank i's shard; in memory and in files shard i starts at the sum of the
-    aligned sizes before it. ``checksums[i]`` covers exactly those bytes, without padding.
+    ``shard_bytes[i]`` is the exact size of rank i's shard. In memory and in files shard i starts at
+    the sum of the aligned sizes before it. ``checksums[i]`` covers those bytes without padding.
     """
 
     shard_bytes: tuple[int, ...]
@@ -52,14 +56,16 @@ class ObjectMeta:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the object with every shard aligned: what it takes in a slot, and in a file after the header."""
+        """Size with every shard aligned, as in a slot and in a file after its header."""
         return sum(aligned(size) for size in self.shard_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapabilities:
-    """What a tier can do. ``persistent``: survives this process. ``shared``: other processes write there too.
-    ``indexed``: ``contains`` knows everything; otherwise a miss there may still be found by ``probe``."""
+    """What a tier can do. ``persistent``: objects survive this process. ``shared``: other processes
+    write there too. ``indexed``: ``contains`` knows every object; otherwise ``probe`` may find one
+    that it does not know.
+    """
 
     persistent: bool
     shared: bool
@@ -68,18 +74,20 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Bytes are what the tier is charged for, headers and temporaries included. ``left_out_total``: how many objects its index had no room for, since
-    it was opened; those it took in later count, too."""
+    """Bytes are what the tier is charged for, including headers and temporary files.
+    ``unindexed_total``: how many objects found no room in the index since the tier was opened,
+    including those that were indexed later.
+    """
 
     used_bytes: int
     capacity_bytes: int
     objects: int
-    left_out_total: int = 0
+    unindexed_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """The live settings that a tier itself has to know. Replaced as a whole, from any thread."""
+    """The live settings of a tier. Replaced as a whole, from any thread."""
 
     capacity_bytes: int
     high_watermark_percent: int = 90
@@ -89,18 +97,19 @@ class TierLimits:
 
 
 OnChange = Callable[[str, bytes, bool], None]
-"""``on_change(namespace, key, present)``: an object appeared in, or left, the tier. Called from any thread, must not block."""
+"""``on_change(namespace, key, present)``: an object was added to or removed from the tier. Called
+from any thread; must not block."""
 
 
 class Tier(ABC):
-    """One place where objects live. See the module's text for threads, memory and errors."""
+    """A storage of objects. See the module's text for threads, memory and errors."""
 
     name: str
     capabilities: TierCapabilities
 
     @abstractmethod
     def open(self, on_change: OnChange) -> None:
-        """Makes the tier usable and builds its index, reporting every object found. May take long (a scan)."""
+        """Opens the storage and builds the index, reporting every object. May take long (a scan)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -108,15 +117,15 @@ class Tier(ABC):
 
     @abstractmethod
     def configure(self, limits: TierLimits) -> None:
-        """Takes over changed live settings."""
+        """Applies changed live settings."""
 
     @abstractmethod
     def contains(self, ref: ObjectRef) -> bool:
-        """Whether the tier believes to hold the object. No I/O."""
+        """Whether the object is in the index. No I/O."""
 
     @abstractmethod
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """The keys held in a namespace, a snapshot. No I/O."""
+        """A snapshot of the keys in a namespace. No I/O."""
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -124,35 +133,36 @@ class Tier(ABC):
 
     @abstractmethod
     def probe(self, ref: ObjectRef) -> bool:
-        """Looks for an object that the index does not know, at the storage itself."""
+        """Looks up an object in the storage itself, and indexes it if it exists."""
 
     @abstractmethod
     def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
-        """Reads the object into ``into`` (as long as the object's payload, page-aligned) and verifies it.
+        """Reads the object into ``into`` (the size of its payload, page-aligned) and verifies it.
 
-        On return the bytes are proven to be those that were stored under exactly this namespace and key.
-        Raises ``TierMissError``, ``TierCorruptError`` (the object is removed) or ``TierUnavailableError``.
+        On return the bytes are those that were stored under this namespace and key. Raises
+        ``TierMissError``, ``TierCorruptError`` (the object is removed) or ``TierUnavailableError``.
         """
 
     @abstractmethod
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
-        """Stores the object; on return it is visible as a whole, on error not at all.
+        """Stores the object. On return it is visible as a whole, on an error not at all.
 
-        Writing an object that is already there is a success. Raises ``TierNoSpaceError`` or ``TierUnavailableError``.
+        Writing an object that exists succeeds. Raises ``TierNoSpaceError`` or
+        ``TierUnavailableError``.
         """
 
     @abstractmethod
     def delete(self, ref: ObjectRef) -> None:
-        """Removes the object. One that is not there is a success."""
+        """Removes the object. Removing one that does not exist succeeds."""
 
     @abstractmethod
     def touch(self, ref: ObjectRef) -> None:
-        """Notes that the object was used (for eviction order). No I/O; unknown objects are ignored."""
+        """The object was used; for the order of eviction. No I/O; unknown objects are ignored."""
 
     @abstractmethod
     def maintain(self) -> None:
-        """Evicts down to the limits, sweeps what was abandoned. Called now and then; cheap when there is nothing to do."""
+        """Evicts to the limits and removes abandoned files. Called periodically; cheap if idle."""
 
     @abstractmethod
     def check(self) -> None:
-        """Writes a small probe object, reads it back, compares, deletes. Raises a ``TierError`` if anything is wrong."""
+        """Writes, reads, compares and deletes a small object. Raises a ``TierError`` on failure."""

@@ -1,7 +1,8 @@
 """Checksums of objects.
 
-XXH3-128 where the ``xxhash`` library is there (26 to 35 GB/s a core), BLAKE3 elsewhere (4.4 GB/s); the object says which one was used. They
-find flipped, missing and foreign bytes; neither keeps out an adversary who can write to the storage.
+XXH3-128 if the ``xxhash`` library is installed (26 to 35 GB/s per core), else BLAKE3 (4.4 GB/s).
+The object records which one was used. Both detect flipped, missing and foreign bytes; neither
+protects against an adversary who can write to the storage.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Checksum(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of the algorithm as objects carry it."""
+        """Name of the algorithm, as recorded in objects."""
         ...
 
     def digest(self, data: memoryview) -> bytes:
@@ -34,7 +35,7 @@ class Checksum(Protocol):
 
 
 class Blake3:
-    """BLAKE3, cut to 128 bits."""
+    """BLAKE3, truncated to 128 bits."""
 
     kind = "blake3"
 
@@ -44,7 +45,7 @@ class Blake3:
 
 
 class Xxh3:
-    """XXH3-128. Only to be made where xxhash is installed."""
+    """XXH3-128. Requires xxhash."""
 
     kind = "xxh3-128"
 
@@ -54,12 +55,12 @@ class Xxh3:
 
 
 def preferred() -> Checksum:
-    """The fastest algorithm at hand, for writing."""
+    """The fastest installed algorithm, for writing."""
     return Xxh3() if _HAS_XXHASH else Blake3()
 
 
 def by_kind(kind: str) -> Checksum | None:
-    """The algorithm an object was written with, or None where it cannot be computed here."""
+    """The algorithm of that kind. None if it is not installed."""
     if kind == Blake3.kind:
         return Blake3()
     if kind == Xxh3.kind and _HAS_XXHASH:

@@ -1,1 +1,1 @@
-"""Moving KV between the engine's memory and the host pool: byte layout, copy engines, proof at start."""
+"""Copies KV between GPU memory and the host pool: byte layout, copy engines, start-up check."""

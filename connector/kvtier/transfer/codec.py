@@ -1,25 +1,25 @@
-"""The byte layout of objects: which bytes of the engine's KV tensors make up a block, and in what order they lie in a
-slot.
+"""The byte layout of objects: which bytes of the engine's KV tensors form a block, in which order.
 
-KV is raw bytes here; nothing is converted. One *object shard* (one chunk of one group on one rank) is laid out as
+KV is opaque bytes here; nothing is converted. One *object shard* (one chunk of one
+group on one rank) is
 
     block 0 of the chunk | block 1 | ... | block N-1
-    each block:  page of layer 0 | page of layer 1 | ...      (layers in natural order of their names)
+    each block:  page of layer 0 | page of layer 1 | ...   (layers in natural order of their names)
     each page:   its bytes in the order of the engine's memory, without padding
 
-Block-major, because then any run of blocks is one contiguous range of the slot: a load that begins inside a chunk costs
-one transfer, like a whole one. A layout in which all layers of a block already lie together is copied as it is.
+The order is block-major so that any run of blocks is one contiguous range of the slot: a load that
+starts inside a chunk takes one transfer, like a whole one. If all layers of a block are contiguous
+in the engine's memory already, the block is copied as it is.
 
-The page of a layer is found from shape and strides of its tensor alone. The block dimension is the first one (blocks x
-...), or the second behind a dimension of two (keys, values); a tensor that holds several kernel blocks for each block
-of the KV cache manager has the block dimension split. What does not fit the page size of the group's specification is
-refused with a reason.
+A layer's page follows from the shape and strides of its tensor alone. The block dimension is the
+first one, or the second behind a dimension of two (keys, values). If a tensor holds several kernel
+blocks per block of the KV cache manager, the block dimension is split. A tensor that does not
+match the page size of its group's specification is rejected with the reason.
 
-Strided views over the KV tensors, one per band of a codec, in words instead of elements.
-
-A view has the shape (blocks, layers, *outer, words): indexing its first dimension gives the bytes of a band of one
-block in the order of the object. Words are the largest integers that every offset divides into, so that a gather moves
-8 bytes at a time.
+Copies work on strided views, one per segment (layers at equal distances in one storage). A view
+has the shape (blocks, layers, *outer, words), so indexing its first dimension gives the bytes of a
+segment of one block in the order of the object. Words are the largest integers that divide every
+offset, so that a gather moves up to 8 bytes at a time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ CODEC_VERSION = 1
 
 
 class CodecError(KVTierError):
-    """The KV cache has a layout that cannot be copied safely; the engine serves without tiers. The message says why."""
+    """The layout of the KV cache is not supported. The engine serves without tiers."""
 
 
 class GroupSpec(Protocol):
-    """The part of vLLM's ``KVCacheGroupSpec`` that is used: the layers of one block table, and a specification with
-    ``block_size`` (tokens) and ``page_size_bytes``, or with ``kv_cache_specs`` by layer.
+    """The part of vLLM's ``KVCacheGroupSpec`` that is used.
+
+    It has the layers of one block table, and a specification with ``block_size`` (tokens) and
+    ``page_size_bytes``, or with ``kv_cache_specs`` by layer.
     """
 
     @property
@@ -66,12 +68,12 @@ class CacheConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Where the pages of one layer lie.
+    """The location of the pages of one layer.
 
-    Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first), ``run_bytes`` at
-    ``offset + b * block_stride + sum(index * stride)``; all in bytes from the start of the tensor's storage.
-    ``axes``: the page's dimensions outermost first, as (dimension of the tensor, size); dimension -1 is the kernel
-    block inside a block.
+    Page of block b: for every index of ``outer`` (sizes and byte strides, outermost first),
+    ``run_bytes`` at ``offset + b * block_stride + sum(index * stride)``; all in bytes from the
+    start of the tensor's storage. ``axes``: the page's dimensions outermost first, as (dimension
+    of the tensor, size); dimension -1 is the kernel block inside a block.
     """
 
     name: str
@@ -93,11 +95,10 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class StridedSegment:
-    """Consecutive layers that one strided view reaches: layer l of the band lies ``layer_stride`` bytes after layer
-    l-1.
+    """Consecutive layers at equal distances in one storage, which one strided view covers.
 
-    ``start``: byte of the block (in the object) at which the band begins. ``layer``: name of the first one, whose
-    storage holds all.
+    ``layer``: name of the first layer. ``layer_stride``: bytes from one layer to the next.
+    ``start``: byte of a block of the object at which the segment starts.
     """
 
     layer: str
@@ -110,17 +111,20 @@ class StridedSegment:
     start: int
 
     @property
-    def band_bytes(self) -> int:
-        """Bytes per block of all layers of the band."""
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, over all layers of the segment."""
         return self.layers * self.run_bytes * math.prod(size for size, _ in self.outer)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group. ``block_size`` in tokens; ``block_bytes``: all layers of one block, one after another."""
+    """One KV cache group.
+
+    ``block_size``: in tokens. ``block_bytes``: one block, over all layers.
+    """
 
     layers: tuple[LayerLayout, ...]
-    bands: tuple[StridedSegment, ...]
+    segments: tuple[StridedSegment, ...]
     block_size: int
     blocks_per_chunk: int
     block_bytes: int
@@ -133,8 +137,10 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The layout of all groups of one rank. ``word_bytes``: largest power of two up to 8 that divides every offset,
-    stride and length.
+    """The layout of all groups of one rank.
+
+    ``word_bytes``: the largest power of two up to 8 that divides every offset, stride and length.
+    ``text``: everything that decides what a byte of an object means, as canonical JSON.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -154,16 +160,16 @@ def build_codec(
     chunk_tokens: int,
     backends: Mapping[str, str] | None = None,
 ) -> Codec:
-    """Derives the layout of every group.
+    """Derives the layout of every group. Raises ``CodecError``.
 
-    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the effective chunk, a multiple
-    of every group's block size. ``backends``: layer name to whatever else decides how a page is filled (attention
-    backend, instruction set); it goes into the text. Raises ``CodecError``.
+    ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the
+    effective chunk, a multiple of every group's block size. ``backends``: layer name to what else
+    decides how a page is filled (attention backend, instruction set); it becomes part of the text.
     """
     num_blocks = int(cache_config.num_blocks)
     if num_blocks < 4:
         raise CodecError(
-            f"the KV cache has {num_blocks} blocks; at least 4 are needed to tell its layout"
+            f"the KV cache has {num_blocks} blocks; must be at least 4 to determine its layout"
         )
     groups = tuple(
         _group(kv_caches, group, num_blocks, chunk_tokens, index)
@@ -177,7 +183,7 @@ def build_codec(
 
 
 def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, torch.Tensor]:
-    """The tensors that the codec's layers name. Raises ``CodecError`` if one is no tensor."""
+    """Returns the tensors of the codec's layers. Raises ``CodecError`` if one is not a tensor."""
     found: dict[str, torch.Tensor] = {}
     for group in codec.groups:
         for layer in group.layers:
@@ -191,8 +197,9 @@ def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, to
 def layer_layout(
     name: str, tensor: torch.Tensor, num_blocks: int, page_size_bytes: int, padded: bool = False
 ) -> LayerLayout:
-    """Derives the layout of one layer's pages. ``padded``: the page may be larger than what the tensor shows of it.
-    Raises ``CodecError``.
+    """Derives the layout of one layer's pages. Raises ``CodecError``.
+
+    ``padded``: the page may be larger than what the tensor shows of it.
     """
     shape, item = tuple(int(size) for size in tensor.shape), tensor.element_size()
     block_dim = _block_dim(name, shape, num_blocks)
@@ -207,7 +214,8 @@ def layer_layout(
     payload = math.prod(size for _, size, _ in page) * item
     if payload > page_size_bytes or (payload < page_size_bytes and not padded):
         raise CodecError(
-            f"{name}: shape {shape} holds {payload} bytes a block, its specification says {page_size_bytes}"
+            f"{name}: shape {shape} has {payload} bytes per block, its specification "
+            f"{page_size_bytes}"
         )
     _check_disjoint(
         name, [(size, stride) for _, size, stride in page] + [(num_blocks, block_stride)], item
@@ -232,12 +240,12 @@ def layer_layout(
 
 def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
     if len(shape) < 2:
-        raise CodecError(f"{name}: shape {shape} has no room for blocks and their content")
+        raise CodecError(f"{name}: shape {shape} must have at least two dimensions")
     if shape[0] >= num_blocks and shape[0] % num_blocks == 0:
         return 0
     if shape[0] == 2 and shape[1] >= num_blocks and shape[1] % num_blocks == 0:
         return 1
-    raise CodecError(f"{name}: no dimension of shape {shape} counts {num_blocks} blocks")
+    raise CodecError(f"{name}: no dimension of shape {shape} has {num_blocks} blocks")
 
 
 def _check_disjoint(name: str, dims: Iterable[tuple[int, int]], item: int) -> None:
@@ -245,7 +253,7 @@ def _check_disjoint(name: str, dims: Iterable[tuple[int, int]], item: int) -> No
     for size, stride in sorted(dims, key=lambda entry: entry[1]):
         if stride < extent:
             raise CodecError(
-                f"{name}: its elements overlap (stride {stride} bytes where {extent} are taken)"
+                f"{name}: elements overlap (stride of {stride} bytes, extent of {extent})"
             )
         extent = stride * (size - 1) + extent
 
@@ -260,8 +268,8 @@ def _merge(outer: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key that puts ``layers.2`` before ``layers.10``."""
+def natural_key(name: str) -> tuple[tuple[int, str], ...]:
+    """Returns a sort key that puts ``layers.2`` before ``layers.10``."""
     return tuple(
         (int(part), "") if part.isdigit() else (-1, part)
         for part in re.split(r"(\d+)", name)
@@ -277,23 +285,24 @@ def _group(
     index: int,
 ) -> GroupLayout:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        raise CodecError(f"group {index} is not part of the state that can be transferred")
+        raise CodecError(f"group {index} does not support KV transfer")
     block_size = int(getattr(group.kv_cache_spec, "block_size", 0))
     if block_size <= 0 or chunk_tokens % block_size:
         raise CodecError(
-            f"group {index}: a chunk of {chunk_tokens} tokens is no multiple of its block of {block_size}"
+            f"group {index}: chunk of {chunk_tokens} tokens must be a multiple of its block size, "
+            f"{block_size}"
         )
     layers: list[LayerLayout] = []
     tensors: list[torch.Tensor] = []
     seen: set[tuple[int, int, int]] = set()
-    for name in sorted(group.layer_names, key=natural):
+    for name in sorted(group.layer_names, key=natural_key):
         tensor = kv_caches.get(name)
         if isinstance(tensor, (list, tuple)):
             raise CodecError(f"{name}: recurrent state ({len(tensor)} tensors) is not supported")
         if not isinstance(tensor, torch.Tensor):
             raise CodecError(f"{name}: no tensor is registered")
         spec = _layer_spec(group.kv_cache_spec, name)
-        if hasattr(spec, "shapes"):  # one page is one state, not one block of tokens
+        if hasattr(spec, "shapes"):  # a page is one state, not one block of tokens
             raise CodecError(f"{name}: recurrent state is not supported")
         padded = getattr(spec, "page_size_padded", None) is not None
         layout = layer_layout(
@@ -307,10 +316,10 @@ def _group(
         tensors.append(tensor)
     if not layers:
         raise CodecError(f"group {index} has no layers")
-    bands = _bands(layers, tensors)
+    segments = _segments(layers, tensors)
     return GroupLayout(
         layers=tuple(layers),
-        bands=bands,
+        segments=segments,
         block_size=block_size,
         blocks_per_chunk=chunk_tokens // block_size,
         block_bytes=sum(layer.page_bytes for layer in layers),
@@ -321,20 +330,20 @@ def _layer_spec(spec: object, name: str) -> object:
     by_layer = getattr(spec, "kv_cache_specs", None)
     if isinstance(by_layer, Mapping):
         if name not in by_layer:
-            raise CodecError(f"{name}: the group's specification does not name it")
+            raise CodecError(f"{name}: missing from the group's specification")
         return by_layer[name]
     return spec
 
 
-def _bands(
+def _segments(
     layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor]
 ) -> tuple[StridedSegment, ...]:
-    bands: list[StridedSegment] = []
+    segments: list[StridedSegment] = []
     start, first = 0, 0
     while first < len(layers):
         count, stride = _uniform(layers, tensors, first)
         layer = layers[first]
-        band = StridedSegment(
+        segment = StridedSegment(
             layer.name,
             count,
             stride,
@@ -344,16 +353,17 @@ def _bands(
             layer.run_bytes,
             start,
         )
-        bands.append(band)
-        start += band.band_bytes
+        segments.append(segment)
+        start += segment.bytes_per_block
         first += count
-    return tuple(bands)
+    return tuple(segments)
 
 
 def _uniform(
     layers: Sequence[LayerLayout], tensors: Sequence[torch.Tensor], first: int
 ) -> tuple[int, int]:
-    """How many layers from ``first`` on lie at equal distances in one storage, and that distance (bytes)."""
+    """Returns how many layers from ``first`` on are at equal distances in one storage, and the
+    distance in bytes."""
     head, storage = layers[first], tensors[first].untyped_storage().data_ptr()
     count, stride = 1, 0
     while first + count < len(layers):
@@ -392,9 +402,7 @@ def _word_bytes(groups: Sequence[GroupLayout]) -> int:
 
 
 def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[str, str]) -> str:
-    """Everything that decides what a byte of an object means, as canonical JSON. Where pages lie in this process does
-    not count.
-    """
+    """Returns the codec's text, which does not depend on where pages are in this process."""
     described = []
     for group in groups:
         runs: list[dict[str, object]] = []
@@ -440,14 +448,16 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def word_dtype(nbytes: int) -> torch.dtype:
-    """The integer type of ``nbytes`` (1, 2, 4 or 8) bytes."""
+    """Returns the integer type of ``nbytes`` (1, 2, 4 or 8) bytes."""
     return _WORDS[nbytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentView:
-    """``cache``: the band of every block, as above. ``start``, ``words``: its place in a block of the object, in
-    words.
+    """A strided view of one segment.
+
+    ``cache``: has the shape that the module describes. ``start``, ``words``: offset and size of the
+    segment in a block of the object, in words.
     """
 
     cache: torch.Tensor
@@ -458,34 +468,42 @@ class SegmentView:
 def segment_views(
     kv_caches: Mapping[str, object], codec: Codec
 ) -> tuple[tuple[SegmentView, ...], ...]:
-    """The views of every group's bands. They alias the engine's memory."""
+    """Returns the views of every group's segments, which alias the engine's memory."""
     tensors = layer_tensors(kv_caches, codec)
     return tuple(
         tuple(
-            _view(tensors[band.layer], band, codec.num_blocks, codec.word_bytes)
-            for band in group.bands
+            _view(tensors[segment.layer], segment, codec.num_blocks, codec.word_bytes)
+            for segment in group.segments
         )
         for group in codec.groups
     )
 
 
-def _view(tensor: torch.Tensor, band: StridedSegment, num_blocks: int, word: int) -> SegmentView:
-    size = (num_blocks, band.layers, *(count for count, _ in band.outer), band.run_bytes // word)
-    layer_stride = band.layer_stride or band.run_bytes
+def _view(tensor: torch.Tensor, segment: StridedSegment, num_blocks: int, word: int) -> SegmentView:
+    size = (
+        num_blocks,
+        segment.layers,
+        *(count for count, _ in segment.outer),
+        segment.run_bytes // word,
+    )
+    layer_stride = segment.layer_stride or segment.run_bytes
     stride = (
-        band.block_stride // word,
+        segment.block_stride // word,
         layer_stride // word,
-        *(step // word for _, step in band.outer),
+        *(step // word for _, step in segment.outer),
         1,
     )
     cache = torch.empty(0, dtype=word_dtype(word), device=tensor.device)
-    cache.set_(tensor.untyped_storage(), band.offset // word, size, stride)
-    return SegmentView(cache, band.start // word, band.band_bytes // word)
+    cache.set_(tensor.untyped_storage(), segment.offset // word, size, stride)
+    return SegmentView(cache, segment.start // word, segment.bytes_per_block // word)
 
 
-def staged(staging: torch.Tensor, view: SegmentView, blocks: int, block_words: int) -> torch.Tensor:
-    """The part of ``staging`` (1-d, words, ``blocks`` whole blocks in object order) that belongs to a band, shaped
-    like ``view.cache``.
+def staging_view(
+    staging: torch.Tensor, view: SegmentView, blocks: int, block_words: int
+) -> torch.Tensor:
+    """Returns the part of ``staging`` that belongs to a segment, shaped like ``view.cache``.
+
+    ``staging``: one dimension of words, ``blocks`` whole blocks in object order.
     """
     inner = tuple(view.cache.shape[1:])
     strides = []
@@ -501,15 +519,15 @@ def staged(staging: torch.Tensor, view: SegmentView, blocks: int, block_words: i
 def gather(
     views: tuple[SegmentView, ...], index: torch.Tensor, staging: torch.Tensor, block_words: int
 ) -> None:
-    """Blocks ``index`` of the cache into ``staging``, in object order."""
+    """Copies the blocks ``index`` of the cache to ``staging``, in object order."""
     for view in views:
-        target = staged(staging, view, len(index), block_words)
+        target = staging_view(staging, view, len(index), block_words)
         torch.index_select(view.cache, 0, index, out=target)
 
 
 def scatter(
     views: tuple[SegmentView, ...], index: torch.Tensor, staging: torch.Tensor, block_words: int
 ) -> None:
-    """``staging`` into blocks ``index`` of the cache."""
+    """Copies ``staging`` to the blocks ``index`` of the cache."""
     for view in views:
-        view.cache.index_copy_(0, index, staged(staging, view, len(index), block_words))
+        view.cache.index_copy_(0, index, staging_view(staging, view, len(index), block_words))

@@ -1,9 +1,12 @@
-"""Copies where the KV cache lies in host memory: plain memory copies on the calling thread.
+"""Copies where the KV cache is in host memory, on the calling thread.
 
-Not torch moves the bytes: it would start a second team of OpenMP threads beside the engine's own, on the same cores. A
-block's bytes that lie together are one copy: of a slice of memory where they are few, which costs a third of a
-microsecond to call and holds the interpreter lock for as long as they take, tens of microseconds; of ``memmove`` where
-they are many, which costs three times that and holds no lock. What does not lie together numpy copies.
+torch does not move the bytes: it would start a second team of OpenMP threads beside the engine's
+own, on the same cores. How the bytes of a block move depends on where they are:
+
+* Contiguous and few: a slice of memory, which costs a third of a microsecond per call, and holds
+  the interpreter lock for tens of microseconds.
+* Contiguous and many: ``memmove``, which costs three times that per call and holds no lock.
+* Scattered: numpy.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ from kvtier.transfer.codec import Codec, segment_views
 from kvtier.transfer.engine import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle, Direction
 
 SLICE_BYTES = 256 << 10
-"""Up to here slices are copied."""
+"""Larger blocks are copied with ``memmove``."""
 _Slices = tuple[memoryview, int, int, int]
-"""A band's memory, bytes from block to block, its place in a block of the object, its size."""
+"""A segment's memory, its stride from block to block, its offset in a block of the object, and its
+size; all in bytes."""
 _WORDS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class _CpuSegment:
-    """Words ``start .. start + words`` of a block, which are ``cache[block]``. ``address`` is block 0's where a block's
-    bytes lie together, else 0; ``stride_bytes`` from block to block. ``memory``: all bytes from block 0's to the last
-    block's, where they lie together and are few.
+    """Words ``start .. start + words`` of a block of the object, which are ``cache[block]``.
+
+    ``address``: that of block 0 if the bytes of a block are contiguous, else 0. ``stride_bytes``:
+    from block to block. ``memory``: all blocks, if the bytes of a block are contiguous and few.
     """
 
     cache: npt.NDArray[Any]
@@ -45,7 +50,7 @@ class _CpuSegment:
 
 
 class CpuCopyEngine(CopyEngine):
-    """Every copy is done when ``submit`` returns."""
+    """Copies synchronously: every copy is complete when ``submit`` returns."""
 
     kind = "cpu"
 
@@ -53,11 +58,11 @@ class CpuCopyEngine(CopyEngine):
         self, kv_caches: Mapping[str, object], codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES
     ) -> None:
         super().__init__(codec, in_flight_bytes)
-        self._bands = [
-            [_band(view.cache.numpy(), view.start, view.words) for view in group]
+        self._segments = [
+            [_segment(view.cache.numpy(), view.start, view.words) for view in group]
             for group in segment_views(kv_caches, codec)
         ]
-        self._slices = [_slices(group) for group in self._bands]
+        self._slices = [_slices(group) for group in self._segments]
 
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:
         for copy in copies:
@@ -72,18 +77,21 @@ class CpuCopyEngine(CopyEngine):
         begin = copy.shard + copy.first * block_bytes
         size = len(copy.blocks) * block_bytes
         memory = pool.memory[begin : begin + size]
-        bands = self._bands[copy.group]
-        if all(band.address for band in bands):
+        segments = self._segments[copy.group]
+        if all(segment.address for segment in segments):
             slices = self._slices[copy.group]
             if slices:
                 _move_slices(memory.data, block_bytes, slices, copy.blocks, direction)
                 return
-            _move_together(memory.ctypes.data, block_bytes, bands, copy.blocks, direction)
+            _move_contiguous(memory.ctypes.data, block_bytes, segments, copy.blocks, direction)
             return
         rows = memory.view(_WORDS[word]).reshape(len(copy.blocks), block_bytes // word)
-        for band in bands:
+        for segment in segments:
             _move_scattered(
-                rows[:, band.start : band.start + band.words], band, copy.blocks, direction
+                rows[:, segment.start : segment.start + segment.words],
+                segment,
+                copy.blocks,
+                direction,
             )
 
     def _ready(self, handle: CopyHandle) -> bool:
@@ -93,38 +101,38 @@ class CpuCopyEngine(CopyEngine):
         return None
 
 
-def _band(cache: npt.NDArray[Any], start: int, words: int) -> _CpuSegment:
-    together = cache.shape[0] > 0 and cache[0].flags.c_contiguous
-    address, word, stride = cache.ctypes.data if together else 0, cache.itemsize, cache.strides[0]
+def _segment(cache: npt.NDArray[Any], start: int, words: int) -> _CpuSegment:
+    contiguous = cache.shape[0] > 0 and cache[0].flags.c_contiguous
+    address, word, stride = cache.ctypes.data if contiguous else 0, cache.itemsize, cache.strides[0]
     memory = None
-    if together and words * word <= SLICE_BYTES:
+    if contiguous and words * word <= SLICE_BYTES:
         first = cache[0].reshape(-1).view(np.uint8)
         memory = as_strided(first, ((cache.shape[0] - 1) * stride + words * word,), (1,)).data
     return _CpuSegment(cache, start, words, address, stride, start * word, words * word, memory)
 
 
-def _slices(bands: Sequence[_CpuSegment]) -> list[_Slices]:
-    """Of every band; none at all unless each has ``memory``."""
+def _slices(segments: Sequence[_CpuSegment]) -> list[_Slices]:
+    """Returns the slices of every segment; none unless each has ``memory``."""
     found = [
-        (band.memory, band.stride_bytes, band.start_bytes, band.size_bytes)
-        for band in bands
-        if band.memory is not None
+        (segment.memory, segment.stride_bytes, segment.start_bytes, segment.size_bytes)
+        for segment in segments
+        if segment.memory is not None
     ]
-    return found if len(found) == len(bands) else []
+    return found if len(found) == len(segments) else []
 
 
 def _move_slices(
     host: memoryview,
     block_bytes: int,
-    bands: Sequence[_Slices],
+    segments: Sequence[_Slices],
     blocks: Sequence[int],
     direction: Direction,
 ) -> None:
-    """As ``_move_together``. A slice beyond the cache is shorter than the one that it is assigned to, and raises."""
+    """As ``_move_contiguous``. A slice beyond the cache has the wrong length, and raises."""
     to_host = direction is Direction.TO_HOST
     at = 0
     for block in blocks:
-        for cache, stride, start, size in bands:
+        for cache, stride, start, size in segments:
             begin, place = block * stride, at + start
             if to_host:
                 host[place : place + size] = cache[begin : begin + size]
@@ -133,17 +141,18 @@ def _move_slices(
         at += block_bytes
 
 
-def _move_together(
+def _move_contiguous(
     host: int,
     block_bytes: int,
-    bands: Sequence[_CpuSegment],
+    segments: Sequence[_CpuSegment],
     blocks: Sequence[int],
     direction: Direction,
 ) -> None:
-    # Block by block, so that the slot is walked through in order: its pages then cost one miss each.
+    # Block by block, so that the slot is accessed in order and each of its pages misses once.
     move, to_host = ctypes.memmove, direction is Direction.TO_HOST
     pieces = [
-        (band.address, band.stride_bytes, band.start_bytes, band.size_bytes) for band in bands
+        (segment.address, segment.stride_bytes, segment.start_bytes, segment.size_bytes)
+        for segment in segments
     ]
     for block in blocks:
         for address, stride, start, size in pieces:
@@ -155,11 +164,11 @@ def _move_together(
 
 
 def _move_scattered(
-    rows: npt.NDArray[Any], band: _CpuSegment, blocks: Sequence[int], direction: Direction
+    rows: npt.NDArray[Any], segment: _CpuSegment, blocks: Sequence[int], direction: Direction
 ) -> None:
     for row, block in enumerate(blocks):
-        piece = rows[row].reshape(band.cache.shape[1:])
+        piece = rows[row].reshape(segment.cache.shape[1:])
         if direction is Direction.TO_HOST:
-            piece[...] = band.cache[block]
+            piece[...] = segment.cache[block]
         else:
-            band.cache[block] = piece
+            segment.cache[block] = piece

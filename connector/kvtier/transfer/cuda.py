@@ -1,16 +1,18 @@
-"""What torch does not offer of the CUDA runtime: registering foreign host memory in pieces, and this thread's capture
-mode.
+"""Copies between GPU memory and the host pool, concurrent with the engine's kernels.
 
-Copies between GPU memory and the host pool, beside the engine's kernels.
+Each direction has two streams and a ring of staging buffers on the GPU. To the host: gather
+kernels collect whole blocks in object order in a buffer, and one DMA transfer moves it to the
+slot. To the device: one DMA transfer moves a contiguous part of the slot to a buffer, and scatter
+kernels distribute it. The kernels take a few percent of the transfer's time and overlap with it,
+one buffer apart. Measured on an H200: one transfer per 128 KiB from Python reaches 22 to 26 GB/s,
+pieces of 2 MiB and more reach 50 GB/s.
 
-Per direction two streams and a ring of staging buffers on the GPU. To the host: gather kernels collect whole blocks in
-object order into a buffer, one DMA takes it to the slot. To the device: one DMA brings a contiguous part of the slot
-into a buffer, scatter kernels distribute it. The kernels take a few percent of the DMA's time and overlap with it, one
-buffer apart. Measured on an H200: one DMA per 128 KiB from Python reaches 22 to 26 GB/s, pieces of 2 MiB and more 50
-GB/s and more.
+Order with the engine: only gather and scatter touch the KV cache, and both wait for the caller's
+fence. Order between copies through one buffer: a transfer or gather that reuses it waits for the
+event of its last use. Nothing waits on the host.
 
-Order against the engine: only gather and scatter touch the KV cache, and both wait for the caller's fence. Order among
-copies of one buffer: a DMA or gather that reuses it waits for the event of its last use; nothing waits on the host.
+The end of the module has what torch does not offer of the CUDA runtime: registering host memory
+that torch did not allocate, in pieces, and the capture mode of a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,148 +33,12 @@ from kvtier.transfer.engine import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle
 from kvtier.transfer.host_pool import HostPool
 
 cuda: Any = torch.cuda
-"""torch types few of its CUDA calls."""
-REGISTER_THREADS = 8
-"""Registering 16 GiB of touched tmpfs: 5 GiB/s in one call, 21 to 24 GiB/s in pieces by 8 threads."""
-PIECE_BYTES = 1 << 30
-"""One GiB: large enough that seams are rare, small enough that 8 threads have work from 8 GiB on."""
-_PAGE_BYTES = 4096
-_REGISTER_PORTABLE = 1
-_CAPTURE_RELAXED = 2
-
-
-class RegistrationError(KVTierError):
-    """The driver refused to register the pool (locked-memory limit, no such range); copies would not be
-    asynchronous.
-    """
-
-
-def relax_capture(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Lets the calling thread use the device while another one captures a CUDA graph; ``False`` where that cannot be
-    set.
-
-    A capture in CUDA's default mode forbids many calls to every other thread of the process and is spoiled by them. A
-    thread in relaxed mode is exempt, and it takes no part in any capture.
-    """
-    path = _runtime_path(maps)
-    if path is None:
-        return False
-    try:
-        exchange = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return False
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    return int(exchange(ctypes.byref(mode))) == 0
-
-
-def _runtime_path(maps: Path) -> str | None:
-    try:
-        lines = maps.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        path = line.split(maxsplit=5)[-1]
-        if "libcudart" in path.rsplit("/", 1)[-1]:
-            return path
-    return None
-
-
-def cut(
-    nbytes: int, piece_bytes: int = PIECE_BYTES, threads: int = REGISTER_THREADS
-) -> tuple[tuple[int, int], ...]:
-    """Ranges (begin, end) to register one by one: page-aligned, of at most ``piece_bytes``, two per thread where there
-    is enough.
-    """
-    share = -(-nbytes // (2 * threads))
-    step = min(piece_bytes, max(share, 64 << 20))
-    step = -(-step // _PAGE_BYTES) * _PAGE_BYTES
-    return tuple((begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step))
-
-
-def register(
-    address: int,
-    ranges: tuple[tuple[int, int], ...],
-    device: torch.device,
-    cancelled: Callable[[], bool] = lambda: False,
-    threads: int = REGISTER_THREADS,
-) -> None:
-    """Page-locks ``ranges`` (relative to ``address``) for the device; blocks until all are done.
-
-    Raises ``RegistrationError``; what was registered before is given back. ``cancelled`` is asked before each range.
-    """
-    runtime = cuda.cudart()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    done: list[int] = []
-    lock = threading.Lock()
-
-    def one(span: tuple[int, int]) -> str:
-        if cancelled():
-            return "cancelled"
-        torch.cuda.set_device(index)
-        relax_capture()
-        begin, end = span
-        code = int(runtime.cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))
-        if code:
-            return f"cudaHostRegister of {end - begin} bytes at offset {begin}: error {code}"
-        with lock:
-            done.append(begin)
-        return ""
-
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="kvtier-register") as executor:
-        problems = [problem for problem in executor.map(one, ranges) if problem]
-    if problems:
-        unregister(address, tuple(done))
-        raise RegistrationError(problems[0])
-
-
-def unregister(address: int, begins: tuple[int, ...]) -> None:
-    """Gives registered ranges back. Nothing may be copied from or to them any more; a refusal has no consequence that
-    could be acted on.
-    """
-    relax_capture()
-    runtime = cuda.cudart()
-    for begin in begins:
-        runtime.cudaHostUnregister(address + begin)
-
-
+"""torch has types for few of its CUDA calls."""
 STAGING_BYTES = 32 << 20
-"""Size of one staging buffer: large enough for the DMA's full rate, small enough that the first scatter starts after
-0.6 ms.
-"""
+"""Large enough for the full DMA rate, and small enough that the first scatter starts after 0.6
+ms."""
 STAGING_BUFFERS = 2
-"""Per direction: one is filled while the other is emptied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Blocks of one copy that fit a staging buffer. ``begin``: byte offset in the pool."""
-
-    group: int
-    begin: int
-    blocks: tuple[int, ...]
-
-
-def pieces(copies: Sequence[Copy], codec: Codec, staging_bytes: int) -> Iterator[Piece]:
-    """Cuts copies into pieces of whole blocks of at most ``staging_bytes`` (at least one block)."""
-    for copy in copies:
-        block_bytes = codec.groups[copy.group].block_bytes
-        step = max(1, staging_bytes // block_bytes)
-        for at in range(0, len(copy.blocks), step):
-            begin = copy.shard + (copy.first + at) * block_bytes
-            yield Piece(copy.group, begin, copy.blocks[at : at + step])
-
-
-def spans(begin: int, nbytes: int, seams: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Splits ``begin .. begin + nbytes`` at ``seams`` (ascending offsets); yields (begin, end).
-
-    One DMA must not cross the boundary between two separately registered ranges.
-    """
-    end = begin + nbytes
-    for seam in seams:
-        if begin < seam < end:
-            yield begin, seam
-            begin = seam
-    yield begin, end
+"""Per direction: one is filled while the other is drained."""
 
 
 @dataclass(slots=True)
@@ -182,19 +48,20 @@ class _Buffer:
 
 
 @dataclass(slots=True)
-class _Lane:
-    """One direction. ``kernels`` runs gather or scatter, ``dma`` the transfers."""
+class _CopyLane:
+    """One direction. ``kernels`` runs gather or scatter; ``dma`` runs the transfers."""
 
     kernels: torch.cuda.Stream
     dma: torch.cuda.Stream
     buffers: list[_Buffer]
-    turn: int = field(default=0)
+    next_buffer: int = 0
 
 
 class CudaCopyEngine(CopyEngine):
-    """Asynchronous copies for CUDA devices (and ROCm, whose torch has the same names).
+    """Asynchronous copies for CUDA devices, and for ROCm, whose torch has the same names.
 
-    Construct it on the engine's thread, before it captures graphs: it allocates ``2 x STAGING_BUFFERS`` buffers.
+    Construct it on the engine's thread, before that captures graphs: it allocates
+    ``2 x STAGING_BUFFERS`` buffers.
     """
 
     kind = "cuda"
@@ -216,19 +83,18 @@ class CudaCopyEngine(CopyEngine):
             self._lanes = {direction: self._lane() for direction in Direction}
         self._memory: torch.Tensor | None = None
 
-    def _lane(self) -> _Lane:
+    def _lane(self) -> _CopyLane:
         words = -(-self._staging_bytes // self._codec.word_bytes)
         dtype = word_dtype(self._codec.word_bytes)
         buffers = [
             _Buffer(torch.empty(words, dtype=dtype, device=self._device))
             for _ in range(STAGING_BUFFERS)
         ]
-        lane = _Lane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
+        lane = _CopyLane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
         ready = cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
-        for (
-            buffer
-        ) in buffers:  # the allocator may hand out memory that this thread's stream still uses
+        for buffer in buffers:
+            # The allocator may return memory that this thread's stream still uses.
             buffer.free = ready
         return lane
 
@@ -260,15 +126,15 @@ class CudaCopyEngine(CopyEngine):
             if isinstance(after, torch.cuda.Event):
                 lane.kernels.wait_event(after)
             for piece in pieces(copies, self._codec, self._staging_bytes):
-                buffer = lane.buffers[lane.turn]
-                lane.turn = (lane.turn + 1) % len(lane.buffers)
+                buffer = lane.buffers[lane.next_buffer]
+                lane.next_buffer = (lane.next_buffer + 1) % len(lane.buffers)
                 if handle.direction is Direction.TO_HOST:
                     self._to_host(lane, buffer, piece)
                 else:
                     self._to_device(lane, buffer, piece)
                 handle.state = buffer.free
 
-    def _to_host(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_host(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.kernels):
             if buffer.free is not None:
@@ -283,7 +149,7 @@ class CudaCopyEngine(CopyEngine):
             buffer.free = cuda.Event()
             buffer.free.record(lane.dma)
 
-    def _to_device(self, lane: _Lane, buffer: _Buffer, piece: Piece) -> None:
+    def _to_device(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
         words, block_words = self._words(piece)
         with torch.cuda.stream(lane.dma):
             if buffer.free is not None:
@@ -319,7 +185,7 @@ class CudaCopyEngine(CopyEngine):
             raise RuntimeError("no pool is attached")
         nbytes = words * self._codec.word_bytes
         staging = buffer.memory[:words].view(torch.uint8)
-        for begin, end in spans(piece.begin, nbytes, pool.seams):
+        for begin, end in split_at(piece.begin, nbytes, pool.boundaries):
             yield memory[begin:end], staging[begin - piece.begin : end - piece.begin]
 
     def _ready(self, handle: CopyHandle) -> bool:
@@ -330,3 +196,145 @@ class CudaCopyEngine(CopyEngine):
         for lane in self._lanes.values():
             lane.kernels.synchronize()
             lane.dma.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks of one copy that fit into a staging buffer. ``begin``: byte offset in the pool."""
+
+    group: int
+    begin: int
+    blocks: tuple[int, ...]
+
+
+def pieces(copies: Sequence[Copy], codec: Codec, staging_bytes: int) -> Iterator[Piece]:
+    """Splits copies into pieces of whole blocks, at most ``staging_bytes`` but at least one
+    block."""
+    for copy in copies:
+        block_bytes = codec.groups[copy.group].block_bytes
+        step = max(1, staging_bytes // block_bytes)
+        for at in range(0, len(copy.blocks), step):
+            begin = copy.shard + (copy.first + at) * block_bytes
+            yield Piece(copy.group, begin, copy.blocks[at : at + step])
+
+
+def split_at(begin: int, nbytes: int, boundaries: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Splits ``begin .. begin + nbytes`` at ``boundaries`` (ascending); yields (begin, end).
+
+    One DMA transfer must not cross the boundary between two separately registered ranges.
+    """
+    end = begin + nbytes
+    for boundary in boundaries:
+        if begin < boundary < end:
+            yield begin, boundary
+            begin = boundary
+    yield begin, end
+
+
+# Registration of host memory, and capture mode.
+
+REGISTER_THREADS = 8
+"""Registering 16 GiB of tmpfs: 5 GiB/s in one call, 21 to 24 GiB/s in pieces by 8 threads."""
+PIECE_BYTES = 1 << 30
+"""Large enough that boundaries are rare, and small enough to occupy 8 threads from 8 GiB on."""
+_PAGE_BYTES = 4096
+_REGISTER_PORTABLE = 1
+_CAPTURE_RELAXED = 2
+
+
+class RegistrationError(KVTierError):
+    """The driver did not register the pool (for example, because of the locked-memory limit).
+
+    Copies would not be asynchronous.
+    """
+
+
+def relax_capture(maps: Path = Path("/proc/self/maps")) -> bool:
+    """Lets the calling thread use the device while another thread captures a CUDA graph.
+
+    In CUDA's default mode many calls of other threads fail during a capture and invalidate it.
+    Calls of a thread in relaxed mode do not. Returns False if the mode cannot be set.
+    """
+    path = _runtime_path(maps)
+    if path is None:
+        return False
+    try:
+        exchange = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return False
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    return int(exchange(ctypes.byref(mode))) == 0
+
+
+def _runtime_path(maps: Path) -> str | None:
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        path = line.split(maxsplit=5)[-1]
+        if "libcudart" in path.rsplit("/", 1)[-1]:
+            return path
+    return None
+
+
+def registration_ranges(
+    nbytes: int, piece_bytes: int = PIECE_BYTES, threads: int = REGISTER_THREADS
+) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges (begin, end) of a pool that are registered separately.
+
+    They are page-aligned, have at most ``piece_bytes``, and give each thread two if there are
+    enough.
+    """
+    share = -(-nbytes // (2 * threads))
+    step = min(piece_bytes, max(share, 64 << 20))
+    step = -(-step // _PAGE_BYTES) * _PAGE_BYTES
+    return tuple((begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step))
+
+
+def register(
+    address: int,
+    ranges: tuple[tuple[int, int], ...],
+    device: torch.device,
+    cancelled: Callable[[], bool] = lambda: False,
+    threads: int = REGISTER_THREADS,
+) -> None:
+    """Page-locks ``ranges`` (relative to ``address``) for the device, and waits for all of them.
+
+    On failure it unregisters what was registered and raises ``RegistrationError``. ``cancelled`` is
+    called before each range.
+    """
+    runtime = cuda.cudart()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    done: list[int] = []
+    lock = threading.Lock()
+
+    def one(span: tuple[int, int]) -> str:
+        if cancelled():
+            return "cancelled"
+        torch.cuda.set_device(index)
+        relax_capture()
+        begin, end = span
+        code = int(runtime.cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))
+        if code:
+            return f"cudaHostRegister of {end - begin} bytes at offset {begin}: error {code}"
+        with lock:
+            done.append(begin)
+        return ""
+
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="kvtier-register") as executor:
+        problems = [problem for problem in executor.map(one, ranges) if problem]
+    if problems:
+        unregister(address, tuple(done))
+        raise RegistrationError(problems[0])
+
+
+def unregister(address: int, begins: tuple[int, ...]) -> None:
+    """Unregisters ranges, to and from which no copy runs.
+
+    Errors are ignored, because nothing could be done about them.
+    """
+    relax_capture()
+    runtime = cuda.cudart()
+    for begin in begins:
+        runtime.cudaHostUnregister(address + begin)

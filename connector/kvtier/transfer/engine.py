@@ -1,10 +1,11 @@
-"""What every copy engine offers, and the values that go in and out.
+"""The interface of copy engines.
 
-A copy engine moves whole blocks between the engine's KV cache (the *device*, even where that is a CPU) and the host
-pool. It decides nothing: which slot, which blocks and when to stop are its caller's business.
+A copy engine moves whole blocks between the engine's KV cache (the *device*, even on a CPU) and the
+host pool. Its caller decides which slots and blocks, and when to stop.
 
-Threads: one thread, the transfer thread, calls ``submit``, ``done``, ``synchronise``, ``attach`` and ``detach``.
-``fence`` is called by the thread that launches the engine's kernels. Nothing here is called by two threads at once.
+Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and
+``detach``. The thread that launches the engine's kernels calls ``fence``. No method is called by
+two threads at once.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from kvtier.transfer.codec import Codec
 from kvtier.transfer.host_pool import HostPool
 
 IN_FLIGHT_BYTES = 256 << 20
-"""Most that may be submitted and unfinished per direction: what a limit or an abort has to drain (about 5 ms at 50
-GB/s).
-"""
+"""Limit per direction: a timeout or an abort has to drain this much, about 5 ms at 50 GB/s."""
 
 
 class CopyError(KVTierError):
-    """A copy that was refused (an address outside cache or pool) or that the device failed. What it should have
-    written is undefined.
+    """A copy was rejected (an address outside the cache or the pool), or the device failed.
+
+    The content of its target is undefined.
     """
 
 
 class Direction(Enum):
-    """Which way the bytes go."""
+    """The direction of a copy."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
@@ -39,9 +39,10 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Blocks ``first .. first + len(blocks)`` of one object's shard, and the device blocks they belong to.
+    """Consecutive blocks of one object's shard, and the device blocks that they belong to.
 
-    ``shard``: byte offset of this rank's shard in the pool. ``blocks``: device block ids, in the order of the object.
+    ``shard``: byte offset of this rank's shard in the pool. ``first``: number of the first block
+    within the object. ``blocks``: device block ids, in the order of the object.
     """
 
     group: int
@@ -52,7 +53,7 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class CopyHandle:
-    """What ``submit`` returned: ask the engine whether it is ``done``. ``state`` belongs to the engine."""
+    """A submission, for ``CopyEngine.done``. ``state`` belongs to the engine."""
 
     direction: Direction
     total_bytes: int
@@ -61,7 +62,7 @@ class CopyHandle:
 
 
 class CopyEngine(ABC):
-    """Base of the copy engines: address checks and in-flight accounting; a backend adds the moving."""
+    """Base class: address checks and in-flight accounting. A backend implements the copies."""
 
     kind = ""
 
@@ -74,42 +75,43 @@ class CopyEngine(ABC):
 
     @property
     def codec(self) -> Codec:
-        """The byte layout this engine copies by."""
+        """The byte layout of the copies."""
         return self._codec
 
     @property
     def pool(self) -> HostPool | None:
-        """The attached pool, ``None`` when there is none."""
+        """The attached pool, if any."""
         return self._pool
 
     def attach(self, pool: HostPool) -> None:
-        """Copies go to and from ``pool`` from here on. Nothing may be in flight."""
+        """Uses ``pool`` for all further copies. Nothing may be in flight."""
         self._pool = pool
 
     def detach(self) -> None:
-        """Forgets the pool. Nothing may be in flight."""
+        """Detaches the pool. Nothing may be in flight."""
         self._pool = None
 
     def in_flight_bytes(self, direction: Direction) -> int:
-        """Bytes submitted and not yet known to be done."""
+        """Returns the bytes that are submitted and not known to be done."""
         return self._in_flight[direction]
 
     def has_room(self, direction: Direction, nbytes: int, alone: bool = True) -> bool:
-        """Whether ``nbytes`` more stay within the bound. ``alone``: they cannot be made less, so with nothing in
-        flight they go.
+        """Returns whether ``nbytes`` more stay within the limit.
+
+        ``alone``: the bytes cannot be split, so they may exceed it if nothing else is in flight.
         """
         used = self._in_flight[direction]
         return used + nbytes <= self._limit_bytes or (alone and used == 0)
 
     def copy_bytes(self, copy: Copy) -> int:
-        """Bytes that ``copy`` moves."""
+        """Returns the bytes that ``copy`` moves."""
         return self._codec.groups[copy.group].block_bytes * len(copy.blocks)
 
     def check(self, copy: Copy) -> str:
-        """Why ``copy`` would touch memory it must not; empty: it would not.
+        """Returns why ``copy`` would touch memory that it must not touch; empty if it is valid.
 
-        Checked on the host because a wrong index on a GPU is not an error of one copy: it ends the whole process's use
-        of the device.
+        The check runs on the host, because on a GPU a wrong index does not fail one copy: the
+        process cannot use the device afterwards.
         """
         if self._pool is None:
             return "no pool is attached"
@@ -121,7 +123,9 @@ class CopyEngine(ABC):
             or copy.first < 0
             or copy.first + len(copy.blocks) > group.blocks_per_chunk
         ):
-            return f"blocks {copy.first}+{len(copy.blocks)} are not within a chunk of {group.blocks_per_chunk}"
+            end = copy.first + len(copy.blocks)
+            size = group.blocks_per_chunk
+            return f"blocks {copy.first} to {end} are not within a chunk of {size} blocks"
         if min(copy.blocks) < 1 or max(copy.blocks) >= self._codec.num_blocks:
             return f"a block id is outside 1..{self._codec.num_blocks - 1}"
         if len(set(copy.blocks)) != len(copy.blocks):
@@ -135,16 +139,16 @@ class CopyEngine(ABC):
     def submit(
         self, copies: Sequence[Copy], direction: Direction, after: object | None = None
     ) -> CopyHandle:
-        """Starts ``copies``; returns at once where the backend can. ``after``: a ``fence``; no device memory is read or
-        written before it.
+        """Starts ``copies``, and returns without waiting where the backend supports that.
 
-        Raises ``CopyError`` before anything was started if an address is wrong, or when the device refuses: then
-        ``synchronise`` must come before the memory involved is trusted again.
+        ``after``: a ``fence``; device memory is neither read nor written before it. Raises
+        ``CopyError`` for an invalid address, before anything has started, or if the device fails.
+        In the latter case call ``synchronize`` before using the memory involved.
         """
         for copy in copies:
             problem = self.check(copy)
             if problem:
-                raise CopyError(f"copy refused: {problem}")
+                raise CopyError(f"invalid copy: {problem}")
         handle = CopyHandle(direction, sum(self.copy_bytes(copy) for copy in copies))
         self._in_flight[direction] += handle.total_bytes
         self._handles.add(handle)
@@ -156,8 +160,9 @@ class CopyEngine(ABC):
         return handle
 
     def done(self, handle: CopyHandle) -> bool:
-        """Whether every byte of ``handle`` is where it belongs. Never blocks. Raises ``CopyError`` if the device
-        failed.
+        """Returns whether all copies of ``handle`` are complete. Never blocks.
+
+        Raises ``CopyError`` if the device failed.
         """
         if handle.finished:
             return True
@@ -170,23 +175,24 @@ class CopyEngine(ABC):
             self._finish(handle)
         return ready
 
-    def synchronise(self) -> None:
-        """Returns when nothing that was submitted touches device or pool any more. Raises ``CopyError`` if that cannot
-        be established.
+    def synchronize(self) -> None:
+        """Waits until no submitted copy touches the device or the pool.
+
+        Raises ``CopyError`` if that cannot be determined.
         """
         try:
             self._drain()
         except RuntimeError as error:
-            raise CopyError(f"the device cannot be synchronised: {error}") from error
+            raise CopyError(f"the device cannot be synchronized: {error}") from error
         for handle in list(self._handles):
             self._finish(handle)
 
     def fence(self) -> object | None:
-        """Marks this point in the engine's stream of kernels; ``None`` where kernels are synchronous."""
+        """Returns a mark in the stream of the engine's kernels; None if kernels are synchronous."""
         return None
 
     def enter_thread(self) -> None:
-        """Called once by the transfer thread before anything else."""
+        """Prepares the transfer thread, which calls it before anything else."""
         return
 
     def close(self) -> None:
@@ -206,8 +212,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def _ready(self, handle: CopyHandle) -> bool:
-        """Whether the started copies are done. Raises ``RuntimeError`` on failure."""
+        """Returns whether the started copies are complete. Raises ``RuntimeError`` on failure."""
 
     @abstractmethod
     def _drain(self) -> None:
-        """Blocks until nothing runs. Raises ``RuntimeError`` on failure."""
+        """Blocks until no copy runs. Raises ``RuntimeError`` on failure."""

@@ -1,4 +1,7 @@
-"""Chooses the copy engine for where the KV cache lies, and prepares a pool for it."""
+"""Selects the copy engine for the device of the KV cache, and registers pools with that device.
+
+Separate from ``engine`` because it imports every backend.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,49 @@ import torch
 
 from kvtier.transfer.codec import Codec, CodecError, layer_tensors
 from kvtier.transfer.cpu import CpuCopyEngine
-from kvtier.transfer.cuda import CudaCopyEngine, cut, register, unregister
+from kvtier.transfer.cuda import CudaCopyEngine, register, registration_ranges, unregister
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.host_pool import HostPool
 
 
 def cache_device(kv_caches: Mapping[str, object], codec: Codec) -> torch.device:
-    """The one device that all layers lie on. Raises ``CodecError`` if there are several."""
+    """Returns the device of all layers. Raises ``CodecError`` if there are several."""
     devices = {tensor.device for tensor in layer_tensors(kv_caches, codec).values()}
     if len(devices) != 1:
-        raise CodecError(f"the KV cache is spread over {sorted(map(str, devices))}")
+        raise CodecError(f"the KV cache is on several devices: {sorted(map(str, devices))}")
     return devices.pop()
 
 
 def make_engine(kv_caches: Mapping[str, object], codec: Codec) -> CopyEngine:
-    """The copy engine for the caches' device. Raises ``CodecError`` for a kind of device that has none."""
+    """Returns the copy engine for the device of the caches.
+
+    Raises ``CodecError`` if there is none.
+    """
     device = cache_device(kv_caches, codec)
     if device.type == "cpu":
         return CpuCopyEngine(kv_caches, codec)
     if device.type == "cuda":
         return CudaCopyEngine(kv_caches, codec)
-    raise CodecError(f"there is no copy engine for {device.type} devices")
+    raise CodecError(f"no copy engine for {device.type} devices")
 
 
-def pin(
+def register_pool(
     pool: HostPool, device: torch.device, cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[HostPool, tuple[int, ...]]:
-    """Makes ``pool`` fit for asynchronous copies with ``device``: registers it where the device needs that. May take
-    seconds.
+    """Registers ``pool`` with the device, if the device needs that for asynchronous copies.
 
-    Returns the pool with its seams, and what ``unpin`` needs. Raises ``RegistrationError``. Any thread.
+    Returns the pool with its boundaries, and what ``unregister_pool`` needs. May take seconds.
+    Raises ``RegistrationError``. Any thread.
     """
     if device.type != "cuda":
         return pool, ()
-    ranges = cut(pool.nbytes)
+    ranges = registration_ranges(pool.nbytes)
     register(pool.memory.ctypes.data, ranges, device, cancelled)
     begins = tuple(begin for begin, _ in ranges)
-    return replace(pool, seams=begins[1:]), begins
+    return replace(pool, boundaries=begins[1:]), begins
 
 
-def unpin(pool: HostPool, begins: tuple[int, ...]) -> None:
-    """Undoes ``pin``. Nothing may be copied any more."""
+def unregister_pool(pool: HostPool, begins: tuple[int, ...]) -> None:
+    """Undoes ``register_pool``. No copy may run."""
     if begins:
         unregister(pool.memory.ctypes.data, begins)

@@ -1,7 +1,7 @@
-"""The host pool as a worker sees it: one shared mapping of the file that tierd has allocated.
+"""The host pool as a worker sees it: a shared mapping of the file that tierd has allocated.
 
-The file is ``fallocate``d before its size is published and never shrinks (DATAPATH 4), so touching any byte below
-the published size cannot raise SIGBUS.
+tierd allocates the file with ``fallocate`` before it publishes the size, and never shrinks it, so
+touching a byte below that size cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostPool:
-    """A writable mapping. ``identity``: device, inode and size of the file, so that a replaced file is noticed.
+    """A writable mapping, which lives as long as an array over it.
 
-    ``seams``: offsets at which one copy must be split (boundaries between separately registered pieces).
-    The mapping lives as long as an array over it does.
+    ``identity``: device, inode and size of the file, to detect that it was replaced.
+    ``boundaries``: offsets between ranges that were registered separately; one DMA transfer must
+    not cross them.
     """
 
     memory: Bytes
     identity: tuple[int, int, int] = (0, 0, 0)
-    seams: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Size of the mapping."""
+        """Size of the mapping in bytes."""
         return int(self.memory.nbytes)
 
 
 def file_identity(path: Path) -> tuple[int, int, int]:
-    """Device, inode and size of ``path``. Raises ``OSError``."""
+    """Returns device, inode and size of ``path``. Raises ``OSError``."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size
 
 
-def open_pool(path: Path, nbytes: int, seams: tuple[int, ...] = ()) -> HostPool:
-    """Maps the first ``nbytes`` of ``path`` shared and writable.
+def open_pool(path: Path, nbytes: int, boundaries: tuple[int, ...] = ()) -> HostPool:
+    """Maps the first ``nbytes`` of ``path``, shared and writable.
 
-    Raises ``OSError`` when it cannot be opened or mapped, ``ValueError`` when the file is smaller than announced.
+    Raises ``OSError`` if it cannot be opened or mapped, ``ValueError`` if the file is smaller.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if nbytes <= 0 or status.st_size < nbytes:
-            raise ValueError(f"{path}: {status.st_size} bytes, announced were {nbytes}")
+            raise ValueError(f"{path}: {status.st_size} bytes, must be at least {nbytes}")
         mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)
     identity = (status.st_dev, status.st_ino, status.st_size)
-    return HostPool(np.frombuffer(mapping, dtype=np.uint8), identity, seams)
+    return HostPool(np.frombuffer(mapping, dtype=np.uint8), identity, boundaries)

@@ -1,11 +1,9 @@
-"""KV caches in the layouts that engines use, for the self-test and for tests: tensors, and the specification that goes
-with them.
+"""Bit-exact round trips through a shared pool, for every known layout, on a CPU or GPU.
 
-``python -m kvtier.transfer.selftest [--device cuda]``: bit-exact round trips through a shared pool, for every known
-layout.
+    python -m kvtier.transfer.selftest [--device cuda] [--bytes N]
 
-Prints one JSON object; exit status 1 if anything came back wrong. ``--bytes`` also measures both directions with caches
-of that size.
+Prints one JSON object; the exit status is 1 if any byte differs. ``--bytes`` also measures the copy
+rates in both directions, with caches of about that size.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,154 +23,16 @@ import torch
 from kvtier.transfer.codec import Codec, CodecError, build_codec, word_dtype
 from kvtier.transfer.cuda import CudaCopyEngine, cuda
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
-from kvtier.transfer.factory import make_engine, pin, unpin
+from kvtier.transfer.factory import make_engine, register_pool, unregister_pool
 from kvtier.transfer.host_pool import HostPool, open_pool
-from kvtier.transfer.startup_check import pinned_scratch, plain_scratch, prove
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Stands for a KV cache specification: ``block_size`` in tokens."""
-
-    block_size: int
-    page_size_bytes: int
-    page_size_padded: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Stands for a KV cache group."""
-
-    layer_names: tuple[str, ...]
-    kv_cache_spec: Spec
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """``caches``: layer name to tensor. Also serves as the KV cache configuration."""
-
-    name: str
-    caches: dict[str, torch.Tensor]
-    num_blocks: int
-    kv_cache_groups: tuple[Group, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes of a made-up model."""
-
-    layers: int = 3
-    blocks: int = 12
-    block: int = 16
-    heads: int = 2
-    head_dim: int = 8
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return 2 * self.heads * self.block * self.head_dim * self.dtype.itemsize
-
-    @property
-    def page_elements(self) -> int:
-        """Elements of one block of one layer."""
-        return 2 * self.heads * self.block * self.head_dim
-
-
-def _noise(elements: int, geometry: Geometry, device: str) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(elements)
-    nbytes = elements * geometry.dtype.itemsize
-    noise = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=device)
-    return noise.view(geometry.dtype)
-
-
-def _layout(
-    name: str, geometry: Geometry, tensors: list[torch.Tensor], padded: int | None = None
-) -> Layout:
-    caches = {f"model.layers.{index}.attn": tensor for index, tensor in enumerate(tensors)}
-    spec = Spec(geometry.block, padded or geometry.page_bytes, padded)
-    return Layout(name, caches, geometry.blocks, (Group(tuple(caches), spec),))
-
-
-Build = Callable[[Geometry, str], list[torch.Tensor]]
-
-
-def _each(g: Geometry, device: str, *shape: int) -> list[torch.Tensor]:
-    """One storage per layer."""
-    return [_noise(g.blocks * g.page_elements, g, device).view(shape) for _ in range(g.layers)]
-
-
-def _one_storage(g: Geometry, device: str) -> list[torch.Tensor]:
-    shape = g.layers, g.blocks, g.heads, g.block, 2 * g.head_dim
-    return list(_noise(g.layers * g.blocks * g.page_elements, g, device).view(shape))
-
-
-def _interleaved(g: Geometry, device: str) -> list[torch.Tensor]:
-    shape = g.blocks, g.layers, g.heads, g.block, 2 * g.head_dim
-    return list(_noise(g.layers * g.blocks * g.page_elements, g, device).view(shape).unbind(1))
-
-
-def _crossed(g: Geometry, device: str) -> list[torch.Tensor]:
-    shape = g.blocks, g.heads, g.layers, 2, g.block, g.head_dim
-    storage = _noise(g.layers * g.blocks * g.page_elements, g, device).view(shape)
-    return [layer.permute(0, 2, 3, 1, 4) for layer in storage.unbind(2)]
-
-
-def _padded(g: Geometry, device: str) -> list[torch.Tensor]:
-    row = g.heads * g.head_dim
-    step = g.page_elements + _PADDING
-    storages = [_noise(g.blocks * step, g, device) for _ in range(g.layers)]
-    return [
-        x.as_strided((g.blocks, 2, g.block, row), (step, g.page_elements // 2, row, 1))
-        for x in storages
-    ]
-
-
-def _heads_first(g: Geometry, device: str, *outer: int) -> list[torch.Tensor]:
-    return [
-        x.permute(0, 1, 3, 2, 4) for x in _each(g, device, *outer, g.heads, g.block, g.head_dim)
-    ]
-
-
-_PADDING = 64
-_BUILDERS: dict[str, Build] = {
-    "cpu: blocks, heads, tokens, keys and values; one storage": _one_storage,
-    "layers interleaved inside each block": _interleaved,
-    "blocks first, tokens before heads": lambda g, d: _each(
-        g, d, g.blocks, 2, g.block, g.heads, g.head_dim
-    ),
-    "keys and values first": lambda g, d: _each(g, d, 2, g.blocks, g.block, g.heads, g.head_dim),
-    "blocks first, heads before tokens by strides": lambda g, d: _heads_first(g, d, g.blocks, 2),
-    "keys and values first, heads before tokens by strides": lambda g, d: _heads_first(
-        g, d, 2, g.blocks
-    ),
-    "heads outside layers, in pieces": _crossed,
-    "two kernel blocks a block": lambda g, d: _each(
-        g, d, 2 * g.blocks, 2, g.block // 2, g.heads, g.head_dim
-    ),
-    "padded pages": _padded,
-    "latent vectors, no heads": lambda g, d: _each(
-        g, d, g.blocks, g.block, g.page_elements // g.block
-    ),
-}
-LAYOUT_NAMES = tuple(_BUILDERS)
-
-
-def make_layout(name: str, geometry: Geometry | None = None, device: str = "cpu") -> Layout:
-    """The cache of one known layout, filled with noise."""
-    geometry = geometry or Geometry()
-    padded = (
-        geometry.page_bytes + _PADDING * geometry.dtype.itemsize
-        if _BUILDERS[name] is _padded
-        else None
-    )
-    return _layout(name, geometry, _BUILDERS[name](geometry, device), padded)
-
-
-def every_layout(geometry: Geometry | None = None, device: str = "cpu") -> list[Layout]:
-    """One cache per known layout."""
-    return [make_layout(name, geometry, device) for name in LAYOUT_NAMES]
-
+from kvtier.transfer.startup_check import pageable_scratch, pinned_scratch, verify_round_trip
+from kvtier.transfer.synthetic_layouts import (
+    LAYOUT_NAMES,
+    CacheGeometry,
+    SyntheticCache,
+    make_cache,
+    make_every_cache,
+)
 
 _CHUNK_BLOCKS = 4
 _WAIT_SECONDS = 60.0
@@ -184,7 +44,7 @@ _MEASURED = tuple(LAYOUT_NAMES[index] for index in (0, 1, 2, 5))
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    layout: Layout
+    layout: SyntheticCache
     codec: Codec
     engine: CopyEngine
     pool: HostPool
@@ -199,9 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--bytes", type=int, default=0, help="measure with a cache of about this many bytes"
     )
     options = parser.parse_args(arguments)
-    geometries = (Geometry(), Geometry(layers=2, block=32, heads=1, head_dim=3, dtype=torch.uint8))
+    geometries = (
+        CacheGeometry(),
+        CacheGeometry(layers=2, block=32, heads=1, head_dim=3, dtype=torch.uint8),
+    )
     layouts = [
-        layout for geometry in geometries for layout in every_layout(geometry, options.device)
+        layout for geometry in geometries for layout in make_every_cache(geometry, options.device)
     ]
     results = [_check(layout, options.device, Path(options.pool_dir)) for layout in layouts]
     report: dict[str, object] = {
@@ -213,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bytes:
         report["rates"] = [
             _measure(
-                make_layout(name, _large(options.bytes), options.device),
+                make_cache(name, _large(options.bytes), options.device),
                 options.device,
                 Path(options.pool_dir),
             )
@@ -223,25 +86,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report["ok"] else 1
 
 
-def _check(layout: Layout, device: str, directory: Path) -> dict[str, object]:
+def _check(layout: SyntheticCache, device: str, directory: Path) -> dict[str, object]:
     result: dict[str, object] = {"layout": layout.name, "ok": False}
     try:
         bench, release = _bench(layout, device, directory, slots=3)
         try:
-            prove(
+            verify_round_trip(
                 layout.caches,
                 bench.codec,
                 bench.engine,
-                pinned_scratch if device != "cpu" else plain_scratch,
+                pinned_scratch if device != "cpu" else pageable_scratch,
             )
             bench.engine.attach(bench.pool)
             wrong = _whole_and_parts(bench)
             if device != "cpu":
-                wrong += [f"cut up: {name}" for name in _whole_and_parts(_cut_up(bench))]
+                wrong += [f"split up: {name}" for name in _whole_and_parts(_split_up(bench))]
                 wrong += _out_of_order(bench)
             result["wrong"] = wrong
             result["ok"] = not result["wrong"]
-            result["bands"] = len(bench.codec.groups[0].bands)
+            result["segments"] = len(bench.codec.groups[0].segments)
         finally:
             release()
     except (CodecError, CopyError) as error:
@@ -250,7 +113,7 @@ def _check(layout: Layout, device: str, directory: Path) -> dict[str, object]:
 
 
 def _whole_and_parts(bench: _Bench) -> list[str]:
-    """Stores a chunk, then loads the whole and every sub-range of it elsewhere; returns what differed."""
+    """Stores a chunk and loads every sub-range of it elsewhere; returns what differs."""
     wrong: list[str] = []
     source, target = (1, 9, 3, 7), (2, 8, 10, 5)
     shard = bench.codec.groups[0].shard_bytes
@@ -269,17 +132,20 @@ def _whole_and_parts(bench: _Bench) -> list[str]:
     return wrong
 
 
-def _cut_up(bench: _Bench) -> _Bench:
-    """The same with a staging buffer for one block, so that it is used again and again, and with seams at odd places."""
+def _split_up(bench: _Bench) -> _Bench:
+    """The same with a staging buffer of one block, and with boundaries at odd places."""
     engine = CudaCopyEngine(bench.layout.caches, bench.codec, staging_bytes=1)
     shard = bench.codec.groups[0].shard_bytes
-    pool = replace(bench.pool, seams=tuple(range(333, 3 * shard, 777)))
+    pool = replace(bench.pool, boundaries=tuple(range(333, 3 * shard, 777)))
     engine.attach(pool)
     return replace(bench, engine=engine, pool=pool)
 
 
 def _out_of_order(bench: _Bench) -> list[str]:
-    """Kernels that are still queued when a copy is submitted: a store must see what they write, a load must not spoil what they read."""
+    """Submits copies while kernels are queued.
+
+    A store must see what they write, and a load must not change what they read.
+    """
     wrong: list[str] = []
     layout, engine = bench.layout, bench.engine
     original = _snapshot(layout)
@@ -315,17 +181,17 @@ def _out_of_order(bench: _Bench) -> list[str]:
     return wrong
 
 
-def _snapshot(layout: Layout) -> dict[str, torch.Tensor]:
+def _snapshot(layout: SyntheticCache) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in layout.caches.items()}
 
 
-def _restore(layout: Layout, original: dict[str, torch.Tensor]) -> None:
+def _restore(layout: SyntheticCache, original: dict[str, torch.Tensor]) -> None:
     for name, tensor in layout.caches.items():
         tensor.copy_(original[name])
 
 
 def _differences(
-    layout: Layout, original: dict[str, torch.Tensor], moved: dict[int, int]
+    layout: SyntheticCache, original: dict[str, torch.Tensor], moved: dict[int, int]
 ) -> list[str]:
     wrong = []
     for name, tensor in layout.caches.items():
@@ -358,13 +224,13 @@ def _wait(engine: CopyEngine, handle: CopyHandle) -> None:
         time.sleep(0.0001)
 
 
-def _large(nbytes: int) -> Geometry:
+def _large(nbytes: int) -> CacheGeometry:
     """An 8B model with grouped queries, with as many blocks as fit."""
-    geometry = Geometry(layers=32, blocks=0, block=16, heads=8, head_dim=128)
+    geometry = CacheGeometry(layers=32, blocks=0, block=16, heads=8, head_dim=128)
     return replace(geometry, blocks=max(64, nbytes // (geometry.layers * geometry.page_bytes)))
 
 
-def _measure(layout: Layout, device: str, directory: Path) -> dict[str, object]:
+def _measure(layout: SyntheticCache, device: str, directory: Path) -> dict[str, object]:
     """GB/s of 16-block chunks, 8 to a submission, best of 5."""
     bench, release = _bench(layout, device, directory, slots=8, chunk_blocks=16)
     try:
@@ -387,7 +253,11 @@ def _measure(layout: Layout, device: str, directory: Path) -> dict[str, object]:
 
 
 def _bench(  # type: ignore[no-untyped-def]
-    layout: Layout, device: str, directory: Path, slots: int, chunk_blocks: int = _CHUNK_BLOCKS
+    layout: SyntheticCache,
+    device: str,
+    directory: Path,
+    slots: int,
+    chunk_blocks: int = _CHUNK_BLOCKS,
 ):
     block = layout.kv_cache_groups[0].kv_cache_spec.block_size
     codec = build_codec(layout.caches, layout, block * chunk_blocks)
@@ -396,11 +266,11 @@ def _bench(  # type: ignore[no-untyped-def]
     with tempfile.NamedTemporaryFile(dir=directory, prefix="kvtier-selftest-") as file:
         file.truncate(shard * slots)
         pool = open_pool(Path(file.name), shard * slots)
-    pool, begins = pin(pool, torch.device(device))
+    pool, begins = register_pool(pool, torch.device(device))
 
     def release() -> None:
         engine.close()
-        unpin(pool, begins)
+        unregister_pool(pool, begins)
 
     return _Bench(layout, codec, engine, pool), release
 

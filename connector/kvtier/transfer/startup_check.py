@@ -1,9 +1,9 @@
-"""Proof at start that the codec understands the engine's memory: what comes back into the tensors is what was in them.
+"""Start-up check of the codec: what is copied into the KV tensors equals what was copied out.
 
-Run while no request runs (the engine registers its KV tensors before it serves). Patterns are written through the
-tensors as the engine sees them, copied out by the copy engine, and copied in to *other* blocks; then those must hold
-the patterns, again as the engine sees them, and the blocks beside them must be as before. Everything touched is
-restored.
+The engine registers its KV tensors before it serves, so no request runs during the check. Patterns
+are written through the tensors as the engine sees them, copied out, and copied in to *other*
+blocks. Then those blocks must hold the patterns, again as the engine sees them, and the blocks
+beside them must be unchanged. The check restores everything that it touched.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from kvtier.transfer.codec import Codec, LayerLayout, layer_tensors, word_dtype
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
 
-PROOF_SECONDS = 20.0
-"""Longest that a proof's copy may take; a device that needs more is not usable for this."""
+ROUND_TRIP_SECONDS = 20.0
+"""Timeout of one copy. A slower device is of no use."""
 _POLL_SECONDS = 0.0005
 Scratch = Callable[[int], HostPool]
 
 
-class ProofError(CopyError):
-    """The round trip did not return what went in; KVTier must stay off for this engine."""
+class RoundTripError(CopyError):
+    """The round trip changed bytes. KVTier must stay off for this engine."""
 
 
-def plain_scratch(nbytes: int) -> HostPool:
-    """Ordinary host memory as a pool."""
+def pageable_scratch(nbytes: int) -> HostPool:
+    """Returns ordinary host memory as a pool."""
     return HostPool(np.zeros(nbytes, dtype=np.uint8))
 
 
 def pinned_scratch(nbytes: int) -> HostPool:
-    """Page-locked host memory as a pool."""
+    """Returns page-locked host memory as a pool."""
     return HostPool(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
 
-def prove(
+def verify_round_trip(
     kv_caches: Mapping[str, object],
     codec: Codec,
     engine: CopyEngine,
-    scratch: Scratch = plain_scratch,
+    scratch: Scratch = pageable_scratch,
 ) -> None:
-    """Raises ``ProofError`` or ``CopyError``. Call it on the thread that owns the engine's kernels, before the transfer
-    thread starts.
+    """Checks every group. Raises ``RoundTripError`` or ``CopyError``.
 
-    Blocks used: those at the end of the cache, never block 0 (the engine's null block).
+    Call it on the thread that launches the engine's kernels, before the transfer thread starts. It
+    uses blocks at the end of the cache, never block 0 (vLLM's null block).
     """
     tensors = layer_tensors(kv_caches, codec)
     for group_index, group in enumerate(codec.groups):
@@ -71,11 +71,11 @@ def prove(
             for layer, tensor in layers:
                 for block in expected_same:
                     if not torch.equal(_page(tensor, layer, block), saved[layer.name, block]):
-                        raise ProofError(
-                            f"{layer.name}: a copy into a neighbour changed block {block}"
+                        raise RoundTripError(
+                            f"{layer.name}: a copy into a neighboring block changed block {block}"
                         )
         finally:
-            engine.synchronise()
+            engine.synchronize()
             engine.detach()
             for layer, tensor in layers:
                 for block in touched:
@@ -107,7 +107,7 @@ def _round_trip(
     for layer, tensor in layers:
         for block in sources:
             if not torch.equal(_page(tensor, layer, block), patterns[layer.name, block]):
-                raise ProofError(
+                raise RoundTripError(
                     f"{layer.name}: block {block} shares bytes with another layer or block"
                 )
     first = blocks_per_chunk - len(sources)
@@ -123,20 +123,22 @@ def _round_trip(
     for layer, tensor in layers:
         for source, target in zip(sources, targets, strict=True):
             if not torch.equal(_page(tensor, layer, target), patterns[layer.name, source]):
-                raise ProofError(f"{layer.name}: what was copied in is not what was copied out")
+                raise RoundTripError(
+                    f"{layer.name}: the bytes copied in are not what was copied out"
+                )
 
 
 def _page(tensor: torch.Tensor, layer: LayerLayout, block: int) -> torch.Tensor:
-    """The engine's view of one block, as integers: bits are compared, not numbers (a NaN equals nothing)."""
+    """Returns the engine's view of one block as integers, because a NaN does not equal itself."""
     bits = tensor.view(word_dtype(tensor.element_size()))
     return bits.narrow(layer.block_dim, block * layer.kernel_blocks, layer.kernel_blocks)
 
 
 def _wait(engine: CopyEngine, handle: CopyHandle) -> None:
-    deadline = time.monotonic() + PROOF_SECONDS
+    deadline = time.monotonic() + ROUND_TRIP_SECONDS
     while not engine.done(handle):
         if time.monotonic() > deadline:
-            raise ProofError(
-                f"a copy of {handle.total_bytes} bytes took longer than {PROOF_SECONDS:.0f} s"
+            raise RoundTripError(
+                f"a copy of {handle.total_bytes} bytes took longer than {ROUND_TRIP_SECONDS:.0f} s"
             )
         time.sleep(_POLL_SECONDS)

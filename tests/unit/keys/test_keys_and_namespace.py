@@ -27,7 +27,7 @@ def test_a_group_or_hash_that_no_engine_has_is_refused(group: int, length: int) 
 
 
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 65])
-def test_what_is_no_key_is_not_split(key: bytes) -> None:
+def test_an_invalid_key_is_not_split(key: bytes) -> None:
     with pytest.raises(ProtocolError):
         split_key(key)
 

@@ -104,13 +104,6 @@ def test_tokens_and_chunks_convert_both_ways(tokens: int) -> None:
     assert planner.tokens(chunks) <= tokens < planner.tokens(chunks + 1)
 
 
-@given(st.sets(st.integers(0, 12)), st.integers(0, 12), st.integers(0, 12))
-def test_a_prefix_is_usable_up_to_the_first_gap(present: set[int], first: int, end: int) -> None:
-    usable = _planner().usable_chunks(first, end, lambda _, chunk: chunk in present)
-    assert set(range(first, first + usable)) <= present
-    assert first + usable >= end or first + usable not in present
-
-
 def test_a_load_begins_at_block_boundaries_only() -> None:
     assert _planner().starts_at_block(96)
     assert not _planner().starts_at_block(90)

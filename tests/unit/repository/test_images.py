@@ -1,4 +1,4 @@
-"""The container images: the same bytes each time, what they hold, and that it runs as nobody in particular."""
+"""The container images: reproducible, complete, and usable by any user."""
 
 from __future__ import annotations
 
@@ -163,7 +163,14 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
             os.setuid(1_000_660_000)
 
         done = subprocess.run(
-            command, executable=str(command[0]), env={"PATH": "/usr/local/bin"}, preexec_fn=enter, capture_output=True, text=True, timeout=60, check=False
+            command,
+        executable=str(command[0]),
+        env={"PATH": "/usr/local/bin"},
+        preexec_fn=enter,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

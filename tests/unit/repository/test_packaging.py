@@ -1,4 +1,4 @@
-"""What is installed is what the repository says, with exact versions and from nowhere in particular."""
+"""The installed packages match the repository, with exact versions and without a host name."""
 
 from __future__ import annotations
 

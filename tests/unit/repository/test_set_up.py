@@ -126,7 +126,7 @@ def test_a_checkout_that_was_moved_gets_another_environment(tmp_path: Path) -> N
 
 
 def a_project(directory: Path) -> Path:
-    """A checkout with the real ``tools/install`` and a ``tools/uv`` that only notes what it was asked for."""
+    """A checkout with the real ``tools/install`` and a ``tools/uv`` that records its arguments."""
     (directory / "tools").mkdir(parents=True)
     shutil.copy(REPOSITORY / "tools" / "install", directory / "tools")
     for name in ("pyproject.toml", "constraints.txt", "overrides.txt"):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import Rig
+from tests.unit.scheduler.scheduler_rig import Rig
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.scheduler.rig import topology
+from tests.unit.scheduler.scheduler_rig import topology
 
 from kvtier.engines.vllm.identity import (
     IdentityBuilder,
@@ -224,7 +224,7 @@ def test_a_revision_that_is_not_known_keeps_objects_in_ram(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "word"),
     [
-        (SimpleNamespace(model="/m", model_weights="s3://bucket/x"), "come from outside"),
+        (SimpleNamespace(model="/m", model_weights="s3://bucket/x"), "are not local"),
         (SimpleNamespace(model=__file__, model_weights=""), "single file"),
     ],
 )
@@ -285,7 +285,7 @@ def test_it_is_computed_once(tmp_path: Path) -> None:
     )
     assert builder() is builder()
     assert calls == [1]
-    assert builder().volatile_reason == ""
+    assert builder().ephemeral_reason == ""
     assert json.loads(builder().text)["effective_chunk_tokens"] == 64
 
 
@@ -295,4 +295,4 @@ def test_an_identity_that_cannot_be_established_means_ram_of_this_engine_only(
     config = _config(_model(tmp_path / "m"))
     config.cache_config = None
     identity = IdentityBuilder(config, _planner(), topology().structural, lambda: SEED)()
-    assert "cannot be established" in identity.volatile_reason
+    assert "cannot be determined" in identity.ephemeral_reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.scheduler.rig import CHUNK, DISK, FakeRequest, Rig
+from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, FakeRequest, Rig
 
 from kvtier.engines.vllm.metadata import LoadJob
 from kvtier.tierd.wire import Promote
@@ -18,7 +18,7 @@ def _loading(rig: Rig, chunks: int = 4, computed: int = 0) -> tuple[FakeRequest,
 
 def test_tokens_count_as_loaded_when_the_load_is_complete(rig: Rig) -> None:
     _, job = _loading(rig, computed=32)
-    counts = rig.side.loads.counts
+    counts = rig.scheduler.loads.counts
     assert counts.offered_tokens == 4 * CHUNK - 32
     assert not counts.loaded_tokens
     rig.report(loads=[rig.result(job.load, 4, tiers=(0, 0, 1, 2))])
@@ -36,14 +36,14 @@ def test_a_request_whose_load_failed_is_never_offered_anything_again(rig: Rig) -
     rig.build(preempted=["r"])
     rig.now += 100
     assert rig.ask(request) == 0
-    assert rig.side.loads.counts.failures == {"limit": 1}
+    assert rig.scheduler.loads.counts.failures == {"limit": 1}
 
 
 def test_a_load_that_brought_a_part_counts_that_part_and_is_a_failure(rig: Rig) -> None:
     request, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 3, reason="gone")])
-    assert rig.side.loads.counts.loaded_tokens == {"ram": 3 * CHUNK}
-    assert rig.side.loads.counts.failures == {"gone": 1}
+    assert rig.scheduler.loads.counts.loaded_tokens == {"ram": 3 * CHUNK}
+    assert rig.scheduler.loads.counts.failures == {"gone": 1}
     assert rig.ask(request) == 0
 
 
@@ -51,11 +51,11 @@ def test_with_several_ranks_the_least_counts_and_only_once() -> None:
     rig = Rig(ranks=2)
     _, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 4)])
-    assert not rig.side.loads.counts.loaded_tokens
+    assert not rig.scheduler.loads.counts.loaded_tokens
     rig.build()
     rig.report(loads=[rig.result(job.load, 2, reason="limit")])
-    assert rig.side.loads.counts.loaded_tokens == {"ram": 2 * CHUNK}
-    assert rig.side.loads.counts.failures == {"limit": 1}
+    assert rig.scheduler.loads.counts.loaded_tokens == {"ram": 2 * CHUNK}
+    assert rig.scheduler.loads.counts.failures == {"limit": 1}
 
 
 def test_a_request_that_was_aborted_while_it_loads_is_cancelled_and_its_report_still_taken(
@@ -66,7 +66,7 @@ def test_a_request_that_was_aborted_while_it_loads_is_cancelled_and_its_report_s
     assert rig.build().cancelled_loads == [job.load]
     assert rig.build().cancelled_loads == []
     rig.report(loads=[rig.result(job.load, 1, reason="cancelled")])
-    assert rig.side.loads.in_flight == 0
+    assert rig.scheduler.loads.in_flight == 0
 
 
 def test_nothing_of_a_request_that_is_aborted_while_it_loads_is_stored(rig: Rig) -> None:
@@ -80,15 +80,15 @@ def test_nothing_of_a_request_that_is_aborted_while_it_loads_is_stored(rig: Rig)
 def test_a_report_that_nobody_expects_is_counted_and_nothing_else(rig: Rig) -> None:
     rig.build()
     rig.report(loads=[rig.result(99, 1)], done={99: 1})
-    assert rig.side.loads.counts.failures == {"unknown_report": 1}
-    assert rig.side.stores.dropped == {"unknown_report": 1}
+    assert rig.scheduler.loads.counts.failures == {"unknown_report": 1}
+    assert rig.scheduler.stores.dropped == {"unknown_report": 1}
 
 
 def test_losing_tierd_leaves_loads_in_flight_to_the_worker(rig: Rig) -> None:
     request, job = _loading(rig)
     rig.client.lose()
     rig.build()
-    assert rig.side.loads.in_flight == 1
+    assert rig.scheduler.loads.in_flight == 1
     rig.report(loads=[rig.result(job.load, 0, reason="lost")])
     assert rig.ask(request) == 0
 
@@ -121,7 +121,7 @@ def test_a_load_that_could_not_be_described_still_goes_to_the_worker_as_one_that
     rig.hold(request.keys(0, 4))
     assert rig.ask(request, 64) == 3 * CHUNK
     table = rig.allocate(request, 256)
-    rig.side.fail_load(request, (table,))  # type: ignore[arg-type]
+    rig.scheduler.fail_load(request, (table,))  # type: ignore[arg-type]
     (job,) = rig.build().loads
     assert [list(run.blocks) for run in job.runs] == [table[2:]]
     assert rig.ask(request) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import (
+from tests.unit.scheduler.scheduler_rig import (
     CHUNK,
     DISK,
     NFS,
@@ -15,10 +15,10 @@ from tests.unit.scheduler.rig import (
 )
 
 from kvtier.engines.vllm.scheduler_loads import (
-    LEAST_BYTES_PER_SECOND,
-    MAX_WAITING,
+    MAX_PENDING_PROMOTIONS,
+    MIN_COPY_BYTES_PER_SECOND,
     PINNED_SECONDS,
-    VERIFY_SECONDS,
+    VERIFY_TIMEOUT_SECONDS,
 )
 from kvtier.store.types import UNVERIFIED_BIT
 from kvtier.tierd.wire import Cancel, Load, Promote, Usable
@@ -97,7 +97,7 @@ def test_the_wait_ends_by_this_sides_own_clock_if_tierd_does_not_answer(rig: Rig
     rig.now += 0.1
     assert rig.ask(request) == 0
     assert [cancel.promotion for cancel in rig.client.take(Cancel)] == [promote.promotion]
-    assert rig.side.loads.counts.promotions["out_of_time"] == 1
+    assert rig.scheduler.loads.counts.promotions["out_of_time"] == 1
 
 
 def test_when_the_clock_is_out_ram_is_used(rig: Rig) -> None:
@@ -138,7 +138,7 @@ def test_what_a_lost_tierd_had_promoted_is_not_offered(rig: Rig) -> None:
 
 
 def test_at_most_so_many_requests_wait_and_others_get_what_ram_has(rig: Rig) -> None:
-    for number in range(MAX_WAITING):
+    for number in range(MAX_PENDING_PROMOTIONS):
         request = rig.request(200, f"r{number}", seed=number)
         rig.hold(request.keys(0, 3), DISK)
         assert rig.ask(request) is None
@@ -149,7 +149,7 @@ def test_at_most_so_many_requests_wait_and_others_get_what_ram_has(rig: Rig) -> 
     rig.hold(something.keys(0, 1), RAM)
     rig.hold(something.keys(1, 2), DISK)
     assert rig.ask(something) == CHUNK
-    assert rig.side.loads.counts.promotions["too_many_waiting"] == 2
+    assert rig.scheduler.loads.counts.promotions["too_many_waiting"] == 2
 
 
 def test_an_aborted_request_gives_its_promotion_up(rig: Rig) -> None:
@@ -187,14 +187,14 @@ def test_a_promoted_load_has_the_rest_of_the_requests_clock(rig: Rig) -> None:
     rig.client.promoted(promote.promotion, 4)
     rig.admit(request, 0, rig.ask(request) or 0)
     (job,) = rig.build().loads
-    assert job.limit_seconds == pytest.approx(3.05 + 4 * SLOT_BYTES / LEAST_BYTES_PER_SECOND)
+    assert job.timeout_seconds == pytest.approx(3.05 + 4 * SLOT_BYTES / MIN_COPY_BYTES_PER_SECOND)
 
 
 def test_where_promoted_tokens_came_from_is_known_when_the_load_begins(rig: Rig) -> None:
     request, promote = _waiting(rig)
     rig.client.promoted(promote.promotion, 4, tiers=(0, 0, 1, 2))
     rig.admit(request, 0, rig.ask(request) or 0)
-    assert rig.side.load_sources(request) == {0: 2 * CHUNK, 1: CHUNK, 2: CHUNK}  # type: ignore[arg-type]
+    assert rig.scheduler.get_external_token_sources(request) == {0: 2 * CHUNK, 1: CHUNK, 2: CHUNK}  # type: ignore[arg-type]
 
 
 def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be_verified(
@@ -207,7 +207,7 @@ def test_what_is_in_ram_since_before_this_tierd_is_promoted_because_it_has_to_be
     assert rig.ask(request) is None
     (promote,) = rig.client.take(Promote)
     assert len(promote.keys) == 4
-    assert promote.budget_seconds == VERIFY_SECONDS
+    assert promote.budget_seconds == VERIFY_TIMEOUT_SECONDS
     rig.client.promoted(promote.promotion, 4, tiers=(0, 0, 0, 0))
     assert rig.ask(request) == 4 * CHUNK
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from tests.unit.scheduler.rig import CHUNK, Rig
+from tests.unit.scheduler.scheduler_rig import CHUNK, Rig
 
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
 
@@ -117,8 +117,8 @@ def test_what_the_scheduler_side_counted_is_taken_once(rig: Rig) -> None:
     (job,) = rig.build().loads
     rig.report(loads=[rig.result(job.load, 3, reason="address: 5 is outside")])
     stats = KVTierStats()
-    rig.side.take_counts(stats)
-    rig.side.take_counts(stats)
+    rig.scheduler.collect_stats(stats)
+    rig.scheduler.collect_stats(stats)
     assert stats.data["offered_tokens"] == {"": 4 * CHUNK}
     assert stats.data["loaded_tokens"] == {"ram": 3 * CHUNK}
     assert stats.data["load_failures"] == {"address": 1}
@@ -134,6 +134,6 @@ def test_heartbeats_say_which_prompt_tokens_were_loaded_from_which_tier_instead_
     rig.report(loads=[rig.result(job.load, 4, tiers=(0, 0, 1, 1))])
     rig.build({"r": 300 - 4 * CHUNK})
     rig.build({"r": 1})
-    beat = rig.client.beat()  # type: ignore[attr-defined]
+    beat = rig.client.heartbeat()
     assert beat.prompt_tokens == 300
     assert beat.loaded_tokens == (2 * CHUNK, 2 * CHUNK)

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import BLOCK, CHUNK, RAM, SLOT_BYTES, FakeRequest, Rig, chunks_of
+from tests.unit.scheduler.scheduler_rig import (
+    BLOCK,
+    CHUNK,
+    RAM,
+    SLOT_BYTES,
+    FakeRequest,
+    Rig,
+    chunks_of,
+)
 
-from kvtier.engines.vllm.scheduler_stores import PROGRESS_SECONDS, SETTLING_SECONDS
+from kvtier.engines.vllm.scheduler_stores import (
+    PROGRESS_TIMEOUT_SECONDS,
+    RECENTLY_COMMITTED_SECONDS,
+)
 from kvtier.tierd.wire import Reserve, Usable
 
 
@@ -184,11 +195,11 @@ def test_a_finished_request_stores_the_rest_while_its_blocks_are_there(rig: Rig)
     rig.finish(request)  # before the report of the step that brought the end, as vLLM does
     assert rig.pool.referenced() == table[:8]
     rig.report()
-    assert rig.side.busy
+    assert rig.scheduler.has_pending_work()
     stores = rig.build().stores
     assert [store.run.blocks[0] for store in stores] == table[0:8:2]
     rig.report(done={store.reservation: 1 for store in stores})
-    assert not rig.side.busy
+    assert not rig.scheduler.has_pending_work()
     assert rig.pool.referenced() == []
 
 
@@ -309,11 +320,11 @@ def test_without_a_free_slot_a_store_waits_while_the_request_runs_and_is_dropped
     assert chunks_of(rig, rig.run({"r": 1}).stores) == [1]
     rig.finish(request)
     assert rig.build().stores == []
-    assert rig.side.stores.dropped == {"no_credit": 2}
+    assert rig.scheduler.stores.dropped == {"no_credit": 2}
 
 
 def test_no_more_than_a_bound_is_in_flight(rig: Rig) -> None:
-    rig.side.stores._max_in_flight_bytes = 2 * SLOT_BYTES
+    rig.scheduler.stores._max_in_flight_bytes = 2 * SLOT_BYTES
     _computed(rig)
     stores = rig.build({"r": 1}).stores
     assert chunks_of(rig, stores) == [0, 1]
@@ -327,7 +338,7 @@ def test_a_key_that_was_just_delivered_is_not_stored_twice_before_tierd_says_so(
     rig.report(done={store.reservation: 1})
     _computed(rig, 100, "again")
     assert rig.build({"again": 1}).stores == []
-    rig.now += SETTLING_SECONDS + 0.1
+    rig.now += RECENTLY_COMMITTED_SECONDS + 0.1
     _computed(rig, 100, "later")
     assert len(rig.build({"later": 1}).stores) == 1
 
@@ -367,7 +378,7 @@ def test_what_was_planned_when_tierd_was_lost_is_let_go(rig: Rig) -> None:
     rig.client.lose()
     assert rig.build().stores == []
     assert rig.pool.referenced() == []
-    assert rig.side.stores.dropped == {"lost": 4}
+    assert rig.scheduler.stores.dropped == {"lost": 4}
 
 
 def test_a_reservation_that_cannot_be_sent_is_no_store(rig: Rig) -> None:
@@ -378,29 +389,29 @@ def test_a_reservation_that_cannot_be_sent_is_no_store(rig: Rig) -> None:
 
 
 def test_without_vllms_block_pool_nothing_is_stored(rig: Rig) -> None:
-    rig.side.stores.pool = None
+    rig.scheduler.stores.pool = None
     request = _computed(rig)
     assert rig.build({"r": 1}).stores == []
     rig.finish(request)
-    assert rig.side.stores.dropped == {"no_block_pool": 4}
+    assert rig.scheduler.stores.dropped == {"no_block_pool": 4}
 
 
 def test_an_idle_engine_steps_on_for_stores_but_not_for_ever(rig: Rig) -> None:
     request = _computed(rig)
     rig.finish(request)
-    assert rig.side.busy
+    assert rig.scheduler.has_pending_work()
     rig.build()
-    assert rig.side.busy
-    rig.now += PROGRESS_SECONDS + 1
-    assert not rig.side.busy
+    assert rig.scheduler.has_pending_work()
+    rig.now += PROGRESS_TIMEOUT_SECONDS + 1
+    assert not rig.scheduler.has_pending_work()
 
 
 def test_a_null_block_is_not_stored(rig: Rig) -> None:
     _computed(rig)
     rig.tables["r"][2] = 0
-    rig.side._states["r"].blocks[2:3] = [0]
+    rig.scheduler._states["r"].block_ids[2:3] = [0]
     assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 2, 3]
-    assert rig.side.stores.dropped == {"blocks_gone": 1}
+    assert rig.scheduler.stores.dropped == {"blocks_gone": 1}
 
 
 def test_what_lies_only_in_a_tier_that_is_given_up_is_stored_in_ram(rig: Rig) -> None:

@@ -1,4 +1,5 @@
-"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers do."""
+"""Time to first token in the simulator's clock: what selection and clock promise, whatever tiers
+do."""
 
 from __future__ import annotations
 
@@ -62,21 +63,19 @@ def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_
             assert chosen.usable == 0
 
 
-def test_a_tier_slower_than_recomputing_is_measured_again_every_30_seconds_at_no_cost_to_the_request() -> (
-    None
-):
+def test_a_tier_found_too_slow_is_probed_every_30_seconds_at_no_cost() -> None:
     prefill, chunk_bytes = ENGINES["small and slow"]
     tier = SimulatedTier("disk", 1e6)
     simulation = warm(Simulation(prefill, [tier], chunk_bytes=chunk_bytes))
     tier.bytes_per_second = 1e9
     asked_at = simulation.clock.now
     reads = tier.reads
-    before = simulation.store.counters.values.get(("tier_probe_reads", "disk", ""), 0)
+    before = simulation.counters.values.get(("tier_probe_reads", "disk", ""), 0)
     while (request := simulation.run(simulation.prompt(4_096))).usable == 0:
         assert request.first_token_seconds == request.recompute_seconds
         simulation.pass_time(2.0)
         assert simulation.clock.now < asked_at + 120, "a tier that has recovered is not used"
-    trials = simulation.store.counters.values["tier_probe_reads", "disk", ""] - before
+    trials = simulation.counters.values["tier_probe_reads", "disk", ""] - before
     assert trials <= 1 + (simulation.clock.now - asked_at) / 30
     assert tier.reads - reads - 16 <= trials * 8
 

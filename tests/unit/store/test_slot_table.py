@@ -107,7 +107,7 @@ def test_a_table_of_something_else_is_refused_as_a_whole(
     assert [each.offset for each in reopen(identity).recovered] == [9 * 8192]
 
 
-def test_a_pool_that_has_grown_is_taken_over(reopen: Open) -> None:
+def test_a_pool_that_has_grown_is_recovered(reopen: Open) -> None:
     reopen().add(record(1))
     grown = replace(IDENTITY, pool_bytes=2 << 30)
     assert len(reopen(grown).recovered) == 1
@@ -124,7 +124,7 @@ def test_objects_of_a_namespace_without_its_text_are_refused(reopen: Open) -> No
     assert reopen(IDENTITY, {"f" * 32}).rejected == {}
 
 
-def test_two_records_of_one_slot_are_not_both_believed(reopen: Open, file: int) -> None:
+def test_of_two_records_of_one_slot_only_one_is_recovered(reopen: Open, file: int) -> None:
     table = reopen()
     table.add(record(1))
     os.pwrite(
@@ -135,7 +135,7 @@ def test_two_records_of_one_slot_are_not_both_believed(reopen: Open, file: int) 
     assert found.rejected == {"overlap": 1}
 
 
-def test_a_full_table_says_so_and_goes_on(reopen: Open) -> None:
+def test_a_full_table_reports_it_and_stays_usable(reopen: Open) -> None:
     small = replace(IDENTITY, pool_bytes=1 << 20)
     table = reopen(small)
     table._max_records = 3
@@ -176,7 +176,7 @@ def test_a_flipped_bit_costs_its_record_and_no_other(position: int, bit: int) ->
 
 @given(cut=st.integers(0, HEADER_BYTES + 3 * RECORD_BYTES))
 @settings(max_examples=60, deadline=None)
-def test_a_table_cut_off_anywhere_gives_what_is_whole(cut: int) -> None:
+def test_a_truncated_table_gives_its_complete_records(cut: int) -> None:
     file = os.memfd_create("slots")
     try:
         table = SlotTable(os.dup(file), IDENTITY)

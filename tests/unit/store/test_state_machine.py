@@ -1,8 +1,9 @@
 """TierStore against a model, under any interleaving of calls, I/O and time.
 
-The model is an adversary that keeps to the contract: engines write garbage into every slot that is theirs until they
-are proven gone, hung reads write garbage into their slots until they return, workers of vanished engines go on reading.
-What the store then announces must hold exactly the bytes of its key.
+The model is an adversary that keeps to the contract: engines write garbage into every slot that is
+theirs until they are proven gone, hung reads write garbage into their slots until they return,
+workers of vanished engines go on reading. What the store then announces must hold exactly the bytes
+of its key.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, Literal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.store.store_world import (
+from tests.unit.store.store_fixture import (
     CHECKSUMS,
     PAGE,
+    StoreFixture,
     WatchedTier,
-    World,
     block_hash,
     live,
     shard_content,
@@ -82,7 +83,8 @@ FAILURES = {
 
 
 class CheckingTier(WatchedTier):
-    """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums over them."""
+    """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums
+    over them."""
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         offset = 0
@@ -101,7 +103,8 @@ class CheckingTier(WatchedTier):
 
 @dataclass(repr=False)
 class ModelEngine:
-    """An engine as it sees itself. ``holds``: slots that it may write; ``reading``: loads that its ranks may read."""
+    """An engine as it sees itself. ``holds``: slots that it may write; ``reading``: loads that its
+    ranks may read."""
 
     info: EngineInfo
     kind: Kind
@@ -130,12 +133,13 @@ class ModelEngine:
 
 
 class Driver:
-    """Applies operations given as plain values to one store, so that a sequence can be repeated on a second one."""
+    """Applies operations given as plain values to one store, so that a sequence can be repeated on
+    a second one."""
 
     def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"]) -> None:
         tiers = ("disk", "nfs")
         values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
-        self.world = World(
+        self.fixture = StoreFixture(
             SLOTS,
             tiers,
             values,
@@ -152,42 +156,42 @@ class Driver:
     def apply(self, operation: tuple[Any, ...]) -> list[tuple[float, StoreEvent]]:
         """Applies one operation and returns its events with their times."""
         name, *arguments = operation
-        before = len(self.world.events)
+        before = len(self.fixture.events)
         getattr(self, name)(*arguments)
-        self.world.pump()
-        events = list(zip(self.world.stamps[before:], self.world.events[before:], strict=True))
+        self.fixture.pump()
+        events = list(zip(self.fixture.stamps[before:], self.fixture.events[before:], strict=True))
         self.log += events
         return events
 
     def call(self, method: str, *arguments: Any) -> None:
-        getattr(self.world.store, method)(*arguments)
+        getattr(self.fixture.store, method)(*arguments)
 
     def open_engine(self, info: EngineInfo) -> None:
-        self.world.store.open_engine(info)
-        self.snapshot = dict(self.world.store.presence(info.namespace))
+        self.fixture.store.open_engine(info)
+        self.snapshot = dict(self.fixture.store.presence(info.namespace))
 
     def write(self, offset: int, data: bytes) -> None:
-        self.world.pool[offset : offset + len(data)] = data
+        self.fixture.pool[offset : offset + len(data)] = data
 
     def run_io(self, number: int) -> None:
-        pending = self.world.io.pending
+        pending = self.fixture.io.pending
         if pending:
             call = pending[number % len(pending)]
-            self.world.io.run(call)
+            self.fixture.io.run(call)
             error = call.error
             if isinstance(error, AssertionError):
                 raise error
 
     def run_lane(self, lane: str) -> None:
-        for call in self.world.calls(lane):
-            self.world.io.run(call)
+        for call in self.fixture.calls(lane):
+            self.fixture.io.run(call)
             if isinstance(call.error, AssertionError):
                 raise call.error
 
     def hang(self, number: int) -> None:
-        waiting = [call for call in self.world.io.pending if not call.started]
+        waiting = [call for call in self.fixture.io.pending if not call.started]
         if waiting:
-            self.world.io.hold(waiting[number % len(waiting)])
+            self.fixture.io.hold(waiting[number % len(waiting)])
 
     def scribble(self, number: int) -> None:
         """A read that has begun and not returned writes garbage into its slot."""
@@ -199,7 +203,7 @@ class Driver:
     def hung_reads(self) -> list[memoryview]:
         """The memory of reads that have begun."""
         found = []
-        for call in self.world.io.pending:
+        for call in self.fixture.io.pending:
             if call.started and call.lane.startswith("read:") and isinstance(call.call, IoCall):
                 work = call.call.work
                 if isinstance(work, partial) and call.call.started_at is not None:
@@ -208,14 +212,14 @@ class Driver:
 
     def tier_mode(self, tier: int, mode: str) -> None:
         failure = FAILURES[mode]
-        self.world.tiers[tier].fail = None if failure is None else partial(failure, mode)
+        self.fixture.tiers[tier].fail = None if failure is None else partial(failure, mode)
 
     def tier_put(self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
-        self.world.tiers[tier].put(namespace, key, shards)
+        self.fixture.tiers[tier].put(namespace, key, shards)
 
     def tier_flip(self, tier: int, number: int) -> None:
         """One byte of one stored object flips."""
-        objects = self.world.tiers[tier].objects
+        objects = self.fixture.tiers[tier].objects
         if objects:
             ref = list(objects)[number % len(objects)]
             data, meta = objects[ref]
@@ -224,10 +228,10 @@ class Driver:
             objects[ref] = (data[:position] + flipped + data[position + 1 :], meta)
 
     def tier_drop(self, tier: int, number: int) -> None:
-        objects = list(self.world.tiers[tier].objects)
+        objects = list(self.fixture.tiers[tier].objects)
         if objects:
             ref = objects[number % len(objects)]
-            self.world.tiers[tier].drop(ref.namespace, ref.key)
+            self.fixture.tiers[tier].drop(ref.namespace, ref.key)
 
     def configure(
         self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int
@@ -241,31 +245,31 @@ class Driver:
             )
             for name, weight in zip(("disk", "nfs"), weights, strict=True)
         }
-        self.world.store.configure(live(selection, 3, **tiers))
+        self.fixture.store.configure(live(selection, 3, **tiers))
 
     def advance(self, seconds: float) -> None:
-        self.world.advance(seconds)
+        self.fixture.advance(seconds)
 
     def restart(self, pool_flip: int, table_flip: int, hung: str) -> None:
-        world = self.world
-        if hung and world.notes.places:
+        fixture = self.fixture
+        if hung and fixture.read_log.places:
             # What has not begun never will.
             self.orphans[hung] = self.hung_reads()
         sealed = [
             entry
-            for entry in world.store._table.entries()
-            if entry.meta is not None or entry.kept is not None
+            for entry in fixture.store._resident.entries()
+            if entry.meta is not None or entry.unverified is not None
         ]
         if pool_flip and sealed:
             entry = sealed[pool_flip % len(sealed)]
-            world.flip(entry.slot.offset + pool_flip % 64)
+            fixture.flip(entry.slot.offset + pool_flip % 64)
         if table_flip:
-            world.damage_table(table_flip)
-        world.restart(fenced=True, hung=hung)
+            fixture.damage_table(table_flip)
+        fixture.restart(fenced=True, hung=hung)
 
     def release_orphaned_reads(self, name: str) -> None:
         del self.orphans[name]
-        self.world.release_orphaned_reads(name)
+        self.fixture.release_orphaned_reads(name)
 
     def scribble_orphan(self, name: str, number: int) -> None:
         for memory in self.orphans[name]:
@@ -298,7 +302,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @property
     def now(self) -> float:
-        return self.driver.world.clock.now
+        return self.driver.fixture.clock.now
 
     def number(self) -> int:
         self.numbers += 1
@@ -311,7 +315,7 @@ class StoreMachine(RuleBasedStateMachine):
             for e in [*self.engines.values(), *self.ghosts]
             for o, n in e.writable()
         ]
-        base = memoryview(self.driver.world.pool)
+        base = memoryview(self.driver.fixture.pool)
         memories = [
             *self.driver.hung_reads(),
             *(m for orphan in self.driver.orphans.values() for m in orphan),
@@ -364,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.assert_unused(slot, size, "announced")
             offset = slot
             for rank, length in enumerate(shards):
-                content = bytes(self.driver.world.pool[offset : offset + length])
+                content = bytes(self.driver.fixture.pool[offset : offset + length])
                 assert content == shard_content(engine.kind.namespace, key, rank, length), (
                     "a load has wrong bytes"
                 )
@@ -427,10 +431,12 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(
         self, pool_flip: int, table_flip: int, sealed: bool, resumed: bool, hangs: bool
     ) -> None:
-        """tierd is killed, and another one takes over; a bit of the pool and one of its table may have flipped meanwhile.
+        """tierd is killed, and another one takes over; a bit of the pool and one of its table may
+        have flipped meanwhile.
 
-        Workers go on writing and reading until they have drained, and that is when the new one's fence opens. With ``hangs`` the old
-        one's reads go on as well, for as long as the kernel keeps them.
+        Workers go on writing and reading until they have drained, and that is when the new one's
+        fence opens. With ``hangs`` the old one's reads go on as well, for as long as the kernel
+        keeps them.
         """
         if sealed:
             self.do("run_lane", "hash")
@@ -498,7 +504,7 @@ class StoreMachine(RuleBasedStateMachine):
             del self.replicas[engine.kind.namespace]
 
     @rule(name=st.sampled_from(NAMES))
-    def proven_gone(self, name: str) -> None:
+    def confirm_dead(self, name: str) -> None:
         self.ghosts = [ghost for ghost in self.ghosts if ghost.info.engine != name]
         self.do("call", "confirm_engine_dead", name)
 
@@ -509,7 +515,8 @@ class StoreMachine(RuleBasedStateMachine):
         worker_first=st.booleans(),
     )
     def reserve(self, data: st.DataObject, chunks: list[int], worker_first: bool) -> None:
-        """Chunks are reserved in granted slots; the worker's word may come before the scheduler's."""
+        """Chunks are reserved in granted slots; the worker's word may come before the
+        scheduler's."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
         group = data.draw(st.integers(0, len(engine.kind.shards) - 1))
         for chunk in chunks:
@@ -567,7 +574,8 @@ class StoreMachine(RuleBasedStateMachine):
             del engine.open[number]
 
     def answer_rank(self, engine: ModelEngine, number: int, rank: int, delivered: bool) -> None:
-        """One rank writes its shard and says so, or says that it will not. By then it is through with the slot."""
+        """One rank writes its shard and says so, or says that it will not. By then it is through
+        with the slot."""
         group, slot, key, answered = engine.open[number]
         shards = engine.kind.shards[group]
         if delivered:
@@ -578,7 +586,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1000))
     def scribble_own(self, number: int) -> None:
-        """An engine writes garbage into a slot of its own: a credit, or one it is through with on no rank yet."""
+        """An engine writes garbage into a slot of its own: a credit, or one it is through with on
+        no rank yet."""
         found = []
         for engine in [*self.engines.values(), *self.ghosts]:
             for group, slots in enumerate(engine.credits):
@@ -739,7 +748,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
-        # Ghosts stop writing in the instant they are certain to be gone; the store may reuse their slots from then on.
+        # Ghosts stop writing in the instant they are certain to be gone; the store may reuse their
+        # slots from then on.
         self.ghosts = [g for g in self.ghosts if g.gone_at is None or until < g.gone_at + 60.0]
         self.do("advance", seconds)
 
@@ -774,12 +784,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_add_up(self) -> None:
-        world = self.driver.world
-        world.check_accounts()
-        accounts = world.store.accounts()
+        fixture = self.driver.fixture
+        fixture.check_accounts()
+        accounts = fixture.store.accounts()
         sizes = dict.fromkeys(SlotState, 0)
         ranges = []
-        for slot in world.store._pool.slots():
+        for slot in fixture.store._pool.slots():
             size = slot.segment.kind.slot_bytes
             sizes[slot.state] += size
             ranges.append((slot.offset, size))
@@ -790,10 +800,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert sizes[state] == getattr(accounts, state.name.lower()), state
         noted = {
             e.slot.offset
-            for e in world.store._table.entries()
-            if e.persistent and (e.meta or e.kept)
+            for e in fixture.store._resident.entries()
+            if e.persistent and (e.meta or e.unverified)
         }
-        assert self.fenced or set(world.table._numbers) == noted, (
+        assert self.fenced or set(fixture.table._numbers) == noted, (
             "the slot table is not what is sealed"
         )
         ranges.sort()
@@ -810,7 +820,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def replicas_know_what_the_store_holds(self) -> None:
-        store = self.driver.world.store
+        store = self.driver.fixture.store
         if len(store._index.changes):
             return
         for namespace, replica in self.replicas.items():
@@ -822,8 +832,8 @@ class StoreMachine(RuleBasedStateMachine):
                     replica.get(key),
                     held.get(key),
                 )
-                entry = store._table.get(namespace, key)
-                ram = entry.bit if entry is not None and not entry.leaving else 0
+                entry = store._resident.get(namespace, key)
+                ram = entry.bit if entry is not None and not entry.evicting else 0
                 assert held.get(key, 0) & RAM_BITS == ram
 
     def teardown(self) -> None:
@@ -867,11 +877,11 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(60):
             self.do("run_lane", "")
             self.do("advance", 5.0)
-        world = self.driver.world
+        fixture = self.driver.fixture
         assert not self.deadlines, "a promotion never ended"
-        assert world.store.pending_stores() == 0
-        assert world.store.pinned_bytes == 0
-        accounts = world.store.accounts()
+        assert fixture.store.pending_stores() == 0
+        assert fixture.store.pinned_bytes == 0
+        accounts = fixture.store.accounts()
         assert (
             accounts.reading == accounts.reserved == accounts.quarantined == accounts.evicting == 0
         )
@@ -879,7 +889,9 @@ class StoreMachine(RuleBasedStateMachine):
             for group, credits in enumerate(engine.credits):
                 if (
                     not credits
-                    and not world.store._engines.open[engine.info.engine].kinds[group].segments
+                    and not fixture.store._engines.open[engine.info.engine]
+                    .geometries[group]
+                    .kind.segments
                 ):
                     room = self.longest_run_without_credits()
                     assert room < engine.info.slot_bytes[group], (
@@ -887,7 +899,7 @@ class StoreMachine(RuleBasedStateMachine):
                     )
         for name in list(self.engines):
             self.close_engine(name, True)
-        accounts = world.store.accounts()
+        accounts = fixture.store.accounts()
         assert accounts.granted == 0
         assert (
             accounts.free + accounts.committed + accounts.evicting + accounts.unusable

@@ -24,7 +24,7 @@ def test_samples_are_found_by_name_and_labels_and_summed_by_name() -> None:
     assert values["up"] == 1
 
 
-def test_a_killed_process_takes_its_children_along(tmp_path: Path) -> None:
+def test_killing_a_process_kills_its_children(tmp_path: Path) -> None:
     child = ManagedProcess([sys.executable, "-c", SLEEPER], os.environ, tmp_path / "log")
     while not child.log_tail().strip():
         assert child.alive()
@@ -41,7 +41,7 @@ def test_a_killed_process_takes_its_children_along(tmp_path: Path) -> None:
     )
 
 
-def test_a_process_that_ends_by_itself_is_known_to_have(tmp_path: Path) -> None:
+def test_a_process_that_exits_is_not_alive(tmp_path: Path) -> None:
     child = ManagedProcess(
         [sys.executable, "-c", "print('bye'); raise SystemExit(3)"], os.environ, tmp_path / "log"
     )
@@ -60,7 +60,7 @@ SEMAPHORE = "import multiprocessing, time; s = multiprocessing.get_context('spaw
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_process_that_is_ended_leaves_no_semaphore(tmp_path: Path, end: str) -> None:
+def test_a_stopped_process_leaves_no_semaphore(tmp_path: Path, end: str) -> None:
     before = set(os.listdir("/dev/shm"))
     child = ManagedProcess([sys.executable, "-c", SEMAPHORE], os.environ, tmp_path / "log")
     while "made" not in child.log_tail():

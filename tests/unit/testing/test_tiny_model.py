@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Pa
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_a_checkpoint_has_every_tensor_of_a_llama_in_the_shape_its_configuration_says(
+def test_a_checkpoint_has_every_tensor_in_its_configured_shape(
     tmp_path: Path,
 ) -> None:
     directory = write_llama(tmp_path, GPU_LLAMA)
@@ -67,7 +67,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert decoded.view("<f4").tolist() == [1.0, 1.0, 1.0 + 4 / 256, -2.5]
 
 
-def test_prompts_hold_no_special_tokens() -> None:
+def test_prompts_contain_no_special_tokens() -> None:
     tokens = prompt(1000, 5)
     assert min(tokens) >= 3
     assert max(tokens) < CPU_LLAMA.vocabulary

@@ -150,7 +150,7 @@ def test_where_one_rank_writes_for_all_an_object_has_its_shard_alone(world: Worl
 def test_an_identity_that_does_not_hold_gets_a_namespace_of_its_own_each_time(world: World) -> None:
     found = []
     for name in ("a", "b"):
-        world.hello(b"s" + name.encode(), hello("scheduler", name, volatile_reason="seed"))
+        world.hello(b"s" + name.encode(), hello("scheduler", name, ephemeral_reason="seed"))
         world.hello(b"w" + name.encode(), hello("worker", name))
         engine = next(each for each in world.sessions.engines() if each.engine == name)
         assert engine.info is not None

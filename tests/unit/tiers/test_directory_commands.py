@@ -21,8 +21,8 @@ from kvtier.processes import process_tag
 from kvtier.testing.damage import flip
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import FileSystemTier
-from kvtier.tiers.filesystem.election import here
-from kvtier.tiers.filesystem.inspect import collect
+from kvtier.tiers.filesystem.election import is_visible
+from kvtier.tiers.filesystem.gc import collect
 from kvtier.tiers.filesystem.walker import object_path
 
 IDENTITY = {
@@ -82,10 +82,10 @@ def path_of(root: Path, seed: int) -> Path:
     return Path(object_path(str(root), ref.namespace, ref.key))
 
 
-def test_inspect_says_what_is_there_and_who_writes(
+def test_inspect_reports_namespaces_and_writers(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
-    Path(tier.keeper.writer.working_path()).write_bytes(bytes(5_000))
+    Path(tier.maintenance.writer.new_working_path()).write_bytes(bytes(5_000))
     found = kvtier("inspect", root, "--json").json
     assert found["totalBytes"] == directory_bytes(root)
     [namespace] = found["namespaces"]
@@ -98,13 +98,13 @@ def test_inspect_says_what_is_there_and_who_writes(
     assert found["temporaries"] == {"files": 1, "bytes": 5_000}
     assert found["janitor"]["state"] == "Alive"
     assert found["janitor"]["capacityBytes"] == 1 << 26
-    assert here(found["janitor"]["holder"])
+    assert is_visible(found["janitor"]["holder"])
     [writer] = found["writers"]
     assert writer["state"] == "Alive"
     assert writer["grantedBytes"] == 1 << 22
 
 
-def test_inspect_is_readable(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+def test_inspect_prints_a_table(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     out = kvtier("inspect", root).out
     assert "org/model" in out
     assert "40" in out
@@ -123,7 +123,7 @@ def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--capacity", "1Gi")])
-def test_what_is_no_tier_is_refused_with_a_reason(
+def test_a_path_that_is_not_a_tier_directory_is_rejected(
     kvtier: Any, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()
@@ -131,7 +131,7 @@ def test_what_is_no_tier_is_refused_with_a_reason(
     for name, reason in (
         ("gone", "does not exist"),
         ("file", "is not a directory"),
-        ("other", "no tier has ever"),
+        ("other", "contains no namespace"),
     ):
         outcome = kvtier(command[0], tmp_path / name, *command[1:])
         assert outcome.status == 2
@@ -140,9 +140,7 @@ def test_what_is_no_tier_is_refused_with_a_reason(
     assert os.listdir(tmp_path / "other") == []
 
 
-def test_verify_finds_everything_that_is_not_what_it_says(
-    kvtier: Any, root: Path, tier: FileSystemTier
-) -> None:
+def test_verify_finds_every_kind_of_damage(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     good = kvtier("verify", root)
     assert good.status == 0
     assert "40 objects verified" in good.out
@@ -157,7 +155,7 @@ def test_verify_finds_everything_that_is_not_what_it_says(
     assert path_of(root, 3).exists()
 
 
-def test_verify_takes_no_memory_for_what_only_looks_like_an_object(
+def test_verify_allocates_no_memory_for_foreign_files(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     tier.close()
@@ -170,7 +168,7 @@ def test_verify_takes_no_memory_for_what_only_looks_like_an_object(
     assert outcome.json["corrupt"] == 2
 
 
-def test_verify_deletes_what_is_corrupt_when_told_to(
+def test_verify_with_delete_removes_corrupt_objects(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     flip(path_of(root, 3), 5_000, 1)
@@ -184,7 +182,7 @@ def test_verify_deletes_what_is_corrupt_when_told_to(
     assert kvtier("verify", root).status == 0
 
 
-def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
+def test_gc_evicts_least_recently_used_objects_while_an_engine_runs(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     for seed in range(40):
@@ -213,17 +211,17 @@ def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
     left = [seed for seed in range(40) if path_of(root, seed).exists()]
     assert left == list(range(40 - len(left), 40))
     assert left
-    janitor = tier.keeper.janitor
+    janitor = tier.maintenance.janitor
     assert janitor is not None
 
     def heard() -> bool:
         # It wants to count anew, or its own thread has done so already.
-        return janitor.recount_wanted or tier.usage().objects == len(left)
+        return janitor.recount_requested or tier.usage().objects == len(left)
 
     until = time.monotonic() + 20
     while not heard() and time.monotonic() < until:
         time.sleep(0.05)
-        tier.keeper.turn()
+        tier.maintenance.run_once()
     assert heard()
     tier.write(*make(100))
     ref, payload, _ = make(0)
@@ -232,7 +230,7 @@ def test_gc_removes_what_was_used_longest_ago_beside_a_running_engine(
     assert not tier.contains(ref)
 
 
-def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(
+def test_gc_leads_the_directory_if_no_leader_is_alive(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     tier.close()
@@ -250,7 +248,7 @@ def test_gc_becomes_the_janitor_where_none_lives_and_sweeps(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files that are another's")
 @pytest.mark.parametrize("alive", [True, False], ids=["beside a janitor", "as the janitor"])
-def test_what_gc_makes_as_root_belongs_to_those_who_keep_the_books(
+def test_files_created_by_gc_as_root_belong_to_the_owner_of_the_control_directory(
     root: Path, tier: FileSystemTier, alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As where the tier is in another process, which is asked and not replaced.
@@ -278,7 +276,7 @@ def test_what_gc_makes_as_root_belongs_to_those_who_keep_the_books(
     assert owners == {(4_321, 4_322)}
 
 
-def test_gc_removes_namespaces_that_were_not_used(
+def test_gc_removes_namespaces_past_their_retention(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     ref, payload, meta = make(1)
@@ -294,9 +292,7 @@ def test_gc_removes_namespaces_that_were_not_used(
     assert (root / NAMESPACE / "identity.json").exists()
 
 
-def test_gc_empties_a_directory_that_nobody_uses_any_more(
-    kvtier: Any, root: Path, tier: FileSystemTier
-) -> None:
+def test_gc_empties_an_unused_directory(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     tier.close()
     # Used at some time before: the file system's clock may be a tick behind this process's, or level with it.
     for path in (root / NAMESPACE).rglob("*"):
@@ -307,7 +303,7 @@ def test_gc_empties_a_directory_that_nobody_uses_any_more(
 
 
 @pytest.mark.parametrize("size", ["lots", "0", "-5Gi", ""])
-def test_gc_refuses_what_is_no_size(
+def test_gc_rejects_an_invalid_size(
     kvtier: Any, root: Path, tier: FileSystemTier, size: str
 ) -> None:
     outcome = kvtier("gc", root, f"--capacity={size}")

@@ -24,7 +24,7 @@ def tier() -> FaultyTier:
     return tier
 
 
-def test_a_fault_strikes_the_calls_it_names_and_no_other(tier: FaultyTier) -> None:
+def test_a_fault_applies_only_to_its_operations(tier: FaultyTier) -> None:
     tier.set_fault(TierFault("unavailable", ("write",), after=1, times=1))
     tier.write(*make_object(2))
     with pytest.raises(TierUnavailableError):
@@ -61,7 +61,7 @@ def test_each_kind_is_the_error_that_a_tier_raises(
         (errno.ESTALE, TierUnavailableError),
     ],
 )
-def test_an_error_number_becomes_what_the_file_tier_makes_of_it(
+def test_an_errno_is_mapped_as_in_the_file_tier(
     tier: FaultyTier, number: int, error: type[TierError]
 ) -> None:
     tier.set_fault(TierFault("errno", ("write",), number=number))
@@ -69,7 +69,7 @@ def test_an_error_number_becomes_what_the_file_tier_makes_of_it(
         tier.write(*make_object(2))
 
 
-def test_a_corrupt_read_leaves_other_bytes_in_memory(tier: FaultyTier) -> None:
+def test_a_corrupt_read_leaves_wrong_bytes_in_memory(tier: FaultyTier) -> None:
     ref, payload, _ = make_object(1)
     into = buffer(payload.nbytes)
     into[:] = payload
@@ -79,7 +79,7 @@ def test_a_corrupt_read_leaves_other_bytes_in_memory(tier: FaultyTier) -> None:
     assert into != payload
 
 
-def test_latency_is_waited_for_by_the_clock_that_was_given() -> None:
+def test_latency_uses_the_given_sleep() -> None:
     slept: list[float] = []
     tier = FaultyTier(DictTier(), slept.append)
     tier.set_fault(TierFault("latency", OPERATIONS, seconds=0.25))
@@ -88,7 +88,7 @@ def test_latency_is_waited_for_by_the_clock_that_was_given() -> None:
     assert slept == [0.25, 0.25]
 
 
-def test_what_hangs_is_let_go_by_the_next_plan(tier: FaultyTier) -> None:
+def test_setting_another_fault_releases_hanging_calls(tier: FaultyTier) -> None:
     ref, payload, meta = make_object(1)
     tier.set_fault(TierFault("hang"))
     results: list[object] = []
@@ -105,7 +105,7 @@ def test_what_hangs_is_let_go_by_the_next_plan(tier: FaultyTier) -> None:
     assert tier.hanging == 0
 
 
-def test_closing_lets_go_of_what_hangs(tier: FaultyTier) -> None:
+def test_closing_releases_hanging_calls(tier: FaultyTier) -> None:
     tier.set_fault(TierFault("hang", ("check",)))
     thread = threading.Thread(target=tier.check)
     thread.start()

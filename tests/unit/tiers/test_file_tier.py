@@ -62,7 +62,7 @@ def object_bytes(root: Path) -> int:
 # What a directory may hold.
 
 
-def test_names_that_are_not_ours_are_left_alone_and_do_no_harm(tmp_path: Path) -> None:
+def test_foreign_names_are_ignored(tmp_path: Path) -> None:
     ref, payload, meta = make_object(1)
     with opened(tmp_path) as tier:
         tier.write(ref, payload, meta)
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_an_object_is_not_announced(tmp_path: Path, size: 
     tier.close()
 
 
-def test_an_object_that_is_not_in_its_place_is_none_and_is_swept(tmp_path: Path) -> None:
+def test_an_object_in_the_wrong_bucket_is_removed(tmp_path: Path) -> None:
     ref, payload, meta = make_object(1)
     with opened(tmp_path) as tier:
         tier.write(ref, payload, meta)
@@ -159,7 +159,7 @@ def test_a_root_whose_parent_is_missing_is_a_tier_error_and_is_not_made(tmp_path
 # Order and budget.
 
 
-def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_least_recently_used_objects_are_evicted_first(tmp_path: Path) -> None:
     objects = [make_object(seed) for seed in range(20)]
     with opened(tmp_path, TierLimits(1 << 30)) as tier:
         for each in objects:
@@ -174,7 +174,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert len(kept) < 20
 
 
-def test_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+def test_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     objects = [make_object(seed) for seed in range(10)]
     with opened(tmp_path) as tier:
         for number, each in enumerate(objects):
@@ -206,7 +206,7 @@ def test_a_hit_refreshes_the_time_of_a_file_once_an_hour_at_most(tmp_path: Path)
         assert path.stat().st_mtime > recent
 
 
-def test_the_directory_stays_below_its_capacity_with_what_is_being_written(tmp_path: Path) -> None:
+def test_files_being_written_count_against_the_capacity(tmp_path: Path) -> None:
     capacity = 1 << 20
     largest, stop = [0], threading.Event()
 
@@ -276,7 +276,7 @@ def test_a_namespace_is_described_once_and_charged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gid", "file_mode", "directory_mode"), [(None, 0o640, 0o750), (12_345, 0o660, 0o2770)]
 )
-def test_files_are_for_their_owner_and_a_group_that_was_named(
+def test_files_have_the_configured_group_and_modes(
     tmp_path: Path, gid: int | None, file_mode: int, directory_mode: int
 ) -> None:
     if gid is not None and os.geteuid() != 0:
@@ -295,7 +295,7 @@ def test_files_are_for_their_owner_and_a_group_that_was_named(
         assert path.stat().st_gid == path.parent.stat().st_gid == gid
 
 
-def test_a_probe_finds_what_another_process_wrote(tmp_path: Path) -> None:
+def test_a_probe_finds_an_object_of_another_process(tmp_path: Path) -> None:
     ref, payload, meta = make_object(1)
     with opened(tmp_path, sharing="Node") as mine, opened(tmp_path, sharing="Node") as other:
         assert not mine.probe(ref)
@@ -305,7 +305,7 @@ def test_a_probe_finds_what_another_process_wrote(tmp_path: Path) -> None:
         assert mine.read(ref, buffer(payload.nbytes)) == meta
 
 
-def test_a_file_that_somebody_removed_is_a_miss_and_announced_as_gone(tmp_path: Path) -> None:
+def test_a_removed_file_is_a_miss_and_is_announced(tmp_path: Path) -> None:
     changes: list[tuple[str, bytes, bool]] = []
     tier, (ref, payload, meta) = make(tmp_path), make_object(1)
     tier.open(lambda *change: changes.append(change))
@@ -317,7 +317,7 @@ def test_a_file_that_somebody_removed_is_a_miss_and_announced_as_gone(tmp_path: 
     tier.close()
 
 
-def test_where_not_even_the_root_can_be_looked_at_a_missing_file_says_nothing_about_the_object(
+def test_a_missing_file_is_no_miss_if_the_root_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.stat
@@ -362,7 +362,7 @@ def test_a_mount_without_direct_io_is_used_through_the_page_cache(
             make(tmp_path, direct_io="Always").open(lambda *_: None)
 
 
-def test_memory_that_direct_io_cannot_use_goes_through_the_page_cache(tmp_path: Path) -> None:
+def test_unaligned_memory_goes_through_the_page_cache(tmp_path: Path) -> None:
     ref, payload, meta = make_object(1)
     odd = memoryview(bytearray(payload.nbytes + 1))[1:]
     odd[:] = payload
@@ -394,7 +394,7 @@ def test_short_reads_and_short_writes_are_continued(
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_data_is_synchronised_before_the_rename_where_asked(
+def test_sync_data_syncs_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     calls: list[str] = []
@@ -434,7 +434,7 @@ def test_data_is_synchronised_before_the_rename_where_asked(
         (errno.ETIMEDOUT, TierUnavailableError),
     ],
 )
-def test_what_the_system_says_becomes_what_a_tier_says(number: int, kind: type[TierError]) -> None:
+def test_os_errors_are_mapped_to_tier_errors(number: int, kind: type[TierError]) -> None:
     error = tier_error(OSError(number, os.strerror(number)), "/some/file")
     assert type(error) is kind
     assert errno.errorcode[number] in str(error)
@@ -494,7 +494,7 @@ def test_a_read_error_half_way_is_unavailable_and_the_object_stays(
         assert tier.read(ref, buffer(payload.nbytes)) == meta
 
 
-def test_wrong_shards_are_refused_by_checksum_even_in_a_whole_file(tmp_path: Path) -> None:
+def test_wrong_shards_fail_their_checksum_in_a_complete_file(tmp_path: Path) -> None:
     ref, payload, meta = make_object(1)
     with opened(tmp_path) as tier:
         tier.write(ref, payload, ObjectMeta(meta.shard_bytes, meta.checksum_kind, (bytes(16),)))

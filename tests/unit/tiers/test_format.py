@@ -70,7 +70,7 @@ def test_what_is_written_is_read(
     place=st.floats(0, 1, exclude_max=True),
     change=st.integers(1, 255),
 )
-def test_any_other_byte_anywhere_is_noticed(
+def test_a_change_of_any_byte_is_detected(
     shards: tuple[int, ...], kind: str, fill: int, place: float, change: int
 ) -> None:
     ref = ObjectRef("5" * 32, b"\x00key")
@@ -84,7 +84,7 @@ def test_any_other_byte_anywhere_is_noticed(
 
 @settings(deadline=None)
 @given(namespace=namespaces, key=keys, other=st.tuples(namespaces, keys))
-def test_an_object_is_believed_under_its_own_name_only(
+def test_an_object_verifies_only_under_its_own_name(
     namespace: str, key: bytes, other: tuple[str, bytes]
 ) -> None:
     header, payload, _ = pack(ObjectRef(namespace, key), (100,), Blake3.kind, 1)
@@ -102,14 +102,14 @@ def test_keys_that_differ_by_zeros_at_the_end_are_different_objects() -> None:
 @given(
     seed=st.integers(0, 1 << 32), start=st.sampled_from([b"", b"KVTIEROB", b"KVTIEROB\x01\x00\x02"])
 )
-def test_random_bytes_are_no_header(seed: int, start: bytes) -> None:
+def test_random_bytes_are_not_a_header(seed: int, start: bytes) -> None:
     data = start + random.Random(seed).randbytes(HEADER_BYTES - len(start))
     with pytest.raises(TierCorruptError):
         read_header(memoryview(data), ObjectRef("0" * 32, b"\x00"), 4_096)
 
 
 @pytest.mark.parametrize("offset", [8, 9])
-def test_another_format_version_is_not_understood_even_if_its_checksum_is_right(
+def test_another_format_version_is_rejected_even_with_a_valid_checksum(
     offset: int,
 ) -> None:
     ref = ObjectRef("2" * 32, b"\x00k")
@@ -121,11 +121,11 @@ def test_another_format_version_is_not_understood_even_if_its_checksum_is_right(
 
 
 @pytest.mark.parametrize("place", [5_000, 8_191])
-def test_padding_that_is_not_zero_is_noticed(place: int) -> None:
+def test_nonzero_padding_is_detected(place: int) -> None:
     _, payload, meta = make_object(1, (5_000, 100))
     verify_payload(payload, meta)
     payload[place] = 1
-    with pytest.raises(TierCorruptError, match="padding behind shard 0"):
+    with pytest.raises(TierCorruptError, match="padding after shard 0"):
         verify_payload(payload, meta)
 
 
@@ -139,7 +139,7 @@ def test_padding_that_is_not_zero_is_noticed(place: int) -> None:
         (ObjectRef("0" * 32, b"\x00"), (1,), "crc32", "checksum kind 'crc32'"),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(
+def test_objects_that_the_format_cannot_hold_are_rejected(
     ref: ObjectRef, shards: tuple[int, ...], kind: str, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -156,7 +156,7 @@ def test_a_header_holds_the_most_shards_and_the_longest_key() -> None:
     assert read_header(header, ref, payload.nbytes) == meta
 
 
-def test_without_xxhash_its_objects_are_misses_and_new_ones_carry_blake3(
+def test_without_xxhash_its_objects_are_misses_and_new_ones_use_blake3(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ref = ObjectRef("3" * 32, b"\x00k")
@@ -164,7 +164,7 @@ def test_without_xxhash_its_objects_are_misses_and_new_ones_carry_blake3(
     own, _, meta = pack(ref, (100,), Blake3.kind, 1)
     monkeypatch.setattr(checksum, "_HAS_XXHASH", False)
     assert checksum.preferred().kind == Blake3.kind
-    with pytest.raises(TierUnverifiableError, match="cannot be computed here"):
+    with pytest.raises(TierUnverifiableError, match="is not available"):
         read_header(foreign, ref, payload.nbytes)
     assert read_header(own, ref, payload.nbytes) == meta
     with pytest.raises(ValueError, match="checksum kind"):

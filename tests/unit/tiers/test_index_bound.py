@@ -40,7 +40,7 @@ class Daemon:
         self.tier = FileSystemTier(
             document, limits, clock=lambda: self.now, max_objects=max_objects
         )
-        self.tier.keeper.run = lambda: None  # type: ignore[method-assign]
+        self.tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
         self.tier.open(self._changed)
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:
@@ -59,10 +59,10 @@ class Daemon:
         """Time for one that is due, and its pace."""
         for _ in range(4):
             self.now += 3_601.0
-            self.tier.keeper.turn()
+            self.tier.maintenance.run_once()
 
     def leave(self) -> None:
-        self.tier.keeper.leave()
+        self.tier.maintenance.release()
 
 
 def files(root: Path) -> int:
@@ -92,7 +92,7 @@ def path_of(root: Path, seed: int) -> Path:
 # What is served.
 
 
-def test_a_directory_with_more_objects_than_the_bound_opens_and_serves_as_many_as_that(
+def test_a_directory_with_too_many_objects_serves_as_many_as_the_bound(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(tmp_path, 12)
@@ -106,8 +106,10 @@ def test_a_directory_with_more_objects_than_the_bound_opens_and_serves_as_many_a
         ref, payload, meta = make_object(seed)
         assert daemon.tier.read(ref, buffer(payload.nbytes)) == meta
     assert files(tmp_path) == 12
-    assert daemon.tier.usage().left_out_total == 7
-    assert sum("more objects than the 5" in message for message in caplog.messages) == 1
+    assert daemon.tier.usage().unindexed_total == 7
+    assert (
+        sum("more objects than the index holds (5)" in message for message in caplog.messages) == 1
+    )
 
 
 def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(
@@ -118,10 +120,10 @@ def test_as_many_objects_as_the_bound_are_all_indexed_and_nothing_is_counted(
     assert daemon.holds(*range(5)) == [True] * 5
     daemon.write(*range(5))
     daemon.a_pass()
-    assert daemon.tier.usage().left_out_total == 0
+    assert daemon.tier.usage().unindexed_total == 0
 
 
-def test_what_is_stored_takes_the_place_of_what_was_used_longest_ago_whose_file_stays(
+def test_a_stored_object_displaces_the_least_recently_used_whose_file_stays(
     tmp_path: Path,
 ) -> None:
     daemon = Daemon(tmp_path, 3)
@@ -130,10 +132,10 @@ def test_what_is_stored_takes_the_place_of_what_was_used_longest_ago_whose_file_
     daemon.write(3)
     assert daemon.holds(0, 1, 2, 3) == [True, False, True, True]
     assert files(tmp_path) == 4
-    assert daemon.tier.usage().left_out_total == 1
+    assert daemon.tier.usage().unindexed_total == 1
 
 
-def test_what_is_there_and_not_indexed_is_not_written_again_but_indexed(tmp_path: Path) -> None:
+def test_an_existing_object_is_indexed_instead_of_written_again(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, 3)
     daemon.write(0, 1, 2, 3)
     before = path_of(tmp_path, 0).stat().st_ino
@@ -142,17 +144,17 @@ def test_what_is_there_and_not_indexed_is_not_written_again_but_indexed(tmp_path
     assert path_of(tmp_path, 0).stat().st_ino == before
 
 
-def test_passes_do_not_exchange_what_is_indexed_for_what_this_daemon_left_out(
+def test_scans_do_not_displace_indexed_objects(
     tmp_path: Path,
 ) -> None:
     daemon = Daemon(tmp_path, 3)
     daemon.write(*range(9))
     daemon.a_pass()
     assert daemon.holds(6, 7, 8) == [True] * 3
-    assert daemon.tier.usage().left_out_total == 6
+    assert daemon.tier.usage().unindexed_total == 6
 
 
-def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(
+def test_new_objects_of_another_process_are_found_with_a_full_index(
     tmp_path: Path,
 ) -> None:
     fill(tmp_path, 6)
@@ -169,7 +171,7 @@ def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(
     daemon.now += 60.0
     for _ in range(3):
         daemon.now += 1.0
-        daemon.tier.keeper.turn()
+        daemon.tier.maintenance.run_once()
     assert daemon.holds(7) == [True]
     assert daemon.tier.usage().objects == 3
 
@@ -177,7 +179,7 @@ def test_what_another_process_stores_later_is_found_in_spite_of_a_full_index(
 # What is left out comes back.
 
 
-def test_when_objects_go_others_are_indexed_by_the_next_pass_which_comes_for_it(
+def test_removed_objects_are_replaced_in_the_index_by_an_early_scan(
     tmp_path: Path,
 ) -> None:
     fill(tmp_path, 9)
@@ -189,32 +191,32 @@ def test_when_objects_go_others_are_indexed_by_the_next_pass_which_comes_for_it(
     # An hour would be the time between two passes of a directory of one's own.
     for _ in range(4):
         daemon.now += 15.0
-        daemon.tier.keeper.turn()
+        daemon.tier.maintenance.run_once()
     assert daemon.tier.usage().objects == 4
     assert len(daemon.present) == 4
-    assert daemon.tier.usage().left_out_total == 5
+    assert daemon.tier.usage().unindexed_total == 5
 
 
-def test_what_comes_back_is_the_next_to_be_evicted_until_it_is_used() -> None:
+def test_objects_indexed_again_are_evicted_first_until_they_are_used() -> None:
     index = Index(1 << 30, 2)
     keys = [bytes([number]) for number in range(4)]
     for key in keys:
-        index.begin_pass()
+        index.begin_scan()
         index.add(NAMESPACE, key, 4096)
-    assert index.left_out == 2
+    assert index.unindexed == 2
     index.remove(NAMESPACE, keys[2])
-    index.begin_pass()
-    assert index.meet(NAMESPACE, keys[3])
-    assert index.find(NAMESPACE, keys[0], 4096)
-    assert not index.find(NAMESPACE, keys[1], 4096)
-    index.end_pass()
-    assert index.left_out == 1
+    index.begin_scan()
+    assert index.mark_seen(NAMESPACE, keys[3])
+    assert index.add_discovered(NAMESPACE, keys[0], 4096)
+    assert not index.add_discovered(NAMESPACE, keys[1], 4096)
+    index.end_scan()
+    assert index.unindexed == 1
     assert [key for _, key, _ in index.oldest(1)] == [keys[0]]
     index.touch(NAMESPACE, keys[0])
     assert [key for _, key, _ in index.oldest(1)] == [keys[3]]
 
 
-def test_a_part_of_the_oldest_is_named_at_a_time_in_order() -> None:
+def test_oldest_returns_a_bounded_part_in_order() -> None:
     index = Index(1 << 30)
     keys = [bytes([number]) for number in range(6)]
     for key in keys:
@@ -228,7 +230,7 @@ def test_a_part_of_the_oldest_is_named_at_a_time_in_order() -> None:
 # The budget.
 
 
-def test_the_directory_stays_within_its_capacity_whatever_is_indexed(tmp_path: Path) -> None:
+def test_the_capacity_holds_regardless_of_what_is_indexed(tmp_path: Path) -> None:
     _, payload, _ = make_object(0)
     capacity = 40 * (payload.nbytes + 4096 + 2 * ALIGNMENT_BYTES)
     limits = TierLimits(capacity)
@@ -244,7 +246,7 @@ def test_the_directory_stays_within_its_capacity_whatever_is_indexed(tmp_path: P
     assert daemon.holds(149) == [True]
 
 
-def test_an_object_finds_room_though_many_have_to_go_and_few_are_indexed(tmp_path: Path) -> None:
+def test_eviction_finds_room_with_few_indexed_objects(tmp_path: Path) -> None:
     _, payload, _ = make_object(0)
     size = payload.nbytes + 4096
     daemon = Daemon(tmp_path, 1, TierLimits(60 * size))
@@ -257,7 +259,7 @@ def test_an_object_finds_room_though_many_have_to_go_and_few_are_indexed(tmp_pat
     assert size_of(tmp_path) <= 60 * size
 
 
-def test_a_capacity_lowered_below_what_is_not_indexed_is_reached(tmp_path: Path) -> None:
+def test_a_lowered_capacity_is_reached_with_few_indexed_objects(tmp_path: Path) -> None:
     fill(tmp_path, 60)
     before = size_of(tmp_path)
     daemon = Daemon(tmp_path, 4)
@@ -265,12 +267,12 @@ def test_a_capacity_lowered_below_what_is_not_indexed_is_reached(tmp_path: Path)
     daemon.tier.configure(TierLimits(lowered))
     daemon.tier.maintain()
     assert size_of(tmp_path) <= lowered
-    janitor = daemon.tier.keeper.janitor
+    janitor = daemon.tier.maintenance.janitor
     assert janitor is not None
     assert (janitor.ledger.charge_bytes or 0) <= limit_bytes(lowered, 1)
 
 
-def test_a_directory_that_is_over_its_capacity_when_opened_is_brought_below(tmp_path: Path) -> None:
+def test_a_directory_over_its_capacity_is_reduced_when_opened(tmp_path: Path) -> None:
     fill(tmp_path, 60)
     capacity = size_of(tmp_path) // 2
     daemon = Daemon(tmp_path, 4, TierLimits(capacity))
@@ -281,7 +283,7 @@ def test_a_directory_that_is_over_its_capacity_when_opened_is_brought_below(tmp_
     assert size_of(tmp_path) <= capacity
 
 
-def test_a_namespace_past_its_retention_goes_though_it_is_not_indexed_as_a_whole(
+def test_an_expired_namespace_is_removed_even_if_partly_indexed(
     tmp_path: Path,
 ) -> None:
     fill(tmp_path, 9)
@@ -300,7 +302,7 @@ def test_a_namespace_past_its_retention_goes_though_it_is_not_indexed_as_a_whole
 # Concurrent use.
 
 
-def test_a_bound_is_kept_when_several_threads_store() -> None:
+def test_the_bound_holds_when_several_threads_store() -> None:
     gone: list[bytes] = []
     index = Index(1 << 30, 40, lambda _, key: gone.append(key))
 
@@ -314,6 +316,6 @@ def test_a_bound_is_kept_when_several_threads_store() -> None:
         list(pool.map(store, range(8)))
     usage = index.usage()
     assert usage.objects + len(gone) == 1_600
-    assert usage.left_out_total == len(gone)
+    assert usage.unindexed_total == len(gone)
     assert usage.used_bytes == usage.objects * 4096
     assert all(not index.contains(NAMESPACE, key) for key in gone)

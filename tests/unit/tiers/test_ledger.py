@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 def test_grants_count_as_used_until_they_are_settled() -> None:
     ledger = Ledger(1_000)
-    ledger.offer("a", 1, 500)
+    ledger.charge("a", 1, 500)
     assert ledger.charge_bytes == 1_500
     assert ledger.settle("a", 1, 200)
     assert ledger.charge_bytes == 1_200
@@ -20,46 +20,44 @@ def test_grants_count_as_used_until_they_are_settled() -> None:
     assert ledger.charge_bytes == 1_200
 
 
-def test_a_grant_of_a_writer_that_was_cut_off_is_charged_in_full() -> None:
+def test_a_grant_of_a_fenced_writer_is_charged_in_full() -> None:
     ledger = Ledger(0)
-    ledger.offer("a", 1, 500)
+    ledger.charge("a", 1, 500)
     ledger.settle("a", 1, None)
     assert ledger.charge_bytes == 500
 
 
-def test_nothing_is_known_before_a_first_count() -> None:
+def test_the_charge_is_unknown_before_the_first_count() -> None:
     ledger = Ledger(None)
     assert ledger.charge_bytes is None
     ledger.begin_count({})
-    ledger.saw(700)
+    ledger.add_counted(700)
     ledger.end_count()
     assert ledger.charge_bytes == 700
 
 
-def test_a_count_drops_of_a_grant_only_what_its_writer_had_reported() -> None:
+def test_a_count_deducts_only_what_the_writer_had_reported() -> None:
     ledger = Ledger(0)
-    ledger.offer("a", 1, 500)
+    ledger.charge("a", 1, 500)
     ledger.begin_count({("a", 1): 300})
-    ledger.saw(400)  # 300 reported, 100 more published since
+    ledger.add_counted(400)  # 300 reported, 100 more published since
     ledger.end_count()
     assert ledger.charge_bytes == 400 + 200
     ledger.settle("a", 1, 450)
     assert ledger.charge_bytes == 400 + 150
 
 
-def test_what_is_removed_before_the_count_gets_there_is_not_taken_off_twice() -> None:
+def test_a_file_removed_before_it_is_counted_is_deducted_once() -> None:
     ledger = Ledger(1_000)
     ledger.begin_count({})
-    ledger.removed(100, counted=False)
-    ledger.saw(900)
-    ledger.removed(50, counted=True)
+    ledger.credit(100, counted=False)
+    ledger.add_counted(900)
+    ledger.credit(50, counted=True)
     ledger.end_count()
     assert ledger.charge_bytes == 850
 
 
-def test_grants_are_a_sixteenth_of_the_capacity_less_with_more_writers_and_never_more_than_a_gibibyte() -> (
-    None
-):
+def test_the_size_of_a_grant_depends_on_capacity_and_writers() -> None:
     assert grant_bytes(16 * GIB, 1) == grant_bytes(16 * GIB, 2) == GIB
     assert grant_bytes(GIB, 1) == GIB // 16
     assert grant_bytes(GIB, 8) == GIB // 64
@@ -68,7 +66,7 @@ def test_grants_are_a_sixteenth_of_the_capacity_less_with_more_writers_and_never
         assert writers * grant_bytes(GIB, writers) <= GIB // 8
 
 
-def test_what_is_set_aside_is_never_more_than_an_eighth() -> None:
+def test_at_most_an_eighth_of_the_capacity_is_set_aside() -> None:
     assert limit_bytes(80_000, 1_000) == 70_000
     assert limit_bytes(GIB, 1) == GIB - 5 * 16_384
 
@@ -90,7 +88,7 @@ class World:
         self.numbers += 1
         name = (self.chance.choice("ab"), self.numbers)
         self.grants[name] = 0
-        self.ledger.offer(*name, 50)
+        self.ledger.charge(*name, 50)
 
     def publish(self) -> None:
         usable = [name for name, used in self.grants.items() if used < 50]
@@ -111,7 +109,7 @@ class World:
     def evict(self) -> None:
         if self.files:
             bucket = self.files.pop(self.chance.choice(list(self.files)))
-            self.ledger.removed(10, counted=0 <= bucket <= self.bucket)
+            self.ledger.credit(10, counted=0 <= bucket <= self.bucket)
 
     def vanish(self) -> None:
         """Somebody else removes a file."""
@@ -122,14 +120,14 @@ class World:
         if self.bucket < 0:
             self.ledger.begin_count(dict(self.reports))
         self.bucket += 1
-        self.ledger.saw(10 * sum(bucket == self.bucket for bucket in self.files.values()))
+        self.ledger.add_counted(10 * sum(bucket == self.bucket for bucket in self.files.values()))
         if self.bucket == 3:
             self.ledger.end_count()
             self.bucket = -1
 
 
 @given(st.integers(0, 1 << 32))
-def test_the_charge_is_never_below_what_is_there_and_may_still_come(seed: int) -> None:
+def test_the_charge_is_never_below_existing_and_granted_bytes(seed: int) -> None:
     world = World(random.Random(seed))
     steps = [world.offer, world.publish, world.publish, world.publish, world.report]
     steps += [world.settle, world.evict, world.vanish, world.count, world.count]
@@ -139,7 +137,7 @@ def test_the_charge_is_never_below_what_is_there_and_may_still_come(seed: int) -
         assert (world.ledger.charge_bytes or 0) >= 10 * len(world.files) + may_come
 
 
-def test_a_quiet_count_puts_the_books_right() -> None:
+def test_a_count_without_writes_makes_the_charge_exact() -> None:
     world = World(random.Random(5))
     for _ in range(200):
         world.chance.choice([world.offer, world.publish, world.settle, world.vanish])()

@@ -11,17 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.transfer import cpu
-from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural
+from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural_key
 from kvtier.transfer.factory import make_engine
-from kvtier.transfer.selftest import Geometry, Group, Layout, Spec, every_layout
-from kvtier.transfer.startup_check import prove
+from kvtier.transfer.startup_check import verify_round_trip
+from kvtier.transfer.synthetic_layouts import (
+    CacheGeometry,
+    SyntheticCache,
+    SyntheticGroup,
+    SyntheticSpec,
+    make_every_cache,
+)
 
-LAYOUTS = {layout.name: layout for layout in every_layout()}
+LAYOUTS = {layout.name: layout for layout in make_every_cache()}
 
 
-def _one_layer(tensor: torch.Tensor, num_blocks: int, page_bytes: int, block: int = 16) -> Layout:
-    return Layout(
-        "test", {"layer.0": tensor}, num_blocks, (Group(("layer.0",), Spec(block, page_bytes)),)
+def _one_layer(
+    tensor: torch.Tensor, num_blocks: int, page_bytes: int, block: int = 16
+) -> SyntheticCache:
+    return SyntheticCache(
+        "test",
+        {"layer.0": tensor},
+        num_blocks,
+        (SyntheticGroup(("layer.0",), SyntheticSpec(block, page_bytes)),),
     )
 
 
@@ -34,9 +45,9 @@ def test_every_known_layout_is_understood_and_proven(
     layout = LAYOUTS[name]
     codec = build_codec(layout.caches, layout, 64)
     assert codec.groups[0].blocks_per_chunk == 4
-    assert codec.shard_bytes == (4 * 3 * Geometry().page_bytes,)
+    assert codec.shard_bytes == (4 * 3 * CacheGeometry().page_bytes,)
     before = {key: tensor.clone() for key, tensor in layout.caches.items()}
-    prove(layout.caches, codec, make_engine(layout.caches, codec))
+    verify_round_trip(layout.caches, codec, make_engine(layout.caches, codec))
     for key, tensor in layout.caches.items():
         assert torch.equal(before[key].view(torch.int16), tensor.view(torch.int16)), (
             "the proof must restore what it used"
@@ -44,10 +55,12 @@ def test_every_known_layout_is_understood_and_proven(
 
 
 def test_layers_at_equal_distances_in_one_storage_are_one_band() -> None:
-    bands = {name: len(build_codec(x.caches, x, 64).groups[0].bands) for name, x in LAYOUTS.items()}
-    assert bands["cpu: blocks, heads, tokens, keys and values; one storage"] == 1
-    assert bands["layers interleaved inside each block"] == 1
-    assert bands["blocks first, tokens before heads"] == 3
+    segments = {
+        name: len(build_codec(x.caches, x, 64).groups[0].segments) for name, x in LAYOUTS.items()
+    }
+    assert segments["cpu: blocks, heads, tokens, keys and values; one storage"] == 1
+    assert segments["layers interleaved inside each block"] == 1
+    assert segments["blocks first, tokens before heads"] == 3
 
 
 def test_a_contiguous_page_is_one_run_and_keys_and_values_apart_are_two() -> None:
@@ -61,14 +74,16 @@ def test_objects_are_block_major_with_layers_in_natural_order() -> None:
     caches = {f"layers.{i}": torch.full((8, 4), i, dtype=torch.uint8) for i in (10, 2, 1)}
     for tensor in caches.values():
         tensor += torch.arange(8, dtype=torch.uint8)[:, None] * 16
-    layout = Layout("test", caches, 8, (Group(tuple(caches), Spec(1, 4)),))
+    layout = SyntheticCache(
+        "test", caches, 8, (SyntheticGroup(tuple(caches), SyntheticSpec(1, 4)),)
+    )
     codec = build_codec(caches, layout, 2)
     assert [layer.name for layer in codec.groups[0].layers] == ["layers.1", "layers.2", "layers.10"]
     from kvtier.transfer.engine import Copy, Direction
-    from kvtier.transfer.startup_check import plain_scratch
+    from kvtier.transfer.startup_check import pageable_scratch
 
     engine = make_engine(caches, codec)
-    pool = plain_scratch(codec.shard_bytes[0])
+    pool = pageable_scratch(codec.shard_bytes[0])
     engine.attach(pool)
     engine.submit([Copy(0, 0, 0, (5, 3))], Direction.TO_HOST)
     expected = [b * 16 + layer for b in (5, 3) for layer in (1, 2, 10) for _ in range(4)]
@@ -76,7 +91,7 @@ def test_objects_are_block_major_with_layers_in_natural_order() -> None:
 
 
 def test_names_sort_by_their_numbers() -> None:
-    assert sorted(["layers.10.a", "layers.9.a", "embed"], key=natural) == [
+    assert sorted(["layers.10.a", "layers.9.a", "embed"], key=natural_key) == [
         "embed",
         "layers.9.a",
         "layers.10.a",
@@ -94,7 +109,7 @@ def test_where_pages_lie_does_not_change_the_text() -> None:
     texts = {name: build_codec(layout.caches, layout, 64).text for name, layout in LAYOUTS.items()}
     together = texts["cpu: blocks, heads, tokens, keys and values; one storage"]
     assert together == texts["layers interleaved inside each block"]
-    more = next(iter(every_layout(Geometry(blocks=20))))
+    more = next(iter(make_every_cache(CacheGeometry(blocks=20))))
     assert build_codec(more.caches, more, 64).text == together
 
 
@@ -108,8 +123,8 @@ def test_where_pages_lie_does_not_change_the_text() -> None:
     ],
 )
 def test_whatever_changes_the_meaning_of_a_byte_changes_the_text(change: dict[str, object]) -> None:
-    plain = next(iter(every_layout()))
-    other = next(iter(every_layout(replace(Geometry(), **change))))  # type: ignore[arg-type]
+    plain = next(iter(make_every_cache()))
+    other = next(iter(make_every_cache(replace(CacheGeometry(), **change))))  # type: ignore[arg-type]
     assert build_codec(plain.caches, plain, 64).text != build_codec(other.caches, other, 64).text
 
 
@@ -128,10 +143,12 @@ def test_chunk_size_and_backend_are_in_the_text() -> None:
 
 
 def test_a_layer_that_shares_the_kv_of_another_is_stored_once() -> None:
-    layout = next(iter(every_layout()))
+    layout = next(iter(make_every_cache()))
     caches = dict(layout.caches, shared=layout.caches["model.layers.0.attn"])
     spec = layout.kv_cache_groups[0].kv_cache_spec
-    sharing = Layout("test", caches, layout.num_blocks, (Group(tuple(caches), spec),))
+    sharing = SyntheticCache(
+        "test", caches, layout.num_blocks, (SyntheticGroup(tuple(caches), spec),)
+    )
     assert (
         build_codec(caches, sharing, 64).shard_bytes
         == build_codec(layout.caches, layout, 64).shard_bytes
@@ -139,25 +156,25 @@ def test_a_layer_that_shares_the_kv_of_another_is_stored_once() -> None:
 
 
 def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
-    layout = next(iter(every_layout()))
+    layout = next(iter(make_every_cache()))
     names = tuple(layout.caches)
     caches = {
         **layout.caches,
         **{f"other.{i}": layout.caches[name] for i, name in enumerate(names)},
     }
     spec = layout.kv_cache_groups[0].kv_cache_spec
-    groups = (Group(names, spec), Group(("other.0", "other.1", "other.2"), spec))
-    codec = build_codec(caches, Layout("test", caches, layout.num_blocks, groups), 64)
+    groups = (SyntheticGroup(names, spec), SyntheticGroup(("other.0", "other.1", "other.2"), spec))
+    codec = build_codec(caches, SyntheticCache("test", caches, layout.num_blocks, groups), 64)
     assert codec.shard_bytes[0] == codec.shard_bytes[1]
-    prove(caches, codec, make_engine(caches, codec))
+    verify_round_trip(caches, codec, make_engine(caches, codec))
 
 
 @pytest.mark.parametrize(
     ("tensor", "blocks", "page", "message"),
     [
-        (torch.zeros(10, 16), 10, 128, "specification says 128"),
-        (torch.zeros(10, 16), 7, 64, "counts 7 blocks"),
-        (torch.zeros(16), 16, 4, "no room for blocks"),
+        (torch.zeros(10, 16), 10, 128, "specification 128"),
+        (torch.zeros(10, 16), 7, 64, "has 7 blocks"),
+        (torch.zeros(16), 16, 4, "at least two dimensions"),
         (torch.zeros(16).as_strided((8, 8), (1, 1)), 8, 32, "overlap"),
         (torch.zeros(10, 16), 3, 64, "at least 4"),
         ([torch.zeros(10, 16)], 10, 64, "recurrent state"),
@@ -177,14 +194,14 @@ def test_a_page_that_is_one_state_is_refused() -> None:
         block_size, page_size_bytes, shapes = 16, 64, ((4, 4),)
 
     caches = {"mixer": torch.zeros(10, 16)}
-    group = Group(("mixer",), State())  # type: ignore[arg-type]
+    group = SyntheticGroup(("mixer",), State())  # type: ignore[arg-type]
     with pytest.raises(CodecError, match="recurrent state"):
-        build_codec(caches, Layout("test", dict(caches), 10, (group,)), 16)
+        build_codec(caches, SyntheticCache("test", dict(caches), 10, (group,)), 16)
 
 
 def test_a_chunk_that_is_no_multiple_of_a_block_is_refused() -> None:
     layout = next(iter(LAYOUTS.values()))
-    with pytest.raises(CodecError, match="no multiple"):
+    with pytest.raises(CodecError, match="must be a multiple"):
         build_codec(layout.caches, layout, 40)
 
 
@@ -219,7 +236,7 @@ def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObjec
     before = storage.clone()
     codec = build_codec(layout.caches, layout, 3)
     assert codec.groups[0].block_bytes == page
-    prove(layout.caches, codec, make_engine(layout.caches, codec))
+    verify_round_trip(layout.caches, codec, make_engine(layout.caches, codec))
     assert torch.equal(before.view(torch.uint8), storage.view(torch.uint8)), (
         "nothing beside the pages may change"
     )

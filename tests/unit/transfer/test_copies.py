@@ -16,28 +16,33 @@ from hypothesis import strategies as st
 from kvtier.transfer import cpu, selftest
 from kvtier.transfer.codec import Codec, build_codec, gather, scatter, segment_views, word_dtype
 from kvtier.transfer.cpu import CpuCopyEngine
-from kvtier.transfer.cuda import cut, pieces, relax_capture, spans
+from kvtier.transfer.cuda import pieces, registration_ranges, relax_capture, split_at
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
-from kvtier.transfer.selftest import Group, Layout, Spec, every_layout
-from kvtier.transfer.startup_check import ProofError, plain_scratch, prove
+from kvtier.transfer.startup_check import RoundTripError, pageable_scratch, verify_round_trip
+from kvtier.transfer.synthetic_layouts import (
+    SyntheticCache,
+    SyntheticGroup,
+    SyntheticSpec,
+    make_every_cache,
+)
 
 
 @pytest.fixture
-def layout() -> Layout:
-    return next(iter(every_layout()))
+def layout() -> SyntheticCache:
+    return next(iter(make_every_cache()))
 
 
 @pytest.fixture
-def codec(layout: Layout) -> Codec:
+def codec(layout: SyntheticCache) -> Codec:
     return build_codec(layout.caches, layout, 64)
 
 
 @pytest.fixture
-def engine(layout: Layout, codec: Codec) -> CpuCopyEngine:
+def engine(layout: SyntheticCache, codec: Codec) -> CpuCopyEngine:
     engine = CpuCopyEngine(layout.caches, codec)
-    engine.attach(plain_scratch(3 * codec.shard_bytes[0]))
+    engine.attach(pageable_scratch(3 * codec.shard_bytes[0]))
     return engine
 
 
@@ -71,14 +76,16 @@ def test_an_address_outside_cache_or_pool_is_refused(
     assert engine.in_flight_bytes(Direction.TO_DEVICE) == 0
 
 
-def test_nothing_is_copied_without_a_pool(layout: Layout, codec: Codec) -> None:
+def test_nothing_is_copied_without_a_pool(layout: SyntheticCache, codec: Codec) -> None:
     with pytest.raises(CopyError, match="no pool"):
         CpuCopyEngine(layout.caches, codec).submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
 
 
-def test_the_in_flight_bound_lets_one_oversized_copy_go_alone(layout: Layout, codec: Codec) -> None:
+def test_the_in_flight_bound_lets_one_oversized_copy_go_alone(
+    layout: SyntheticCache, codec: Codec
+) -> None:
     engine = CpuCopyEngine(layout.caches, codec, in_flight_bytes=100)
-    engine.attach(plain_scratch(codec.shard_bytes[0]))
+    engine.attach(pageable_scratch(codec.shard_bytes[0]))
     assert engine.has_room(Direction.TO_HOST, 1000)
     handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
     assert not engine.has_room(Direction.TO_HOST, 1)
@@ -87,24 +94,24 @@ def test_the_in_flight_bound_lets_one_oversized_copy_go_alone(layout: Layout, co
     assert engine.has_room(Direction.TO_HOST, 1)
 
 
-def test_synchronising_ends_every_handle(engine: CpuCopyEngine) -> None:
+def test_synchronizing_ends_every_handle(engine: CpuCopyEngine) -> None:
     handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
-    engine.synchronise()
+    engine.synchronize()
     assert handle.finished
     assert engine.in_flight_bytes(Direction.TO_HOST) == 0
 
 
-@pytest.mark.parametrize("index", range(len(every_layout())))
+@pytest.mark.parametrize("index", range(len(make_every_cache())))
 def test_copies_of_few_and_of_many_bytes_are_the_same(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = every_layout()[index]
+    layout = make_every_cache()[index]
     codec = build_codec(layout.caches, layout, 64)
     found = []
     for limit in (cpu.SLICE_BYTES, 0):
         monkeypatch.setattr(cpu, "SLICE_BYTES", limit)
         engine = CpuCopyEngine(layout.caches, codec)
-        engine.attach(pool := plain_scratch(codec.groups[0].shard_bytes))
+        engine.attach(pool := pageable_scratch(codec.groups[0].shard_bytes))
         engine.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
         engine.submit([Copy(0, 0, 0, (1, 3, 5, 6))], Direction.TO_DEVICE)
         found.append((pool.memory.tobytes(), [tensor.clone() for tensor in layout.caches.values()]))
@@ -113,14 +120,14 @@ def test_copies_of_few_and_of_many_bytes_are_the_same(
         assert torch.equal(few.view(torch.int16), many.view(torch.int16))
 
 
-@pytest.mark.parametrize("index", range(len(every_layout())))
+@pytest.mark.parametrize("index", range(len(make_every_cache())))
 def test_gather_and_scatter_use_the_same_bytes_as_the_plain_copies(index: int) -> None:
     """The kernels of the CUDA engine, run by torch on the CPU."""
-    layout = every_layout()[index]
+    layout = make_every_cache()[index]
     codec = build_codec(layout.caches, layout, 64)
     group, word = codec.groups[0], codec.word_bytes
     plain = CpuCopyEngine(layout.caches, codec)
-    pool = plain_scratch(group.shard_bytes)
+    pool = pageable_scratch(group.shard_bytes)
     plain.attach(pool)
     plain.submit([Copy(0, 0, 0, (9, 2, 7, 4))], Direction.TO_HOST)
     staging = torch.zeros(group.shard_bytes // word, dtype=word_dtype(word))
@@ -128,7 +135,7 @@ def test_gather_and_scatter_use_the_same_bytes_as_the_plain_copies(index: int) -
     gather(views, torch.tensor([9, 2, 7, 4]), staging, group.block_bytes // word)
     assert np.array_equal(staging.view(torch.uint8).numpy(), pool.memory)
     scatter(views, torch.tensor([1, 3, 5, 6]), staging, group.block_bytes // word)
-    again = plain_scratch(group.shard_bytes)
+    again = pageable_scratch(group.shard_bytes)
     plain.attach(again)
     plain.submit([Copy(0, 0, 0, (1, 3, 5, 6))], Direction.TO_HOST)
     assert np.array_equal(again.memory, pool.memory)
@@ -147,21 +154,21 @@ def test_pieces_are_whole_blocks_that_follow_each_other(codec: Codec) -> None:
 @given(
     begin=st.integers(0, 300),
     nbytes=st.integers(1, 300),
-    seams=st.sets(st.integers(1, 600), max_size=6),
+    boundaries=st.sets(st.integers(1, 600), max_size=6),
 )
-def test_no_transfer_crosses_a_seam_and_none_is_lost(
-    begin: int, nbytes: int, seams: set[int]
+def test_no_transfer_crosses_a_boundary_and_none_is_lost(
+    begin: int, nbytes: int, boundaries: set[int]
 ) -> None:
-    parts = list(spans(begin, nbytes, sorted(seams)))
+    parts = list(split_at(begin, nbytes, sorted(boundaries)))
     assert parts[0][0] == begin
     assert parts[-1][1] == begin + nbytes
     assert all(left[1] == right[0] for left, right in pairwise(parts))
-    assert all(not any(low < seam < high for seam in seams) for low, high in parts)
+    assert all(not any(low < boundary < high for boundary in boundaries) for low, high in parts)
 
 
 @given(nbytes=st.integers(1, 1 << 40))
 def test_ranges_to_register_cover_the_pool_once(nbytes: int) -> None:
-    ranges = cut(nbytes)
+    ranges = registration_ranges(nbytes)
     assert ranges[0][0] == 0
     assert ranges[-1][1] == nbytes
     assert all(left[1] == right[0] for left, right in pairwise(ranges))
@@ -199,30 +206,30 @@ class _Broken(CpuCopyEngine):
 
 
 @pytest.mark.parametrize("kind", [_Careless, _Stuck])
-def test_the_proof_finds_an_engine_that_copies_wrongly(
-    layout: Layout, codec: Codec, kind: type[CpuCopyEngine]
+def test_the_startup_check_finds_an_engine_that_copies_wrongly(
+    layout: SyntheticCache, codec: Codec, kind: type[CpuCopyEngine]
 ) -> None:
     before = {name: tensor.clone() for name, tensor in layout.caches.items()}
-    with pytest.raises(ProofError, match="not what was copied out"):
-        prove(layout.caches, codec, kind(layout.caches, codec))
+    with pytest.raises(RoundTripError, match="not what was copied out"):
+        verify_round_trip(layout.caches, codec, kind(layout.caches, codec))
     for name, tensor in layout.caches.items():
         assert torch.equal(before[name].view(torch.int16), tensor.view(torch.int16))
 
 
-def test_the_proof_finds_layers_that_share_bytes() -> None:
+def test_the_startup_check_finds_layers_that_share_bytes() -> None:
     storage = torch.zeros(40, 16, dtype=torch.uint8)
     caches = {"a": storage[:20], "b": storage[2:22]}
-    both = Layout("test", caches, 20, (Group(("a", "b"), Spec(16, 16)),))
+    both = SyntheticCache("test", caches, 20, (SyntheticGroup(("a", "b"), SyntheticSpec(16, 16)),))
     codec = build_codec(caches, both, 64)
-    with pytest.raises(ProofError, match="shares bytes"):
-        prove(caches, codec, make_engine(caches, codec))
+    with pytest.raises(RoundTripError, match="shares bytes"):
+        verify_round_trip(caches, codec, make_engine(caches, codec))
 
 
 def test_a_device_failure_is_a_copy_error_and_frees_the_accounts(
-    layout: Layout, codec: Codec
+    layout: SyntheticCache, codec: Codec
 ) -> None:
     engine = _Broken(layout.caches, codec)
-    engine.attach(plain_scratch(codec.shard_bytes[0]))
+    engine.attach(pageable_scratch(codec.shard_bytes[0]))
     handle = engine.submit([Copy(0, 0, 0, (1,))], Direction.TO_HOST)
     with pytest.raises(CopyError, match="device lost"):
         engine.done(handle)
@@ -241,7 +248,7 @@ def test_a_pool_is_shared_with_whoever_else_maps_the_file(tmp_path: Path) -> Non
 def test_a_pool_smaller_than_announced_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     path.write_bytes(bytes(4096))
-    with pytest.raises(ValueError, match="announced were 8192"):
+    with pytest.raises(ValueError, match="must be at least 8192"):
         open_pool(path, 8192)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.worker.worker_rigs import Bench, load_job
 
 from kvtier.engines.vllm.worker_state import CompletionQueue
-from kvtier.engines.vllm.worker_transfers import STASH_LOADS, WorkerLoads
+from kvtier.engines.vllm.worker_transfers import MAX_EARLY_ANNOUNCEMENTS, WorkerLoads
 from kvtier.tierd.wire import LoadReady, LoadReleased
 from kvtier.transfer.engine import Direction
 
@@ -20,7 +22,7 @@ def test_a_load_fills_its_blocks_and_reports_once(bench: Bench) -> None:
     bench.fill_slot(1, 11)
     bench.fill_slot(2, 22)
     bench.loads.add([load_job(7, A, B)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1, 2, tiers=(0, 1)))
+    bench.loads.on_announcement(_slots(bench, 7, 1, 2, tiers=(0, 1)))
     bench.clock.now += 0.25
     bench.run()
     assert set(bench.page_bytes(1) + bench.page_bytes(4)) == {11}
@@ -36,7 +38,7 @@ def test_a_load_fills_its_blocks_and_reports_once(bench: Bench) -> None:
 
 def test_an_announcement_may_come_before_its_job(bench: Bench) -> None:
     bench.fill_slot(0, 5)
-    bench.loads.announced(_slots(bench, 7, 0))
+    bench.loads.on_announcement(_slots(bench, 7, 0))
     bench.loads.add([load_job(7, A)], None, bench.clock.now)
     bench.run()
     assert bench.taken().loads[0].keys_loaded == 1
@@ -45,7 +47,7 @@ def test_an_announcement_may_come_before_its_job(bench: Bench) -> None:
 def test_copies_wait_for_the_fence_of_their_step(bench: Bench) -> None:
     fence = object()
     bench.loads.add([load_job(7, A)], fence, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 0))
+    bench.loads.on_announcement(_slots(bench, 7, 0))
     bench.run()
     assert [(direction, after) for direction, _, after in bench.engine.submitted] == [
         (Direction.TO_DEVICE, fence)
@@ -61,7 +63,7 @@ def test_a_load_that_begins_inside_a_chunk_copies_just_the_missing_blocks(bench:
         pool.memory[begin : begin + block_bytes] = 100 + index
     before = bench.page_bytes(4)
     bench.loads.add([load_job(7, (5, 6), B := (7, 8, 9, 10), first=2)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1, 2))
+    bench.loads.on_announcement(_slots(bench, 7, 1, 2))
     bench.run()
     assert [set(bench.page_bytes(block)) for block in (5, 6)] == [{102}, {103}]
     assert bench.page_bytes(4) == before
@@ -71,7 +73,7 @@ def test_a_load_that_begins_inside_a_chunk_copies_just_the_missing_blocks(bench:
 
 def test_keys_that_are_gone_are_missing_from_the_end(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, B, C)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
     bench.run()
     taken = bench.taken()
     assert (taken.loads[0].keys_loaded, taken.loads[0].reason) == (1, "gone")
@@ -96,7 +98,7 @@ def test_nothing_announced_until_the_limit_makes_all_blocks_invalid(bench: Bench
 def test_slots_announced_after_the_end_are_given_back_at_once(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, limit=0.0)], None, bench.clock.now)
     bench.run()
-    bench.loads.announced(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
     assert bench.sent == [LoadReleased(load=7)]
     assert bench.counters.snapshot()["late_slots"] == 1
     bench.run()
@@ -108,7 +110,7 @@ def test_at_the_limit_nothing_more_is_submitted_and_what_is_submitted_is_drained
 ) -> None:
     bench.engine.hold()
     bench.loads.add([load_job(7, A, B, C, limit=2.0)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1, 2, 3))
+    bench.loads.on_announcement(_slots(bench, 7, 1, 2, 3))
     bench.loads.advance(True)
     bench.loads.advance(True)
     assert bench.engine.held == 2
@@ -131,7 +133,7 @@ def test_at_the_limit_nothing_more_is_submitted_and_what_is_submitted_is_drained
 def test_a_limit_that_passes_while_the_last_copy_runs_is_no_failure(bench: Bench) -> None:
     bench.engine.hold()
     bench.loads.add([load_job(7, A, limit=2.0)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
     bench.run()
     bench.clock.now += 10
     assert bench.loads.next_deadline() is None
@@ -144,7 +146,7 @@ def test_a_limit_that_passes_while_the_last_copy_runs_is_no_failure(bench: Bench
 def test_a_cancelled_load_drains_and_reports(bench: Bench) -> None:
     bench.engine.hold()
     bench.loads.add([load_job(7, A, B)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1, 2))
+    bench.loads.on_announcement(_slots(bench, 7, 1, 2))
     bench.loads.advance(True)
     bench.loads.cancel([7, 7, 99])
     bench.run()
@@ -160,7 +162,7 @@ def test_a_cancelled_load_drains_and_reports(bench: Bench) -> None:
 
 def test_a_copy_that_fails_ends_the_load_before_it(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, B, C)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1, 2, 3))
+    bench.loads.on_announcement(_slots(bench, 7, 1, 2, 3))
     bench.loads.advance(True)
     bench.engine.hold()
     bench.engine.fail("device error")
@@ -174,7 +176,7 @@ def test_a_copy_that_fails_ends_the_load_before_it(bench: Bench) -> None:
 
 def test_an_address_outside_the_pool_ends_the_load_without_a_copy(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, B)], None, bench.clock.now)
-    bench.loads.announced(LoadReady(load=7, slots=(bench.slot(1), 1 << 60)))
+    bench.loads.on_announcement(LoadReady(load=7, slots=(bench.slot(1), 1 << 60)))
     bench.run()
     taken = bench.taken()
     assert taken.loads[0].keys_loaded == 1
@@ -186,8 +188,8 @@ def test_duplicate_jobs_and_announcements_are_swallowed_and_counted(bench: Bench
     bench.engine.hold()
     bench.loads.add([load_job(7, A)], None, bench.clock.now)
     bench.loads.add([load_job(7, A)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1))
-    bench.loads.announced(_slots(bench, 7, 2))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 2))
     bench.run()
     bench.engine.move()
     bench.run()
@@ -201,7 +203,7 @@ def test_a_second_load_of_a_waiting_request_is_never_a_second_report_for_it(benc
     bench.loads.add(
         [load_job(7, A, request="r"), load_job(8, B, request="r")], None, bench.clock.now
     )
-    bench.loads.announced(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
     first = bench.taken()
     assert (first.loads[0].load, first.recving, first.invalid_blocks) == (8, set(), set(B))
     bench.run()
@@ -211,14 +213,14 @@ def test_a_second_load_of_a_waiting_request_is_never_a_second_report_for_it(benc
 def test_a_request_may_load_again_after_its_first_load_has_ended(bench: Bench) -> None:
     for number in (7, 8):
         bench.loads.add([load_job(number, A, request="r")], None, bench.clock.now)
-        bench.loads.announced(_slots(bench, number, 1))
+        bench.loads.on_announcement(_slots(bench, number, 1))
         bench.run()
         assert bench.taken().recving == {"r"}
 
 
 def test_announcements_without_a_job_are_bounded_and_given_back(bench: Bench) -> None:
-    for number in range(STASH_LOADS + 2):
-        bench.loads.announced(_slots(bench, number, 1))
+    for number in range(MAX_EARLY_ANNOUNCEMENTS + 2):
+        bench.loads.on_announcement(_slots(bench, number, 1))
     assert bench.sent == [LoadReleased(load=0), LoadReleased(load=1)]
     assert bench.counters.snapshot()["stash_dropped"] == 2
 
@@ -226,7 +228,7 @@ def test_announcements_without_a_job_are_bounded_and_given_back(bench: Bench) ->
 def test_small_keys_share_a_submission(bench: Bench) -> None:
     loads = bench.new_loads(batch_bytes=2 * bench.slot_bytes)
     loads.add([load_job(7, A, B, C)], None, bench.clock.now)
-    loads.announced(_slots(bench, 7, 1, 2, 3))
+    loads.on_announcement(_slots(bench, 7, 1, 2, 3))
     while loads.advance(True):
         pass
     assert [len(copies) for _, copies, _ in bench.engine.submitted] == [2, 1]
@@ -235,7 +237,7 @@ def test_small_keys_share_a_submission(bench: Bench) -> None:
 
 def test_without_a_pool_a_load_waits_until_its_limit(bench: Bench) -> None:
     bench.loads.add([load_job(7, A, limit=1.0)], None, bench.clock.now)
-    bench.loads.announced(_slots(bench, 7, 1))
+    bench.loads.on_announcement(_slots(bench, 7, 1))
     assert not bench.loads.advance(False)
     bench.clock.now += 1
     bench.loads.advance(False)
@@ -245,10 +247,11 @@ def test_without_a_pool_a_load_waits_until_its_limit(bench: Bench) -> None:
 
 def test_models_with_several_groups_report_the_request_and_no_blocks(bench: Bench) -> None:
     reports = CompletionQueue(single_group=False)
-    loads = WorkerLoads(bench.engine, (0,), bench.sent.append, reports, bench.counters, bench.clock)
+    context = replace(bench.context, completions=reports)
+    loads = WorkerLoads(context, bench.sent.append)
     loads.add([load_job(7, A), load_job(8, B)], None, bench.clock.now)
-    loads.announced(_slots(bench, 7))
-    loads.announced(_slots(bench, 8, 1))
+    loads.on_announcement(_slots(bench, 7))
+    loads.on_announcement(_slots(bench, 8, 1))
     while loads.advance(True):
         pass
     taken = reports.take()
@@ -258,17 +261,11 @@ def test_models_with_several_groups_report_the_request_and_no_blocks(bench: Benc
 
 
 def test_another_ranks_shard_begins_at_its_own_offset(bench: Bench) -> None:
-    loads = WorkerLoads(
-        bench.engine,
-        (bench.slot_bytes,),
-        bench.sent.append,
-        bench.reports,
-        bench.counters,
-        bench.clock,
-    )
+    context = replace(bench.context, shard_offsets=(bench.slot_bytes,))
+    loads = WorkerLoads(context, bench.sent.append)
     bench.fill_slot(3, 33)
     loads.add([load_job(7, A)], None, bench.clock.now)
-    loads.announced(_slots(bench, 7, 2))
+    loads.on_announcement(_slots(bench, 7, 2))
     while loads.advance(True):
         pass
     assert set(bench.page_bytes(1)) == {33}

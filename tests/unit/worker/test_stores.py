@@ -99,7 +99,7 @@ def test_what_is_dropped_is_reported_but_never_delivered(bench: Bench) -> None:
         [store_job(3, bench.slot(0), A), store_job(4, bench.slot(1), B)], None, epoch=1
     )
     bench.run()
-    bench.engine.synchronise()
+    bench.engine.synchronize()
     bench.stores.drop_all()
     bench.run()
     assert bench.taken().stores_done == {3: 1, 4: 1}

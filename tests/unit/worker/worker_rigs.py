@@ -12,17 +12,18 @@ import torch
 from tests.support.held_copies import HeldCopyEngine
 from tests.support.stub_tierd import StubTierd
 
+from kvtier.config.models import Daemon
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StepMetadata, StoreJob
-from kvtier.engines.vllm.worker import WorkerSide
-from kvtier.engines.vllm.worker_state import CompletionQueue, Counters, WorkerSnapshot
+from kvtier.engines.vllm.worker import KVTierConnectorWorker
+from kvtier.engines.vllm.worker_state import CompletionQueue, Completions, Counters, RankContext
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.tierd.wire import Message
 from kvtier.transfer.codec import build_codec
 from kvtier.transfer.host_pool import HostPool
-from kvtier.transfer.selftest import Geometry, Layout, every_layout
+from kvtier.transfer.synthetic_layouts import CacheGeometry, SyntheticCache, make_every_cache
 
 CHUNK = 4
-GEOMETRY = Geometry(layers=2, blocks=40, block=16)
+GEOMETRY = CacheGeometry(layers=2, blocks=40, block=16)
 
 
 class Clock:
@@ -53,29 +54,22 @@ def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -
 class Bench:
     """One rank's copies without its threads."""
 
-    layout: Layout
+    layout: SyntheticCache
     engine: HeldCopyEngine
     slot_bytes: int
-    reports: CompletionQueue = field(default_factory=lambda: CompletionQueue(single_group=True))
+    completions: CompletionQueue = field(default_factory=lambda: CompletionQueue(single_group=True))
     counters: Counters = field(default_factory=Counters)
     clock: Clock = field(default_factory=Clock)
     sent: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.context = RankContext(self.engine, (0,), self.completions, self.counters, self.clock)
         self.loads = self.new_loads()
-        self.stores = WorkerStores(self.engine, (0,), self.sent.append, self.reports, self.counters)
+        self.stores = WorkerStores(self.context, self.sent.append)
 
     def new_loads(self, batch_bytes: int = 1) -> WorkerLoads:
         """``batch_bytes`` 1: one key per submission."""
-        return WorkerLoads(
-            self.engine,
-            (0,),
-            self.sent.append,
-            self.reports,
-            self.counters,
-            self.clock,
-            batch_bytes,
-        )
+        return WorkerLoads(self.context, self.sent.append, batch_bytes)
 
     def slot(self, number: int) -> int:
         return number * self.slot_bytes
@@ -93,11 +87,11 @@ class Bench:
         assert pool is not None
         pool.memory[self.slot(number) : self.slot(number) + self.slot_bytes] = value
 
-    def taken(self) -> WorkerSnapshot:
-        return self.reports.take()
+    def taken(self) -> Completions:
+        return self.completions.take()
 
 
-def block_bytes(layout: Layout, block: int) -> bytes:
+def block_bytes(layout: SyntheticCache, block: int) -> bytes:
     """All layers of one block, in object order (the layout is blocks-first and dense)."""
     return b"".join(
         tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
@@ -107,7 +101,7 @@ def block_bytes(layout: Layout, block: int) -> bytes:
 
 def make_bench() -> Bench:
     """A fresh one, with a pool of 12 slots."""
-    layout = next(iter(every_layout(GEOMETRY)))
+    layout = next(iter(make_every_cache(GEOMETRY)))
     codec = build_codec(layout.caches, layout, CHUNK * GEOMETRY.block)
     engine = HeldCopyEngine(layout.caches, codec)
     slot_bytes = codec.shard_bytes[0]
@@ -119,8 +113,8 @@ def make_bench() -> Bench:
 class Rig:
     """A whole worker side: real transfer thread, real pool file, a tierd that the test plays."""
 
-    layout: Layout
-    worker: WorkerSide
+    layout: SyntheticCache
+    worker: KVTierConnectorWorker
     directory: Path
     tierd: StubTierd
     engine: HeldCopyEngine
@@ -134,11 +128,10 @@ class Rig:
         loads: list[LoadJob] | None = None,
         stores: list[StoreJob] | None = None,
         cancelled: list[int] | None = None,
-    ) -> WorkerSnapshot:
+    ) -> Completions:
         """One engine step; returns what it reported, with the worker's report folded in."""
         self.step_number += 1
         metadata = StepMetadata(self.step_number, loads or [], stores or [], cancelled or [])
-        self.worker.handle_preemptions(metadata)
         self.worker.start_load_kv(metadata)
         self.worker.wait_for_save()
         _, recving = self.worker.get_finished(set())
@@ -146,7 +139,7 @@ class Rig:
         report = self.worker.build_connector_worker_meta()
         assert report.step == self.step_number
         self.epoch = report.attached_epoch
-        return WorkerSnapshot(report.loads, recving or set(), set(), invalid, report.stores_done)
+        return Completions(report.loads, recving or set(), set(), invalid, report.stores_done)
 
     def pool(self) -> np.memmap:  # type: ignore[type-arg]
         return np.memmap(self.directory / "pool", dtype=np.uint8, mode="r+")
@@ -177,17 +170,15 @@ def vllm_config() -> object:
     )
 
 
-def topology(directory: Path, chunk_tokens: int = CHUNK * GEOMETRY.block) -> object:
-    """The parts of the topology that a worker reads."""
-    return _Namespace(
-        structural=_Namespace(run_directory=str(directory), chunk_tokens=chunk_tokens)
-    )
+def structural(directory: Path) -> object:
+    """The parts of the structural document that a worker reads."""
+    return _Namespace(run_directory=str(directory), daemon=Daemon.SIDECAR)
 
 
 def make_rig(
     directory: Path, engine_type: type[HeldCopyEngine] = HeldCopyEngine, attach: bool = True
 ) -> Rig:
-    layout = next(iter(every_layout(GEOMETRY)))
+    layout = next(iter(make_every_cache(GEOMETRY)))
     made: list[HeldCopyEngine] = []
     clients: list[StubTierd] = []
 
@@ -199,15 +190,16 @@ def make_rig(
         clients.append(StubTierd(*arguments))  # type: ignore[arg-type]
         return clients[-1]
 
-    worker = WorkerSide(
+    worker = KVTierConnectorWorker(
         vllm_config(),  # type: ignore[arg-type]
         layout,  # type: ignore[arg-type]
-        topology(directory),  # type: ignore[arg-type]
+        structural(directory),  # type: ignore[arg-type]
+        CHUNK * GEOMETRY.block,
         client=client,  # type: ignore[arg-type]
         copy_engine=engine,  # type: ignore[arg-type]
     )
     worker.register_kv_caches(layout.caches)
-    assert worker.off == ""
+    assert worker.off_reason == ""
     assert worker.codec is not None
     rig = Rig(layout, worker, directory, clients[0], made[0], worker.codec.shard_bytes[0])
     (directory / "pool").write_bytes(bytes(12 * rig.slot_bytes))

@@ -1,8 +1,7 @@
-"""What scheduler side and worker side must call alike without talking to each other.
+"""How vLLM's configuration maps to KVTier's: the engine's name, the planner and the log handlers.
 
-vLLM's KV cache groups in the planner's words. An allow-list by exact type: a subclass may keep its KV in a way nobody here knows.
-
-Makes KVTier's words appear among the engine's: vLLM gives handlers to its own logger only.
+The scheduler side and the worker side call the same functions, so they agree without a message.
+KV cache groups are recognized by exact type: a subclass may lay out its KV in an unknown way.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def engine_name(vllm_config: VllmConfig) -> str:
-    """Names one EngineCore and its workers towards tierd.
+    """Returns the name of one EngineCore and its workers.
 
-    vLLM draws ``engine_id`` at random where the user set none and hands the same configuration to all processes of an engine;
-    the data-parallel rank tells engines apart that share one configuration.
+    vLLM generates ``engine_id`` unless the user sets it, and gives the same configuration to all
+    processes of an engine. The data-parallel rank distinguishes engines that share a configuration.
     """
     transfer = vllm_config.kv_transfer_config
     engine = transfer.engine_id if transfer is not None else None
@@ -35,26 +34,25 @@ def engine_name(vllm_config: VllmConfig) -> str:
 def planner_for(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
 ) -> Planner:
-    """The planner of an engine. Both sides of the connector call this and get the same.
+    """Returns the planner of an engine.
 
-    Raises ``UnsupportedGeometryError`` for what KVTier does not serve.
+    Raises ``UnsupportedGeometryError`` for models that KVTier does not serve.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = int(getattr(parallel, name, 1) or 1)
         if size != 1:
-            raise UnsupportedGeometryError(f"{name} is {size}; 1 is served")
+            raise UnsupportedGeometryError(f"{name} is {size}; must be 1")
     groups = [group_of(group) for group in kv_cache_config.kv_cache_groups]
-    check_served(
-        groups
-    )  # before vLLM is asked for its block sizes, which it has its own conditions for
+    # Before vLLM resolves its block sizes, which raises for some groups.
+    check_served(groups)
     return Planner.build(
         groups, chunk_tokens, hash_tokens(vllm_config, kv_cache_config), int(parallel.world_size)
     )
 
 
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many tokens one entry of ``Request.block_hashes`` covers. vLLM resolves it the same way in EngineCore."""
+    """Returns how many tokens one entry of ``Request.block_hashes`` covers, as EngineCore does."""
     resolved = getattr(kv_cache_config, "hash_block_size", None)
     if resolved:
         return int(resolved)
@@ -64,7 +62,7 @@ def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
 
 def group_of(group: Any) -> Group:
-    """One KV cache group."""
+    """Returns the planner's description of a KV cache group."""
     from vllm.v1 import kv_cache_interface as specs
 
     spec = group.kv_cache_spec
@@ -95,7 +93,11 @@ def group_of(group: Any) -> Group:
 
 
 def use_vllm_log_handlers() -> None:
-    """Lends vLLM's handlers and level to the ``kvtier`` logger, unless somebody configured that, or the root logger. Idempotent."""
+    """Adds vLLM's log handlers and level to the ``kvtier`` logger. Idempotent.
+
+    vLLM configures only its own logger. Does nothing if the ``kvtier`` or root logger is
+    configured.
+    """
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
         return

@@ -1,9 +1,11 @@
-"""A digest that stands for a model in a local directory, without reading all of it (DATAPATH 8).
+"""The engine's identity: everything that shapes the bytes of its KV, as canonical JSON.
 
-What shapes the bytes of this engine's KV, as a mapping that a person can read (DATAPATH 8).
+Engines with equal identities share objects. The codec's layout is not part of it: the workers add
+that. If a part of the identity cannot be determined, it is not guessed: the reason is recorded, and
+objects then stay in the memory tier for the lifetime of the engine.
 
-The codec's layout is not in it: the workers know that. What cannot be established is no guess but a reason: then objects stay in RAM and
-live as long as the engine.
+A model in a local directory is identified by a digest that samples its weights. docs/datapath.md
+describes how identities become namespaces.
 """
 
 from __future__ import annotations
@@ -27,73 +29,12 @@ from kvtier.planner import Planner
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvtier.planner import Planner
-SAMPLE_BYTES = 64 << 10
-SAMPLES = 16
-"""1 MiB of each weight file."""
-MAX_HEADER_BYTES = 100 << 20
-"""The safetensors format's own limit."""
-MAX_CONFIGURATION_BYTES = 64 << 20
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-CONFIGURATION = (".json", ".py")
-_NOT_SHAPING = re.compile(
-    r"^(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template|preprocessor|processor|training|trainer|optimizer)"
-)
-"""Files that decide which tokens are computed, not what their KV is: the tokens are in the block hash."""
-
-
-def model_digest(directory: Path) -> tuple[str, int]:
-    """(hex digest, number of weight files) of a local model. Blocks. Raises ``OSError``.
-
-    Covered are configuration and code files wholly, and of each weight file name, size, safetensors header and samples.
-    """
-    digest = blake3()
-    weights = 0
-    for path in sorted(directory.rglob("*")):
-        relative = path.relative_to(directory)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
-            continue
-        suffix = path.suffix.lower()
-        if suffix in WEIGHTS and not _NOT_SHAPING.match(path.name):
-            weights += 1
-            _add_weights(digest, str(relative), path)
-        elif suffix in CONFIGURATION and not _NOT_SHAPING.match(path.name):
-            content = (
-                path.read_bytes()
-                if path.stat().st_size <= MAX_CONFIGURATION_BYTES
-                else b"too large"
-            )
-            _add(digest, f"configuration {relative}", content)
-    return digest.hexdigest(), weights
-
-
-def _add(digest: blake3, name: str, content: bytes) -> None:
-    digest.update(f"{name}\0{len(content)}\0".encode())
-    digest.update(content)
-
-
-def _add_weights(digest: blake3, name: str, path: Path) -> None:
-    size = path.stat().st_size
-    _add(digest, f"weights {name} {size}", b"")
-    with path.open("rb") as file:
-        if path.suffix.lower() == ".safetensors" and size >= 8:
-            length = min(struct.unpack("<Q", file.read(8))[0], size - 8, MAX_HEADER_BYTES)
-            _add(digest, "header", file.read(length))
-        span = max(0, size - SAMPLE_BYTES)
-        for number in range(SAMPLES):
-            offset = span * number // (SAMPLES - 1)
-            file.seek(offset)
-            _add(digest, f"sample {offset}", file.read(SAMPLE_BYTES))
-            if not span:
-                break
-
-
 logger = logging.getLogger(__name__)
-SEED_SECONDS = 60.0
-"""vLLM draws the seed of its block hashes a moment after it has made the scheduler."""
-FIXED_ROPE = ("default", "linear", "llama3", "yarn", "mrope", "proportional")
-"""Kinds of rotary embedding that do not look at the longest sequence the engine allows."""
-NOT_SHAPING = frozenset(
+SEED_TIMEOUT_SECONDS = 60.0
+"""vLLM initializes the seed of its block hashes a moment after it has created the scheduler."""
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "mrope", "proportional")
+"""Rotary embeddings that do not depend on ``max_model_len``."""
+IGNORED_CONFIG_KEYS = frozenset(
     {
         "_name_or_path",
         "transformers_version",
@@ -105,8 +46,19 @@ NOT_SHAPING = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Canonical JSON of everything that shapes the KV.
+
+    ``ephemeral_reason``: why objects must not outlive this engine; empty if they may.
+    """
+
+    text: str
+    ephemeral_reason: str = ""
+
+
 class IdentityBuilder:
-    """Computes the identity once, on whatever thread asks first, and remembers it."""
+    """Computes the identity on the first call, and caches it."""
 
     def __init__(
         self,
@@ -119,33 +71,33 @@ class IdentityBuilder:
         self._planner = planner
         self._structural = structural
         self._seed = seed or _none_hash
-        self._known: EngineIdentity | None = None
+        self._identity: EngineIdentity | None = None
 
     def __call__(self) -> EngineIdentity:
-        if self._known is None:
+        if self._identity is None:
             try:
-                self._known = self._establish()
+                self._identity = self._build()
             except Exception as error:
-                # Whatever a model's configuration holds: without an identity there still is RAM.
+                # A model's configuration may hold anything. The memory tier works without it.
                 logger.exception(
-                    "KVTier: objects stay in RAM and end with this engine: its identity cannot be established"
+                    "KVTier: objects stay in the memory tier of this engine: no identity"
                 )
-                self._known = EngineIdentity(
-                    "{}", f"the identity cannot be established: {type(error).__name__}: {error}"
+                self._identity = EngineIdentity(
+                    "{}", f"the identity cannot be determined: {type(error).__name__}: {error}"
                 )
-        return self._known
+        return self._identity
 
-    def _establish(self) -> EngineIdentity:
+    def _build(self) -> EngineIdentity:
         mapping, reasons = describe(
             self._config, self._planner, self._structural, self._wait_for_seed()
         )
         reason = "; ".join(reasons)
         if reason:
-            logger.warning("KVTier: objects stay in RAM and end with this engine: %s", reason)
+            logger.warning("KVTier: objects stay in the memory tier of this engine: %s", reason)
         return EngineIdentity(canonical_json(mapping), reason)
 
     def _wait_for_seed(self) -> str | None:
-        deadline = time.monotonic() + SEED_SECONDS
+        deadline = time.monotonic() + SEED_TIMEOUT_SECONDS
         while (seed := self._seed()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return seed
@@ -161,8 +113,10 @@ def _none_hash() -> str | None:
 def describe(
     config: VllmConfig, planner: Planner, structural: Structural, none_hash: str | None
 ) -> tuple[dict[str, object], list[str]]:
-    """(identity, reasons why it does not hold beyond this engine). ``none_hash``: what the chain of block hashes begins with. Blocks:
-    it reads samples of the weights."""
+    """Returns the identity, and the reasons why it is valid for this engine only.
+
+    ``none_hash``: the seed of the chain of block hashes. Blocks: it reads samples of the weights.
+    """
     import vllm
 
     reasons: list[str] = []
@@ -209,9 +163,9 @@ def describe(
 
 
 def unstable_seed(algorithm: str, none_hash: str | None) -> str:
-    """Why block hashes differ from start to start; empty if they do not."""
+    """Returns why block hashes differ after a restart; empty if they do not."""
     if none_hash is None:
-        return "vLLM's block hashes have no seed that could be read"
+        return "the seed of vLLM's block hashes cannot be read"
     if os.environ.get("PYTHONHASHSEED") is not None:
         return ""
     from vllm.v1.core import kv_cache_utils
@@ -221,13 +175,16 @@ def unstable_seed(algorithm: str, none_hash: str | None) -> str:
         and "xxhash" not in algorithm
     ):
         return ""
-    return f"block hashes ({algorithm}) begin with a random seed; set PYTHONHASHSEED to the same value everywhere, 0 for example"
+    return (
+        f"block hashes ({algorithm}) have a random seed; set PYTHONHASHSEED to the same value on "
+        "every engine, for example 0"
+    )
 
 
 def model_source(
     model: Any, load_config: Any, stated_revision: str, reasons: list[str]
 ) -> dict[str, object]:
-    """Where the weights come from, as something that changes when they do."""
+    """Returns what identifies the weights."""
     name = str(model.model)
     load_format = str(
         getattr(
@@ -241,7 +198,7 @@ def model_source(
         return {**source, "name": _short(name), "revision": stated_revision}
     if getattr(model, "model_weights", ""):
         reasons.append(
-            f"the weights of {model.model_weights} come from outside; set isolation.modelRevision"
+            f"the weights of {model.model_weights} are not local; set isolation.modelRevision"
         )
         return {**source, "name": str(model.model_weights)}
     directory = Path(name)
@@ -261,12 +218,12 @@ def model_source(
         return {**source, "name": name}
     commit = getattr(model.hf_config, "_commit_hash", None)
     if not commit:
-        reasons.append(f"the revision of {name} is not known; set isolation.modelRevision")
+        reasons.append(f"the revision of {name} is unknown; set isolation.modelRevision")
     return {**source, "name": name, "revision": str(commit or "")}
 
 
 def _draft(speculative: Any, load_config: Any, reasons: list[str]) -> dict[str, object]:
-    """A draft model's layers may share the KV groups."""
+    """Returns what identifies a draft model, whose layers may share the KV cache groups."""
     draft: dict[str, object] = {"method": str(getattr(speculative, "method", ""))}
     model = getattr(speculative, "draft_model_config", None)
     if model is not None:
@@ -275,18 +232,18 @@ def _draft(speculative: Any, load_config: Any, reasons: list[str]) -> dict[str, 
 
 
 def _short(name: str) -> str:
-    """A local path is where this machine happens to keep the model; the stated revision says which it is."""
+    """Drops the directory of a local path: the stated revision identifies the model."""
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def rope_depends_on_length(text_config: Any) -> bool:
-    """Whether vLLM chooses rotary factors by ``max_model_len`` (longrope, dynamic, and whatever is not known)."""
+    """Returns whether rotary factors depend on ``max_model_len``. Unknown types count as yes."""
     for name in ("rope_parameters", "rope_scaling"):
         found = getattr(text_config, name, None)
         if isinstance(found, Mapping):
             nested = [value for value in found.values() if isinstance(value, Mapping)] or [found]
             for each in nested:
-                if str(each.get("rope_type", each.get("type", "default"))) not in FIXED_ROPE:
+                if str(each.get("rope_type", each.get("type", "default"))) not in FIXED_ROPE_TYPES:
                     return True
     return False
 
@@ -298,12 +255,12 @@ def _mapping(configuration: Any) -> Mapping[str, object]:
 
 
 def plain(value: object, where: str, reasons: list[str]) -> Any:
-    """``value`` in JSON's types. What has no stable text is named in ``reasons``."""
+    """Returns ``value`` in JSON's types; adds a reason for every part without a stable text."""
     if isinstance(value, Mapping):
         return {
             str(key): plain(each, f"{where}.{key}", reasons)
             for key, each in value.items()
-            if str(key) not in NOT_SHAPING
+            if str(key) not in IGNORED_CONFIG_KEYS
         }
     if isinstance(value, list | tuple):
         return [plain(each, where, reasons) for each in value]
@@ -315,14 +272,66 @@ def plain(value: object, where: str, reasons: list[str]) -> Any:
         return value if value == value and abs(value) != float("inf") else str(value)
     text = str(value)
     if " at 0x" in text:
-        reasons.append(f"{where} is a {type(value).__name__}, which has no stable text")
+        reasons.append(f"{where} is a {type(value).__name__}, which has no stable representation")
         return type(value).__name__
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """Canonical JSON of what shapes the KV (DATAPATH 8), and why that does not hold beyond this engine (empty: it does)."""
+SAMPLE_BYTES = 64 << 10
+SAMPLES = 16
+"""1 MiB of each weight file."""
+MAX_HEADER_BYTES = 100 << 20
+"""The limit of the safetensors format."""
+MAX_CONFIG_FILE_BYTES = 64 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+CONFIG_SUFFIXES = (".json", ".py")
+_IGNORED_FILES = re.compile(
+    r"^(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template"
+    r"|preprocessor|processor|training|trainer|optimizer)"
+)
+"""Files that decide which tokens are computed, which the block hash covers, not their KV."""
 
-    text: str
-    volatile_reason: str = ""
+
+def model_digest(directory: Path) -> tuple[str, int]:
+    """Returns (hex digest, number of weight files) of a local model. Blocks. Raises ``OSError``.
+
+    The digest covers all of the configuration and code files, and the name, size, safetensors
+    header and samples of each weight file.
+    """
+    digest = blake3()
+    weights = 0
+    for path in sorted(directory.rglob("*")):
+        relative = path.relative_to(directory)
+        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+            continue
+        suffix = path.suffix.lower()
+        if suffix in WEIGHT_SUFFIXES and not _IGNORED_FILES.match(path.name):
+            weights += 1
+            _add_weights(digest, str(relative), path)
+        elif suffix in CONFIG_SUFFIXES and not _IGNORED_FILES.match(path.name):
+            content = (
+                path.read_bytes() if path.stat().st_size <= MAX_CONFIG_FILE_BYTES else b"too large"
+            )
+            _add(digest, f"configuration {relative}", content)
+    return digest.hexdigest(), weights
+
+
+def _add(digest: blake3, name: str, content: bytes) -> None:
+    digest.update(f"{name}\0{len(content)}\0".encode())
+    digest.update(content)
+
+
+def _add_weights(digest: blake3, name: str, path: Path) -> None:
+    size = path.stat().st_size
+    _add(digest, f"weights {name} {size}", b"")
+    with path.open("rb") as file:
+        if path.suffix.lower() == ".safetensors" and size >= 8:
+            length = min(struct.unpack("<Q", file.read(8))[0], size - 8, MAX_HEADER_BYTES)
+            _add(digest, "header", file.read(length))
+        span = max(0, size - SAMPLE_BYTES)
+        for number in range(SAMPLES):
+            offset = span * number // (SAMPLES - 1)
+            file.seek(offset)
+            _add(digest, f"sample {offset}", file.read(SAMPLE_BYTES))
+            if not span:
+                break

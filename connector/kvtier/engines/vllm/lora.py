@@ -1,11 +1,12 @@
-"""Digests of LoRA adapters.
+"""Digests of LoRA adapters, which become part of the keys of their requests.
 
-vLLM's block hash knows an adapter by its name and path, which says nothing about its weights: other files may lie there tomorrow. So the
-digest of the adapter's files goes into the keys of its requests. It is computed on a thread of its own; until it is known such a
-request neither loads nor stores.
+vLLM's block hash identifies an adapter by name and path, which says nothing about its weights. So
+the digest of the adapter's files is added to the keys. A background thread computes it; until then
+the adapter's requests are neither loaded nor stored.
 
-vLLM loads an adapter some time before its first request gets here. What was last changed before the engine started is what was loaded;
-of files that were changed later nobody can say, so the keys of such an adapter mean something to this engine alone.
+vLLM loads an adapter some time before its first request arrives here. Files that last changed
+before the engine started are the ones that were loaded. For files that changed later this cannot
+be known, so the keys of such an adapter are valid for this engine only.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ logger = logging.getLogger(__name__)
 MAX_ADAPTERS = 4_096
 MAX_FILES = 256
 IDLE_SECONDS = 60.0
-CLOCK_SECONDS = 2.0
-"""By so much the clocks of this machine and of a file server may differ."""
+CLOCK_SKEW_SECONDS = 2.0
+"""The clocks of this machine and of a file server may differ this much."""
 _PIECE_BYTES = 1 << 20
 
 
 class LoraRequest(Protocol):
-    """What vLLM's LoRARequest has."""
+    """The part of vLLM's ``LoRARequest`` that is used."""
 
     lora_name: str
     lora_int_id: int
@@ -41,9 +42,12 @@ class LoraRequest(Protocol):
     load_inplace: bool
 
 
-def digest_of(path: str, loaded_after: float = math.inf, nonce: bytes = b"") -> bytes:
-    """BLAKE3 over names and contents of the files of an adapter's directory, with ``nonce`` if any of them was changed after
-    ``loaded_after`` (seconds since the epoch). Blocks. Raises ``OSError`` where there is none."""
+def adapter_digest(path: str, loaded_after: float = math.inf, nonce: bytes = b"") -> bytes:
+    """Returns the BLAKE3 digest of the names and contents of the files of an adapter's directory.
+
+    ``nonce`` is included if any of them changed after ``loaded_after`` (seconds since the epoch).
+    Blocks. Raises ``OSError`` if the directory cannot be read or is not an adapter's.
+    """
     root = Path(path)
     files = sorted(file for file in root.rglob("*") if file.is_file())
     if not files or len(files) > MAX_FILES:
@@ -56,54 +60,58 @@ def digest_of(path: str, loaded_after: float = math.inf, nonce: bytes = b"") -> 
         with file.open("rb") as content:
             while piece := content.read(_PIECE_BYTES):
                 digest.update(piece)
-    # The directories too: a file that was moved here keeps its own time.
+    # A file that was moved here keeps its own time, but changes its directory's.
     changed = max(each.stat().st_ctime for each in {root, *files, *(file.parent for file in files)})
     if changed > loaded_after:
         digest.update(nonce)
     return digest.digest()
 
 
-class Adapters:
-    """Digests by adapter. Called by the scheduler's thread; ``digest`` may be replaced for tests."""
+class AdapterDigests:
+    """The digests of all adapters. The scheduler's thread calls it."""
 
-    def __init__(self, digest: Callable[[str], bytes] | None = None) -> None:
-        self._digest = digest or partial(
-            digest_of, loaded_after=time.time() - CLOCK_SECONDS, nonce=os.urandom(32)
+    def __init__(self, compute: Callable[[str], bytes] | None = None) -> None:
+        self._compute = compute or partial(
+            adapter_digest, loaded_after=time.time() - CLOCK_SKEW_SECONDS, nonce=os.urandom(32)
         )
-        self._known: dict[tuple[int, str], bytes | None] = {}
-        """By (number, path); None: it cannot be established."""
-        self._asked: set[tuple[int, str]] = set()
-        self._path_of: dict[int, str] = {}
-        self._replaced: set[int] = set()
-        self._names_replaced: set[str] = set()
-        self._work: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._digests: dict[tuple[int, str], bytes | None] = {}
+        """By (number, path); None if it cannot be computed."""
+        self._requested: set[tuple[int, str]] = set()
+        self._path_by_number: dict[int, str] = {}
+        self._replaced_numbers: set[int] = set()
+        self._replaced_names: set[str] = set()
+        self._queue: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def state(self, lora: LoraRequest) -> bytes | str:
-        """The digest, or why there is none: "unknown" (ask again), "unreadable", "replaced" (other weights under one name)."""
+    def digest(self, lora: LoraRequest) -> bytes | str:
+        """Returns the digest, or why there is none.
+
+        "unknown": still being computed. "unreadable": it cannot be computed. "replaced": the
+        engine has loaded several sets of weights under one name or number.
+        """
         number, path = lora.lora_int_id, lora.lora_path
         if getattr(lora, "load_inplace", False):
-            # From now on the engine computes with other weights under this number, whatever later requests call them.
-            self._replaced.add(number)
-            self._names_replaced.add(lora.lora_name)
-        if self._path_of.setdefault(number, path) != path:
-            # The engine keeps what it loaded first under the number.
-            self._replaced.add(number)
-        if number in self._replaced or lora.lora_name in self._names_replaced:
+            # The engine uses other weights for this number, whatever later requests name them.
+            self._replaced_numbers.add(number)
+            self._replaced_names.add(lora.lora_name)
+        if self._path_by_number.setdefault(number, path) != path:
+            # The engine keeps the first weights that it loaded for the number.
+            self._replaced_numbers.add(number)
+        if number in self._replaced_numbers or lora.lora_name in self._replaced_names:
             return "replaced"
         key = (number, path)
-        if key in self._known:
-            return self._known[key] or "unreadable"
-        if key not in self._asked:
-            if len(self._asked) >= MAX_ADAPTERS:
+        if key in self._digests:
+            return self._digests[key] or "unreadable"
+        if key not in self._requested:
+            if len(self._requested) >= MAX_ADAPTERS:
                 return "unreadable"
-            self._asked.add(key)
-            self._work.put(key)
-            self._begin()
+            self._requested.add(key)
+            self._queue.put(key)
+            self._ensure_thread()
         return "unknown"
 
-    def _begin(self) -> None:
+    def _ensure_thread(self) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -114,17 +122,17 @@ class Adapters:
     def _run(self) -> None:
         while True:
             try:
-                key = self._work.get(timeout=IDLE_SECONDS)
+                key = self._queue.get(timeout=IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._work.empty():
+                    if self._queue.empty():
                         self._thread = None
                         return
                 continue
             try:
-                self._known[key] = self._digest(key[1])
+                self._digests[key] = self._compute(key[1])
             except (OSError, ValueError) as error:
-                self._known[key] = None
+                self._digests[key] = None
                 logger.warning(
-                    "KVTier: requests with the adapter in %s are not cached: %s", key[1], error
+                    "KVTier: requests with the LoRA adapter in %s are not cached: %s", key[1], error
                 )

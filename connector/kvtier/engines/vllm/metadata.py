@@ -1,7 +1,8 @@
-"""What the scheduler side and the worker side of the vLLM connector tell each other through vLLM's own channels.
+"""Messages between the scheduler side and the worker side, carried by vLLM.
 
-Scheduler to worker: ``StepMetadata``, once per engine step. Worker to scheduler: ``WorkerReport``, once per step and rank,
-aggregated over ranks by vLLM. Both are pickled by vLLM between processes of one version.
+``StepMetadata`` goes from the scheduler to the workers once per step. ``WorkerReport`` goes back
+once per step and rank; vLLM aggregates it over ranks. vLLM pickles both between processes of one
+version.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Part of one object and where it lies on the GPU: ``blocks`` are consecutive engine blocks of the object of ``group``,
-    the first of which is the object's block number ``first`` (0 unless an HBM hit ends inside the chunk)."""
+    """Consecutive blocks of one object, and the engine blocks that hold them in GPU memory.
+
+    ``first``: number of the first block within the object; 0 unless a local hit ends inside the
+    chunk.
+    """
 
     group: int
     first: int
@@ -26,23 +30,24 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill GPU blocks from slots that tierd announces under ``load``.
+    """Copies slots that tierd announces for ``load`` into GPU blocks.
 
-    ``runs[i]`` belongs to the i-th key of the load. ``limit_seconds``: how long the worker may wait for the announcement
-    and go on submitting copies, from when it gets this job.
+    ``runs[i]`` belongs to the i-th key of the load. ``timeout_seconds``: how long the worker waits
+    for the announcement and submits copies, from when it receives the job.
     """
 
     load: int
     request_id: str
     runs: tuple[BlockRun, ...]
-    limit_seconds: float
+    timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy a whole chunk from GPU blocks into ``slot`` (byte offset in the pool), then deliver ``reservation``.
+    """Copies a whole chunk from GPU blocks into ``slot``, then delivers ``reservation`` to tierd.
 
-    ``epoch``: the tierd epoch that granted the slot; a worker attached to another one drops the job.
+    ``slot``: byte offset in the host pool. ``epoch``: the tierd epoch that granted the slot; a
+    worker that is attached to another one drops the job.
     """
 
     reservation: int
@@ -53,18 +58,21 @@ class StoreJob:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """One engine step. ``step`` counts from 1."""
+    """The jobs of one engine step. ``step`` counts from 1."""
 
     step: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     cancelled_loads: list[int] = field(default_factory=list)
-    """Loads whose request was aborted: issue no further copy, drain, report."""
+    """Loads of aborted requests: submit no further copy, drain, and report."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The end of one load on one rank: the first ``keys_loaded`` keys are in GPU memory, ``tiers[i]`` says where key i came from."""
+    """The end of one load on one rank.
+
+    The first ``keys_loaded`` keys are in GPU memory; ``tiers[i]``: the tier that key i came from.
+    """
 
     load: int
     request_id: str
@@ -77,17 +85,21 @@ class LoadResult:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What one step brought. ``step``: the step this rank has executed. ``stores_done``: reservation -> ranks that are done with it."""
+    """What ended on one rank, or on several after aggregation, up to one step.
+
+    ``step``: the step that was executed. ``stores_done``: reservation -> number of ranks that no
+    longer read its blocks.
+    """
 
     step: int = 0
     ranks: int = 1
     loads: list[LoadResult] = field(default_factory=list)
     stores_done: dict[int, int] = field(default_factory=dict)
     attached_epoch: int = 0
-    """tierd epoch that every rank is attached to, 0 if one is not: nothing is loaded or stored then."""
+    """The tierd epoch that every rank is attached to; 0 if they differ: nothing is copied."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Joins the reports of two ranks for the same step."""
+        """Combines the reports of two ranks for the same step."""
         if not isinstance(other, WorkerReport):
             return self
         done = dict(self.stores_done)

@@ -1,7 +1,8 @@
-"""Statistics that leave by vLLM's own pipeline and appear on the engine's ``/metrics`` as ``vllm:kvtier_*``.
+"""Metrics that reach the engine's ``/metrics`` as ``vllm:kvtier_*`` through vLLM's own pipeline.
 
-Both sides put numbers into ``KVTierStats``; vLLM adds those of all ranks and of the scheduler, takes them to the API process as a plain
-dictionary, and hands them to ``KVTierPromMetrics`` there. An exception on that way would end the server, so nothing here raises.
+Both sides of the connector count into ``KVTierStats``. vLLM aggregates the scheduler's and all
+ranks', sends the result to the API process as a plain dictionary, and passes it to
+``KVTierPromMetrics`` there. An exception on that path ends the server, so nothing here raises.
 """
 
 from __future__ import annotations
@@ -25,46 +26,50 @@ logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = "load_seconds"
 MAX_OBSERVATIONS = 4_096
-"""Kept for one interval of the engine's statistics; further ones are counted but not timed."""
+"""Per interval of vLLM's statistics; further loads are counted but not timed."""
 LOAD_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter. ``label``: the one label beyond vLLM's own, empty if there is none."""
+    """A counter. ``label``: its one label beyond vLLM's own; empty for none."""
 
     name: str
-    text: str
+    help: str
     label: str = ""
 
 
 COUNTERS = (
     Metric(
         "loaded_tokens",
-        "Prompt tokens whose KV was loaded into GPU memory, counted when the load was complete.",
+        "Prompt tokens whose KV was loaded into GPU memory, counted when the load ends.",
         "tier",
     ),
-    Metric("offered_tokens", "Prompt tokens whose load was begun, whatever became of it."),
-    Metric("stored_tokens", "Tokens whose KV has left GPU memory for the memory tier."),
-    Metric("stored_chunks", "Chunks whose KV has left GPU memory for the memory tier."),
-    Metric("load_failures", "Loads that ended without all that was asked for.", "reason"),
-    Metric("promotions", "Requests that waited for lower tiers, by how that ended.", "outcome"),
-    Metric("dropped_stores", "Chunks that were computed and not stored.", "reason"),
-    Metric("loaded_bytes", "Bytes copied from the memory tier into GPU memory."),
-    Metric("stored_bytes", "Bytes copied from GPU memory into the memory tier."),
-    Metric("worker_events", "What else happened on the workers.", "event"),
     Metric(
-        "errors", "Unexpected errors at the border to the engine; KVTier is off after one.", "hook"
+        "offered_tokens", "Prompt tokens for which a load was started, whether or not it succeeded."
     ),
-    Metric("off", "Starts of an engine that serves without tiers.", "reason"),
+    Metric("stored_tokens", "Tokens whose KV was copied from GPU memory to the memory tier."),
+    Metric("stored_chunks", "Chunks whose KV was copied from GPU memory to the memory tier."),
+    Metric("load_failures", "Loads that failed completely or in part, by reason.", "reason"),
+    Metric("promotions", "Promotions from secondary tiers, by outcome.", "outcome"),
+    Metric("dropped_stores", "Computed chunks that were not stored, by reason.", "reason"),
+    Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
+    Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
+    Metric("worker_events", "Other events on the workers, by event.", "event"),
+    Metric(
+        "errors",
+        "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
+        "hook",
+    ),
+    Metric("off", "Engine starts that serve without tiers, by reason.", "reason"),
 )
 _BY_NAME = {metric.name: metric for metric in COUNTERS}
 
 
 class KVTierStats(KVConnectorStats):
-    """Counts since the last report: ``data[name][label value]``, and durations of loads as a list.
+    """Counts since the last report as ``data[name][label value]``, and load durations as a list.
 
-    Only strings, numbers, lists and dictionaries: it crosses processes.
+    The data crosses processes, so it holds only strings, numbers, lists and dictionaries.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -83,17 +88,17 @@ class KVTierStats(KVConnectorStats):
 
     def observe_loads(self, seconds: Iterable[float]) -> None:
         """Adds durations of loads."""
-        kept = self.data.setdefault(LOAD_SECONDS, [])
-        kept.extend(list(seconds)[: MAX_OBSERVATIONS - len(kept)])
-        if not kept:
+        durations = self.data.setdefault(LOAD_SECONDS, [])
+        durations.extend(list(seconds)[: MAX_OBSERVATIONS - len(durations)])
+        if not durations:
             del self.data[LOAD_SECONDS]
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Clears all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds another rank's, or the scheduler's."""
+        """Adds the counts of another rank or of the scheduler."""
         for name, values in other.data.items():
             if isinstance(values, Mapping):
                 self.add_all(name, values)
@@ -102,7 +107,7 @@ class KVTierStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line: totals over labels."""
+        """Returns totals over labels, for vLLM's log line."""
         reduced: dict[str, int | float] = {}
         for name, values in self.data.items():
             if isinstance(values, Mapping):
@@ -112,12 +117,12 @@ class KVTierStats(KVConnectorStats):
         return reduced
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Returns whether there is nothing to report."""
         return not self.data
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics in the API process and adds what arrives there."""
+    """The Prometheus metrics in the API process."""
 
     def __init__(
         self,
@@ -131,27 +136,27 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         self._counters = {
             metric.name: counter(
                 name=f"vllm:kvtier_{metric.name}",
-                documentation=metric.text,
+                documentation=metric.help,
                 labelnames=labelnames + ([metric.label] if metric.label else []),
             )
             for metric in COUNTERS
         }
         self._load_seconds = histogram(
             name="vllm:kvtier_load_seconds",
-            documentation="From the worker's getting a load to its report.",
+            documentation="Duration of loads, from the worker's receipt of the job to its report.",
             buckets=list(LOAD_BUCKETS),
             labelnames=labelnames,
         )
-        self._complained = False
+        self._failure_logged = False
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one report of one engine."""
         try:
             self._observe(transfer_stats_data, engine_idx)
-        except Exception as error:  # the border: vLLM would end the server
-            if not self._complained:
-                self._complained = True
-                logger.exception("KVTier: statistics could not be recorded: %s", error)
+        except Exception as error:  # vLLM would end the server
+            if not self._failure_logged:
+                self._failure_logged = True
+                logger.exception("KVTier: metrics could not be recorded: %s", error)
 
     def _observe(self, data: Mapping[str, Any], engine: int) -> None:
         engine_values = list(self.per_engine_labelvalues.get(engine, ()))

@@ -1,8 +1,10 @@
-"""Attaches KVTier to a vLLM whose command nobody can change: entry point ``kvtier`` of ``vllm.general_plugins``.
+"""vLLM plugin that attaches KVTier to engines whose command line cannot be changed.
 
-vLLM calls ``register`` in every process that builds engine arguments. Where the user configured no KV transfer, the engine gets KVTier's
-connector if ``KVTIER_TOPOLOGY`` names a topology directory, or another one if ``KVTIER_TRANSFER_CONFIG`` holds vLLM's own JSON for it (policies for
-other connectors). Whatever goes wrong is one log line, and the engine starts without.
+Entry point ``kvtier`` of ``vllm.general_plugins``: vLLM calls ``register`` in every process that
+builds engine arguments. If the user configured no KV transfer, the engine gets KVTier's connector
+when ``KVTIER_TOPOLOGY`` names a topology directory, or another connector when
+``KVTIER_TRANSFER_CONFIG`` holds vLLM's JSON for it. If anything fails, one line is logged and the
+engine starts without a connector.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engines.vllm import config
+from kvtier.config.loader import STRUCTURAL_FILE, load_structural
+from kvtier.engines.vllm.config import use_vllm_log_handlers
 from kvtier.tierd import liveness
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
@@ -28,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Called by vLLM; any number of times, in any process. Never raises."""
+    """Wraps vLLM's engine arguments. vLLM calls it repeatedly, in any process. Never raises."""
     directory = os.environ.get(TOPOLOGY_VARIABLE, "").strip()
     if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
     try:
         liveness.reserve()
-        config.use_vllm_log_handlers()
+        use_vllm_log_handlers()
         _wrap(directory)
     except Exception as error:  # a plugin that raises ends the engine's start
-        logger.exception("KVTier: not attached, this vLLM cannot be: %s", error)
+        logger.exception("KVTier: not attached: this vLLM is not supported: %s", error)
 
 
 def _wrap(directory: str) -> None:
@@ -56,13 +59,12 @@ def _wrap(directory: str) -> None:
 
 
 def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
-    """Makes the engine's configuration with KVTier's connector where that is possible, else as it would have been.
+    """Creates the engine's configuration, with KVTier's connector where that is possible.
 
-    ``create`` builds it from ``engine_args``. Without a ``directory`` the connector is the one in ``KVTIER_TRANSFER_CONFIG``.
+    ``create`` builds the configuration from ``engine_args``. Without a ``directory`` the connector
+    is the one in ``KVTIER_TRANSFER_CONFIG``.
     """
-    reason = _why_not(engine_args)
-    if not reason:
-        reason = _prepare(engine_args, directory)
+    reason = _conflict(engine_args) or _configure(engine_args, directory)
     if reason:
         logger.warning("KVTier: not attached: %s", reason)
         return create()
@@ -73,10 +75,12 @@ def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
                 logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
             else:
                 connector = engine_args.kv_transfer_config.kv_connector
-                logger.info("KVTier: %s configured by %s", connector, TRANSFER_CONFIG_VARIABLE)
+                logger.info(
+                    "KVTier: connector %s configured by %s", connector, TRANSFER_CONFIG_VARIABLE
+                )
             return config
-        reason = "vLLM takes no KV connector for encoder-decoder models"
-    except Exception as error:  # noqa: BLE001 - whatever it is, the user asked for an engine first
+        reason = "vLLM does not support KV connectors for encoder-decoder models"
+    except Exception as error:  # noqa: BLE001 - the engine starts without a connector
         reason = f"{type(error).__name__}: {error}"
     engine_args.kv_transfer_config = None
     config = create()
@@ -84,8 +88,8 @@ def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
     return config
 
 
-def _why_not(engine_args: Any) -> str:
-    """What the user configured that is left alone; empty if nothing."""
+def _conflict(engine_args: Any) -> str:
+    """Returns which configuration of the user takes precedence; empty if there is none."""
     existing = getattr(engine_args, "kv_transfer_config", None)
     if existing is not None:
         name = (
@@ -93,14 +97,14 @@ def _why_not(engine_args: Any) -> str:
             if isinstance(existing, dict)
             else getattr(existing, "kv_connector", existing)
         )
-        return f"a KV transfer configuration ({name}) is there already and is left alone"
+        return f"the engine has a KV transfer configuration already ({name})"
     if getattr(engine_args, "kv_offloading_size", None):
-        return "kv_offloading_size configures vLLM's own offloading, which is left alone"
+        return "kv_offloading_size is set, which configures vLLM's own offloading"
     return ""
 
 
-def _prepare(engine_args: Any, directory: str) -> str:
-    """Sets the KV transfer configuration; or says why it cannot be."""
+def _configure(engine_args: Any, directory: str) -> str:
+    """Sets the KV transfer configuration; returns why it cannot be set."""
     from vllm.config import KVTransferConfig
 
     try:
@@ -109,32 +113,29 @@ def _prepare(engine_args: Any, directory: str) -> str:
             _import_connector(transfer)
             engine_args.kv_transfer_config = transfer
             return ""
-        from kvtier.config.loader import STRUCTURAL_FILE, load_structural
-
         engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
         if engine_type != "VLLM":
             return f"the topology in {directory} is for {engine_type}"
-        # Imported here, where failing costs a log line; vLLM would import it where that ends the start.
+        # A failure to import ends here in a log line; in vLLM it ends the engine's start.
         importlib.import_module(CONNECTOR_MODULE)
         engine_args.kv_transfer_config = KVTransferConfig(**transfer_config(directory))
-    except Exception as error:  # noqa: BLE001 - the engine starts without, and the caller logs why
+    except Exception as error:  # noqa: BLE001 - the caller logs it
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _import_connector(transfer: Any) -> None:
-    """Raises where the connector cannot be had in this image: vLLM would find out where that ends the engine's start."""
+    """Raises if this image lacks the connector, before vLLM imports it and ends the start."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     KVConnectorFactory.get_connector_class(transfer)
-    if str(transfer.kv_connector).startswith(
-        "LMCache"
-    ):  # vLLM imports it only when it makes the connector
+    if str(transfer.kv_connector).startswith("LMCache"):
+        # vLLM imports it only when it creates the connector.
         importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
 
 
 def transfer_config(directory: str) -> dict[str, Any]:
-    """vLLM's KV transfer configuration for KVTier."""
+    """Returns vLLM's KV transfer configuration for KVTier."""
     return {
         "kv_connector": CONNECTOR_NAME,
         "kv_connector_module_path": CONNECTOR_MODULE,

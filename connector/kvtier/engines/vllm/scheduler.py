@@ -1,12 +1,15 @@
-"""The scheduler side of the vLLM connector: what vLLM's scheduler asks and tells, turned into loads and stores.
+"""The scheduler side of the vLLM connector: turns vLLM's scheduler hooks into loads and stores.
 
-All hooks run on the scheduler's thread and make no call to another process. The order of a step:
+All hooks run on the scheduler's thread and call no other process. The order within a step:
 
-    get_num_new_matched_tokens, [update_state_after_alloc] per waiting request,
-    build_connector_meta, [the workers run], [request_finished] per request that ended, update_connector_output
+    get_num_new_matched_tokens and, for admitted requests, update_state_after_alloc
+    build_connector_meta
+    (the workers run)
+    request_finished for each request that ended
+    update_connector_output
 
-With asynchronous scheduling the next step is built before the last one's output arrives, so what the workers have executed is known
-only from their reports.
+With asynchronous scheduling vLLM builds the next step before the output of the previous one
+arrives, so only the workers' reports say what was executed.
 """
 
 from __future__ import annotations
@@ -16,221 +19,214 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvtier.config.models import Daemon, Topology
-from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.lora import Adapters
+from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
+from kvtier.engines.vllm.metrics import KVTierStats
+from kvtier.engines.vllm.request_state import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
-from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
-from kvtier.engines.vllm.scheduler_speed import PrefillSpeed, StepWork
 from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
-from kvtier.engines.vllm.tierd_session import ClientFactory, Clock, TierdSession, tierd_client
+from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
-from kvtier.processes import own_identity
-from kvtier.tierd.liveness import own_lock
-from kvtier.tierd.wire import PROTOCOL, Heartbeat, Hello
+from kvtier.tierd.wire import Heartbeat, Promoted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvtier.engines.vllm.metrics import KVTierStats
 logger = logging.getLogger(__name__)
 MAX_UNREPORTED_STEPS = 1_024
-"""Steps whose execution has not been reported. vLLM has a handful in flight; beyond this the workers do not report at all."""
+"""vLLM has a handful of steps in flight; beyond this the workers do not report at all."""
 CLOSE_SECONDS = 2.0
-ALL_EXECUTED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
-"""Ends that the output of an executed step brought about."""
+EXECUTED_STATUSES = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+"""Statuses that result from the output of an executed step."""
 
 
 @dataclass(slots=True)
-class _Step:
-    """A step that was built: per request with something to gain, its generation and the tokens computed afterwards."""
+class _BuiltStep:
+    """A step that was built: (request, frontier generation, computed tokens after the step)."""
 
     number: int
     requests: list[tuple[RequestState, int, int]] = field(default_factory=list)
 
 
-class SchedulerSide:
-    """The scheduler's half of one engine.
-
-    ``identity`` is called on the client's thread before each attempt to attach; it may take its time. ``engine``: the name that the
-    workers use too.
-    """
+class KVTierConnectorScheduler:
+    """The scheduler side of one engine. Hook methods have the names of vLLM's hooks."""
 
     def __init__(
         self,
-        topology: Topology,
+        session: TierdSession,
         planner: Planner,
-        engine: str,
-        identity: Callable[[], EngineIdentity],
         *,
-        client: ClientFactory | None = None,
-        adapters: Adapters | None = None,
-        clock: Clock = time.monotonic,
+        adapters: AdapterDigests | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.link = TierdSession(topology, len(planner.groups))
-        self.prefill = PrefillSpeed(clock)
-        self.loads = SchedulerLoads(planner, self.link, clock, self.prefill.estimate)
-        self.stores = SchedulerStores(planner, self.link, clock)
+        self.session = session
+        self.prefill = PrefillEstimator(clock)
+        self.loads = SchedulerLoads(planner, session, self.prefill, clock)
+        self.stores = SchedulerStores(planner, session, clock)
         self._planner = planner
-        self._engine = engine
-        self._identity = identity
-        self._adapters = adapters or Adapters()
+        self._adapters = adapters or AdapterDigests()
         self._states: dict[str, RequestState] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
-        self._said_no_pool = False
-        self.link.lost = self._session_lost
-        self._make_client = client or partial(
-            tierd_client, private=topology.structural.daemon is Daemon.ENGINE
-        )
-        self._run_directory = Path(topology.structural.run_directory)
+        self._missing_pool_logged = False
 
     def start(self) -> None:
-        """Begins to attach to tierd, in the background."""
-        self.link.start(
-            self._make_client(
-                self._run_directory, self._hello, self.link.received, self.link.session_lost
-            )
-        )
+        """Starts to attach to tierd, in the background."""
+        self.session.start()
 
-    def _hello(self) -> Hello:
-        identity, process, ranks = self._identity(), own_identity(), self._planner.ranks
-        return Hello(
-            protocol=PROTOCOL,
-            role="scheduler",
-            engine=self._engine,
-            pid=process.pid,
-            pid_namespace=process.pid_namespace,
-            process_start=process.start,
-            identity=identity.text,
-            volatile_reason=self.link.volatile_reason() or identity.volatile_reason,
-            writer_ranks=tuple(range(ranks)),
-            ranks=ranks,
-            lock=own_lock(self._run_directory),
-        )
+    def shutdown(self) -> None:
+        """Detaches from tierd."""
+        self.session.close(CLOSE_SECONDS)
 
-    def bind(self, pool: BlockPool) -> None:
-        """vLLM's block pool, in which source blocks of stores are referenced."""
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Takes vLLM's block pool, in which the source blocks of stores are referenced."""
         self.stores.pool = pool
 
-    # Loads.
+    def _process_messages(self) -> None:
+        for event in self.session.drain():
+            if isinstance(event, Promoted):
+                self.loads.on_promoted(event)
+            else:
+                self.loads.on_session_lost()
+                self.stores.on_session_lost()
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """``get_num_new_matched_tokens``. vLLM asks while nothing of the request is computed, as often as it likes."""
-        self.link.drain()
+    # Lookup and loads.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """vLLM calls this in every step until the request is admitted, and after a preemption."""
+        if self.session.inbox:
+            self._process_messages()
         state = self._state(request)
         if state.scheduled:
-            state.lose_blocks()
-        state.computed = computed
-        if getattr(request, "skip_reading_prefix_cache", False) or not state.ready(self._adapters):
-            self.loads.give_up_waiting(state)
+            state.drop_blocks()
+        state.computed_tokens = num_computed_tokens
+        if getattr(request, "skip_reading_prefix_cache", False) or not state.is_cacheable(
+            self._adapters
+        ):
+            self.loads.cancel_promotion(state)
             return 0, False
-        tokens = self.loads.offer(state, computed)
+        tokens = self.loads.match(state, num_computed_tokens)
         return tokens, bool(tokens)
 
-    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], tokens: int) -> bool:
-        """``update_state_after_alloc``. ``tokens`` 0: nothing is to be loaded, or the load is over (the second call).
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> bool:
+        """Starts the load of ``num_external_tokens`` tokens; returns whether one was started.
 
-        True once a load was begun.
+        0 tokens: nothing is loaded, or this is the second call after an asynchronous load.
         """
         state = self._state(request)
-        if tokens <= 0:
-            self.loads.give_up_waiting(state)
+        if num_external_tokens <= 0:
+            self.loads.cancel_promotion(state)
             return False
-        self.loads.begin(state, state.computed, tokens, block_ids[GROUP])
+        self.loads.start(state, num_external_tokens, block_ids[GROUP])
         return True
 
     def fail_load(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """``allocated`` broke down: vLLM waits for a report all the same, so the workers get a load that must fail."""
-        self.loads.fail(self._state(request), block_ids[GROUP] if block_ids else ())
+        """Gives the workers a load that must fail, after ``update_state_after_alloc`` raised.
 
-    def load_sources(self, request: Request) -> dict[int, int]:
-        """Tokens of the load in flight of a request by the index of the tier they were found in."""
+        vLLM waits for a report in any case.
+        """
+        self.loads.start_failing(self._state(request), block_ids[GROUP] if block_ids else ())
+
+    def get_external_token_sources(self, request: Request) -> dict[int, int]:
+        """Returns the tokens of a request's load in flight, by the tier where they were found."""
         state = self._states.get(str(request.request_id))
-        return {} if state is None else self.loads.sources(state)
+        return {} if state is None else self.loads.token_sources(state)
+
+    def _state(self, request: Request) -> RequestState:
+        request_id = str(request.request_id)
+        state = self._states.get(request_id)
+        if state is None or state.request is not request:
+            state = self._states[request_id] = RequestState(request)
+        return state
 
     # Steps.
 
-    def build_step(self, output: SchedulerOutput) -> StepMetadata:
-        """``build_connector_meta``: plans stores of what was executed, and hands over what the workers are to do."""
-        self.link.drain()
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
+        """Plans stores of executed chunks and returns the workers' jobs for this step."""
+        if self.session.inbox:
+            self._process_messages()
         self._step += 1
         self.stores.begin_step()
         for request_id in output.preempted_req_ids or ():
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
-                state.lose_blocks()
-        tables = self._tables(output)
-        step = _Step(self._step)
-        work = StepWork()
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+                state.drop_blocks()
+        block_table = self._block_tables(output)
+        step = _BuiltStep(self._step)
+        step_tokens = StepTokens()
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
-                work.others += scheduled
+                step_tokens.decode_tokens += scheduled_tokens
                 continue
             state.scheduled = True
             request = state.request
-            if not state.counted:
-                state.counted = True
+            if not state.prompt_counted:
+                state.prompt_counted = True
                 self._prompt_tokens += request.num_tokens
-            work.add(request.num_computed_tokens, scheduled, request.num_tokens)
-            if state.excluded:
+            step_tokens.add(request.num_computed_tokens, scheduled_tokens, request.num_tokens)
+            if state.skip_reason:
                 continue
-            tokens = request.num_computed_tokens + scheduled
+            tokens = request.num_computed_tokens + scheduled_tokens
             frontier = state.frontier
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                storable = self._storable(state)
-                if storable > frontier.next_chunk and state.ready(self._adapters):
-                    self.stores.plan(state, tables(state), storable, last=False)
-        self._note_tokens()
+                storable = self._storable_chunks(state)
+                if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
+                    self.stores.plan(state, block_table(state), storable, finished=False)
+        self._update_heartbeat()
         self._steps.append(step)
-        self.prefill.built(self._step, work)
+        self.prefill.step_built(self._step, step_tokens)
         if len(self._steps) > MAX_UNREPORTED_STEPS:
             self._steps.popleft()
-        if self.stores.pool is None and not self._said_no_pool:
-            self._said_no_pool = True
-            logger.warning("KVTier: this vLLM does not lend its block pool, so nothing is stored")
-        stores = self.stores.take()
-        # Last, for what is taken is owed a report: nothing that could break down may come after it.
-        loads, cancelled = self.loads.take()
+        if self.stores.pool is None and not self._missing_pool_logged:
+            self._missing_pool_logged = True
+            logger.warning("KVTier: this vLLM does not share its block pool; nothing is stored")
+        stores = self.stores.take_jobs()
+        # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
+        loads, cancelled = self.loads.take_jobs()
         return StepMetadata(step=self._step, loads=loads, stores=stores, cancelled_loads=cancelled)
 
-    def rest_step(self) -> StepMetadata:
-        """``build_connector_meta`` once KVTier is off: only what is owed."""
+    def build_load_meta(self) -> StepMetadata:
+        """Returns only the loads that vLLM waits for, once KVTier is off."""
         self._step += 1
         self._steps.clear()
-        self.prefill.forget()
-        self.stores.abandon()
-        loads, cancelled = self.loads.take()
+        self.prefill.clear()
+        self.stores.turn_off()
+        loads, cancelled = self.loads.take_jobs()
         return StepMetadata(step=self._step, loads=loads, cancelled_loads=cancelled)
 
-    def _storable(self, state: RequestState) -> int:
+    def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
-        hashed = len(request.block_hashes) * planner.hash_tokens
-        return state.frontier.storable_chunks(planner.chunk_tokens, request.num_tokens, hashed)
+        hashed_tokens = len(request.block_hashes) * planner.hash_tokens
+        return state.frontier.storable_chunks(
+            planner.chunk_tokens, request.num_tokens, hashed_tokens
+        )
 
-    def _tables(self, output: SchedulerOutput) -> Callable[[RequestState], Sequence[int]]:
-        """A way to the block tables of this step's requests."""
-        offered = getattr(output, "kv_connector_block_state", None)
-        if offered is not None:
+    def _block_tables(self, output: SchedulerOutput) -> Callable[[RequestState], Sequence[int]]:
+        """Returns a function from a request of this step to its block table."""
+        block_state = getattr(output, "kv_connector_block_state", None)
+        if block_state is not None:
 
-            def ask(state: RequestState) -> Sequence[int]:
-                tables = offered.get_block_ids(state.request_id)
+            def from_output(state: RequestState) -> Sequence[int]:
+                tables = block_state.get_block_ids(state.request_id)
                 return tables[GROUP] if tables is not None else ()
 
-            return ask
+            return from_output
+        # vLLM 0.24 passes only new blocks, so tables are tracked here.
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
-                state.blocks = list(new.block_ids[GROUP])
+                state.block_ids = list(new.block_ids[GROUP])
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -238,73 +234,84 @@ class SchedulerSide:
             if state is None:
                 continue
             if request_id in resumed:
-                state.blocks = []
+                state.block_ids = []
             if blocks is not None:
-                state.blocks.extend(blocks[GROUP])
-        return lambda state: state.blocks
+                state.block_ids.extend(blocks[GROUP])
+        return lambda state: state.block_ids
 
-    def output(self, report: object) -> None:
-        """``update_connector_output``, with the workers' joint report of a step."""
+    def update_connector_output(self, report: object) -> None:
+        """Takes the workers' aggregated report of a step."""
         if not isinstance(report, WorkerReport):
             return
-        self.link.drain()
+        if self.session.inbox:
+            self._process_messages()
         self.stores.worker_epoch = report.attached_epoch
-        self.prefill.reported(report.step)
+        self.prefill.step_executed(report.step)
         while self._steps and self._steps[0].number <= report.step:
             for state, generation, tokens in self._steps.popleft().requests:
                 state.frontier.executed(generation, tokens)
         for result in report.loads:
-            self.loads.ended(result)
+            self.loads.on_load_done(result)
         if report.loads:
-            self._note_tokens()
-        self.stores.done(report.stores_done)
+            self._update_heartbeat()
+        self.stores.on_stores_done(report.stores_done)
 
-    def _note_tokens(self) -> None:
-        """What tierd is told with the next heartbeat; it reports which share of prompts came from which tier."""
-        loaded, before = self.loads.loaded_tokens, self.link.beat
-        totals = tuple(loaded[tier] for tier in range(max(loaded) + 1)) if loaded else ()
-        if (before.prompt_tokens, before.loaded_tokens) != (self._prompt_tokens, totals):
-            self.link.beat = Heartbeat(prompt_tokens=self._prompt_tokens, loaded_tokens=totals)
+    def _update_heartbeat(self) -> None:
+        """tierd reports which share of prompt tokens came from which tier."""
+        by_tier, previous = self.loads.loaded_tokens, self.session.heartbeat
+        loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
+        if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
+            self.session.heartbeat = Heartbeat(
+                prompt_tokens=self._prompt_tokens, loaded_tokens=loaded
+            )
 
-    def finished(
+    # Ends.
+
+    def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True
     ) -> None:
-        """``request_finished_all_groups``: its blocks are still there, for the last time. ``store``: whether to keep the rest."""
-        self.link.drain()
+        """Plans the last stores of a request; its blocks are valid during this call only."""
+        if self.session.inbox:
+            self._process_messages()
         state = self._states.pop(str(request.request_id), None)
         if state is None:
             return
-        loading = state.load != 0
-        self.loads.request_over(state)
-        if loading or not store or not state.ready(self._adapters):
+        loading = state.load_id != 0
+        self.loads.on_request_finished(state)
+        if loading or not store or not state.is_cacheable(self._adapters):
             return
         frontier = state.frontier
-        if request.status.name in ALL_EXECUTED and self._steps:
-            # vLLM tells of an end before it passes on the report of the step that brought it; that step is the oldest one.
+        if request.status.name in EXECUTED_STATUSES and self._steps:
+            # vLLM finishes a request before it passes on the report of the step that ended it, and
+            # that is the oldest unreported step.
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
-        self.stores.plan(
-            state, block_ids[GROUP] if block_ids else (), self._storable(state), last=True
-        )
+        table = block_ids[GROUP] if block_ids else ()
+        self.stores.plan(state, table, self._storable_chunks(state), finished=True)
 
-    def reset(self) -> bool:
-        """``reset_cache``: the weights may have been replaced. What runs now was computed with the old ones, wholly or partly."""
-        self.link.drain()
+    def reset_cache(self) -> bool:
+        """Invalidates all objects of this engine, because the weights may have been replaced.
+
+        Running requests were computed, wholly or partly, with the old weights.
+        """
+        if self.session.inbox:
+            self._process_messages()
         self.stores.reset()
         self.loads.reset()
         for state in self._states.values():
-            state.excluded = state.excluded or "reset"
-        return self.link.reset()
+            state.skip_reason = state.skip_reason or "reset"
+        self.session.reset()
+        return True
 
-    @property
-    def busy(self) -> bool:
-        """``has_pending_push_work``: an engine without requests shall go on making steps for stores."""
-        self.link.drain()
-        return self.stores.worth_stepping_for()
+    def has_pending_work(self) -> bool:
+        """Returns whether an engine without requests should keep stepping, so that stores end."""
+        if self.session.inbox:
+            self._process_messages()
+        return self.stores.has_pending_work()
 
-    def take_counts(self, stats: KVTierStats) -> None:
-        """Moves what was counted since the last call into ``stats``."""
+    def collect_stats(self, stats: KVTierStats) -> None:
+        """Moves the counts since the last call into ``stats``."""
         counts, self.loads.counts = self.loads.counts, LoadCounts()
         stats.add("offered_tokens", counts.offered_tokens)
         stats.add_all("loaded_tokens", counts.loaded_tokens)
@@ -314,28 +321,13 @@ class SchedulerSide:
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
 
-    def close(self) -> None:
-        """The engine ends."""
-        self.link.close(CLOSE_SECONDS)
-
-    def _state(self, request: Request) -> RequestState:
-        request_id = str(request.request_id)
-        state = self._states.get(request_id)
-        if state is None or state.request is not request:
-            state = self._states[request_id] = RequestState(request)
-        return state
-
-    def _session_lost(self) -> None:
-        self.loads.session_lost()
-        self.stores.session_lost()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Numbers for people and tests."""
+    def snapshot(self) -> dict[str, object]:
+        """Returns the current state, for debugging and tests."""
         return {
             "requests": len(self._states),
             "loads": self.loads.in_flight,
             "stores": self.stores.in_flight,
-            "replica": len(self.link.replica),
-            "epoch": self.link.epoch,
-            "usable": self.link.usable,
+            "replica": len(self.session.replica),
+            "epoch": self.session.epoch,
+            "usable": self.session.replica_ready,
         }

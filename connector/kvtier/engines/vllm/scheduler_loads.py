@@ -1,74 +1,78 @@
-"""Loads, as the scheduler side sees them: what to offer, when to wait, and how it ended (DATAPATH 1 and 2).
+"""Loads on the scheduler side: how many tokens match, when a request waits, and how loads end.
 
-Cases of ``offer``, in this order:
+``match`` checks these cases in order:
 
-1. the request failed a load, is excluded, or tierd is not there: 0
-2. it waits for a promotion: None until that has ended or the clock is out
-3. its promotion has ended: what is pinned, if that is enough
-4. the last answer still holds: the same again
-5. a store of it is in flight: None, for a bounded time
-6. everything usable is in RAM: that
-7. the chosen prefix needs a lower tier: promote and None; or what RAM has, where too many wait or the clock is out
+1. The request is skipped, one of its loads failed, or the replica is not usable: 0.
+2. A promotion is pending: None (ask again) until it ends or its deadline passes.
+3. The promotion has ended: the promoted prefix, if it is long enough.
+4. The last match is still valid: the same again.
+5. The best prefix needs a secondary tier, or unverified RAM: request a promotion and return None.
+   If too many requests wait, or the request's time is up, continue with what RAM holds.
+6. Stores of the request are in flight: None, for a bounded time.
+7. The prefix that is in RAM.
+
+docs/datapath.md describes the protocol with tierd. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from kvtier.config.models import Selection
+from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
-from kvtier.engines.vllm.scheduler_requests import CachedMatch, PendingPromotion, RequestState
-from kvtier.engines.vllm.scheduler_speed import CopySpeed
-from kvtier.engines.vllm.tierd_session import Clock, TierdSession
+from kvtier.engines.vllm.request_state import CachedMatch, PendingPromotion, RequestState
+from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Cancel, Load, Promote, Promoted
 
-logger = logging.getLogger(__name__)
-
-MAX_WAITING = 32
-"""Requests that may wait for promotions at a time; further ones get what RAM has."""
-CLOCK_SLACK_SECONDS = 0.1
-"""tierd ends a promotion within its budget; this much later it is given up without tierd."""
-WORKER_SLACK_SECONDS = 0.05
-MIN_LIMIT_SECONDS = 1.0
-"""A worker's limit for a load: what it copies lies in RAM, and a busy machine must not turn that into a failure."""
-LEAST_BYTES_PER_SECOND = 2 << 30
-"""Copying is given the time it takes at this rate, a fraction of any link a GPU is on."""
-REFRESH_SECONDS = 0.05
-"""How long an answer is given again although keys were added since."""
+MAX_PENDING_PROMOTIONS = 32
+"""Further requests match what is in RAM."""
+PROMOTION_GRACE_SECONDS = 0.1
+"""tierd ends a promotion within its budget; this much later the scheduler side gives up."""
+LOAD_GRACE_SECONDS = 0.05
+MIN_LOAD_TIMEOUT_SECONDS = 1.0
+"""The data of a load is in RAM, so a busy machine must not turn it into a failure."""
+MIN_COPY_BYTES_PER_SECOND = 2 << 30
+"""A load may take as long as copies at this rate, a fraction of what any GPU link delivers."""
+MATCH_REFRESH_SECONDS = 0.05
+"""How long a match is reused although keys were added."""
 STORE_WAIT_SECONDS = 1.0
-VERIFY_SECONDS = 5
-"""The longest wait for what has to be verified in RAM alone; a gigabyte takes a tenth of a second."""
+VERIFY_TIMEOUT_SECONDS = 5
+"""The time limit where data in RAM only needs verification, which takes 0.1 s per gigabyte."""
 PINNED_SECONDS = 30.0
-"""A request that is not admitted gives its pinned slots back after this long; tierd itself takes them after 60 s."""
+"""A request that is not admitted releases its promoted slots after this time; tierd reclaims them
+after 60 s."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load in flight. ``chunk_tokens[i]``: tokens that key i brings. ``ranks_left``: ranks that have not reported."""
+    """A load in flight.
 
-    load: int
+    ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
+    were promoted. ``tiers``, ``keys_loaded`` and ``failure`` come from the workers' reports.
+    """
+
+    load_id: int
     state: RequestState
     first_chunk: int
     chunk_tokens: tuple[int, ...]
+    source_tiers: tuple[int, ...]
     ranks_left: int
     keys_loaded: int
-    found: tuple[int, ...] = ()
-    """Tiers in which the keys were before they were promoted."""
     tiers: tuple[int, ...] = ()
-    reason: str = ""
+    failure: str = ""
 
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Since the last ``take``; leave through vLLM's statistics."""
+    """Counts for vLLM's statistics since they were last collected."""
 
     offered_tokens: int = 0
     loaded_tokens: Counter[str] = field(default_factory=Counter)
@@ -77,356 +81,374 @@ class LoadCounts:
     load_seconds: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Chunks to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory."""
+
+    computed_tokens: int
+    first_chunk: int
+    keys: int
+
+
 class SchedulerLoads:
-    """All loads of one engine. The scheduler's thread only. Numbers of loads and promotions are unique in the engine's life."""
+    """All loads of one engine. Load and promotion ids are unique for the life of the engine."""
 
     def __init__(
         self,
         planner: Planner,
-        link: TierdSession,
-        clock: Clock,
-        prefill: Callable[[], Prefill | None] = lambda: None,
+        session: TierdSession,
+        prefill: PrefillEstimator,
+        clock: Callable[[], float],
     ) -> None:
-        self._prefill = prefill
-        self._copies = CopySpeed()
-        self._planner = planner
-        self._link = link
-        self._clock = clock
-        self._numbers = count(1)
-        self._waiting: dict[int, RequestState] = {}
-        """Promotions that tierd has not answered."""
-        self._active: dict[int, ActiveLoad] = {}
-        self._jobs: list[LoadJob] = []
-        self._cancelled: list[int] = []
         self.counts = LoadCounts()
         self.loaded_tokens: Counter[int] = Counter()
         """By tier, since the engine started."""
-        link.promoted = self._promoted
+        self._planner = planner
+        self._hashes_per_chunk = planner.hashes_per_chunk
+        self._session = session
+        self._prefill = prefill
+        self._copies = CopyEstimator()
+        self._clock = clock
+        self._ids = count(1)
+        self._pending: dict[int, RequestState] = {}
+        """Promotions that tierd has not answered."""
+        self._active: dict[int, ActiveLoad] = {}
+        self._jobs: list[LoadJob] = []
+        self._cancelled_loads: list[int] = []
 
-    # Questions.
+    # Lookup.
 
-    def offer(self, state: RequestState, computed: int) -> int | None:
-        """Tokens beyond ``computed`` that can be loaded; None: ask again. No call to anyone."""
+    def match(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Returns how many tokens beyond ``computed_tokens`` can be loaded; None: ask again.
+
+        vLLM may call this in every step, so it does no I/O.
+        """
         now = self._clock()
-        if state.failed or state.excluded or not self._link.usable:
-            self.give_up_waiting(state)
+        session = self._session
+        if state.load_failed or state.skip_reason or not session.replica_ready:
+            self.cancel_promotion(state)
             return 0
-        if state.asked_at is None:
-            state.asked_at = now
-        if state.wait is not None and state.wait.epoch != self._link.epoch:
-            state.wait = None
-        if state.wait is not None:
-            waited = self._waited(state, state.wait, computed, now)
-            if waited != 0:
-                return waited
-        answer = state.answer
+        if state.lookup_started_at is None:
+            state.lookup_started_at = now
+        promotion = state.pending_promotion
+        if promotion is not None and promotion.epoch != session.epoch:
+            promotion = state.pending_promotion = None
+        if promotion is not None:
+            promoted = self._match_promotion(state, promotion, computed_tokens, now)
+            if promoted != 0:
+                return promoted
+        match = state.cached_match
         if (
-            answer is not None
-            and answer.computed == computed
-            and answer.removals == self._link.replica.removals
-            and answer.epoch == self._link.epoch
-            and (answer.changes == self._link.changes or now - answer.at < REFRESH_SECONDS)
+            match is not None
+            and match.computed_tokens == computed_tokens
+            and match.removals == session.replica.removals
+            and match.epoch == session.epoch
+            and (
+                match.changes == session.replica_changes
+                or now - match.matched_at < MATCH_REFRESH_SECONDS
+            )
         ):
-            return answer.tokens
-        if not self._planner.starts_at_block(computed):
-            return self._answer(state, computed, 0, now)
-        return self._look_up(state, computed, now)
-
-    def _waited(
-        self, state: RequestState, wait: PendingPromotion, computed: int, now: float
-    ) -> int | None:
-        """What became of a promotion: tokens, None to wait on, 0 if there is nothing of it and it is over."""
-        if wait.usable is None:
-            if now < wait.deadline:
+            return match.tokens
+        if self._planner.starts_at_block(computed_tokens):
+            tokens = self._match_replica(state, computed_tokens, now)
+            if tokens is None:
                 return None
-            self.counts.promotions["out_of_time"] += 1
-            self.give_up_waiting(state)
-            return 0
-        tokens = self._planner.tokens(wait.first_chunk + wait.usable) - computed
-        too_few = tokens < max(1, self._link.live.min_load_tokens)
-        if (
-            too_few
-            or wait.first_chunk != self._planner.chunks(computed)
-            or now - wait.ended_at > PINNED_SECONDS
-        ):
-            self.give_up_waiting(state)
-            return 0
-        return tokens
-
-    def _look_up(self, state: RequestState, computed: int, now: float) -> int | None:
-        planner, link = self._planner, self._link
-        first = planner.chunks(computed)
-        end = min(len(state.keys(planner)), planner.chunks(state.request.num_tokens))
-        bits = self._present(state, first, end)
-        ram = 0
-        for chunk_bits in bits:
-            if not chunk_bits & MEMORY_BIT:
-                break
-            ram += 1
-        least = max(1, link.live.min_load_tokens)
-        in_ram = planner.tokens(first + ram) - computed if ram else 0
-        if ram < len(bits):
-            promoted = self._promote(state, computed, first, bits, now)
-            if promoted:
-                return None
-        if in_ram < least or not self._ram_is_worth_it(computed, in_ram, now):
-            return self._answer(state, computed, 0, now)
-        if state.stores and not self._stores_took_too_long(state, now):
-            # It was preempted while it was being stored; a moment later the rest of it is there as well.
-            return None
-        return self._answer(state, computed, in_ram, now, first, ram)
-
-    def _present(self, state: RequestState, first: int, end: int) -> list[int]:
-        """Bits of the chunks from ``first`` on, up to the first that nobody has who may be used."""
-        replica, found = self._link.replica, []
-        get, usable = replica.get_bits, replica.usable_bits
-        for key in state.keys(self._planner)[first:end]:
-            chunk_bits = get(key, 0) & usable
-            if not chunk_bits:
-                break
-            found.append(chunk_bits)
-        return found
-
-    def _ram_is_worth_it(self, computed: int, tokens: int, now: float) -> bool:
-        prefill = self._prefill() if self._link.live.selection is Selection.COST else None
-        if prefill is None or self._copies.beats(
-            tokens, prefill.seconds(computed, computed + tokens), now
-        ):
-            return True
-        self.counts.promotions["ram_slower_than_recomputing"] += 1
-        return False
-
-    def _stores_took_too_long(self, state: RequestState, now: float) -> bool:
-        if state.stores_waited_since is None:
-            state.stores_waited_since = now
-        return now - state.stores_waited_since > STORE_WAIT_SECONDS
-
-    def _answer(
-        self,
-        state: RequestState,
-        computed: int,
-        tokens: int,
-        now: float,
-        first: int = 0,
-        chunks: int = 0,
-    ) -> int:
-        link = self._link
-        state.answer = CachedMatch(
-            computed, tokens, first, chunks, link.replica.removals, link.changes, link.epoch, now
+        else:
+            tokens = 0
+        state.cached_match = CachedMatch(
+            computed_tokens,
+            tokens,
+            session.replica.removals,
+            session.replica_changes,
+            session.epoch,
+            now,
         )
         return tokens
 
+    def _match_promotion(
+        self, state: RequestState, promotion: PendingPromotion, computed_tokens: int, now: float
+    ) -> int | None:
+        """Returns the promoted tokens; None while the request waits; 0 if the promotion is over."""
+        if promotion.usable_keys is None:
+            if now < promotion.deadline:
+                return None
+            self.counts.promotions["out_of_time"] += 1
+            self.cancel_promotion(state)
+            return 0
+        end = self._planner.tokens(promotion.first_chunk + promotion.usable_keys)
+        tokens = end - computed_tokens
+        if (
+            tokens < max(1, self._session.live.min_load_tokens)
+            or promotion.first_chunk != self._planner.chunks(computed_tokens)
+            or now - promotion.ended_at > PINNED_SECONDS
+        ):
+            self.cancel_promotion(state)
+            return 0
+        return tokens
+
+    def _match_replica(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
+        planner, live = self._planner, self._session.live
+        first = planner.chunks(computed_tokens)
+        keys = state.keys(self._hashes_per_chunk)
+        end = min(len(keys), planner.chunks(state.request.num_tokens))
+        replica = self._session.replica
+        get_bits, usable_bits = replica.get_bits, replica.usable_bits
+        bits: list[int] = []
+        ram_chunks = 0
+        for key in keys[first:end]:
+            chunk_bits = get_bits(key, 0) & usable_bits
+            if not chunk_bits:
+                break
+            if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
+                ram_chunks += 1
+            bits.append(chunk_bits)
+        if ram_chunks < len(bits) and self._promote(state, computed_tokens, bits, now):
+            return None
+        ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
+        if ram_tokens < max(1, live.min_load_tokens):
+            return 0
+        if live.selection is Selection.COST:
+            prefill = self._prefill.estimate()
+            if prefill is not None and not self._copies.beats_recompute(
+                ram_tokens,
+                prefill.seconds(computed_tokens, computed_tokens + ram_tokens),
+                now,
+            ):
+                self.counts.promotions["ram_slower_than_recomputing"] += 1
+                return 0
+        if state.stores_in_flight and not self._store_wait_expired(state, now):
+            # It was preempted while it was being stored; the rest will be in RAM in a moment.
+            return None
+        return ram_tokens
+
+    def _store_wait_expired(self, state: RequestState, now: float) -> bool:
+        if state.store_wait_started_at is None:
+            state.store_wait_started_at = now
+        return now - state.store_wait_started_at > STORE_WAIT_SECONDS
+
+    # Promotions.
+
     def _promote(
-        self, state: RequestState, computed: int, first: int, bits: Sequence[int], now: float
+        self, state: RequestState, computed_tokens: int, bits: Sequence[int], now: float
     ) -> bool:
-        """Chooses a prefix; True if tierd was asked to bring it into RAM, or to verify what is there."""
-        planner, link = self._planner, self._link
-        asked_at = state.asked_at if state.asked_at is not None else now
-        if state.promoted:
-            return False  # One try per life of its blocks: a tier that fails at once would be asked in every step.
-        if len(self._waiting) >= MAX_WAITING:
+        """Requests a promotion of the best prefix; returns whether the request has to wait.
+
+        ``bits[i]``: the tiers that hold the i-th chunk of the prefix.
+        """
+        if state.promotion_tried:
+            # Otherwise a tier that fails immediately gets a request in every step.
+            return False
+        if len(self._pending) >= MAX_PENDING_PROMOTIONS:
             self.counts.promotions["too_many_waiting"] += 1
             return False
+        planner, session = self._planner, self._session
+        first = planner.chunks(computed_tokens)
         sources = [0 if b & RAM_BITS else (b & -b).bit_length() - 1 for b in bits]
-        weights = [link.tier(index).load_weight for index in range(max(sources) + 1)]
+        weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
         tokens = [planner.chunk_tokens] * len(bits)
-        tokens[0] -= computed - planner.tokens(first)
-        chosen = choose_prefix(link.live.selection, sources, weights, tokens).chosen
-        if chosen is None or chosen.tokens < max(1, link.live.min_load_tokens):
+        tokens[0] -= computed_tokens - planner.tokens(first)
+        chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
+        if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
             return False
         if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
             return False
-        limit = max(
-            (link.tier(t).load_timeout_seconds for t in chosen.tiers if t), default=VERIFY_SECONDS
+        timeout: float = max(
+            (session.tier(tier).load_timeout_seconds for tier in chosen.tiers if tier),
+            default=VERIFY_TIMEOUT_SECONDS,
         )
-        budget = limit - (now - asked_at)
-        prefill = self._prefill() if link.live.selection is Selection.COST else None
+        prefill = self._prefill.estimate() if session.live.selection is Selection.COST else None
         if prefill is not None:
-            # What tierd's own clock comes to at most; it holds here too, should tierd not answer.
+            # tierd ends the promotion by then; this also holds if tierd does not answer.
             end = planner.tokens(first + chosen.keys)
-            budget = min(
-                budget, (1 + LOSS_SHARE) * prefill.seconds(computed, end) - (now - asked_at)
-            )
+            timeout = min(timeout, (1 + LOSS_SHARE) * prefill.seconds(computed_tokens, end))
+        waited = now - state.lookup_started_at if state.lookup_started_at is not None else 0.0
+        budget = timeout - waited
         if budget <= 0:
             return False
-        if state.stores and not self._stores_took_too_long(state, now):
+        if state.stores_in_flight and not self._store_wait_expired(state, now):
             return True
-        number = next(self._numbers)
-        if not link.send(
-            self._promotion(number, state, computed, first, chosen.keys, budget, now - asked_at)
-        ):
+        promotion_id = next(self._ids)
+        prefix = _Prefix(computed_tokens, first, chosen.keys)
+        if not session.send(self._promote_message(promotion_id, state, prefix, budget, waited)):
             return False
-        state.answer = None
-        state.promoted = True
-        state.wait = PendingPromotion(
-            number, first, chosen.keys, now + budget + CLOCK_SLACK_SECONDS, link.epoch
+        state.cached_match = None
+        state.promotion_tried = True
+        deadline = now + budget + PROMOTION_GRACE_SECONDS
+        state.pending_promotion = PendingPromotion(
+            promotion_id, first, chosen.keys, deadline, session.epoch
         )
-        self._waiting[number] = state
+        self._pending[promotion_id] = state
         return True
 
-    def _promotion(
+    def _promote_message(
         self,
-        number: int,
+        promotion_id: int,
         state: RequestState,
-        computed: int,
-        first: int,
-        keys: int,
+        prefix: _Prefix,
         budget_seconds: float,
         waited_seconds: float,
     ) -> Promote:
-        """Under ``Cost`` tierd decides, so it is told what computing the prompt would cost."""
-        named = state.named(first, keys)
-        if self._link.live.selection is not Selection.COST:
-            return Promote(promotion=number, keys=named, budget_seconds=budget_seconds)
-        prefill = self._prefill() or Prefill(0.0, 0.0)
+        """Under selection ``Cost`` tierd decides, so it gets the cost of computing the prompt."""
+        keys = state.wire_keys(prefix.first_chunk, prefix.keys)
+        if self._session.live.selection is not Selection.COST:
+            return Promote(promotion=promotion_id, keys=keys, budget_seconds=budget_seconds)
+        prefill = self._prefill.estimate() or Prefill(0.0, 0.0)
+        first = prefix.first_chunk + 1
+        ends = tuple(self._planner.tokens(chunk) for chunk in range(first, first + prefix.keys))
         return Promote(
-            promotion=number,
-            keys=named,
+            promotion=promotion_id,
+            keys=keys,
             budget_seconds=budget_seconds,
-            start_tokens=computed,
-            ends=tuple(self._planner.tokens(first + i + 1) for i in range(keys)),
+            start_tokens=prefix.computed_tokens,
+            ends=ends,
             alpha=prefill.alpha,
             beta=prefill.beta,
             waited_seconds=waited_seconds,
         )
 
-    def _promoted(self, message: Promoted) -> None:
-        state = self._waiting.pop(message.promotion, None)
-        if state is None or state.wait is None or state.wait.promotion != message.promotion:
-            return  # Given up before; tierd has our word for it.
+    def on_promoted(self, message: Promoted) -> None:
+        """tierd ended a promotion."""
+        state = self._pending.pop(message.promotion, None)
+        promotion = state.pending_promotion if state is not None else None
+        if promotion is None or promotion.promotion_id != message.promotion:
+            return  # It was cancelled before; tierd has got the Cancel.
         self.counts.promotions[message.outcome] += 1
-        state.wait.usable = min(message.usable, state.wait.keys)
-        state.wait.ended_at = self._clock()
-        state.wait.tiers = message.tiers
+        promotion.usable_keys = min(message.usable, promotion.keys)
+        promotion.ended_at = self._clock()
+        promotion.tiers = message.tiers
 
-    def give_up_waiting(self, state: RequestState) -> None:
-        """Nobody waits for its promotion any more, and what it pinned may go."""
-        wait, state.wait = state.wait, None
-        if wait is None:
+    def cancel_promotion(self, state: RequestState) -> None:
+        """Cancels the request's promotion, if any, and releases the slots that it pinned."""
+        promotion, state.pending_promotion = state.pending_promotion, None
+        if promotion is None:
             return
-        self._waiting.pop(wait.promotion, None)
-        self._link.send(Cancel(promotion=wait.promotion))
+        self._pending.pop(promotion.promotion_id, None)
+        self._session.send(Cancel(promotion=promotion.promotion_id))
 
     # Loads.
 
-    def begin(self, state: RequestState, computed: int, tokens: int, blocks: Sequence[int]) -> None:
-        """vLLM has taken ``tokens`` tokens after ``computed`` and allocated ``blocks`` (the request's whole table).
+    def start(self, state: RequestState, tokens: int, block_ids: Sequence[int]) -> None:
+        """Starts a load of ``tokens`` tokens after the request's local hit.
 
-        It waits for a report from now on, so a job goes out whatever else fails.
+        ``block_ids``: the request's whole block table. vLLM waits for a report from now on, so a
+        job is queued even if tierd cannot be reached.
         """
         now = self._clock()
-        planner = self._planner
-        parts = planner.needed(computed, computed + tokens)
-        first = planner.chunks(computed)
-        wait, state.wait = state.wait, None
-        number = next(self._numbers)
+        planner, session = self._planner, self._session
+        parts = planner.needed(state.computed_tokens, state.computed_tokens + tokens)
+        first = planner.chunks(state.computed_tokens)
+        promotion, state.pending_promotion = state.pending_promotion, None
+        load_id = next(self._ids)
         runs = tuple(
-            BlockRun(part.group, part.first, tuple(blocks[part.block : part.block + part.blocks]))
-            for part in parts
+            BlockRun(
+                each.group, each.first, tuple(block_ids[each.block : each.block + each.blocks])
+            )
+            for each in parts
         )
-        limit = MIN_LIMIT_SECONDS
-        if wait is not None:
-            self._waiting.pop(wait.promotion, None)
-            limit = max(limit, wait.deadline - CLOCK_SLACK_SECONDS + WORKER_SLACK_SECONDS - now)
-        limit += sum(self._link.slot_bytes) * len(parts) / LEAST_BYTES_PER_SECOND
-        self._jobs.append(LoadJob(number, state.request_id, runs, limit))
-        state.load = number
-        state.answer = None
+        timeout = MIN_LOAD_TIMEOUT_SECONDS
+        if promotion is not None:
+            self._pending.pop(promotion.promotion_id, None)
+            promotion_ends_at = promotion.deadline - PROMOTION_GRACE_SECONDS
+            timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
+        timeout += sum(session.slot_bytes) * len(parts) / MIN_COPY_BYTES_PER_SECOND
+        self._jobs.append(LoadJob(load_id, state.request_id, runs, timeout))
+        state.load_id = load_id
+        state.cached_match = None
         block_tokens = planner.groups[0].block_tokens
-        chunk_tokens = tuple(part.blocks * block_tokens for part in parts)
-        found = wait.tiers if wait is not None else ()
-        self._active[number] = ActiveLoad(
-            number, state, first, chunk_tokens, planner.ranks, len(parts), found
+        self._active[load_id] = ActiveLoad(
+            load_id,
+            state,
+            first_chunk=first,
+            chunk_tokens=tuple(part.blocks * block_tokens for part in parts),
+            source_tiers=promotion.tiers if promotion is not None else (),
+            ranks_left=planner.ranks,
+            keys_loaded=len(parts),
         )
         self.counts.offered_tokens += tokens
         message = Load(
-            load=number,
-            promotion=wait.promotion if wait is not None else 0,
-            keys=state.named(first, len(parts)),
+            load=load_id,
+            promotion=promotion.promotion_id if promotion is not None else 0,
+            keys=state.wire_keys(first, len(parts)),
             ranks=tuple(range(planner.ranks)),
         )
-        if not self._link.send(message):
+        if not session.send(message):
             self.counts.failures["not_sent"] += 1
 
-    def ended(self, result: LoadResult) -> None:
-        """One rank's report of the end of a load."""
-        active = self._active.get(result.load)
-        if active is None:
+    def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
+        """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report."""
+        if any(job.request_id == state.request_id for job in self._jobs):
+            return
+        first_block = state.computed_tokens // self._planner.groups[0].block_tokens
+        run = BlockRun(0, 0, tuple(block_ids[first_block:]))
+        self._jobs.append(
+            LoadJob(next(self._ids), state.request_id, (run,), MIN_LOAD_TIMEOUT_SECONDS)
+        )
+        state.load_failed = True
+
+    def take_jobs(self) -> tuple[list[LoadJob], list[int]]:
+        """Returns the jobs and the cancelled load ids for the next step."""
+        jobs, self._jobs = self._jobs, []
+        cancelled, self._cancelled_loads = self._cancelled_loads, []
+        return jobs, cancelled
+
+    def on_load_done(self, result: LoadResult) -> None:
+        """Takes one rank's report of the end of a load."""
+        load = self._active.get(result.load)
+        if load is None:
             self.counts.failures["unknown_report"] += 1
             return
-        active.ranks_left -= 1
-        if result.keys_loaded <= active.keys_loaded:
-            active.keys_loaded = result.keys_loaded
-            active.tiers = result.tiers
-        active.reason = active.reason or result.reason
-        if active.ranks_left > 0:
+        load.ranks_left -= 1
+        if result.keys_loaded <= load.keys_loaded:
+            load.keys_loaded = result.keys_loaded
+            load.tiers = result.tiers
+        load.failure = load.failure or result.reason
+        if load.ranks_left > 0:
             return
         del self._active[result.load]
-        state = active.state
-        if state.load == result.load:
-            state.load = 0
-        for index, tokens in enumerate(active.chunk_tokens[: active.keys_loaded]):
-            tier = active.tiers[index] if index < len(active.tiers) else 0
-            self.counts.loaded_tokens[self._link.tier_name(tier)] += tokens
+        state = load.state
+        if state.load_id == result.load:
+            state.load_id = 0
+        for index, tokens in enumerate(load.chunk_tokens[: load.keys_loaded]):
+            tier = load.tiers[index] if index < len(load.tiers) else 0
+            self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
             self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(result.seconds)
-        if active.keys_loaded == len(active.chunk_tokens):
-            self._copies.observe(sum(active.chunk_tokens), result.seconds)
-        if active.keys_loaded < len(active.chunk_tokens):
-            state.failed = True
-            state.frontier.move_back(active.first_chunk + active.keys_loaded)
-            self.counts.failures[active.reason.split(":")[0] or "partial"] += 1
+        if load.keys_loaded == len(load.chunk_tokens):
+            self._copies.observe(sum(load.chunk_tokens), result.seconds)
+        else:
+            state.load_failed = True
+            state.frontier.move_back(load.first_chunk + load.keys_loaded)
+            self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
 
-    def request_over(self, state: RequestState) -> None:
-        """The request is finished or aborted."""
-        self.give_up_waiting(state)
-        if state.load:
-            self._cancelled.append(state.load)
+    def on_request_finished(self, state: RequestState) -> None:
+        """The request finished or was aborted."""
+        self.cancel_promotion(state)
+        if state.load_id:
+            self._cancelled_loads.append(state.load_id)
 
-    def session_lost(self) -> None:
-        """tierd is gone: nobody waits any longer. Loads in flight are ended by the worker."""
-        waiting, self._waiting = self._waiting, {}
-        for state in waiting.values():
-            state.wait = None
+    def on_session_lost(self) -> None:
+        """tierd is gone: no request waits for a promotion. The workers end the loads in flight."""
+        pending, self._pending = self._pending, {}
+        for state in pending.values():
+            state.pending_promotion = None
             self.counts.promotions["lost"] += 1
 
     def reset(self) -> None:
-        """tierd cancels all promotions."""
-        for state in list(self._waiting.values()):
-            self.give_up_waiting(state)
+        """Cancels every pending promotion."""
+        for state in list(self._pending.values()):
+            self.cancel_promotion(state)
 
-    def take(self) -> tuple[list[LoadJob], list[int]]:
-        """Jobs and cancellations for the next step."""
-        jobs, self._jobs = self._jobs, []
-        cancelled, self._cancelled = self._cancelled, []
-        return jobs, cancelled
+    def token_sources(self, state: RequestState) -> dict[int, int]:
+        """Returns the tokens of a request's load in flight, by the tier where they were found."""
+        load = self._active.get(state.load_id)
+        sources: Counter[int] = Counter()
+        if load is not None:
+            for index, tokens in enumerate(load.chunk_tokens):
+                found = index < len(load.source_tiers)
+                sources[load.source_tiers[index] if found else 0] += tokens
+        return dict(sources)
 
     @property
     def in_flight(self) -> int:
-        """Loads that have not been reported by every rank."""
+        """Loads that some rank has not reported."""
         return len(self._active)
-
-    def sources(self, state: RequestState) -> dict[int, int]:
-        """Tokens of a request's load in flight by the index of the tier where they were found."""
-        active = self._active.get(state.load)
-        if active is None:
-            return {}
-        found: Counter[int] = Counter()
-        for index, tokens in enumerate(active.chunk_tokens):
-            found[active.found[index] if index < len(active.found) else 0] += tokens
-        return dict(found)
-
-    def fail(self, state: RequestState, blocks: Sequence[int]) -> None:
-        """A job that cannot succeed, for a request whose report is owed and whose load could not be described."""
-        if any(job.request_id == state.request_id for job in self._jobs):
-            return
-        begin = state.computed // self._planner.groups[0].block_tokens
-        self._jobs.append(
-            LoadJob(
-                next(self._numbers),
-                state.request_id,
-                (BlockRun(0, 0, tuple(blocks[begin:])),),
-                MIN_LIMIT_SECONDS,
-            )
-        )
-        state.failed = True

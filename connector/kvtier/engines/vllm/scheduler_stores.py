@@ -1,36 +1,38 @@
-"""Stores, as the scheduler side sees them: which chunks leave the GPU, and whose blocks stay referenced until they have (DATAPATH 5, 6).
+"""Stores on the scheduler side: which chunks leave GPU memory, and which blocks stay referenced.
 
-A chunk is stored once the worker has executed its last token, if no tier holds it and nobody is storing it. Where there is no
-free slot, or too much is in flight, it waits behind the frontier while its request runs, and is dropped when the request ends: a
-store never holds anything up.
+A chunk is stored once the workers have executed its last token, unless a tier holds it already or
+another request is storing it. If there is no free slot, or too much is in flight, the chunk waits
+behind its request's frontier; when the request finishes it is dropped. A store never delays a
+request.
+
+The blocks of a store are referenced in vLLM's block pool from planning until every rank reports.
+docs/datapath.md explains why. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
 from kvtier.engines.vllm.metadata import BlockRun, StoreJob
-from kvtier.engines.vllm.scheduler_requests import GROUP, RequestState
-from kvtier.engines.vllm.tierd_session import Clock, TierdSession
+from kvtier.engines.vllm.request_state import GROUP, RequestState
+from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Reserve
 
-logger = logging.getLogger(__name__)
-
 MAX_IN_FLIGHT_BYTES = 512 << 20
-CACHE_SHARE = 4
-"""Stores in flight keep at most a quarter of the engine's KV cache referenced: slow copies must leave blocks for requests."""
-MAX_VISITED_PER_STEP = 4_096
-"""Chunks looked at in one step, over all requests: about half a millisecond."""
-SETTLING_SECONDS = 0.5
-"""A key that was just delivered counts as there until tierd's delta arrives, so that nobody stores it twice."""
-PROGRESS_SECONDS = 10.0
-"""The engine is kept going for stores in flight as long as one of them ended this recently."""
+MAX_CACHE_FRACTION = 4
+"""Stores in flight reference at most a quarter of the KV cache: slow copies must leave blocks for
+requests."""
+MAX_CHUNKS_VISITED_PER_STEP = 4_096
+"""Over all requests; takes about half a millisecond."""
+RECENTLY_COMMITTED_SECONDS = 0.5
+"""A committed key counts as present until tierd's delta arrives, so that it is not stored twice."""
+PROGRESS_TIMEOUT_SECONDS = 10.0
+"""An idle engine keeps stepping for stores as long as one of them ended this recently."""
 NULL_BLOCK = 0
 
 
@@ -46,11 +48,10 @@ class BlockPool(Protocol):
 
 @dataclass(slots=True)
 class OpenStore:
-    """A reservation. ``blocks`` are referenced in vLLM's pool until every rank is done with them."""
+    """A store that was planned and is not done. ``blocks`` are referenced in vLLM's pool."""
 
     job: StoreJob
     key: bytes
-    block_hash: bytes
     state: RequestState
     blocks: list[Any]
     size_bytes: int
@@ -58,90 +59,93 @@ class OpenStore:
 
 
 class SchedulerStores:
-    """All stores of one engine. The scheduler's thread only. Reservation numbers are unique in the engine's life."""
+    """All stores of one engine. Reservation ids are unique for the life of the engine."""
 
     def __init__(
         self,
         planner: Planner,
-        link: TierdSession,
-        clock: Clock,
+        session: TierdSession,
+        clock: Callable[[], float],
         max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     ) -> None:
         self.pool: BlockPool | None = None
+        """vLLM binds its block pool after it has built the connector."""
         self.worker_epoch: int | None = None
-        """Epoch that the workers' last report named; None: no report since the namespace was opened."""
+        """The tierd epoch of the workers' last report; None before the first one of a session."""
         self.dropped: Counter[str] = Counter()
         self._planner = planner
-        self._link = link
+        self._session = session
         self._clock = clock
         self._max_in_flight_bytes = max_in_flight_bytes
-        self._numbers = count(1)
+        self._ids = count(1)
+        self._planned: list[OpenStore] = []
+        """For the next step's metadata."""
         self._open: dict[int, OpenStore] = {}
         """Sent to the workers."""
-        self._planned: list[OpenStore] = []
-        """For the next step."""
         self._keys: set[bytes] = set()
-        self._settling: deque[tuple[float, bytes]] = deque()
+        """Keys that are planned, open or recently committed."""
+        self._recently_committed: deque[tuple[float, bytes]] = deque()
         self._in_flight_bytes = 0
         self._in_flight_chunks = 0
         self._progress_at = clock()
-        self._visited = 0
+        self._visited_chunks = 0
 
     # Planning.
 
     def begin_step(self) -> None:
-        """A new step is being built."""
-        self._visited = 0
+        """Starts the planning of one step."""
+        self._visited_chunks = 0
         now = self._clock()
-        while self._settling and self._settling[0][0] <= now:
-            self._keys.discard(self._settling.popleft()[1])
+        while self._recently_committed and self._recently_committed[0][0] <= now:
+            self._keys.discard(self._recently_committed.popleft()[1])
 
     def plan(
-        self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, last: bool
+        self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, finished: bool
     ) -> None:
-        """Plans what is storable of a request beyond its frontier. ``block_ids``: its table, alive at this moment.
+        """Plans stores of a request's chunks between its frontier and ``storable_chunks``.
 
-        ``last``: the request ends, so what cannot be stored at once is dropped.
+        ``block_ids``: the request's block table, which must be valid during the call. ``finished``:
+        whatever cannot be stored at once is dropped.
         """
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        obstacle = self._obstacle()
-        if obstacle and not last:
+        blocked_reason = self._store_blocked_reason()
+        if blocked_reason and not finished:
             return
-        keys = state.keys(self._planner)
-        get, usable, open_keys = (
-            self._link.replica.get_bits,
-            self._link.replica.usable_bits,
-            self._keys,
-        )
+        replica = self._session.replica
+        get_bits, usable_bits, pending_keys = replica.get_bits, replica.usable_bits, self._keys
+        keys = state.keys(self._planner.hashes_per_chunk)
         for chunk in range(frontier.next_chunk, min(storable_chunks, len(keys))):
-            if not last and self._visited >= MAX_VISITED_PER_STEP:
+            if not finished and self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
                 return
-            self._visited += 1
+            self._visited_chunks += 1
             key = keys[chunk]
-            if not get(key, 0) & usable and key not in open_keys:
-                reason = obstacle or self._store(state, chunk, key, block_ids)
-                if reason and not last and reason != "blocks_gone":
+            if not get_bits(key, 0) & usable_bits and key not in pending_keys:
+                reason = blocked_reason or self._plan_chunk(state, chunk, key, block_ids)
+                if reason and not finished and reason != "blocks_gone":
                     return
                 if reason:
                     self.dropped[reason] += 1
             frontier.next_chunk = chunk + 1
 
-    def _obstacle(self) -> str:
-        """Why nothing at all can be stored at this moment; empty if something can."""
+    def _store_blocked_reason(self) -> str:
+        """Returns why no chunk can be stored; empty if chunks can be stored."""
         if self.pool is None:
             return "no_block_pool"
-        if not self._link.open:
+        session = self._session
+        if not session.namespace_open:
             return "not_attached"
-        if self._link.replica.stale or not self._link.usable:
+        if not session.replica_ready:
             return "replica_incomplete"
-        if self.worker_epoch is not None and self.worker_epoch != self._link.epoch:
+        if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
         return ""
 
-    def _store(self, state: RequestState, chunk: int, key: bytes, block_ids: Sequence[int]) -> str:
-        """Takes a slot and references the blocks; or says why not."""
+    def _plan_chunk(
+        self, state: RequestState, chunk: int, key: bytes, block_ids: Sequence[int]
+    ) -> str:
+        """Takes a slot and references the blocks of one chunk; returns why not if it cannot."""
         planner, pool = self._planner, self.pool
         if pool is None:
             return "no_block_pool"
@@ -149,56 +153,57 @@ class SchedulerStores:
         ids = block_ids[chunk * length : (chunk + 1) * length]
         if len(ids) < length or NULL_BLOCK in ids:
             return "blocks_gone"
-        size_bytes = self._link.slot_bytes[GROUP]
+        size_bytes = self._session.slot_bytes[GROUP]
         if self._in_flight_bytes + size_bytes > self._max_in_flight_bytes:
             return "in_flight_bytes"
-        if self._in_flight_chunks >= max(1, len(pool.blocks) // (CACHE_SHARE * length)):
+        if self._in_flight_chunks >= max(1, len(pool.blocks) // (MAX_CACHE_FRACTION * length)):
             return "in_flight_blocks"
-        credits = self._link.credits[GROUP]
+        credits = self._session.credits[GROUP]
         if not credits:
             return "no_credit"
         blocks = [pool.blocks[block] for block in ids]
         pool.touch(blocks)
         slot = credits.popleft()
-        job = StoreJob(next(self._numbers), slot, self._link.epoch, BlockRun(GROUP, 0, tuple(ids)))
-        self._planned.append(OpenStore(job, key, key[1:], state, blocks, size_bytes, planner.ranks))
+        run = BlockRun(GROUP, 0, tuple(ids))
+        job = StoreJob(next(self._ids), slot, self._session.epoch, run)
+        self._planned.append(OpenStore(job, key, state, blocks, size_bytes, planner.ranks))
         self._keys.add(key)
         self._in_flight_bytes += size_bytes
         self._in_flight_chunks += 1
-        state.stores += 1
+        state.stores_in_flight += 1
         return ""
 
-    def take(self) -> list[StoreJob]:
-        """Reserves what was planned and returns the jobs for the workers. What cannot be reserved is dropped."""
+    def take_jobs(self) -> list[StoreJob]:
+        """Reserves the planned stores and returns their jobs.
+
+        What cannot be reserved is dropped.
+        """
         planned, self._planned = self._planned, []
         if not planned:
             return []
-        epoch = self._link.epoch
-        good = [store for store in planned if store.job.epoch == epoch]
+        session = self._session
+        current = [store for store in planned if store.job.epoch == session.epoch]
         items = tuple(
-            (store.job.reservation, GROUP, store.block_hash, store.job.slot) for store in good
+            (store.job.reservation, GROUP, store.key[1:], store.job.slot) for store in current
         )
-        if not items or not self._link.open or not self._link.send(Reserve(items=items)):
-            good = []
-        for store in good:
-            self._open[store.job.reservation] = store
-        if len(good) < len(planned):
-            self._drop(
-                [store for store in planned if store.job.reservation not in self._open], "lost"
-            )
-        if good and len(self._open) == len(good):
+        if not items or not session.namespace_open or not session.send(Reserve(items=items)):
+            current = []
+        if current and not self._open:
             self._progress_at = self._clock()
-        return [store.job for store in good]
+        self._open.update((store.job.reservation, store) for store in current)
+        if len(current) < len(planned):
+            self._drop([each for each in planned if each.job.reservation not in self._open], "lost")
+        return [store.job for store in current]
 
-    # Ends.
+    # Completion.
 
-    def done(self, stores_done: dict[int, int]) -> None:
-        """Ranks that are done with reservations, by reservation."""
-        if not stores_done:
+    def on_stores_done(self, ranks_by_reservation: dict[int, int]) -> None:
+        """Takes the workers' reports: how many ranks are done with each reservation."""
+        if not ranks_by_reservation:
             return
         now = self._clock()
         self._progress_at = now
-        for reservation, ranks in stores_done.items():
+        for reservation, ranks in ranks_by_reservation.items():
             store = self._open.get(reservation)
             if store is None:
                 self.dropped["unknown_report"] += 1
@@ -208,14 +213,14 @@ class SchedulerStores:
                 continue
             del self._open[reservation]
             self._release(store)
-            self._settling.append((now + SETTLING_SECONDS, store.key))
+            self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
     def _release(self, store: OpenStore) -> None:
         self._in_flight_bytes -= store.size_bytes
         self._in_flight_chunks -= 1
-        store.state.stores -= 1
+        store.state.stores_in_flight -= 1
         if self.pool is not None:
-            # The end of a prefix is of no use without its beginning, so it is to be evicted first.
+            # The end of a prefix is useless without its beginning, so vLLM evicts it first.
             self.pool.free_blocks(reversed(store.blocks))
 
     def _drop(self, stores: Iterable[OpenStore], reason: str) -> None:
@@ -224,35 +229,40 @@ class SchedulerStores:
             self._keys.discard(store.key)
             self.dropped[reason] += 1
 
-    def session_lost(self) -> None:
-        """tierd is gone, and its slots with it. Blocks of what the workers were given stay referenced until they report."""
+    def _drop_planned(self, reason: str) -> None:
         planned, self._planned = self._planned, []
-        self._drop(planned, "lost")
-        self._settling.clear()
+        self._drop(planned, reason)
+
+    def _forget_committed(self) -> None:
+        self._recently_committed.clear()
         self._keys = {store.key for store in self._open.values()}
+
+    def on_session_lost(self) -> None:
+        """tierd is gone, and its slots with it.
+
+        The blocks of open stores stay referenced until the workers report.
+        """
+        self._drop_planned("lost")
+        self._forget_committed()
         self.worker_epoch = None
 
     def reset(self) -> None:
-        """The cache was reset: what was not sent yet is not stored. Its slots are still ours."""
-        planned, self._planned = self._planned, []
-        for store in planned:
-            self._link.credits[GROUP].append(store.job.slot)
-        self._drop(planned, "reset")
-        self._settling.clear()
-        self._keys = {store.key for store in self._open.values()}
+        """Drops planned stores after a cache reset. Their slots are still valid and are reused."""
+        self._session.credits[GROUP].extend(store.job.slot for store in self._planned)
+        self._drop_planned("reset")
+        self._forget_committed()
 
-    def abandon(self) -> None:
-        """KVTier is off: nothing that was planned is sent."""
-        planned, self._planned = self._planned, []
-        self._drop(planned, "off")
+    def turn_off(self) -> None:
+        """Drops planned stores, because KVTier is off."""
+        self._drop_planned("off")
 
     @property
     def in_flight(self) -> int:
         """Stores that were planned and are not done."""
         return len(self._open) + len(self._planned)
 
-    def worth_stepping_for(self) -> bool:
-        """Whether an engine without requests shall go on making steps, so that stores end."""
+    def has_pending_work(self) -> bool:
+        """Returns whether an engine without requests should keep stepping, so that stores end."""
         if self._planned:
             return True
-        return bool(self._open) and self._clock() - self._progress_at < PROGRESS_SECONDS
+        return bool(self._open) and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS

@@ -1,23 +1,33 @@
-"""The scheduler side's end of the conversation with tierd: session, replica, credits, live settings.
+"""The scheduler side's session with tierd: handshake, replica, slot credits and live settings.
 
-Two threads. The client's I/O thread applies deltas to the replica, so that keys that are leaving are acknowledged even while the
-engine is idle; it is the replica's only writer. The scheduler's thread only looks keys up, which is atomic. Everything else
-waits in an inbox, in order, until the scheduler's thread takes it (``drain``); losing tierd is an entry there too, so what belonged
-to one session is never mistaken for the next one's.
+Two threads use a session. The client's I/O thread applies deltas to the replica, so that eviction
+notices are acknowledged even while the engine is idle; it is the replica's only writer. The
+scheduler's thread only looks keys up, which is atomic.
+
+Every other message waits in the inbox, in order, until the scheduler's thread calls ``drain``. The
+loss of tierd is an inbox entry as well, so messages of one session are never applied to the next.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvtier.config.loader import merge_live
-from kvtier.config.models import Live, LiveTier, Topology
+from kvtier.config.models import Daemon, Live, LiveTier, Topology
+from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.planner import Planner
+from kvtier.processes import own_identity
+from kvtier.tierd.client import TierdClient
+from kvtier.tierd.liveness import own_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import (
+    PROTOCOL,
     Credits,
     Delta,
     EvictionNotice,
@@ -35,21 +45,14 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
-Clock = Callable[[], float]
-"""Seconds, monotonic."""
 RESET_REASON = "the engine's cache was reset, which happens when weights are replaced"
 
 
 class SchedulerClient(Protocol):
-    """The part of tierd's client that the scheduler side uses (kvtier.tierd.client)."""
-
-    @property
-    def attached(self) -> bool: ...
+    """The part of ``TierdClient`` that the scheduler side uses. ``epoch`` is 0 while detached."""
 
     @property
     def epoch(self) -> int: ...
-
-    beat: Callable[[], Heartbeat]
 
     def start(self) -> None: ...
 
@@ -58,133 +61,172 @@ class SchedulerClient(Protocol):
     def close(self, timeout_seconds: float) -> None: ...
 
 
-ClientFactory = Callable[
-    [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], SchedulerClient
+SchedulerConnect = Callable[
+    [
+        Path,
+        Callable[[], Hello],
+        Callable[[Message], None],
+        Callable[[str], None],
+        Callable[[], Heartbeat],
+    ],
+    SchedulerClient,
 ]
-"""run directory, hello, sink, on_lost -> client that attaches again by itself."""
+"""(run directory, hello, sink, on_lost, heartbeat) -> client that reattaches by itself."""
 
 
-def tierd_client(
+def connect_scheduler(
     run_directory: Path,
     hello: Callable[[], Hello],
     sink: Callable[[Message], None],
     on_lost: Callable[[str], None],
+    heartbeat: Callable[[], Heartbeat],
     *,
     private: bool = False,
 ) -> SchedulerClient:
-    """The real client. It copies nothing, so nothing has to be drained before it attaches again."""
-    from kvtier.tierd.client import TierdClient
+    """Returns the real client.
 
+    The scheduler side copies nothing, so nothing has to be drained before it reattaches.
+    """
     return TierdClient(
         run_directory=run_directory,
         hello=hello,
         sink=sink,
         on_lost=on_lost,
+        heartbeat=heartbeat,
         reattach="auto",
         private=private,
     )
 
 
-class _Lost:
-    """Inbox entry: the session is over."""
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The session ended. Promotions and credits of it are void."""
 
 
 class TierdSession:
-    """What the scheduler side knows of tierd. Methods are for the scheduler's thread unless they say otherwise.
+    """The scheduler side's view of tierd, across reconnects.
 
-    ``usable``: the engine's namespace is open, so questions may be answered from ``replica``. ``epoch``: of the session whose messages
-    have been taken. ``credits[g]``: free slots. ``promoted`` is called with every ``Promoted``, ``lost`` when the session is over.
+    Methods belong to the scheduler's thread unless they say otherwise. ``engine``: the name that
+    the workers use too. ``identity`` is called on the I/O thread before each attempt to attach,
+    and may block.
     """
 
-    def __init__(self, topology: Topology, groups: int) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        planner: Planner,
+        engine: str,
+        identity: Callable[[], EngineIdentity],
+        connect: SchedulerConnect | None = None,
+    ) -> None:
+        private = topology.structural.daemon is Daemon.ENGINE
+        connect = connect or partial(connect_scheduler, private=private)
+        self.inbox: deque[Message | SessionLost] = deque()
+        """Bounded by tierd: one ``Promoted`` for each ``Promote``, credits only for used slots, and
+        live settings, which people change."""
         self.replica = Replica()
-        self.counters: Counter[str] = Counter()
+        self.replica_changes = 0
+        """Rises with every delta. A key that was missing may be present afterwards."""
         self.live: Live = topology.live
-        self.tiers = tuple(tier.name for tier in topology.structural.tiers)
         self.epoch = 0
+        """Epoch of the session whose messages are applied; 0 without one."""
         self.ready: Ready | None = None
-        self.refusal = ""
-        self.changes = 0
-        """Rises with every delta: what was absent may be there now."""
-        self.credits: list[deque[int]] = [deque() for _ in range(groups)]
-        self.promoted: Callable[[Promoted], None] = lambda _: None
-        self.lost: Callable[[], None] = lambda: None
-        self.client: SchedulerClient | None = None
-        self.beat = Heartbeat()
-        """The next heartbeat. The scheduler's thread replaces it as a whole, the I/O thread reads it."""
+        """The open namespace; None without one."""
+        self.credits: list[deque[int]] = [deque() for _ in planner.groups]
+        """Free slots by group."""
+        self.heartbeat = Heartbeat()
+        """The next heartbeat. The scheduler's thread replaces it, the I/O thread reads it."""
+        self.counters: Counter[str] = Counter()
+        self._tier_names = tuple(tier.name for tier in topology.structural.tiers)
         self._structural = topology.structural
-        self._inbox: deque[Message | _Lost] = deque()
-        """Bounded by tierd: one ``Promoted`` for each ``Promote``, credits only for slots that were used, settings that a person changed."""
-        self._snapshot_in = 0
-        """Epoch whose snapshot the replica has begun with; written by the I/O thread."""
-        self._volatile = ""
-        self._told = ""
-        """What the last ``Hello`` said of it; written by the I/O thread."""
-        self._reset_owed = False
-        self._reset_from = ""
+        self._planner = planner
+        self._engine = engine
+        self._identity = identity
+        self._refused_reason = ""
+        self._snapshot_epoch = 0
+        """Epoch whose snapshot has started to arrive; written by the I/O thread."""
+        self._ephemeral_reason = ""
+        """Why objects of this engine must not outlive it, beyond what its identity says."""
+        self._sent_ephemeral_reason = ""
+        """The same as of the last ``Hello``; written by the I/O thread."""
+        self._reset_unsent = False
+        self._reset_namespace = ""
+        self._client = connect(
+            Path(topology.structural.run_directory),
+            self._hello,
+            self.receive,
+            self.on_client_lost,
+            lambda: self.heartbeat,
+        )
 
-    def start(self, client: SchedulerClient) -> None:
-        """Begins to attach."""
-        self.client = client
-        client.beat = lambda: self.beat
-        client.start()
+    def start(self) -> None:
+        """Starts to attach, in the background."""
+        self._client.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Detaches. Any thread."""
+        self._client.close(timeout_seconds)
 
     # The client's I/O thread.
 
-    def received(self, message: Message) -> None:
-        """The client's sink."""
-        client = self.client
+    def _hello(self) -> Hello:
+        identity, process, ranks = self._identity(), own_identity(), self._planner.ranks
+        self._sent_ephemeral_reason = self._ephemeral_reason
+        return Hello(
+            protocol=PROTOCOL,
+            role="scheduler",
+            engine=self._engine,
+            pid=process.pid,
+            pid_namespace=process.pid_namespace,
+            process_start=process.start,
+            identity=identity.text,
+            ephemeral_reason=self._sent_ephemeral_reason or identity.ephemeral_reason,
+            writer_ranks=tuple(range(ranks)),
+            ranks=ranks,
+            lock=own_lock(Path(self._structural.run_directory)),
+        )
+
+    def receive(self, message: Message) -> None:
+        """Applies replica messages and queues all others. The client's sink."""
         if isinstance(message, Delta | EvictionNotice | Usable):
-            answer = self.replica.apply(message)
-            self.changes += 1
-            if isinstance(message, Delta) and message.snapshot and client is not None:
-                self._snapshot_in = client.epoch
-            if answer is not None and client is not None:
-                client.send(answer)
-            if self.replica.wants_resync() and client is not None:
-                client.send(Resync())
+            acknowledgement = self.replica.apply(message)
+            self.replica_changes += 1
+            if isinstance(message, Delta) and message.snapshot:
+                self._snapshot_epoch = self._client.epoch
+            if acknowledgement is not None:
+                self._client.send(acknowledgement)
+            if self.replica.wants_resync():
+                self._client.send(Resync())
             return
         if isinstance(message, Ready):
-            # A namespace begins, with a snapshot to come; what another one held must not be offered.
-            self._snapshot_in = 0
+            # A snapshot of the new namespace follows; keys of the previous one must not match.
+            self._snapshot_epoch = 0
             self.replica.clear()
-        self._inbox.append(message)
+        self.inbox.append(message)
 
-    def volatile_reason(self) -> str:
-        """For a ``Hello``: why nothing of this engine may outlive it, beyond what its identity says."""
-        self._told = self._volatile
-        return self._told
-
-    def session_lost(self, reason: str) -> None:
-        """The client's word that tierd is gone."""
-        self._snapshot_in = 0
+    def on_client_lost(self, reason: str) -> None:
+        """tierd is gone, or closed the session."""
+        self._snapshot_epoch = 0
         self.replica.clear()
-        self._inbox.append(_Lost())
+        self.inbox.append(SessionLost())
 
     # The scheduler's thread.
 
     @property
-    def usable(self) -> bool:
-        """Whether something may be asked of, or given to, tierd at this moment."""
-        client = self.client
-        return (
-            self.ready is not None
-            and client is not None
-            and client.attached
-            and client.epoch == self.epoch
-            and self._snapshot_in == self.epoch
-            and not self.replica.stale
-        )
+    def namespace_open(self) -> bool:
+        """Whether the engine's namespace is open and its credits are valid.
+
+        The replica may still be filling.
+        """
+        return self.ready is not None and self._client.epoch == self.epoch
 
     @property
-    def open(self) -> bool:
-        """Whether the engine's namespace is open and its credits hold; the replica may still be filling."""
-        client = self.client
+    def replica_ready(self) -> bool:
+        """Whether the namespace is open and the replica is complete."""
         return (
             self.ready is not None
-            and client is not None
-            and client.attached
-            and client.epoch == self.epoch
+            and self._client.epoch == self.epoch == self._snapshot_epoch
+            and not self.replica.stale
         )
 
     @property
@@ -193,112 +235,107 @@ class TierdSession:
         return self.ready.slot_bytes if self.ready is not None else ()
 
     def send(self, message: Message) -> bool:
-        """Sends within the session whose messages have been taken, or not at all: a slot number means nothing to the next."""
-        client = self.client
-        if client is None or client.epoch != self.epoch:
-            return False
-        return client.send(message)
+        """Sends ``message`` in the session whose messages are applied; False if that has ended.
+
+        A slot number of one session means nothing in the next.
+        """
+        return self._client.epoch == self.epoch and self._client.send(message)
 
     def tier(self, index: int) -> LiveTier:
-        """Live values of a tier by its index."""
-        name = self.tiers[index] if 0 <= index < len(self.tiers) else ""
-        return self.live.tiers.get(name) or LiveTier()
+        """Returns the live values of a tier."""
+        return self.live.tiers.get(self.tier_name(index)) or LiveTier()
 
     def tier_name(self, index: int) -> str:
-        """Name of a tier by its index."""
-        return self.tiers[index] if 0 <= index < len(self.tiers) else f"tier{index}"
+        """Returns the name of a tier."""
+        names = self._tier_names
+        return names[index] if 0 <= index < len(names) else f"tier{index}"
 
-    def drain(self) -> None:
-        """Takes what has arrived. Cheap when nothing has."""
-        inbox = self._inbox
+    def drain(self) -> Iterator[Promoted | SessionLost]:
+        """Applies the messages in the inbox; yields the events that loads and stores handle."""
+        inbox = self.inbox
         while inbox:
             message = inbox.popleft()
             if isinstance(message, Promoted):
-                self.promoted(message)
+                yield message
             elif isinstance(message, Credits):
                 if self.epoch and 0 <= message.group < len(self.credits):
                     self.credits[message.group].extend(message.slots)
             elif isinstance(message, Welcome):
-                self._welcomed(message)
+                self._on_welcome(message)
             elif isinstance(message, Ready):
-                self._readied(message)
+                self._on_ready(message)
             elif isinstance(message, Settings):
-                self._settings(message.settings)
+                self._apply_settings(message.settings)
             elif isinstance(message, Refused):
-                self._refused(message.reason)
-            elif isinstance(message, _Lost):
-                self._over()
+                self._on_refused(message.reason)
+            elif isinstance(message, SessionLost):
+                self._on_lost()
+                yield message
 
-    def reset(self) -> bool:
-        """The weights may have changed: nothing stored so far may be offered again, and nothing of this engine may be kept for others.
+    def reset(self) -> None:
+        """Abandons the namespace, because the weights may have changed.
 
-        True: tierd is told, or will be before anything else. Open promotions and credits go on being valid for tierd.
+        Objects stored so far must not match, and later objects of this engine must not be
+        shared. If ``ResetCache`` cannot be sent, it is sent before anything else later. tierd still
+        honors open promotions and credits.
         """
-        self._volatile = RESET_REASON
+        self._ephemeral_reason = RESET_REASON
         ready, self.ready = self.ready, None
-        self._reset_owed = True
-        if ready is None:
-            return True
-        self._reset_from = ready.namespace
+        self._reset_unsent = True
+        if ready is not None:
+            self._send_reset(ready)
+
+    def _send_reset(self, ready: Ready) -> None:
+        self._reset_namespace = ready.namespace
         if self.send(ResetCache()):
-            self._reset_owed = False
-        return True
+            self._reset_unsent = False
 
-    def close(self, timeout_seconds: float) -> None:
-        """Says goodbye. Any thread."""
-        if self.client is not None:
-            self.client.close(timeout_seconds)
-
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self.epoch = welcome.epoch
-        self.refusal = ""
-        self.tiers = welcome.tiers or self.tiers
+        self._refused_reason = ""
+        self._tier_names = welcome.tiers or self._tier_names
         self.counters["attached"] += 1
         if welcome.settings:
-            self._settings(welcome.settings)
-        logger.info("KVTier: the scheduler side is attached to tierd, epoch %d", welcome.epoch)
+            self._apply_settings(welcome.settings)
+        logger.info("KVTier: scheduler side attached to tierd, epoch %d", welcome.epoch)
 
-    def _readied(self, ready: Ready) -> None:
-        if self._reset_owed:
-            # It was opened from an identity of before the reset.
-            self._reset_from = ready.namespace
-            if self.send(ResetCache()):
-                self._reset_owed = False
+    def _on_ready(self, ready: Ready) -> None:
+        if self._reset_unsent:
+            # tierd opened it for an identity from before the reset.
+            self._send_reset(ready)
             return
-        if ready.namespace == self._reset_from:
+        if ready.namespace == self._reset_namespace:
             return
         self.ready = ready
         self.counters["ready"] += 1
         logger.info(
-            "KVTier: namespace %s is open, objects of %s bytes%s",
+            "KVTier: namespace %s opened, object sizes %s bytes%s",
             ready.namespace,
             ", ".join(map(str, ready.slot_bytes)),
-            "" if ready.persistent else ", in RAM only and for this engine's life",
+            "" if ready.persistent else ", memory tier only, for the lifetime of this engine",
         )
 
-    def _settings(self, settings: str) -> None:
-        self.live, refusals = merge_live(settings.encode(), self.live, self._structural)
-        for refusal in refusals:
+    def _apply_settings(self, settings: str) -> None:
+        self.live, problems = merge_live(settings.encode(), self.live, self._structural)
+        for problem in problems:
             self.counters["settings_refused"] += 1
-            logger.warning("KVTier: live settings: %s", refusal)
+            logger.warning("KVTier: live settings: %s", problem)
 
-    def _refused(self, reason: str) -> None:
+    def _on_refused(self, reason: str) -> None:
         self.counters["refused"] += 1
-        if reason != self.refusal:
-            self.refusal = reason
+        if reason != self._refused_reason:
+            self._refused_reason = reason
             logger.warning(
-                "KVTier: this engine serves without tiers: tierd refuses the scheduler side: %s",
-                reason,
+                "KVTier: serving without tiers: tierd refused the scheduler side: %s", reason
             )
 
-    def _over(self) -> None:
+    def _on_lost(self) -> None:
         self.counters["lost"] += 1
         self.ready = None
         self.epoch = 0
-        self._reset_from = ""
-        # A Hello that says that the cache was reset makes tierd open a namespace that nobody else can reach; the next session's may
-        # have been made a moment before the reset.
-        self._reset_owed = self._told != self._volatile
-        for free in self.credits:
-            free.clear()
-        self.lost()
+        self._reset_namespace = ""
+        # A Hello that reports the reset makes tierd open a namespace that only this engine can use.
+        # The next session's Hello may have been built a moment before the reset.
+        self._reset_unsent = self._sent_ephemeral_reason != self._ephemeral_reason
+        for slots in self.credits:
+            slots.clear()

@@ -1,7 +1,7 @@
-"""Keeps the mapping of the host pool: maps and registers it on a thread of its own, and notices when tierd made another
-file.
+"""Maps the host pool and registers it with the device, on a background thread.
 
-Registering 64 GiB takes about 3 s; the engine serves meanwhile, without tiers.
+Registering 64 GiB takes about 3 s; meanwhile the engine serves without tiers. The mapper also
+notices when tierd has created another pool file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Protocol
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 
 
-class Pin(Protocol):
-    """Makes a pool fit for the device; returns it with its seams, and what ``unpin`` needs. Raises ``KVTierError``."""
+class RegisterPool(Protocol):
+    """Registers a pool; returns it with its boundaries, and what ``unregister`` needs.
+
+    Raises ``KVTierError``.
+    """
 
     def __call__(
         self, pool: HostPool, cancelled: Callable[[], bool]
@@ -25,81 +28,92 @@ class Pin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolReady:
-    """The keeper holds the pool at ``path``; or ``problem`` says why not."""
+    """The pool at ``path`` is mapped; or ``problem`` says why not."""
 
     path: Path
     nbytes: int
     problem: str = ""
 
 
-class HostPoolMapper:
-    """At most one mapping at a time. All methods are called by the transfer thread; ``done`` is called by the keeper's
-    own.
-    """
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    pool: HostPool
+    registration: tuple[int, ...]
+    path: Path
+    nbytes: int
 
-    def __init__(self, pin: Pin, unpin: Callable[[HostPool, tuple[int, ...]], None]) -> None:
-        self._pin = pin
-        self._unpin = unpin
+
+class HostPoolMapper:
+    """At most one mapping at a time. The transfer thread calls it."""
+
+    def __init__(
+        self, register: RegisterPool, unregister: Callable[[HostPool, tuple[int, ...]], None]
+    ) -> None:
+        self._register = register
+        self._unregister = unregister
         self._lock = threading.Lock()
-        self._held: tuple[HostPool, tuple[int, ...], Path, int] | None = None
+        self._mapping: _Mapping | None = None
         self._busy = False
         self._closed = False
 
-    def held(self, path: Path, nbytes: int) -> HostPool | None:
-        """The mapping, if it is of the file that ``path`` names at this moment."""
+    def get(self, path: Path, nbytes: int) -> HostPool | None:
+        """Returns the mapped pool if it is of the file that is at ``path`` now."""
         with self._lock:
-            held, busy = self._held, self._busy
-        if held is None or busy or (held[2], held[3]) != (path, nbytes):
+            mapping, busy = self._mapping, self._busy
+        if mapping is None or busy or (mapping.path, mapping.nbytes) != (path, nbytes):
             return None
         try:
-            return held[0] if file_identity(path) == held[0].identity else None
+            return mapping.pool if file_identity(path) == mapping.pool.identity else None
         except OSError:
             return None
 
-    def fetch(self, path: Path, nbytes: int, done: Callable[[PoolReady], None]) -> None:
-        """Replaces the mapping by one of ``path``; calls ``done`` once. Ignored while one is under way: its ``done``
-        comes first.
+    def map(self, path: Path, nbytes: int, on_ready: Callable[[PoolReady], None]) -> None:
+        """Replaces the mapping by one of ``path``; the background thread calls ``on_ready`` once.
+
+        Does nothing while another mapping is in progress: its ``on_ready`` comes first.
         """
         with self._lock:
             if self._busy or self._closed:
                 return
             self._busy = True
-            old, self._held = self._held, None
+            previous, self._mapping = self._mapping, None
         threading.Thread(
-            target=self._work, args=(old, path, nbytes, done), name="kvtier-pool", daemon=True
+            target=self._run,
+            args=(previous, path, nbytes, on_ready),
+            name="kvtier-pool",
+            daemon=True,
         ).start()
 
     def close(self) -> None:
-        """Gives the registration back. No copy may run."""
+        """Unregisters the pool. No copy may run."""
         with self._lock:
             self._closed = True
-            held, self._held = self._held, None
-        if held is not None:
-            self._unpin(held[0], held[1])
+            mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            self._unregister(mapping.pool, mapping.registration)
 
-    def _work(
+    def _run(
         self,
-        old: tuple[HostPool, tuple[int, ...], Path, int] | None,
+        previous: _Mapping | None,
         path: Path,
         nbytes: int,
-        done: Callable[[PoolReady], None],
+        on_ready: Callable[[PoolReady], None],
     ) -> None:
-        ready: PoolReady
-        held: tuple[HostPool, tuple[int, ...], Path, int] | None = None
+        mapping: _Mapping | None = None
+        problem = ""
         try:
-            if old is not None:
-                self._unpin(old[0], old[1])
-            pool, begins = self._pin(open_pool(path, nbytes), lambda: self._closed)
-            held = (pool, begins, path, nbytes)
-            ready = PoolReady(path, nbytes)
+            if previous is not None:
+                self._unregister(previous.pool, previous.registration)
+            pool, registration = self._register(open_pool(path, nbytes), lambda: self._closed)
+            mapping = _Mapping(pool, registration, path, nbytes)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is: without an answer the transfer thread would never ask again.
-            ready = PoolReady(path, nbytes, f"{type(error).__name__}: {error}")
+            # Without an answer the transfer thread would never retry.
+            problem = f"{type(error).__name__}: {error}"
         with self._lock:
             self._busy = False
-            late = self._closed
-            if not late:
-                self._held = held
-        if late and held is not None:
-            self._unpin(held[0], held[1])
-        done(ready)
+            closed = self._closed
+            if not closed:
+                self._mapping = mapping
+        if closed and mapping is not None:
+            self._unregister(mapping.pool, mapping.registration)
+        on_ready(PoolReady(path, nbytes, problem))

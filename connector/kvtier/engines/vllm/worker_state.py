@@ -1,5 +1,6 @@
-"""What the worker's two threads share: counters, the reports that the engine's next step takes along, and the client's
-interface.
+"""What the engine's thread and the transfer thread of a rank share: completions and counters.
+
+Also the context that both state machines of the transfer thread work in, and the outbox to tierd.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.engines.vllm.metadata import LoadJob, LoadResult
+from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
 from kvtier.tierd.wire import Message
+from kvtier.transfer.engine import Copy, CopyEngine
 
-Clock = Callable[[], float]
-"""Seconds, monotonic."""
+MAX_UNSENT = 65_536
+"""Messages that wait for room in the client's queue. A tierd that is so far behind is lost, and its
+loss will be noticed."""
 
 
 class WorkerClient(Protocol):
-    """The part of tierd's client that a worker uses (kvtier.tierd.client)."""
+    """The part of ``TierdClient`` that a worker uses."""
 
     @property
     def attached(self) -> bool: ...
@@ -32,46 +35,8 @@ class WorkerClient(Protocol):
     def close(self, timeout_seconds: float) -> None: ...
 
 
-MAX_UNSENT = 65_536
-"""Messages that wait for room in the client's queue; beyond it tierd is as good as lost, and its loss will be
-noticed.
-"""
-
-
-class WorkerOutbox:
-    """Messages to tierd in order, kept while the client has no room for them, dropped while there is no tierd.
-    Transfer thread.
-    """
-
-    def __init__(self, client: WorkerClient, counters: Counters) -> None:
-        self._client = client
-        self._counters = counters
-        self._unsent: deque[Message] = deque()
-
-    def __len__(self) -> int:
-        return len(self._unsent)
-
-    def send(self, message: Message) -> None:
-        """Sends ``message``, or keeps it for ``flush``."""
-        if self._unsent or not self._client.send(message):
-            self._unsent.append(message)
-            self.flush()
-
-    def flush(self) -> None:
-        """Sends what is kept, as far as there is room."""
-        while self._unsent and self._client.send(self._unsent[0]):
-            self._unsent.popleft()
-        if self._unsent and (not self._client.attached or len(self._unsent) > MAX_UNSENT):
-            self._counters.add("unsent_dropped", len(self._unsent))
-            self._unsent.clear()
-
-    def clear(self) -> None:
-        """Tierd is gone, and what it should have heard with it."""
-        self._unsent.clear()
-
-
 class Counters:
-    """Named counts, added to from any thread."""
+    """Named counters. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,30 +48,45 @@ class Counters:
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counts since the start."""
+        """Returns all counts since the start."""
         with self._lock:
             return dict(self._counts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The one end of a load. ``owed``: vLLM waits for a report on the request. ``missing``: target blocks without
-    their content.
+    """The end of a load.
+
+    ``missing_blocks``: target blocks without their content. ``report_expected``: vLLM waits for a
+    report of the request.
     """
 
     result: LoadResult
-    missing: frozenset[int]
-    whole: bool
-    owed: bool = True
+    missing_blocks: frozenset[int]
+    complete: bool
+    report_expected: bool = True
+
+    @classmethod
+    def of(cls, job: LoadJob, result: LoadResult, report_expected: bool = True) -> LoadEnd:
+        """Returns the end of a load of which ``result`` says how many keys were copied."""
+        missing = (block for run in job.runs[result.keys_loaded :] for block in run.blocks)
+        complete = result.keys_loaded == len(job.runs)
+        return cls(result, frozenset(missing), complete, report_expected)
+
+    @classmethod
+    def rejected(cls, job: LoadJob, reason: str, report_expected: bool = True) -> LoadEnd:
+        """Returns the end of a load that was never started."""
+        result = LoadResult(job.load, job.request_id, 0, (), reason)
+        return cls.of(job, result, report_expected)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """Everything that one engine step reports, taken at once: the same load is in all of these or in none.
+class Completions:
+    """Everything that one engine step reports. A load is in all of these fields or in none.
 
-    ``recving``: request ids whose load has ended. ``failed``: those of them that must be recomputed from the start
-    (models with several groups, where a block id does not name one block). ``invalid_blocks``: blocks that were not
-    filled (models with one group).
+    ``recving``: ids of requests whose load has ended. ``failed``: those that vLLM must recompute
+    from the start (models with several groups, where a block id does not identify a block).
+    ``invalid_blocks``: blocks that were not filled (models with one group).
     """
 
     loads: list[LoadResult] = field(default_factory=list)
@@ -117,18 +97,18 @@ class WorkerSnapshot:
 
 
 class CompletionQueue:
-    """Filled by the transfer thread, emptied by the engine's thread once per step."""
+    """Filled by the transfer thread, and emptied by the engine's thread once per step."""
 
     def __init__(self, single_group: bool) -> None:
         self._single_group = single_group
         self._lock = threading.Lock()
-        self._ends: list[LoadEnd] = []
+        self._load_ends: list[LoadEnd] = []
         self._stores: list[int] = []
         self._epoch = 0
 
     @property
     def epoch(self) -> int:
-        """The tierd epoch in which this rank can copy; 0: it cannot."""
+        """The tierd epoch in which this rank can copy; 0 if it cannot."""
         with self._lock:
             return self._epoch
 
@@ -137,45 +117,88 @@ class CompletionQueue:
         with self._lock:
             self._epoch = value
 
-    def load_ended(self, end: LoadEnd) -> None:
-        """No copy of this load runs any more."""
+    def add_load(self, end: LoadEnd) -> None:
+        """Adds a load of which no copy runs."""
         with self._lock:
-            self._ends.append(end)
+            self._load_ends.append(end)
 
-    def load_refused(self, job: LoadJob, reason: str) -> None:
-        """The load was never begun."""
-        self.load_ended(refused(job, reason))
+    def reject_loads(self, jobs: Iterable[LoadJob], reason: str) -> None:
+        """Adds loads that were never started."""
+        for job in jobs:
+            self.add_load(LoadEnd.rejected(job, reason))
 
-    def stores_done(self, reservations: Iterable[int]) -> None:
-        """The source blocks of these reservations are not read any more."""
+    def add_stores(self, reservations: Iterable[int]) -> None:
+        """Adds stores of which no copy reads the source blocks."""
         with self._lock:
             self._stores.extend(reservations)
 
-    def take(self) -> WorkerSnapshot:
-        """What ended since the last call."""
+    def take(self) -> Completions:
+        """Returns what ended since the last call."""
         with self._lock:
-            ends, self._ends = self._ends, []
+            ends, self._load_ends = self._load_ends, []
             stores, self._stores = self._stores, []
-        taken = WorkerSnapshot(stores_done=dict.fromkeys(stores, 1))
+        taken = Completions(stores_done=dict.fromkeys(stores, 1))
         for end in ends:
             taken.loads.append(end.result)
-            if end.owed:
+            if end.report_expected:
                 taken.recving.add(end.result.request_id)
-            if end.whole:
+            if end.complete:
                 continue
             if self._single_group:
-                taken.invalid_blocks.update(end.missing)
-            elif end.owed:
+                taken.invalid_blocks.update(end.missing_blocks)
+            elif end.report_expected:
                 taken.failed.add(end.result.request_id)
         return taken
 
 
-def missing_blocks(job: LoadJob, keys_loaded: int) -> frozenset[int]:
-    """Target blocks of the keys after the first ``keys_loaded``."""
-    return frozenset(block for run in job.runs[keys_loaded:] for block in run.blocks)
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What loads and stores of one rank work with.
+
+    ``shard_offsets[g]``: where this rank's shard of group g starts in a slot.
+    """
+
+    engine: CopyEngine
+    shard_offsets: tuple[int, ...]
+    completions: CompletionQueue
+    counters: Counters
+    clock: Callable[[], float]
+
+    def copy(self, run: BlockRun, slot: int) -> Copy:
+        """Returns the copy of ``run`` to or from ``slot``. The copy engine checks the addresses."""
+        known = 0 <= run.group < len(self.shard_offsets)
+        offset = self.shard_offsets[run.group] if known else 0
+        return Copy(run.group, slot + offset if slot >= 0 else -1, run.first, run.blocks)
 
 
-def refused(job: LoadJob, reason: str, owed: bool = True) -> LoadEnd:
-    """The end of a load of which nothing was copied."""
-    result = LoadResult(job.load, job.request_id, 0, (), reason)
-    return LoadEnd(result, missing_blocks(job, 0), whole=not job.runs, owed=owed)
+class WorkerOutbox:
+    """Messages to tierd, in order. The transfer thread only.
+
+    They wait while the client has no room for them, and are dropped while there is no tierd.
+    """
+
+    def __init__(self, client: WorkerClient, counters: Counters) -> None:
+        self._client = client
+        self._counters = counters
+        self._unsent: deque[Message] = deque()
+
+    def __len__(self) -> int:
+        return len(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Sends ``message``, or queues it for ``flush``."""
+        if self._unsent or not self._client.send(message):
+            self._unsent.append(message)
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends queued messages while the client has room."""
+        while self._unsent and self._client.send(self._unsent[0]):
+            self._unsent.popleft()
+        if self._unsent and (not self._client.attached or len(self._unsent) > MAX_UNSENT):
+            self._counters.add("unsent_dropped", len(self._unsent))
+            self._unsent.clear()
+
+    def clear(self) -> None:
+        """Drops queued messages: tierd is gone."""
+        self._unsent.clear()

@@ -1,11 +1,12 @@
-"""The transfer thread of one worker rank: everything that touches slots happens here, one thing after another.
+"""The transfer thread of one rank: everything that touches slots happens here, one step at a time.
 
-It is fed by the engine's thread (jobs, with a fence of the compute stream), by the client's I/O thread (messages, loss
-of tierd) and by the thread that maps the pool. It never waits for any of them, and none of them waits for it, except
-``close`` for a bounded time.
+Inputs come from the engine's thread (jobs, each with a fence of the compute stream), from the
+client's I/O thread (messages, loss of tierd), and from the thread that maps the pool. The transfer
+thread waits for none of them, and none of them waits for it, except ``close`` for a bounded time.
 
-When tierd is lost or asks to drain: synchronise the copies, end the loads, drop the stores, forget announcements, and
-only then tell tierd (``reattach`` or ``Drained``). From that word on a slot may hold another object's bytes.
+When tierd is lost, the thread drains: it synchronizes the copies, ends the loads, drops the stores
+and forgets announcements. Only then does it tell the client to reattach, because from that moment
+on a slot may hold another object.
 """
 
 from __future__ import annotations
@@ -14,83 +15,73 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
-from kvtier.engines.vllm.worker_state import (
-    Clock,
-    CompletionQueue,
-    Counters,
-    WorkerClient,
-    WorkerOutbox,
-)
+from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import Drain, Drained, LoadReady, Message, Refused, Welcome
-from kvtier.transfer.engine import CopyEngine
+from kvtier.tierd.wire import LoadReady, Message, Refused, Welcome
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 8192
-"""Items that wait for the thread. One step brings at most three, one load one message."""
-POLL_SECONDS = 0.0005
-"""How often running copies are looked at: a 32 MiB transfer takes 0.6 ms."""
-UNSENT_SECONDS = 0.01
+"""Inputs that wait for the thread. One step adds at most two, one load one message."""
+COPY_POLL_SECONDS = 0.0005
+"""How often running copies are polled: a 32 MiB transfer takes 0.6 ms."""
+RESEND_SECONDS = 0.01
 IDLE_SECONDS = 1.0
+DRAIN_SHARE = 0.75
+"""The share of ``close``'s timeout that draining may take; the rest is for detaching."""
+
+WorkerConnect = Callable[[Callable[[Message], None], Callable[[str], None]], WorkerClient]
+"""(sink, on_lost) -> client."""
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadItem:
+class _LoadInput:
     jobs: tuple[LoadJob, ...]
     cancelled: tuple[int, ...]
     fence: object | None
-    received: float
+    received_at: float
 
 
 @dataclass(frozen=True, slots=True)
-class _StoreItem:
+class _StoreInput:
     jobs: tuple[StoreJob, ...]
     fence: object | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
+class _ClientLost:
     reason: str
 
 
-_Item = _LoadItem | _StoreItem | _Lost | Message | PoolReady
+_Input = _LoadInput | _StoreInput | _ClientLost | Message | PoolReady
 
 
 class TransferThread:
-    """Owns the copy engine from ``start`` on. ``keeper`` maps and registers the pool.
+    """Owns the copy engine, the client and the pool's mapping from ``start`` on.
 
-    ``put_*``, ``message`` and ``lost`` may be called from any thread and return at once.
+    ``put_*`` and ``receive`` may be called from any thread and return at once.
     """
 
     def __init__(
-        self,
-        engine: CopyEngine,
-        shard_offsets: tuple[int, ...],
-        client: WorkerClient,
-        reports: CompletionQueue,
-        counters: Counters,
-        keeper: HostPoolMapper,
-        clock: Clock = time.monotonic,
+        self, context: RankContext, connect: WorkerConnect, mapper: HostPoolMapper
     ) -> None:
-        self._engine = engine
-        self._client = client
-        self._reports = reports
-        self._counters = counters
-        self._keeper = keeper
-        self._clock = clock
-        self._outbox = WorkerOutbox(client, counters)
-        self._loads = WorkerLoads(
-            engine, shard_offsets, self._outbox.send, reports, counters, clock
-        )
-        self._stores = WorkerStores(engine, shard_offsets, self._outbox.send, reports, counters)
+        self._context = context
+        self._engine = context.engine
+        self._completions = context.completions
+        self._counters = context.counters
+        self._mapper = mapper
+        self._client = connect(self.receive, self.on_client_lost)
+        self._outbox = WorkerOutbox(self._client, context.counters)
+        self._loads = WorkerLoads(context, self._outbox.send)
+        self._stores = WorkerStores(context, self._outbox.send)
         self._wake = threading.Condition()
-        self._items: deque[_Item] = deque()
+        self._inputs: deque[_Input] = deque()
         self._closing = False
         self._closed = False
         self._ended = threading.Event()
@@ -99,219 +90,221 @@ class TransferThread:
         self._drained_epoch = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-transfer", daemon=True)
 
+    # Any thread.
+
     @property
     def drained_epoch(self) -> int:
-        """Every epoch up to this one is behind this rank. Any thread."""
+        """The last epoch of which no copy runs and no announcement is remembered."""
         return self._drained_epoch
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread, and to attach to tierd."""
         self._thread.start()
+        self._client.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Drains, ends the thread and detaches from tierd within ``timeout_seconds``.
+
+        Without proof that the copies have ended it does not detach: tierd then waits until this
+        process is gone.
+        """
+        started_at = time.monotonic()
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._ended.wait(timeout_seconds * DRAIN_SHARE) and self._drained:
+            self._client.close(max(0.1, timeout_seconds - (time.monotonic() - started_at)))
 
     def fence(self) -> object | None:
-        """Marks this point in the engine's kernels. Engine's thread; ``None`` where there is nothing to wait for."""
+        """Returns a mark in the stream of the engine's kernels. The engine's thread only."""
         return self._engine.fence()
 
     def put_loads(
         self, jobs: tuple[LoadJob, ...], cancelled: tuple[int, ...], fence: object | None
     ) -> None:
-        """New loads and cancellations of one step. Loads for which there is no room end at once."""
-        if not self._put(_LoadItem(jobs, cancelled, fence, self._clock())):
-            for job in jobs:
-                self._reports.load_refused(job, "off" if self._closed or self._closing else "queue")
+        """Queues the loads and cancellations of a step. Without room the loads end at once."""
+        if not self._put(_LoadInput(jobs, cancelled, fence, self._context.clock())):
+            reason = "off" if self._closed or self._closing else "queue"
+            self._completions.reject_loads(jobs, reason)
 
     def put_stores(self, jobs: tuple[StoreJob, ...], fence: object | None) -> None:
-        """New stores of one step. Those for which there is no room are done at once, and never delivered."""
-        if not self._put(_StoreItem(jobs, fence)):
+        """Queues the stores of a step. Without room they end at once, undelivered."""
+        if not self._put(_StoreInput(jobs, fence)):
             self._counters.add("stores_aborted", len(jobs))
-            self._reports.stores_done(job.reservation for job in jobs)
+            self._completions.add_stores(job.reservation for job in jobs)
 
-    def message(self, message: Message) -> None:
-        """The client's sink."""
-        if isinstance(message, LoadReady | Welcome | Drain | Refused):
+    def receive(self, message: Message) -> None:
+        """Queues a message of tierd. The client's sink."""
+        if isinstance(message, LoadReady | Welcome | Refused):
             self._put(message, always=not isinstance(message, LoadReady))
 
-    def lost(self, reason: str) -> None:
-        """The client's word that tierd is gone; it does not attach again before this thread has drained."""
-        self._put(_Lost(reason), always=True)
+    def on_client_lost(self, reason: str) -> None:
+        """tierd is gone. The client does not reattach before this thread has drained."""
+        self._put(_ClientLost(reason), always=True)
 
-    def pool_ready(self, ready: PoolReady) -> None:
-        """The keeper's word that a pool is mapped, or that it cannot be."""
+    def on_pool_ready(self, ready: PoolReady) -> None:
+        """The mapper is done."""
         self._put(ready, always=True)
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Drains and ends the thread; whether every copy is known to be over within ``timeout_seconds``."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
-        return self._ended.wait(timeout_seconds) and self._drained
-
-    def _put(self, item: _Item, always: bool = False) -> bool:
+    def _put(self, item: _Input, always: bool = False) -> bool:
         with self._wake:
             if self._closed or self._closing:
                 return False
-            if len(self._items) >= MAX_QUEUED and not always:
+            if len(self._inputs) >= MAX_QUEUED and not always:
                 self._counters.add("queue_full")
                 return False
-            self._items.append(item)
+            self._inputs.append(item)
             self._wake.notify_all()
             return True
+
+    # The transfer thread.
 
     def _run(self) -> None:
         try:
             self._engine.enter_thread()
-            while self._turn():
+            while self._run_once():
                 pass
-            self._let_go("closing")
+            self._drain("closing")
             self._drained = True
-        except Exception as error:  # the last resort: the engine serves on, whatever broke here
+        except Exception as error:  # the last resort: the engine serves on
             self._counters.add("thread_failures")
-            logger.exception(
-                "KVTier: the transfer thread failed; this engine serves without tiers (%s)", error
-            )
+            logger.exception("KVTier: transfer thread failed, serving without tiers (%s)", error)
         finally:
-            self._end()
+            self._finish()
 
-    def _turn(self) -> bool:
-        """Handles what arrived, moves copies on, waits; ``False`` when the thread is to end."""
+    def _run_once(self) -> bool:
+        """Handles inputs, advances copies and waits; returns False when the thread must end."""
         with self._wake:
             if self._closing:
                 return False
-            items = list(self._items)
-            self._items.clear()
-        for item in items:
+            inputs = list(self._inputs)
+            self._inputs.clear()
+        for item in inputs:
             self._handle(item)
-        happened = self._loads.advance(self._engine.pool is not None)
-        happened |= self._stores.advance()
+        changed = self._loads.advance(can_copy=self._engine.pool is not None)
+        changed |= self._stores.advance()
         self._outbox.flush()
         with self._wake:
-            if not happened and not self._items and not self._closing:
-                self._wake.wait(self._patience())
+            if not changed and not self._inputs and not self._closing:
+                self._wake.wait(self._poll_timeout())
         return True
 
-    def _patience(self) -> float:
-        waits = [IDLE_SECONDS]
+    def _poll_timeout(self) -> float:
+        timeouts = [IDLE_SECONDS]
         if self._loads.copying or self._stores.copying:
-            waits.append(POLL_SECONDS)
+            timeouts.append(COPY_POLL_SECONDS)
         if len(self._outbox):
-            waits.append(UNSENT_SECONDS)
+            timeouts.append(RESEND_SECONDS)
         deadline = self._loads.next_deadline()
         if deadline is not None:
-            waits.append(max(0.0, deadline - self._clock()))
-        return min(waits)
+            timeouts.append(max(0.0, deadline - self._context.clock()))
+        return min(timeouts)
 
-    def _handle(self, item: _Item) -> None:
+    def _handle(self, item: _Input) -> None:
         match item:
-            case _LoadItem():
-                self._loads.add(item.jobs, item.fence, item.received)
+            case _LoadInput():
+                self._loads.add(item.jobs, item.fence, item.received_at)
                 self._loads.cancel(item.cancelled)
-            case _StoreItem():
-                self._stores.add(item.jobs, item.fence, self._reports.epoch)
+            case _StoreInput():
+                self._stores.add(item.jobs, item.fence, self._completions.epoch)
             case LoadReady():
-                self._loads.announced(item)
+                self._loads.on_announcement(item)
             case Welcome():
-                self._welcomed(item)
+                self._on_welcome(item)
             case PoolReady():
-                self._pool(item)
-            case Drain():
-                self._counters.add("drains")
-                self._let_go("drained")
-                self._outbox.send(Drained(epoch=item.epoch))
-            case _Lost():
-                self._lost(item.reason)
+                self._on_pool(item)
+            case _ClientLost():
+                self._on_lost(item.reason)
             case Refused():
                 self._counters.add("refused")
-                self._reports.epoch = 0
-                logger.warning(
-                    "KVTier: this engine serves without tiers, tierd refused it: %s", item.reason
-                )
+                self._completions.epoch = 0
+                logger.warning("KVTier: serving without tiers: tierd refused: %s", item.reason)
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
         if not self._attach_pool(welcome):
             if self._engine.pool is not None:
-                self._let_go("lost")
+                self._drain("lost")
                 self._engine.detach()
-            self._keeper.fetch(Path(welcome.pool_path), welcome.pool_bytes, self.pool_ready)
+            self._map_pool(welcome)
+
+    def _map_pool(self, welcome: Welcome) -> None:
+        self._mapper.map(Path(welcome.pool_path), welcome.pool_bytes, self.on_pool_ready)
 
     def _attach_pool(self, welcome: Welcome) -> bool:
-        """Uses the mapping that the keeper holds, if it is of this tierd's pool."""
-        pool = self._keeper.held(Path(welcome.pool_path), welcome.pool_bytes)
+        """Uses the mapped pool if it is the one of this tierd."""
+        pool = self._mapper.get(Path(welcome.pool_path), welcome.pool_bytes)
         if pool is None:
             return False
         if self._engine.pool is not pool:
             self._engine.attach(pool)
-        self._reports.epoch = welcome.epoch
+        self._completions.epoch = welcome.epoch
         return True
 
-    def _pool(self, ready: PoolReady) -> None:
+    def _on_pool(self, ready: PoolReady) -> None:
         if ready.problem:
             self._counters.add("pool_failures")
             logger.warning(
-                "KVTier: this engine serves without tiers, the host pool cannot be used: %s",
-                ready.problem,
+                "KVTier: serving without tiers: the host pool cannot be used: %s", ready.problem
             )
         welcome = self._welcome
         if welcome is None or self._attach_pool(welcome):
             return
-        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        if not ready.problem or (ready.path, ready.nbytes) != (
-            path,
-            nbytes,
-        ):  # asked for before tierd changed
-            self._keeper.fetch(path, nbytes, self.pool_ready)
+        requested = (ready.path, ready.nbytes)
+        if not ready.problem or requested != (Path(welcome.pool_path), welcome.pool_bytes):
+            # It was requested for a previous tierd.
+            self._map_pool(welcome)
 
-    def _lost(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:
         self._counters.add("lost")
-        self._reports.epoch = 0
-        logger.warning(
-            "KVTier: tierd is gone (%s); serving without tiers until another one answers", reason
-        )
-        self._let_go("lost")
+        self._completions.epoch = 0
+        logger.warning("KVTier: lost tierd (%s), serving without tiers until it is back", reason)
+        self._drain("lost")
         self._outbox.clear()
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
         self._client.reattach(self._drained_epoch)
 
-    def _let_go(self, reason: str) -> None:
-        """Afterwards no copy runs, no load or store is open, and nothing tierd announced is remembered. Raises
-        ``CopyError``.
+    def _drain(self, reason: str) -> None:
+        """Afterwards no copy runs, and no load, store or announcement is left.
+
+        Raises ``CopyError`` if the device cannot be synchronized.
         """
-        self._engine.synchronise()
+        self._engine.synchronize()
         self._loads.stop_all(reason)
         while len(self._loads):
             self._loads.advance(can_copy=False)
         self._stores.drop_all()
-        self._loads.forget()
+        self._loads.forget_announcements()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         with self._wake:
             self._closed = True
-            items = list(self._items)
-            self._items.clear()
-        self._reports.epoch = 0
-        for item in items:
-            if isinstance(item, _LoadItem):
-                for job in item.jobs:
-                    self._reports.load_refused(job, "off")
-            elif isinstance(item, _StoreItem):
-                self._reports.stores_done(job.reservation for job in item.jobs)
+            inputs = list(self._inputs)
+            self._inputs.clear()
+        self._completions.epoch = 0
+        for item in inputs:
+            if isinstance(item, _LoadInput):
+                self._completions.reject_loads(item.jobs, "off")
+            elif isinstance(item, _StoreInput):
+                self._completions.add_stores(job.reservation for job in item.jobs)
         if not self._drained:
             self._abandon()
         self._ended.set()
         if self._drained:
             self._engine.close()
-            self._keeper.close()
+            self._mapper.close()
 
     def _abandon(self) -> None:
-        """After a failure: what is open must still be reported, or its requests wait for ever. Copies may run; if so,
-        the device has failed.
+        """Reports what is open after a failure: vLLM waits for it without a time limit.
+
+        If copies still run, the device has failed.
         """
         try:
-            self._engine.synchronise()
-        except Exception as error:  # whatever it is, the reports below must go out
+            self._engine.synchronize()
+        except Exception as error:  # the reports below must go out in any case
             self._counters.add("copy_errors")
-            logger.exception("KVTier: the device could not be synchronised (%s)", error)
+            logger.exception("KVTier: the device could not be synchronized (%s)", error)
         self._loads.abandon("off")
         self._stores.drop_all()

@@ -1,6 +1,7 @@
-"""Reading and writing whole files, past the page cache where the mount allows it.
+"""Reads and writes whole files, with direct I/O where the mount supports it.
 
-Object bytes are read once and then live in the host pool: caching them a second time costs memory that the engine's pod is charged for.
+Object bytes are read once and then live in the host pool. A second copy in the page cache would
+cost memory that is charged to the engine's pod.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from kvtier.errors import (
     TierUnavailableError,
 )
 from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tiers.filesystem.layout import Modes
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""There is no room for more, or nothing may be changed; what is there can be read."""
+"""The file system is full or read-only. Existing files can be read."""
 GONE = (errno.ENOENT, errno.ESTALE)
-"""What was there is not any more: a path that is not, or (NFS, FUSE) a handle that has gone stale because somebody else has removed or
-replaced what it was for, or a directory above it."""
+"""The file does not exist, or (NFS, FUSE) its handle is stale because another host has removed or
+replaced the file or a directory above it."""
 
 
 def tier_error(error: OSError, what: str) -> TierError:
-    """The one place where what an operating system says becomes what a tier says."""
+    """Maps an ``OSError`` to a ``TierError``. The only place that does."""
     text = f"{what}: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
     if error.errno == errno.ENOENT:
         return TierMissError(text)
@@ -50,7 +52,10 @@ def is_aligned(buffer: memoryview) -> bool:
 
 
 def direct_io_supported(directory: Path) -> bool:
-    """Whether files below ``directory`` can be written and read with O_DIRECT. Raises ``OSError`` if not even a plain file can."""
+    """Whether files below ``directory`` can be written and read with O_DIRECT.
+
+    Raises ``OSError`` if the directory is full or not even a plain file can be created.
+    """
     path = directory / f".probe-direct-{os.getpid()}-{os.urandom(4).hex()}"
     page = mmap.mmap(-1, ALIGNMENT_BYTES)
     try:
@@ -81,19 +86,22 @@ def direct_io_supported(directory: Path) -> bool:
 
 
 def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
-    """Fills both buffers from a file that must be exactly as long: its modification time. Raises ``OSError`` or ``TierCorruptError``."""
+    """Fills both buffers from a file of exactly that length. Returns its modification time.
+
+    Raises ``OSError`` or ``TierCorruptError``.
+    """
     try:
         return _read_file(path, header, payload, direct)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # A shared file system says so of a file that another host has just removed or replaced; by its name it is found, or missed, unless the
-    # next one has gone by then as well.
+    # Another host has just removed or replaced the file. Opening it by name again finds the new
+    # one, or none.
     return _read_file(path, header, payload, direct)
 
 
 def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
-    # O_NONBLOCK: opening a pipe, which whoever shares the directory may put here, would wait for a writer for ever.
+    # O_NONBLOCK: opening a pipe, which others can create in a shared directory, would block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= _O_DIRECT if direct and is_aligned(payload) else 0
     descriptor = os.open(path, flags)
@@ -101,9 +109,9 @@ def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool)
         found = os.fstat(descriptor)
         expected = header.nbytes + payload.nbytes
         if not stat.S_ISREG(found.st_mode):
-            raise TierCorruptError(f"{path} is not a file")
+            raise TierCorruptError(f"{path} is not a regular file")
         if found.st_size != expected:
-            raise TierCorruptError(f"{path} has {found.st_size} bytes, the object {expected}")
+            raise TierCorruptError(f"{path} has {found.st_size} bytes, expected {expected}")
         _transfer(descriptor, [header, payload], os.preadv)
         return found.st_mtime
     finally:
@@ -115,12 +123,11 @@ def write_file(
     header: memoryview,
     payload: memoryview,
     *,
+    modes: Modes,
     direct: bool,
-    mode: int,
-    gid: int | None,
     sync: bool,
 ) -> None:
-    """Makes a new file of both buffers. Raises ``OSError``; whatever was made by then is left to the caller."""
+    """Creates a file from both buffers. Raises ``OSError``; the caller removes a partial file."""
     flags = (
         os.O_WRONLY
         | os.O_CREAT
@@ -128,11 +135,11 @@ def write_file(
         | os.O_CLOEXEC
         | (_O_DIRECT if direct and is_aligned(payload) else 0)
     )
-    descriptor = os.open(path, flags, mode)
+    descriptor = os.open(path, flags, modes.file)
     try:
-        if gid is not None:
-            os.fchown(descriptor, -1, gid)
-            os.fchmod(descriptor, mode)
+        if modes.gid is not None:
+            os.fchown(descriptor, -1, modes.gid)
+            os.fchmod(descriptor, modes.file)
         _transfer(descriptor, [header, payload], os.pwritev)
         if sync:
             os.fdatasync(descriptor)
@@ -146,7 +153,7 @@ def _transfer(descriptor: int, buffers: list[memoryview], call: object) -> None:
     while rest:
         count: int = call(descriptor, rest, position)  # type: ignore[operator]
         if count <= 0:
-            raise TierCorruptError("the file ended while it was read")
+            raise TierCorruptError("the file was truncated while it was read")
         position += count
         while rest and count >= rest[0].nbytes:
             count -= rest[0].nbytes

@@ -1,14 +1,14 @@
-"""Names below a tier's directory.
+"""The layout of a tier's directory.
 
-<root>/<namespace>/identity.json              why this namespace is one of its own, for people
+<root>/<namespace>/identity.json              why this namespace is separate, for people
 <root>/<namespace>/<2 hex>/<2 hex>/<key>.kv   one object (format.py)
-<root>/.kvtier/janitor-<fence>/ledger         the janitor's record; the highest fence is the janitor
-<root>/.kvtier/janitor-<fence>/offer-<writer>.<number>   a grant not yet taken up
+<root>/.kvtier/janitor-<term>/ledger          the leader's record; the highest term leads
+<root>/.kvtier/janitor-<term>/offer-<writer>.<number>   a grant that is not yet taken up
 <root>/.kvtier/writers/<writer>/record        a writer's record
-<root>/.kvtier/writers/<writer>/grant-<number>-<bytes>   a grant it took up
-<root>/.kvtier/writers/<writer>/t-<random>    a file being written, renamed to its place when whole
+<root>/.kvtier/writers/<writer>/grant-<number>-<bytes>  a grant that it took up
+<root>/.kvtier/writers/<writer>/t-<random>    a file being written; renamed when it is complete
 
-The highest fencing number is the janitor's.
+Processes of different releases share a directory: names and formats do not change.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ WRITERS = "writers"
 IDENTITY = "identity.json"
 WORKING_PREFIX = "t-"
 DIRECTORY_BYTES = 4096
-"""What a directory is charged: a block, as ext4 and xfs give it."""
+"""What a directory is charged: one block, as ext4 and xfs allocate it."""
 
-_SEAT = re.compile(r"janitor-(\d{1,200})")
+_TERM = re.compile(r"janitor-(\d{1,200})")
 _GRANT = re.compile(r"grant-(\d{1,18})-(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permissions and group of what is made. ``uid``: whose it is, where that is not this process's user."""
+    """Permissions and ownership of created files. ``gid``, ``uid``: None for the process's own."""
 
     file: int
     directory: int
@@ -42,23 +42,23 @@ class Modes:
     uid: int | None = None
 
 
-def seat_path(root: Path, fence: int) -> Path:
-    """Directory of the janitor with that fencing number."""
-    return root / CONTROL / f"janitor-{fence}"
+def term_path(root: Path, term: int) -> Path:
+    """The directory of the leader of that term."""
+    return root / CONTROL / f"janitor-{term}"
 
 
-def seat_fences(names: list[str]) -> list[int]:
-    """Fencing numbers among the names in the control directory, ascending."""
-    return sorted(int(match[1]) for name in names if (match := _SEAT.fullmatch(name)))
+def terms_in(names: list[str]) -> list[int]:
+    """The terms among the names in the control directory, ascending."""
+    return sorted(int(match[1]) for name in names if (match := _TERM.fullmatch(name)))
 
 
 def writers_path(root: Path) -> Path:
-    """Where writers have their directories."""
+    """The directory that holds the writers' directories."""
     return root / CONTROL / WRITERS
 
 
 def offer_name(writer: str, number: int) -> str:
-    """Name of a grant in the janitor's directory."""
+    """Name of a grant in the leader's directory."""
     return f"offer-{writer}.{number}"
 
 
@@ -67,13 +67,13 @@ def grant_name(number: int, size_bytes: int) -> str:
     return f"grant-{number}-{size_bytes}"
 
 
-def grants_among(names: list[str]) -> dict[int, int]:
-    """Grants by number, with their bytes."""
+def grants_in(names: list[str]) -> dict[int, int]:
+    """The grants among the names in a writer's directory: bytes by number."""
     return {int(match[1]): int(match[2]) for name in names if (match := _GRANT.fullmatch(name))}
 
 
 def make_directory(path: Path, modes: Modes) -> bool:
-    """Makes one directory; False if it was there. Raises ``OSError``."""
+    """Creates one directory. False if it exists. Raises ``OSError``."""
     try:
         os.mkdir(path, modes.directory)
     except FileExistsError:

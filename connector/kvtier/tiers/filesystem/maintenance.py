@@ -1,9 +1,10 @@
-"""What a tier does beside its objects: keeps its own leases, is the janitor or watches him, refreshes the index.
+"""Directory maintenance: what a file system tier does besides reading and writing its objects. It
+renews this process's leases, leads the directory or watches its leader, obtains grants, and keeps
+the index up to date.
 
-One thread per tier runs ``turn`` again and again; a thread that needs a grant runs it as well. Everything that may block is below one lock, which
-lookups never take.
-
-The thread that turns a keeper, and room for its records where the file system has none left.
+One background thread per tier runs ``run_once`` in a loop; a thread that needs bytes runs it as
+well. Everything that may block is under one lock, which lookups never take. ``request_recount``,
+``generation``, ``record_removal``, ``may_publish`` and ``wake`` take no lock and do no I/O.
 """
 
 from __future__ import annotations
@@ -16,117 +17,98 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from kvtier.errors import TierError, TierNoSpaceError, TierUnavailableError
-from kvtier.tiers.base import OnChange, TierLimits
+from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.election import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     LEASE_SECONDS,
-    Watch,
+    LeadershipLostError,
+    LeaseWatch,
     acquire,
-    make_control,
+    current_term,
+    leadership_is_free,
+    make_control_directory,
     read_ledger,
-    top_fence,
-    vacant,
 )
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.io import GONE, NO_SPACE, tier_error
-from kvtier.tiers.filesystem.janitor import Janitor, LeadershipLostError
-from kvtier.tiers.filesystem.layout import CONTROL, Modes, make_directory
-from kvtier.tiers.filesystem.passes import Passes
-from kvtier.tiers.filesystem.quota import ByteGrants, Taken, Writer
-from kvtier.tiers.filesystem.walker import Pass, object_path
+from kvtier.tiers.filesystem.janitor import Janitor
+from kvtier.tiers.filesystem.layout import CONTROL, make_directory
+from kvtier.tiers.filesystem.quota import ByteAllocation, ByteGrants, Writer
+from kvtier.tiers.filesystem.scan_scheduler import ScanScheduler
+from kvtier.tiers.filesystem.walker import DirectoryScan, object_path
 
 _log = logging.getLogger("kvtier.tiers.filesystem")
 GRANT_SECONDS = 2.0
-"""A store waits this long for a grant, then it is dropped: twice what the janitor may take to look, less than what a store may wait."""
+"""A store waits this long for a grant and is dropped then: twice the interval of the leader, and
+less than a store may take."""
 BUSY_SECONDS = 0.02
-_BUSY_FOR_SECONDS = 2.0
+_BUSY_PERIOD_SECONDS = 2.0
 _STOP_SECONDS = 2.0
 _SILENT_SECONDS = 3.0
-"""Of a janitor that says nothing for so long, there may be a successor already."""
+"""A leader that has been silent for so long may already have a successor."""
+_MAX_REMOVALS = 100_000
+_ENOSPC_PERCENT = 5
 
 
 class DirectoryMaintenance:
-    """See the module's text. ``clock``: monotonic seconds. ``shared``: other processes write here.
+    """Maintains one directory. Methods that do I/O block as long as the storage does and raise
+    ``TierError``.
 
-    ``turn``, ``obtain`` and ``first_pass`` block as long as the storage does. Errors are ``TierError``.
+    Life cycle: ``join``, ``scan_completely``, ``start_loop``, then ``stop``. A caller without a
+    loop uses ``run_once`` and ``release`` instead.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        index: Index,
-        limits: Callable[[], TierLimits],
-        modes: Modes,
-        *,
-        shared: bool,
-        on_change: OnChange,
-        clock: Callable[[], float] = time.monotonic,
-        in_use: Callable[[], Container[str]] = frozenset,
-    ) -> None:
-        self.allowance = ByteGrants()
-        self.writer = Writer(root, modes, self.allowance)
+    def __init__(self, directory: TierDirectory) -> None:
+        self.grants = ByteGrants()
+        self.writer = Writer(directory.root, directory.modes, self.grants)
         self.janitor: Janitor | None = None
-        self.last_error = ""
-        self.removed: deque[tuple[str, str, int, int]] = deque(maxlen=100_000)
-        """Files that this tier deleted: namespace, path, bytes, the ledger's generation before."""
-        self._root = root
-        self._index = index
-        self._limits = limits
-        self._modes = modes
-        self._on_change = on_change
-        self._clock = clock
+        self._directory = directory
+        self._root = directory.root
+        self._index = directory.index
+        self._clock = directory.clock
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._passes = Passes(
-            root,
-            index,
-            limits,
-            on_change,
-            clock,
-            shared=shared,
-            janitor=lambda: self.janitor,
-            server_time=lambda: self.writer.server_time,
-            in_use=in_use,
+        self._scans = ScanScheduler(
+            directory, lambda: self.janitor, lambda: self.writer.server_time
         )
+        self._removals: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_REMOVALS)
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._watch = Watch()
-        self._fence = 0
-        self._looked_at = float("-inf")
-        self._quantum = 0
-        self._hot_until = float("-inf")
+        self._watch = LeaseWatch()
+        self._term = 0
+        self._grant_bytes = 0
+        self._busy_until = float("-inf")
         self._room_made_at = float("-inf")
         self._root_identity: tuple[int, int] | None = None
 
-    # Life.
+    # Life cycle.
 
-    def start(self) -> None:
-        """Takes part: a directory of its own, the janitor's office if it is free. Raises ``TierError``."""
+    def join(self) -> None:
+        """Registers as a writer of the directory, and as its leader if there is none."""
         with self._locked(None), self._mapped():
             self._stopping = False
-            make_directory(self._root, self._modes)
+            make_directory(self._root, self._directory.modes)
             self._root_identity = None
-            self._turn(self._clock(), supersede=True)
+            self._run_once(self._clock(), supersede=True)
 
-    def first_pass(self) -> Pass:
-        """Reads the whole directory, at full speed; the leases are kept meanwhile, by one that has any. Raises ``TierError``."""
+    def scan_completely(self) -> DirectoryScan:
+        """Scans the whole directory at full speed, renewing the leases."""
 
-        def meanwhile() -> None:
+        def renew() -> None:
             if self.writer.registered:
-                self._beats(self._clock())
+                self._renew(self._clock())
 
         with self._locked(None), self._mapped():
-            return self._passes.whole(meanwhile)
+            return self._scans.scan_completely(renew)
 
-    def run(self) -> None:
-        """Starts the thread."""
+    def start_loop(self) -> None:
+        """Starts the background maintenance loop."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=maintenance_loop,
+                target=_maintenance_loop,
                 args=(weakref.ref(self), self._wake),
                 name="kvtier-file-tier",
                 daemon=True,
@@ -134,28 +116,28 @@ class DirectoryMaintenance:
             self._thread.start()
 
     def stop(self) -> None:
-        """Gives grants and office back, if the storage allows it within a short time."""
+        """Stops the loop, which then runs ``release``. Waits for a limited time."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
 
-    def leave(self) -> None:
-        """Gives everything back, in the calling thread."""
+    def release(self) -> None:
+        """Returns the grants and resigns as the leader."""
         with self._locked(None), self._mapped():
             now = self._clock()
             self.writer.close(now)
             if self.janitor is not None:
                 with contextlib.suppress(LeadershipLostError):
-                    self.janitor.serve(now)
-                    self.janitor.announce(now, released=True)
+                    self.janitor.serve_writers(now)
+                    self.janitor.write_ledger(now, released=True)
                 self.janitor = None
-            self._watch = Watch()
-            self.writer.revoked()
+            self._watch = LeaseWatch()
+            self.writer.unregister()
 
     def wake(self) -> None:
-        """Has the thread look at once."""
-        self._hot_until = self._clock() + BEAT_SECONDS
+        """Makes the loop run at once."""
+        self._busy_until = self._clock() + HEARTBEAT_SECONDS
         self._wake.set()
 
     @property
@@ -164,38 +146,40 @@ class DirectoryMaintenance:
         return self._stopping
 
     def pause_seconds(self) -> float:
-        """How long the thread may rest."""
-        return BUSY_SECONDS if self._clock() < self._hot_until else BEAT_SECONDS
+        """How long the loop pauses before its next round."""
+        return BUSY_SECONDS if self._clock() < self._busy_until else HEARTBEAT_SECONDS
 
-    # Grants.
+    # Bytes.
 
-    def obtain(self, size_bytes: int) -> Taken:
-        """Bytes to write. Raises ``TierNoSpaceError`` if there is no room, or nobody to grant it in time, and ``TierUnavailableError``."""
-        taken = self.allowance.take(size_bytes)
-        if taken is not None:
-            low = self.janitor is None and 2 * self.allowance.room_bytes() < self._quantum
-            if low and self._clock() >= self._hot_until:
+    def acquire_bytes(self, size_bytes: int) -> ByteAllocation:
+        """Bytes for a file. Raises ``TierNoSpaceError`` if there is no room or no grant in time,
+        and ``TierUnavailableError``.
+        """
+        allocation = self.grants.allocate(size_bytes)
+        if allocation is not None:
+            low = self.janitor is None and 2 * self.grants.free_bytes() < self._grant_bytes
+            if low and self._clock() >= self._busy_until:
                 self.wake()
-            return taken
+            return allocation
         if self._stopping:
             raise TierUnavailableError(f"{self._root}: the tier is closed")
-        if size_bytes > self._limits().capacity_bytes:
-            raise TierNoSpaceError(f"{self._root}: {size_bytes} bytes are more than the capacity")
+        if size_bytes > self._directory.limits().capacity_bytes:
+            raise TierNoSpaceError(f"{self._root}: {size_bytes} bytes exceed the capacity")
         deadline = time.monotonic() + GRANT_SECONDS
-        denials = self.allowance.denials
-        waiter = self.allowance.enter(size_bytes)
+        denials = self.grants.denials
+        request = self.grants.request(size_bytes)
         try:
             while True:
                 left = deadline - time.monotonic()
                 with self._locked(max(left, 0.01)), self._mapped():
-                    taken = self.allowance.take(size_bytes)
-                    if taken is not None:
-                        return taken
-                    self._turn(self._clock())
-                taken = self.allowance.take(size_bytes)
-                if taken is not None:
-                    return taken
-                if self.allowance.denials != denials:
+                    allocation = self.grants.allocate(size_bytes)
+                    if allocation is not None:
+                        return allocation
+                    self._run_once(self._clock())
+                allocation = self.grants.allocate(size_bytes)
+                if allocation is not None:
+                    return allocation
+                if self.grants.denials != denials:
                     raise TierNoSpaceError(
                         f"{self._root}: no room for {size_bytes} bytes within the capacity"
                     )
@@ -203,201 +187,197 @@ class DirectoryMaintenance:
                     raise TierNoSpaceError(
                         f"{self._root}: no grant for {size_bytes} bytes within {GRANT_SECONDS:g} s"
                     )
-                self.allowance.wait(min(BUSY_SECONDS, left))
+                self.grants.wait(min(BUSY_SECONDS, left))
         finally:
-            self.allowance.leave(waiter)
+            self.grants.withdraw(request)
 
-    def may_rename(self, taken: Taken) -> bool:
-        """The check before a file gets its name: the grant counts and the lease is good."""
-        return self.allowance.valid(taken) and self.writer.alive(self._clock())
+    def may_publish(self, allocation: ByteAllocation) -> bool:
+        """Whether a file may get its name: its grant is charged and this writer's lease holds."""
+        return self.grants.is_valid(allocation) and self.writer.lease_valid(self._clock())
 
-    def full(self) -> None:
-        """The file system has no room: something has to go, now if this is the janitor. Raises ``TierError``."""
+    def on_enospc(self) -> None:
+        """The file system is full: objects have to go, at once if this process is the leader."""
         with self._locked(GRANT_SECONDS), self._mapped():
             if self.writer.registered:
-                self.writer.note("full")
-            self._turn(self._clock())
+                self.writer.report_enospc()
+            self._run_once(self._clock())
 
-    def doubt(self) -> None:
-        """The books may charge too much: a count is wanted."""
+    def request_recount(self) -> None:
+        """The ledger may charge too much: requests a count, if this process is the leader."""
         if self.janitor is not None:
-            self.janitor.recount_wanted = True
+            self.janitor.request_recount()
 
     def generation(self) -> int:
-        """The ledger's generation; odd while it counts, -1 where this is not the janitor."""
+        """The ledger's generation; odd during a count, -1 if this process is not the leader."""
         janitor = self.janitor
         return -1 if janitor is None else janitor.ledger.generation
 
-    # Turning.
+    def record_removal(self, namespace: str, path: str, size_bytes: int, generation: int) -> None:
+        """This tier has removed a file. ``generation``: before the removal."""
+        if generation >= 0:
+            self._removals.append((namespace, path, size_bytes, generation))
 
-    def turn(self) -> None:
-        """One round. Raises ``TierError``."""
-        with self._locked(None), self._mapped():
-            self._turn(self._clock())
+    # Rounds.
 
-    def maintain(self) -> None:
-        """A round that does not rest before the limits are kept. Raises ``TierError``."""
+    def run_once(self) -> None:
+        """One round of maintenance."""
         with self._locked(None), self._mapped():
-            self._turn(self._clock())
+            self._run_once(self._clock())
+
+    def enforce_limits(self) -> None:
+        """One round that does not end before the limits are met, if this process is the leader."""
+        with self._locked(None), self._mapped():
+            self._run_once(self._clock())
             while (
                 self.janitor is not None
-                and (self._enforce() or self.janitor.hungry)
+                and (self._evict_batch() or self.janitor.needs_full_count)
                 and not self._stopping
             ):
-                if self.janitor.hungry:
-                    self._passes.whole(lambda: self._beats(self._clock()))
-                self._beats(self._clock())
+                if self.janitor.needs_full_count:
+                    self._scans.scan_completely(lambda: self._renew(self._clock()))
+                self._renew(self._clock())
 
-    def _turn(self, now: float, *, supersede: bool = False) -> None:
+    def _run_once(self, now: float, *, supersede: bool = False) -> None:
         try:
-            self._take_part(now)
-            self._beats(now, supersede=supersede)
+            self._register(now)
+            self._renew(now, supersede=supersede)
         except OSError as error:
             if error.errno in NO_SPACE:
                 self._make_room(now)
             raise
-        janitor = self.janitor
-        if janitor is not None:
-            if self._enforce():
-                self._hot_until = max(self._hot_until, self._clock() + BUSY_SECONDS)
-            if self.janitor is not None and self.janitor.hungry and not supersede:
-                self._passes.whole(lambda: self._beats(self._clock()))
-                self._beats(self._clock())
+        if self.janitor is not None:
+            if self._evict_batch():
+                self._busy_until = max(self._busy_until, self._clock() + BUSY_SECONDS)
+            if self.janitor is not None and self.janitor.needs_full_count and not supersede:
+                self._scans.scan_completely(lambda: self._renew(self._clock()))
+                self._renew(self._clock())
         if not supersede:
-            self._passes.some(self._clock())
+            self._scans.scan_due(self._clock())
 
-    def _take_part(self, now: float) -> None:
+    def _register(self, now: float) -> None:
         if self.writer.registered:
             return
         found = os.stat(self._root)
         identity = (found.st_dev, found.st_ino)
         if self._root_identity not in (None, identity) and not (self._root / CONTROL).is_dir():
-            # The mount is gone, and this is what was below it: not to be filled.
+            # The mount is gone and this is the mount point below it, which must not be filled.
             raise OSError(
-                errno.ESTALE, "another directory has taken the tier's place", str(self._root)
+                errno.ESTALE, "another directory has replaced the tier's", str(self._root)
             )
         self._root_identity = identity
-        make_control(self._root, self._modes)
+        make_control_directory(self._root, self._directory.modes)
         self.writer.register(now)
 
     def _make_room(self, now: float) -> None:
-        """For the records. Now and then only: it may be others who fill the file system, and then it is of no use."""
+        """Makes room for the records. At most once per lease: if other files fill the file system,
+        removing objects does not help.
+        """
         if now - self._room_made_at < LEASE_SECONDS:
             return
         generation = self.generation()
         self._room_made_at = now if self._index.usage().objects else self._room_made_at
-        for namespace, key, path, size in make_room(str(self._root), self._index):
-            if generation >= 0 and size:
-                self.removed.append((namespace, path, size, generation))
-            self._forget(namespace, key)
+        for namespace, key, path, size in remove_oldest(str(self._root), self._index):
+            if size:
+                self.record_removal(namespace, path, size, generation)
+            self._directory.drop(namespace, key)
 
-    def _beats(self, now: float, *, supersede: bool = False) -> None:
-        """Everything that must not wait for long: leases, wishes, answers."""
+    # Leases.
+
+    def _renew(self, now: float, *, supersede: bool = False) -> None:
+        """Everything that must not wait long: heartbeats, requests, answers."""
         if self.janitor is None:
-            self._look(now, supersede)
+            self._follow(now, supersede)
         self.writer.settle()
-        self._wish()
+        self._request_grants()
         if self.writer.registered:
-            self.writer.flush(now)
+            self.writer.write_record(now)
         if not self.writer.registered:
-            self._take_part(now)
+            self._register(now)
         if self.janitor is not None:
-            self._serve(now, supersede)
-            self._look(now, False)
+            self._lead(now, supersede)
+            self._follow(now, False)
             self.writer.settle()
-            self.writer.flush(now)
+            self.writer.write_record(now)
 
-    def _wish(self) -> None:
-        wanted, least = self.allowance.wanted()
-        room = self.allowance.room_bytes()
-        if wanted:
-            self._hot_until = self._clock() + _BUSY_FOR_SECONDS
-            self.writer.ask(wanted, least)
-        elif self.janitor is None and self._quantum and room and 2 * room < self._quantum:
-            self.writer.ask(self._quantum, 1)
+    def _request_grants(self) -> None:
+        requested, least = self.grants.requested_bytes()
+        free = self.grants.free_bytes()
+        if requested:
+            self._busy_until = self._clock() + _BUSY_PERIOD_SECONDS
+            self.writer.request_grant(requested, least)
+        elif self.janitor is None and self._grant_bytes and free and 2 * free < self._grant_bytes:
+            self.writer.request_grant(self._grant_bytes, 1)
 
-    def _serve(self, now: float, supersede: bool) -> None:
-        janitor = self.janitor
-        if janitor is None:
-            return
-        self._credit(janitor)
-        try:
-            if janitor.serve(now, supersede=self.writer.name if supersede else ""):
-                self._hot_until = self._clock() + _BUSY_FOR_SECONDS
-        except LeadershipLostError:
-            self._deposed()
-
-    def _deposed(self) -> None:
-        _log.warning("%s: another process has become the janitor", self._root)
-        self.janitor = None
-        self._watch = Watch()
-
-    def _credit(self, janitor: Janitor) -> None:
-        while self.removed:
-            namespace, path, size_bytes, generation = self.removed.popleft()
-            if generation == janitor.ledger.generation and not generation % 2:
-                janitor.credit(namespace, path, size_bytes)
-            else:
-                janitor.recount_wanted = True
-
-    def _look(self, now: float, supersede: bool) -> None:
-        """Reads the janitor's record; takes the office if it is free."""
+    def _follow(self, now: float, supersede: bool) -> None:
+        """Reads the leader's ledger; acquires the next term if leadership is free."""
         silent = self.janitor is None and self._watch.unchanged_seconds > _SILENT_SECONDS
-        ledger = read_ledger(self._root, self._fence) if self._fence and not silent else None
+        ledger = read_ledger(self._root, self._term) if self._term and not silent else None
         if ledger is None:
-            self._fence = self._top()
+            self._term = self._current_term()
             if not self.writer.registered:
                 return
-            ledger = read_ledger(self._root, self._fence) if self._fence else None
+            ledger = read_ledger(self._root, self._term) if self._term else None
         if ledger is not None:
-            self._quantum = int(ledger.get("quantum", 0))
+            self._grant_bytes = int(ledger.get("quantum", 0))
             if self.writer.registered:
-                self.writer.collect(self._fence, ledger)
-        if self.janitor is not None or not vacant(
-            ledger, self._fence, self._watch, now, supersede=supersede
+                self.writer.apply_ledger(self._term, ledger)
+        if self.janitor is not None or not leadership_is_free(
+            ledger, self._term, self._watch, now, supersede=supersede
         ):
             return
-        inherited = acquire(self._root, self._fence, self.writer.name, self._modes)
-        self._watch = Watch()
+        inherited = acquire(self._root, self._term, self.writer.name, self._directory.modes)
+        self._watch = LeaseWatch()
         if inherited is None:
-            self._fence = self._top()
+            self._term = self._current_term()
             return
-        self._fence = inherited.fence
-        self.janitor = Janitor(
-            self._root,
-            self.writer.name,
-            inherited,
-            self._limits,
-            self._index,
-            self._modes,
-            self._forget,
-            self._clock,
-        )
-        self._serve(now, supersede)
+        self._term = inherited.term
+        self.janitor = Janitor(self._directory, self.writer.name, inherited)
+        self._lead(now, supersede)
 
-    def _top(self) -> int:
+    def _current_term(self) -> int:
         try:
-            return top_fence(self._root, fresh=True)
+            return current_term(self._root, uncached=True)
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # The directory's books are gone, and this writer's record with them: registering anew makes both again.
-            self.writer.revoked()
+            # The control directory is gone, and this writer's record with it. Registering again
+            # creates both.
+            self.writer.unregister()
             return 0
 
-    def _forget(self, namespace: str, key: bytes) -> None:
-        if self._index.remove(namespace, key):
-            self._on_change(namespace, key, False)
+    def _lead(self, now: float, supersede: bool) -> None:
+        janitor = self.janitor
+        if janitor is None:
+            return
+        self._credit_removals(janitor)
+        try:
+            if janitor.serve_writers(now, supersede=self.writer.name if supersede else ""):
+                self._busy_until = self._clock() + _BUSY_PERIOD_SECONDS
+        except LeadershipLostError:
+            self._lose_leadership()
 
-    def _enforce(self) -> bool:
+    def _credit_removals(self, janitor: Janitor) -> None:
+        while self._removals:
+            namespace, path, size_bytes, generation = self._removals.popleft()
+            if generation == janitor.ledger.generation and not generation % 2:
+                janitor.credit(namespace, path, size_bytes)
+            else:
+                janitor.request_recount()
+
+    def _evict_batch(self) -> bool:
         janitor = self.janitor
         if janitor is None:
             return False
         try:
-            return janitor.enforce(self._clock())
+            return janitor.enforce_limits(self._clock())
         except LeadershipLostError:
-            self._deposed()
+            self._lose_leadership()
             return False
+
+    def _lose_leadership(self) -> None:
+        _log.warning("%s: lost leadership of the directory to another process", self._root)
+        self.janitor = None
+        self._watch = LeaseWatch()
 
     # Helpers.
 
@@ -413,9 +393,10 @@ class DirectoryMaintenance:
 
     @contextlib.contextmanager
     def _locked(self, seconds: float | None) -> Iterator[None]:
-        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+        timeout = -1.0 if seconds is None else seconds
+        if not self._lock.acquire(timeout=timeout):
             raise TierNoSpaceError(
-                f"{self._root}: the directory's books could not be reached in time"
+                f"{self._root}: directory maintenance did not respond within {timeout:g} s"
             )
         try:
             yield
@@ -423,15 +404,14 @@ class DirectoryMaintenance:
             self._lock.release()
 
 
-_PERCENT = 5
-
-
-def make_room(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
-    """Removes the objects that were used longest ago, a part of what there is: namespace, key, path and bytes of each. Everybody may do so
-    at any time; it is for one whose records find no room, and who could not evict in order without them. Raises ``OSError``."""
+def remove_oldest(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
+    """Removes the least recently used objects, 5% of the bytes: namespace, key, path and size of
+    each. Any process may do so at any time; this is for one whose records find no room, and which
+    cannot evict in order without them. Raises ``OSError``.
+    """
     removed = []
-    wanted = max(index.usage().used_bytes * _PERCENT // 100, 1)
-    for namespace, key, _ in index.oldest(wanted):
+    surplus = max(index.usage().used_bytes * _ENOSPC_PERCENT // 100, 1)
+    for namespace, key, _ in index.oldest(surplus):
         path = object_path(root, namespace, key)
         try:
             size = os.lstat(path).st_size
@@ -444,31 +424,35 @@ def make_room(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
     return removed
 
 
-def maintenance_loop(keeper_of: weakref.ref[DirectoryMaintenance], wake: threading.Event) -> None:
-    """The thread. It keeps no tier alive: one that was dropped without being closed ends it."""
+def _maintenance_loop(reference: weakref.ref[DirectoryMaintenance], wake: threading.Event) -> None:
+    """Background maintenance loop. It keeps no tier alive: the loop of a tier that was dropped
+    without being closed ends.
+    """
+    last_error = ""
     while True:
-        keeper = keeper_of()
-        if keeper is None:
+        maintenance = reference()
+        if maintenance is None:
             return
-        pause = keeper.pause_seconds()
-        del keeper
+        pause = maintenance.pause_seconds()
+        del maintenance
         wake.wait(pause)
         wake.clear()
-        keeper = keeper_of()
-        if keeper is None:
+        maintenance = reference()
+        if maintenance is None:
             return
         try:
-            if keeper.stopping:
-                keeper.leave()
+            if maintenance.stopping:
+                maintenance.release()
                 return
-            keeper.turn()
-            keeper.last_error = ""
+            maintenance.run_once()
+            last_error = ""
         except TierError as error:
-            if str(error) != keeper.last_error:
+            if str(error) != last_error:
                 _log.warning("%s", error)
-            keeper.last_error = str(error)
+            last_error = str(error)
         except Exception as error:  # noqa: BLE001
-            # A bug must not end the thread that keeps the leases: others would take this process for dead, again and again.
-            if repr(error) != keeper.last_error:
-                _log.exception("the file tier's upkeep failed and goes on")
-            keeper.last_error = repr(error)
+            # A bug must not end the thread that renews the leases: other processes would consider
+            # this one dead.
+            if repr(error) != last_error:
+                _log.exception("directory maintenance failed and will be retried")
+            last_error = repr(error)

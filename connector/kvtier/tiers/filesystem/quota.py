@@ -1,29 +1,31 @@
-"""What a directory is charged for. Arithmetic only: no I/O, no clock, no locks; the janitor's.
+"""The byte quota of a directory: the leader's ledger, the grants of a process, and its record.
 
-The charge is ``base`` (what is there and belongs to no grant) and every grant that is not settled, in full. It is never below what is in the
-directory plus what writers may still put there, whatever they do and whenever they die:
+A process writes only within *grants*: bytes that the leader has charged before the process learns
+of them. ``Ledger`` is the leader's arithmetic. ``ByteGrants`` holds the grants of this process in
+memory. ``Writer`` is this process's directory and record among the directory's writers.
 
-* offering a grant charges it before the writer can know of it;
-* settling replaces it by what the writer says became files; one that was cut off is settled as if all of it had;
-* a count of the directory replaces ``base``. While it runs, files appear and go. What the count may have missed is what was
-  published after it began, so for every grant only that part is dropped which its writer had reported before. What it may have seen twice stays
-  charged twice, until the next count.
+The charge is the base (everything in the directory that belongs to no grant) plus every grant that
+is not settled, in full. It is never less than what is in the directory plus what writers may still
+add, whatever they do and whenever they die:
 
-What this process may write: the grants it holds, in memory. Called from any thread; no I/O.
+* Offering a grant charges it before the writer can know of it.
+* Settling replaces the grant by the bytes that its writer reports as files. A writer that was
+  fenced is settled as if it had used the whole grant.
+* A count of the directory replaces the base. Files come and go while it runs. The count may have
+  missed what was published after it started, so it removes from every grant only the part that the
+  writer had reported before. What it may have counted twice stays charged twice until the next one.
 
-Bytes are taken before a file is begun and spent when it has its name; what came to nothing is given back. A grant that has
-no room for what is asked is closed, and settled once nothing is under way in it.
+A grant that has no room for a request is closed, and settled once no write in it is in flight.
 
-One writer of a directory: its own directory there, its record, its grants. Used by the keeper, one thread at a time.
-
-The record, rewritten at least every ``BEAT_SECONDS``: ``beat``; ``ask`` (number of the latest wish) with ``bytes`` and ``least``; ``used``, what is in
-files of every grant; ``settled``, grants that ended and what was used of them, until the janitor has them in its books; ``closed``; ``full`` and
-``recount``, counted up when the file system is full and when the books may be wrong.
+A writer rewrites its record at least every ``HEARTBEAT_SECONDS``. Its fields on disk: ``beat``;
+``ask`` (number of the latest request) with ``bytes`` and ``least``; ``used``, the bytes in files of
+every grant; ``settled``, the grants that ended with their used bytes, until the ledger accounts for
+them; ``closed``; ``full`` and ``recount``, counters that are incremented when the file system is
+full and when the ledger may be wrong.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -32,11 +34,10 @@ from typing import Any
 
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.election import (
-    BEAT_SECONDS,
-    BROKEN,
+    HEARTBEAT_SECONDS,
     LEASE_SECONDS,
+    UNREADABLE,
     new_holder,
-    remove_fenced,
 )
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import (
@@ -46,19 +47,34 @@ from kvtier.tiers.filesystem.layout import (
     grant_name,
     make_directory,
     offer_name,
-    seat_path,
+    term_path,
     writers_path,
 )
 
 MAX_GRANT_BYTES = 1 << 30
-"""About half a second of the fastest disk: asking for the next one costs nothing beside it."""
+"""About half a second of the fastest disk, so requesting the next grant costs little beside it."""
 GRANT_FRACTION = 8
-"""The first grants of all writers together take at most this part of the capacity; each asks for its next one when half is used."""
+"""The first grants of all writers together take at most this part of the capacity. Each writer
+requests its next one when half of the last is used."""
 OVERHEAD_BYTES = 16 * 1024
-"""Set aside per writer: its directory, its record, the probe of a health check."""
+"""Set aside for each writer: its directory, its record and the file of a health check."""
 SPARE_WRITERS = 4
-"""Writers that may have come since the janitor looked, and the janitor's own files."""
+"""For writers that registered since the leader listed them, and for the leader's own files."""
 _OVERHEAD_FRACTION = 8
+
+
+def limit_bytes(capacity_bytes: int, writers: int) -> int:
+    """What may be charged: the capacity without the bytes set aside."""
+    return capacity_bytes - min(
+        OVERHEAD_BYTES * (writers + SPARE_WRITERS), capacity_bytes // _OVERHEAD_FRACTION
+    )
+
+
+def grant_bytes(capacity_bytes: int, writers: int) -> int:
+    """Size of a grant: 1/16 of the capacity for one or two writers, less for more, and at most
+    ``MAX_GRANT_BYTES``.
+    """
+    return max(min(MAX_GRANT_BYTES, capacity_bytes // (GRANT_FRACTION * max(2, writers))), 1)
 
 
 @dataclass(slots=True)
@@ -74,32 +90,23 @@ class _Count:
     settled_bytes: int = 0
 
 
-def limit_bytes(capacity_bytes: int, writers: int) -> int:
-    """What may be charged: the capacity without what is set aside."""
-    return capacity_bytes - min(
-        OVERHEAD_BYTES * (writers + SPARE_WRITERS), capacity_bytes // _OVERHEAD_FRACTION
-    )
-
-
-def grant_bytes(capacity_bytes: int, writers: int) -> int:
-    """Size of a grant: a sixteenth of the capacity for one or two writers, less for more, at most ``MAX_GRANT_BYTES``."""
-    return max(min(MAX_GRANT_BYTES, capacity_bytes // (GRANT_FRACTION * max(2, writers))), 1)
-
-
 class Ledger:
-    """See the module's text. ``base_bytes``: None until a first count, or a predecessor, says it; nothing is granted before."""
+    """What a directory is charged for. Arithmetic only: no I/O, no clock, no locks.
+
+    ``base_bytes``: None until a count or a predecessor provides it; until then nothing is granted.
+    """
 
     def __init__(self, base_bytes: int | None) -> None:
-        self._base = base_bytes
+        self._base_bytes = base_bytes
         self._grants: dict[tuple[str, int], _LedgerGrant] = {}
         self._count: _Count | None = None
         self.generation = 0
-        """Changes whenever a count begins or ends. Odd: one is running."""
+        """Incremented whenever a count starts or ends. Odd while a count runs."""
 
     @property
     def base_bytes(self) -> int | None:
-        """What is there and belongs to no grant."""
-        return self._base
+        """Bytes in the directory that belong to no grant."""
+        return self._base_bytes
 
     @property
     def granted_bytes(self) -> int:
@@ -108,72 +115,80 @@ class Ledger:
 
     @property
     def charge_bytes(self) -> int | None:
-        """What counts as used; None if that is not known yet."""
-        return None if self._base is None else self._base + self.granted_bytes
+        """What counts as used. None until the base is known."""
+        return None if self._base_bytes is None else self._base_bytes + self.granted_bytes
 
     def open_grants(self, writer: str) -> list[int]:
         """Numbers of a writer's grants that are charged."""
         return [number for holder, number in self._grants if holder == writer]
 
-    def size(self, writer: str, number: int) -> int | None:
-        """Size of a grant in bytes."""
+    def grant_size(self, writer: str, number: int) -> int | None:
+        """Size of a grant in bytes. None if it is not charged."""
         grant = self._grants.get((writer, number))
         return None if grant is None else grant.size_bytes
 
-    def offer(self, writer: str, number: int, size_bytes: int) -> None:
+    # Grants.
+
+    def charge(self, writer: str, number: int, size_bytes: int) -> None:
         """Charges a grant."""
         self._grants[writer, number] = _LedgerGrant(size_bytes)
 
     def cancel(self, writer: str, number: int) -> None:
-        """A grant that its writer can not have used."""
+        """Drops a grant that its writer cannot have used."""
         self._grants.pop((writer, number), None)
 
     def settle(self, writer: str, number: int, used_bytes: int | None) -> bool:
-        """A grant has ended; ``used_bytes`` of it became files, all of it if None. False if it was not charged."""
+        """Ends a grant of which ``used_bytes`` became files; None: all of it. False if it was not
+        charged.
+        """
         grant = self._grants.pop((writer, number), None)
         if grant is None:
             return False
         used = grant.size_bytes if used_bytes is None else max(used_bytes, 0)
-        if self._base is not None:
-            self._base += max(used - grant.counted_bytes, 0)
+        if self._base_bytes is not None:
+            self._base_bytes += max(used - grant.counted_bytes, 0)
         if self._count is not None:
             self._count.settled_bytes += max(
                 used - self._count.reported.get((writer, number), 0), 0
             )
         return True
 
-    def removed(self, size_bytes: int, counted: bool) -> None:
-        """A file was removed by the janitor. ``counted``: the count that is running had passed it."""
-        if self._base is not None:
-            self._base = max(self._base - size_bytes, 0)
+    def credit(self, size_bytes: int, counted: bool) -> None:
+        """A file was removed. ``counted``: the running count had already passed it."""
+        if self._base_bytes is not None:
+            self._base_bytes = max(self._base_bytes - size_bytes, 0)
         if self._count is not None and counted:
             self._count.seen_bytes -= size_bytes
 
+    # Counts.
+
     def begin_count(self, reported: dict[tuple[str, int], int]) -> None:
-        """A count begins. ``reported``: what of each grant was in files before this moment, by its writer's word."""
+        """A count starts. ``reported``: for each grant, the bytes that its writer reported as files
+        before this moment.
+        """
         self.abort_count()
         self.generation += 1
         self._count = _Count({grant: reported.get(grant, 0) for grant in self._grants})
 
-    def saw(self, size_bytes: int) -> None:
-        """The count has met a file or a directory."""
+    def add_counted(self, size_bytes: int) -> None:
+        """The count found a file or a directory."""
         if self._count is not None:
             self._count.seen_bytes += size_bytes
 
     def abort_count(self) -> None:
-        """The count will not be finished."""
+        """The count will not be completed."""
         if self._count is not None:
             self._count = None
             self.generation += 1
 
     def end_count(self) -> None:
-        """The count has met everything that was there from its beginning to now."""
+        """The count has found everything that existed from its start to now."""
         count = self._count
         if count is None:
             return
         self._count = None
         self.generation += 1
-        self._base = max(count.seen_bytes, 0) + count.settled_bytes
+        self._base_bytes = max(count.seen_bytes, 0) + count.settled_bytes
         for name, grant in self._grants.items():
             grant.counted_bytes = min(count.reported.get(name, 0), grant.size_bytes)
 
@@ -183,167 +198,168 @@ class _HeldGrant:
     number: int
     size_bytes: int
     used_bytes: int = 0
-    taken_bytes: int = 0
+    allocated_bytes: int = 0
     closed: bool = False
 
     @property
-    def room_bytes(self) -> int:
-        return 0 if self.closed else self.size_bytes - self.used_bytes - self.taken_bytes
+    def free_bytes(self) -> int:
+        return 0 if self.closed else self.size_bytes - self.used_bytes - self.allocated_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Bytes of one grant, for one file."""
+class ByteAllocation:
+    """Bytes of one grant, for one file. ``epoch``: of the grants it belongs to."""
 
     number: int
     size_bytes: int
-    life: int
+    epoch: int
 
 
 class ByteGrants:
-    """See the module's text."""
+    """The grants that this process holds. Thread-safe; no I/O.
+
+    A thread allocates bytes before it creates a file, and commits what it used once the file has
+    its name; the rest becomes free again.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._grants: dict[int, _HeldGrant] = {}
-        self._life = 0
-        self._waiting: dict[int, int] = {}
-        self._waiters = 0
+        self._epoch = 0
+        self._requests: dict[int, int] = {}
+        self._request_count = 0
         self.denials = 0
 
     # Threads that write.
 
-    def take(self, size_bytes: int) -> Taken | None:
-        """Bytes for a file; None if no grant has them."""
+    def allocate(self, size_bytes: int) -> ByteAllocation | None:
+        """Bytes for a file. None if no grant has enough."""
         with self._changed:
             for grant in self._grants.values():
-                if grant.room_bytes >= size_bytes:
-                    grant.taken_bytes += size_bytes
-                    return Taken(grant.number, size_bytes, self._life)
+                if grant.free_bytes >= size_bytes:
+                    grant.allocated_bytes += size_bytes
+                    return ByteAllocation(grant.number, size_bytes, self._epoch)
                 grant.closed = True
             return None
 
-    def spend(self, taken: Taken, used_bytes: int) -> None:
-        """``used_bytes`` of what was taken are in the directory, the rest is free again."""
+    def commit(self, allocation: ByteAllocation, used_bytes: int) -> None:
+        """``used_bytes`` of the allocation are in the directory; the rest is free again."""
         with self._changed:
-            grant = self._grants.get(taken.number)
-            if grant is not None and taken.life == self._life:
-                grant.taken_bytes -= taken.size_bytes
+            grant = self._grants.get(allocation.number)
+            if grant is not None and allocation.epoch == self._epoch:
+                grant.allocated_bytes -= allocation.size_bytes
                 grant.used_bytes += used_bytes
 
-    def valid(self, taken: Taken) -> bool:
-        """Whether the grant still counts."""
-        return taken.life == self._life
+    def is_valid(self, allocation: ByteAllocation) -> bool:
+        """Whether the allocation's grant is still charged."""
+        return allocation.epoch == self._epoch
+
+    def request(self, size_bytes: int) -> int:
+        """A thread waits for that many bytes. Returns an id for ``withdraw``."""
+        with self._changed:
+            self._request_count += 1
+            self._requests[self._request_count] = size_bytes
+            return self._request_count
+
+    def withdraw(self, request: int) -> None:
+        """The thread no longer waits."""
+        with self._changed:
+            self._requests.pop(request, None)
 
     def wait(self, seconds: float) -> None:
-        """Until something changes, or the time is over."""
+        """Waits until the grants change, at most ``seconds``."""
         with self._changed:
             self._changed.wait(seconds)
 
-    def enter(self, size_bytes: int) -> int:
-        """A thread waits for that much; the number to ``leave`` with."""
-        with self._changed:
-            self._waiters += 1
-            self._waiting[self._waiters] = size_bytes
-            return self._waiters
+    # Maintenance.
 
-    def leave(self, waiter: int) -> None:
-        """It waits no longer."""
+    def requested_bytes(self) -> tuple[int, int]:
+        """Bytes that threads wait for: the sum, and the largest."""
         with self._changed:
-            self._waiting.pop(waiter, None)
+            return sum(self._requests.values()), max(self._requests.values(), default=0)
 
-    # The keeper.
-
-    def wanted(self) -> tuple[int, int]:
-        """Bytes that threads wait for: together, and the largest."""
+    def free_bytes(self) -> int:
+        """Bytes that can be allocated."""
         with self._changed:
-            return sum(self._waiting.values()), max(self._waiting.values(), default=0)
+            return sum(grant.free_bytes for grant in self._grants.values())
 
-    def room_bytes(self) -> int:
-        """What could be taken."""
+    def used_bytes(self) -> dict[int, int]:
+        """Bytes in files, by the number of each grant held."""
         with self._changed:
-            return sum(grant.room_bytes for grant in self._grants.values())
+            return {grant.number: grant.used_bytes for grant in self._grants.values()}
 
     def add(self, number: int, size_bytes: int) -> None:
-        """A grant came."""
+        """A grant was received."""
         with self._changed:
             self._grants[number] = _HeldGrant(number, size_bytes)
             self._changed.notify_all()
 
     def deny(self) -> None:
-        """There is no room for what threads wait for."""
+        """The capacity has no room for the request."""
         with self._changed:
             self.denials += 1
             self._changed.notify_all()
 
-    def recall(self) -> None:
-        """Nothing more is taken from the grants there are."""
+    def revoke(self) -> None:
+        """Closes all grants: no bytes are allocated from them any longer."""
         with self._changed:
             for grant in self._grants.values():
                 grant.closed = True
 
-    def revoke(self) -> None:
-        """The grants are void: this writer was given up."""
+    def invalidate(self) -> None:
+        """Drops all grants and their allocations, because this writer was fenced."""
         with self._changed:
             self._grants.clear()
-            self._life += 1
+            self._epoch += 1
             self._changed.notify_all()
 
-    def take_settled(self) -> dict[int, int]:
-        """Grants that are closed and in which nothing is under way, with what was used of them; they are forgotten."""
+    def pop_settled(self) -> dict[int, int]:
+        """Removes closed grants without a write in flight. Returns used bytes by number."""
         with self._changed:
-            ended = {
+            settled = {
                 grant.number: grant.used_bytes
                 for grant in self._grants.values()
-                if grant.closed and not grant.taken_bytes
+                if grant.closed and not grant.allocated_bytes
             }
-            for number in ended:
+            for number in settled:
                 del self._grants[number]
-            return ended
-
-    def used(self) -> dict[int, int]:
-        """What is in files already, of every grant held."""
-        with self._changed:
-            return {grant.number: grant.used_bytes for grant in self._grants.values()}
-
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
-        with self._changed:
-            return not any(grant.taken_bytes for grant in self._grants.values())
+            return settled
 
 
 class Writer:
-    """See the module's text. Methods that do I/O raise ``OSError``."""
+    """This process among the writers of a directory: its own directory there, its record and its
+    grants. One thread at a time, except ``new_working_path``. I/O raises ``OSError``.
+    """
 
-    def __init__(self, root: Path, modes: Modes, allowance: ByteGrants) -> None:
+    def __init__(self, root: Path, modes: Modes, grants: ByteGrants) -> None:
         self.name = ""
         self.server_time = 0.0
-        """The file system's clock at the latest beat, seconds since its epoch."""
+        """The file system's clock at the latest heartbeat, in seconds since its epoch."""
         self.revocations = 0
         self._root = root
         self._modes = modes
-        self._allowance = allowance
+        self._grants = grants
         self._path = root
-        self._beat_at = float("-inf")
+        self._written_at = float("-inf")
         self._dirty = False
-        self._recall: tuple[int, object] | None = None
+        self._revocation: tuple[int, object] | None = None
         self._document: dict[str, Any] = {}
 
     @property
     def registered(self) -> bool:
-        """Whether this writer has its directory, as far as it knows."""
+        """Whether this writer has a directory, as far as it knows."""
         return bool(self.name)
 
-    def alive(self, now: float) -> bool:
-        """Whether the lease is good at ``now``: beyond it, others may have given this writer up."""
-        return self.registered and now - self._beat_at < LEASE_SECONDS
+    def lease_valid(self, now: float) -> bool:
+        """Whether the lease holds at ``now``. If not, the leader may have fenced this writer."""
+        return self.registered and now - self._written_at < LEASE_SECONDS
 
-    def working_path(self) -> str:
-        """A new name for a file to be written. Any thread."""
+    def new_working_path(self) -> str:
+        """A unique path for a file that is being written. Any thread."""
         return f"{self._path}/{WORKING_PREFIX}{os.urandom(6).hex()}"
 
     def register(self, now: float) -> None:
-        """Makes the writer's directory, a new one each time."""
+        """Creates the writer's directory under a new name."""
         name = new_holder()
         path = writers_path(self._root) / name
         make_directory(path, self._modes)
@@ -359,99 +375,109 @@ class Writer:
             "recount": 0,
         }
         record.create(path / RECORD, self._document, self._modes)
-        self._path, self.name, self._beat_at, self._recall = path, name, now, None
+        self._path, self.name, self._written_at, self._revocation = path, name, now, None
 
-    def revoked(self) -> None:
-        """This writer was given up by the janitor: its grants are void, and it is nobody until it registers anew."""
+    def unregister(self) -> None:
+        """This writer was fenced, or has released its directory. Its grants are void."""
         self.name = ""
         self.revocations += 1
-        self._allowance.revoke()
+        self._grants.invalidate()
 
-    def ask(self, size_bytes: int, least_bytes: int) -> None:
-        """Wishes for a grant, unless a wish is open."""
+    # The record.
+
+    def request_grant(self, size_bytes: int, least_bytes: int) -> None:
+        """Requests a grant, unless a request is pending."""
         if self._document["bytes"]:
             return
         self._document.update(ask=self._document["ask"] + 1, bytes=size_bytes, least=least_bytes)
         self._dirty = True
 
-    def note(self, what: str) -> None:
-        """Counts ``full`` or ``recount`` up."""
-        self._document[what] = self._document.get(what, 0) + 1
+    def report_enospc(self) -> None:
+        """Reports that the file system is full."""
+        self._increment("full")
+
+    def request_recount(self) -> None:
+        """Reports that the ledger may be wrong."""
+        self._increment("recount")
+
+    def _increment(self, counter: str) -> None:
+        self._document[counter] = self._document.get(counter, 0) + 1
         self._dirty = True
 
     def settle(self) -> None:
-        """Puts ended grants into the record."""
-        for number, used in self._allowance.take_settled().items():
+        """Reports grants that have ended."""
+        for number, used in self._grants.pop_settled().items():
             self._document["settled"][str(number)] = used
             self._dirty = True
 
-    def flush(self, now: float) -> None:
-        """Writes the record if it says something new, or a beat is due."""
-        if not self._dirty and now - self._beat_at < BEAT_SECONDS:
+    def write_record(self, now: float) -> None:
+        """Writes the record if it has changed or a heartbeat is due."""
+        if not self._dirty and now - self._written_at < HEARTBEAT_SECONDS:
             return
         self._document["beat"] += 1
         self._document["used"] = {
-            str(number): used for number, used in self._allowance.used().items()
+            str(number): used for number, used in self._grants.used_bytes().items()
         }
         try:
             self.server_time = record.rewrite(self._path / RECORD, self._document)
         except OSError as error:
-            if error.errno not in BROKEN:
+            if error.errno not in UNREADABLE:
                 raise
-            self.revoked()
+            self.unregister()
             return
-        self._beat_at, self._dirty = now, False
+        self._written_at, self._dirty = now, False
 
-    def collect(self, fence: int, ledger: dict[str, Any]) -> None:
-        """Takes what the janitor's record has for this writer."""
-        mine = ledger.get("writers", {}).get(self.name)
-        if mine is None:
+    # The ledger.
+
+    def apply_ledger(self, term: int, ledger: dict[str, Any]) -> None:
+        """Applies what the leader's ledger has for this writer."""
+        entry = ledger.get("writers", {}).get(self.name)
+        if entry is None:
             return
         settled = self._document["settled"]
-        # A number that was answered and is not open any more is in the janitor's books.
+        # A number that was answered and is no longer open is accounted for in the ledger.
         for number in [
             each
             for each in settled
-            if int(each) not in mine["open"] and int(each) <= mine["answer"][0]
+            if int(each) not in entry["open"] and int(each) <= entry["answer"][0]
         ]:
             del settled[number]
             self._dirty = True
-        number, size_bytes = mine["answer"]
+        number, size_bytes = entry["answer"]
         if self._document["bytes"] and number == self._document["ask"]:
             self._document["bytes"] = 0
             self._dirty = True
             if not size_bytes:
-                self._allowance.deny()
+                self._grants.deny()
             else:
-                self._accept(fence, number, size_bytes)
-        recall = (fence, ledger.get("recall"))
-        if self._recall is not None and self._recall[0] == fence and self._recall != recall:
-            self._allowance.recall()
-        self._recall = recall
+                self._take_up(term, number, size_bytes)
+        revocation = (term, ledger.get("recall"))
+        if (
+            self._revocation is not None
+            and self._revocation[0] == term
+            and self._revocation != revocation
+        ):
+            self._grants.revoke()
+        self._revocation = revocation
 
-    def _accept(self, fence: int, number: int, size_bytes: int) -> None:
-        # The rename is the check of the fencing number: a janitor that was deposed has no directory any more.
-        offer = seat_path(self._root, fence) / offer_name(self.name, number)
+    def _take_up(self, term: int, number: int, size_bytes: int) -> None:
+        # The rename checks the fencing token: a leader whose term has ended has no directory.
+        offer = term_path(self._root, term) / offer_name(self.name, number)
         try:
             os.rename(offer, self._path / grant_name(number, size_bytes))
         except OSError as error:
             if error.errno not in GONE:
                 raise
             return
-        self._allowance.add(number, size_bytes)
+        self._grants.add(number, size_bytes)
 
     def close(self, now: float) -> None:
-        """Gives everything back. What is still being written settles by being cut off."""
+        """Returns all grants. Files still being written are settled when this writer is fenced."""
         if not self.registered:
             return
-        self._allowance.recall()
+        self._grants.revoke()
         self.settle()
-        # Grants with a file under way have to be charged in full: the janitor does so with what it finds open.
+        # The leader charges grants with a write in flight in full: it finds them open.
         self._document["closed"] = True
         self._dirty = True
-        self.flush(now)
-
-    def remove(self) -> None:
-        """Removes the writer's directory where there is no janitor to do so."""
-        with contextlib.suppress(OSError):
-            remove_fenced(self._path)
+        self.write_record(now)

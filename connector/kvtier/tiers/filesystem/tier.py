@@ -1,13 +1,14 @@
-"""Putting a whole file in its place: written in the writer's own directory, within a grant, then renamed.
+"""The file system tier: a directory with a byte capacity, which other processes may share.
 
-A writer that was given up has no directory any more, so what it was writing cannot appear afterwards. The rename finds out whether the place's
-directory is there; only where it is not, directories are made, and charged.
+A file is written under a temporary name in the writer's own directory, within bytes that the
+leader's ledger has granted before (quota.py), and appears under its final name by a rename: as a
+whole or not at all. So the directory never exceeds its capacity, and a writer that was fenced has
+no directory from which its file could appear later. Object directories are created only where the
+rename finds them missing, and are charged.
 
-The file system tier: a directory within a budget, which other processes may use as well (layout.py).
+What is read is verified before it is used. A file that fails verification is removed.
 
-A file appears under its name whole, by a rename, or not at all, and only within bytes that the directory's ledger granted before it was
-begun (keeper.py, ledger.py), so the directory never exceeds its capacity. What is read is verified before it is believed; what is not what it
-should be is removed.
+Threads: see ``kvtier.tiers.base``. A background thread maintains the directory (maintenance.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import io
+from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import (
     HEADER_BYTES,
     clear_padding,
@@ -54,97 +56,15 @@ from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
-from kvtier.tiers.filesystem.passes import TOUCH_SECONDS
-from kvtier.tiers.filesystem.quota import Taken
+from kvtier.tiers.filesystem.quota import ByteAllocation
+from kvtier.tiers.filesystem.scan_scheduler import TOUCH_SECONDS
 from kvtier.tiers.filesystem.walker import ScanReport, object_path
 
-_ATTEMPTS = 4
-"""Directories are removed when they are empty, by the janitor, at any moment: making and using one may have to be done again."""
-
-
-def place(
-    keeper: DirectoryMaintenance,
-    root: Path,
-    path: str,
-    size_bytes: int,
-    modes: Modes,
-    write: Callable[[str], None],
-) -> None:
-    """Has ``write`` make a file of ``size_bytes`` under a temporary name, and renames it to ``path`` below ``root``.
-
-    Raises ``TierError`` and ``OSError``; then nothing is at ``path`` that was not there before.
-    """
-    taken = keeper.obtain(size_bytes)
-    temporary = keeper.writer.working_path()
-    used = size_bytes
-    try:
-        write(temporary)
-        _rename(keeper, taken, root, temporary, path, modes)
-    except BaseException as error:
-        try:
-            os.unlink(temporary)
-            used = 0
-        except FileNotFoundError:
-            used = 0
-        except OSError:
-            # It is still there, and stays charged until a count or the end of this writer.
-            pass
-        if (
-            isinstance(error, OSError)
-            and error.errno in GONE
-            and not os.path.isdir(os.path.dirname(temporary))
-        ):
-            _lost(keeper, root)
-        raise
-    finally:
-        keeper.allowance.spend(taken, used)
-
-
-def _lost(keeper: DirectoryMaintenance, root: Path) -> None:
-    if not os.path.isdir(root):
-        raise OSError(errno.ESTALE, "the tier's directory has vanished", str(root))
-    keeper.wake()
-    raise TierNoSpaceError(f"{root}: this process was taken for dead, and its grant has ended")
-
-
-def _rename(
-    keeper: DirectoryMaintenance, taken: Taken, root: Path, temporary: str, path: str, modes: Modes
-) -> None:
-    for attempt in range(_ATTEMPTS):
-        if not keeper.may_rename(taken):
-            raise TierNoSpaceError(f"{root}: the grant ended before the file was whole")
-        try:
-            os.rename(temporary, path)
-            return
-        except OSError as error:
-            if error.errno not in GONE or attempt == _ATTEMPTS - 1 or not os.path.exists(temporary):
-                raise
-        _make_directories(keeper, root, Path(path).parent, modes)
-
-
-def _make_directories(
-    keeper: DirectoryMaintenance, root: Path, directory: Path, modes: Modes
-) -> None:
-    """Makes what is missing between ``root``, which must be there, and ``directory``."""
-    below = directory.relative_to(root).parts
-    taken = keeper.obtain(len(below) * DIRECTORY_BYTES)
-    made = 0
-    try:
-        for count in range(1, len(below) + 1):
-            with contextlib.suppress(FileNotFoundError):
-                made += make_directory(root.joinpath(*below[:count]), modes)
-    finally:
-        keeper.allowance.spend(taken, made * DIRECTORY_BYTES)
-
-
 _log = logging.getLogger("kvtier.tiers.filesystem")
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return True
+_RENAME_ATTEMPTS = 4
+"""The leader removes empty directories at any moment, so creating and using one may have to be
+repeated."""
+_CHECK_BYTES = 4096
 
 
 def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
@@ -152,10 +72,11 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 
 class FileSystemTier(Tier):
-    """See the module's text. ``gid``: group of the files made, None for the process's own. ``wall``: seconds since the epoch. ``clock``: monotonic
-    seconds, for leases. ``max_objects``: how many are indexed at most (index.py).
+    """See the module's text. ``gid``: group of the created files, None for the process's own.
+    ``wall``: seconds since the epoch. ``clock``: monotonic seconds, for leases. ``max_objects``:
+    how many objects are indexed at most (index.py).
 
-    Raises nothing in the constructor; ``open`` says what is wrong with the directory.
+    The constructor does no I/O; ``open`` reports what is wrong with the directory.
     """
 
     def __init__(
@@ -173,99 +94,89 @@ class FileSystemTier(Tier):
         )
         self.report = ScanReport()
         self.direct = False
-        self._probe_again = False
+        self._probe_direct_again = False
         self._root = Path(document.path)
         self._direct_io = document.direct_io
         self._limits = limits
         self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
         self._wall = wall
+        self._clock = clock
         self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
-        self._max_objects = max_objects
-        self._said_left_out = False
+        self._reported_unindexed = False
         self._on_change: OnChange = _ignore
         self._headers = threading.local()
         self._described: set[str] = set()
-        self._clock = clock
-        self._noted_at = clock()
-        self.keeper = DirectoryMaintenance(
+        self._described_at = clock()
+        self._directory = TierDirectory(
             self._root,
+            self._modes,
             self._index,
             lambda: self._limits,
-            self._modes,
             shared=self.capabilities.shared,
             on_change=self._changed,
-            clock=clock,
             in_use=lambda: self._described,
+            clock=clock,
         )
+        self.maintenance = DirectoryMaintenance(self._directory)
 
-    # Life.
+    # Life cycle.
 
     def open(self, on_change: OnChange) -> None:
-        """Probes the mount, scans, reports every object. Raises ``TierUnavailableError`` if the directory cannot be used. Where the file
-        system has no room left, not even for a record, or is read-only, what is there is served, and stores begin when it takes them."""
+        """Joins the directory, scans it and reports every object.
+
+        Raises ``TierUnavailableError`` if the directory cannot be used. If the file system is full
+        or read-only, existing objects are served, and stores start when it accepts writes.
+        """
         self._on_change = on_change
         try:
-            self.keeper.start()
+            self.maintenance.join()
         except TierNoSpaceError as error:
-            _log.warning("%s; what is there is served, and nothing stored", error)
+            _log.warning("%s; serving existing objects without storing", error)
         self._probe_direct()
-        self.report = self.keeper.first_pass().result.report
-        self._say_left_out()
-        self.keeper.run()
+        self.report = self.maintenance.scan_completely().result.report
+        self._report_unindexed()
+        self.maintenance.start_loop()
 
     def _probe_direct(self) -> None:
-        self._probe_again = False
+        self._probe_direct_again = False
         try:
             works = self._direct_io != "Never" and io.direct_io_supported(self._root)
         except OSError as error:
             if error.errno not in io.NO_SPACE:
                 raise io.tier_error(error, str(self._root)) from error
-            works, self._probe_again = False, True
+            works, self._probe_direct_again = False, True
         if self._direct_io == "Always" and not works:
             raise TierUnavailableError(
-                f"{self._root}: direct I/O does not work here, and directIO is Always"
+                f"{self._root}: directIO is Always, but the file system does not support direct I/O"
             )
         self.direct = works
 
     def close(self) -> None:
-        """Nothing is evicted or written any more; calls under way end by themselves. Grants and office go back, if the storage answers
-        within seconds."""
-        self.keeper.stop()
+        """Stops evicting and writing; calls in flight end by themselves. Returns grants and
+        leadership if the storage responds within seconds.
+        """
+        self.maintenance.stop()
 
     def configure(self, limits: TierLimits) -> None:
-        """Takes over changed limits. A lowered capacity is reached within seconds, and by the next ``maintain`` at the latest."""
+        """Applies changed limits. A lowered capacity is reached within seconds, at the latest by
+        the next ``maintain``.
+        """
         lowered = limits.capacity_bytes < self._limits.capacity_bytes
         self._limits = limits
         self._index.set_capacity(limits.capacity_bytes)
         if lowered:
-            # What was granted by the measure of the old capacity may be all of the new one.
-            self.keeper.allowance.recall()
-        self.keeper.wake()
+            # Grants sized for the old capacity may be all of the new one.
+            self.maintenance.grants.revoke()
+        self.maintenance.wake()
 
-    def _changed(self, namespace: str, key: bytes, present: bool) -> None:
-        self._on_change(namespace, key, present)
-
-    def _displaced(self, namespace: str, key: bytes) -> None:
-        self._on_change(namespace, key, False)
-
-    def _say_left_out(self) -> None:
-        if self._index.left_out and not self._said_left_out:
-            self._said_left_out = True
-            _log.warning(
-                "%s holds more objects than the %d that are indexed; %d are not served until there is room for them",
-                self._root,
-                self._max_objects,
-                self._index.left_out,
-            )
-
-    # Answers from memory.
+    # Queries without I/O.
 
     def contains(self, ref: ObjectRef) -> bool:
-        """Whether the index has the object."""
+        """Whether the object is indexed."""
         return self._index.contains(ref.namespace, ref.key)
 
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """Snapshot of a namespace's keys."""
+        """A snapshot of a namespace's keys."""
         return iter(self._index.keys(namespace))
 
     def usage(self) -> TierUsage:
@@ -273,13 +184,13 @@ class FileSystemTier(Tier):
         return self._index.usage()
 
     def touch(self, ref: ObjectRef) -> None:
-        """Moves the object to the young end."""
+        """Makes the object the most recently used."""
         self._index.touch(ref.namespace, ref.key)
 
-    # I/O.
+    # Reading.
 
     def probe(self, ref: ObjectRef) -> bool:
-        """Asks the file system for an object that another process may have made."""
+        """Looks up an object that another process may have stored."""
         try:
             status = os.stat(self._path(ref))
         except FileNotFoundError:
@@ -295,7 +206,7 @@ class FileSystemTier(Tier):
         return True
 
     def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
-        """Reads and verifies; see the base class."""
+        """Reads and verifies the object; see the base class."""
         path = self._path(ref)
         header = self._header()
         try:
@@ -310,29 +221,32 @@ class FileSystemTier(Tier):
         self._index.touch(ref.namespace, ref.key)
         if self._wall() - modified > TOUCH_SECONDS:
             with contextlib.suppress(OSError):
-                # By the file system's clock, which all who share it can compare; and this needs no ownership.
+                # By the file system's clock, which all hosts can compare; this needs no ownership.
                 os.utime(path)
         return meta
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
-        # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object that could come back.
+        # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.EINVAL) and not _is_file(path):
             self._discard(ref, path)
-            return TierCorruptError(f"{path} is not a file")
+            return TierCorruptError(f"{path} is not a regular file")
         if self._is_gone(error):
-            self._forget(ref)
+            self._drop(ref)
             return TierMissError(str(io.tier_error(error, path)))
         if error.errno == errno.ENOENT:
-            return TierUnavailableError(f"{self._root} has vanished")
+            return TierUnavailableError(f"{self._root} does not exist")
         return io.tier_error(error, path)
+
+    # Writing.
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
         if self._index.contains(ref.namespace, ref.key):
             self._index.touch(ref.namespace, ref.key)
             return
-        if self._index.left_out and self.probe(ref):
-            # There, only not indexed. Written again it would be charged twice until the next count.
+        if self._index.unindexed and self.probe(ref):
+            # Exists without being indexed. Writing it again would charge it twice until the next
+            # count.
             return
         size = HEADER_BYTES + payload.nbytes
         header = self._header()
@@ -342,14 +256,7 @@ class FileSystemTier(Tier):
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
         self._index.reserve(size)
         try:
-            place(
-                self.keeper,
-                self._root,
-                self._path(ref),
-                size,
-                self._modes,
-                self._writing(header, payload, meta),
-            )
+            self._publish(self._path(ref), size, self._object_writer(header, payload, meta))
         except TierError:
             self._index.release(size)
             raise
@@ -359,7 +266,7 @@ class FileSystemTier(Tier):
         if self._index.publish(ref.namespace, ref.key, size):
             self._on_change(ref.namespace, ref.key, True)
 
-    def _writing(
+    def _object_writer(
         self, header: memoryview, payload: memoryview, meta: ObjectMeta
     ) -> Callable[[str], None]:
         if payload.readonly:
@@ -371,9 +278,8 @@ class FileSystemTier(Tier):
                 temporary,
                 header,
                 payload,
+                modes=self._modes,
                 direct=self.direct,
-                mode=self._modes.file,
-                gid=self._modes.gid,
                 sync=self._limits.sync_data,
             )
 
@@ -382,16 +288,83 @@ class FileSystemTier(Tier):
     def _write_error(self, error: OSError) -> TierError:
         mapped = io.tier_error(error, str(self._root))
         if isinstance(mapped, TierNoSpaceError) and error.errno != errno.EROFS:
-            # The file system is fuller than the budget says: a part of what is there goes, for the next ones.
+            # The file system is fuller than the capacity says: objects are evicted for later ones.
             with contextlib.suppress(TierError):
-                self.keeper.full()
+                self.maintenance.on_enospc()
         if isinstance(mapped, TierMissError):
-            return TierUnavailableError(f"{self._root} has vanished, or a directory below it")
+            return TierUnavailableError(f"{self._root} or a directory below it does not exist")
         return mapped
+
+    def _publish(self, path: str, size_bytes: int, write: Callable[[str], None]) -> None:
+        """Calls ``write`` with a temporary path for a file of ``size_bytes``, and renames it to
+        ``path``. Raises ``TierError`` and ``OSError``; then ``path`` is unchanged.
+        """
+        allocation = self.maintenance.acquire_bytes(size_bytes)
+        temporary = self.maintenance.writer.new_working_path()
+        used = size_bytes
+        try:
+            write(temporary)
+            self._rename(allocation, temporary, path)
+        except BaseException as error:
+            try:
+                os.unlink(temporary)
+                used = 0
+            except FileNotFoundError:
+                used = 0
+            except OSError:
+                # It still exists, and stays charged until a count or the end of this writer.
+                pass
+            if (
+                isinstance(error, OSError)
+                and error.errno in GONE
+                and not os.path.isdir(os.path.dirname(temporary))
+            ):
+                self._raise_fenced()
+            raise
+        finally:
+            self.maintenance.grants.commit(allocation, used)
+
+    def _raise_fenced(self) -> None:
+        if not os.path.isdir(self._root):
+            raise OSError(errno.ESTALE, "the tier's directory does not exist", str(self._root))
+        self.maintenance.wake()
+        raise TierNoSpaceError(
+            f"{self._root}: the leader fenced this process and revoked its grants"
+        )
+
+    def _rename(self, allocation: ByteAllocation, temporary: str, path: str) -> None:
+        for attempt in range(_RENAME_ATTEMPTS):
+            if not self.maintenance.may_publish(allocation):
+                raise TierNoSpaceError(
+                    f"{self._root}: the grant expired before the file was complete"
+                )
+            try:
+                os.rename(temporary, path)
+                return
+            except OSError as error:
+                if (
+                    error.errno not in GONE
+                    or attempt == _RENAME_ATTEMPTS - 1
+                    or not os.path.exists(temporary)
+                ):
+                    raise
+            self._make_directories(Path(path).parent)
+
+    def _make_directories(self, directory: Path) -> None:
+        """Creates the missing directories below the root, which must exist."""
+        below = directory.relative_to(self._root).parts
+        allocation = self.maintenance.acquire_bytes(len(below) * DIRECTORY_BYTES)
+        made = 0
+        try:
+            for count in range(1, len(below) + 1):
+                with contextlib.suppress(FileNotFoundError):
+                    made += make_directory(self._root.joinpath(*below[:count]), self._modes)
+        finally:
+            self.maintenance.grants.commit(allocation, made * DIRECTORY_BYTES)
 
     def delete(self, ref: ObjectRef) -> None:
         """Removes the file; see the base class."""
-        path, generation = self._path(ref), self.keeper.generation()
+        path, generation = self._path(ref), self.maintenance.generation()
         try:
             size = os.lstat(path).st_size
             os.unlink(path)
@@ -401,47 +374,43 @@ class FileSystemTier(Tier):
             if not self._is_gone(error):
                 raise io.tier_error(error, path) from error
         else:
-            if generation >= 0:
-                self.keeper.removed.append((ref.namespace, path, size, generation))
-        self._forget(ref)
+            self.maintenance.record_removal(ref.namespace, path, size, generation)
+        self._drop(ref)
+
+    # Maintenance.
 
     def maintain(self) -> None:
-        """Keeps the limits, if this process is the directory's janitor; hears what other processes did."""
-        if self.keeper.stopping:
+        """Enforces the limits if this process is the leader, and notices what others changed."""
+        if self.maintenance.stopping:
             return
-        self.keeper.maintain()
-        self._say_left_out()
-        if self._probe_again:
+        self.maintenance.enforce_limits()
+        self._report_unindexed()
+        if self._probe_direct_again:
             self._probe_direct()
-        if self._clock() - self._noted_at > TOUCH_SECONDS:
-            self._noted_at = self._clock()
+        if self._clock() - self._described_at > TOUCH_SECONDS:
+            self._described_at = self._clock()
             for namespace in list(self._described):
-                # An engine that has nothing to store or load uses its namespace, too; janitors of other hosts see it by this.
+                # An idle engine uses its namespace too. Leaders on other hosts see it by this time.
                 with contextlib.suppress(OSError):
                     os.utime(self._root / namespace / IDENTITY)
 
     def check(self) -> None:
-        """Writes, reads and removes one small object outside every namespace. Room for it is set aside."""
-        meta = ObjectMeta((4096,), preferred().kind, (preferred().digest(memoryview(bytes(4096))),))
+        """Writes, reads and removes one small object outside every namespace, in bytes that are set
+        aside for it.
+        """
+        digest = preferred().digest(memoryview(bytes(_CHECK_BYTES)))
+        meta = ObjectMeta((_CHECK_BYTES,), preferred().kind, (digest,))
         ref = ObjectRef(f"{0:032x}", os.urandom(8))
-        page = memoryview(mmap.mmap(-1, 4096))
+        page = memoryview(mmap.mmap(-1, _CHECK_BYTES))
         header = self._header()
-        if not self.keeper.writer.registered:
-            self.keeper.turn()
-        path = self.keeper.writer.working_path()
+        if not self.maintenance.writer.registered:
+            self.maintenance.run_once()
+        path = self.maintenance.writer.new_working_path()
         try:
             write_header(header, ref, meta)
-            io.write_file(
-                path,
-                header,
-                page,
-                direct=self.direct,
-                mode=self._modes.file,
-                gid=self._modes.gid,
-                sync=False,
-            )
+            io.write_file(path, header, page, modes=self._modes, direct=self.direct, sync=False)
             io.read_file(path, header, page, self.direct)
-            verify_payload(page, read_header(header, ref, 4096))
+            verify_payload(page, read_header(header, ref, _CHECK_BYTES))
         except OSError as error:
             raise io.tier_error(error, path) from error
         finally:
@@ -449,7 +418,7 @@ class FileSystemTier(Tier):
                 os.unlink(path)
 
     def describe_namespace(self, namespace: str, text: str) -> None:
-        """Writes, once, why the namespace is one of its own. ``text``: its canonical JSON. May block."""
+        """Writes, once, why the namespace is separate. ``text``: its canonical JSON. May block."""
         if namespace in self._described:
             return
         path, data = self._root / namespace / IDENTITY, text.encode()
@@ -466,21 +435,37 @@ class FileSystemTier(Tier):
 
         try:
             if path.exists():
-                # An engine uses the namespace: its retention begins anew.
+                # An engine uses the namespace: its retention starts again.
                 with contextlib.suppress(PermissionError):
                     os.utime(path)
             else:
-                place(self.keeper, self._root, str(path), aligned(len(data)), self._modes, write)
-                self._index.charge(len(data))
+                self._publish(str(path), aligned(len(data)), write)
+                self._index.add_extra(len(data))
         except OSError as error:
             raise io.tier_error(error, str(path)) from error
         self._described.add(namespace)
 
     # Helpers.
 
+    def _changed(self, namespace: str, key: bytes, present: bool) -> None:
+        self._on_change(namespace, key, present)
+
+    def _displaced(self, namespace: str, key: bytes) -> None:
+        self._on_change(namespace, key, False)
+
+    def _report_unindexed(self) -> None:
+        if self._index.unindexed and not self._reported_unindexed:
+            self._reported_unindexed = True
+            _log.warning(
+                "%s has more objects than the index holds (%d): %d objects are not served",
+                self._root,
+                self._index.max_objects,
+                self._index.unindexed,
+            )
+
     def _is_gone(self, error: OSError) -> bool:
-        """Whether it is the object's file that is there no longer, and not the tier."""
-        return error.errno in io.GONE and os.path.isdir(self._root)
+        """Whether the object's file does not exist, while the tier's directory does."""
+        return error.errno in GONE and os.path.isdir(self._root)
 
     def _path(self, ref: ObjectRef) -> str:
         return object_path(str(self._root), ref.namespace, ref.key)
@@ -496,10 +481,16 @@ class FileSystemTier(Tier):
     def _discard(self, ref: ObjectRef, path: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(path)
-            # How long it was is not certain, so nothing is taken off the books before they are counted.
-            self.keeper.doubt()
-        self._forget(ref)
+            # Its size is not certain, so it stays charged until the next count.
+            self.maintenance.request_recount()
+        self._drop(ref)
 
-    def _forget(self, ref: ObjectRef) -> None:
-        if self._index.remove(ref.namespace, ref.key):
-            self._on_change(ref.namespace, ref.key, False)
+    def _drop(self, ref: ObjectRef) -> None:
+        self._directory.drop(ref.namespace, ref.key)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return True

@@ -1,12 +1,12 @@
-"""Finding out what a directory holds, without opening a file.
+"""Reads what a directory holds, without opening a file.
 
-Temporaries carry the boot and process that made them in their name, so that what a killed process left is told apart from what a
-living one is writing.
+``walk`` lists every bucket. ``DirectoryScan`` walks the directory in steps and updates the index:
+it adds what other processes have stored, and drops what no longer exists. A scan may take as long
+as it likes: what it finds is applied bucket by bucket, and an object that it did not see is looked
+up by name before it is dropped.
 
-Walking a directory a little at a time: the index learns what other processes did, the janitor counts.
-
-A pass reads every directory once, in the order of names. It may take as long as it likes: what it finds is taken over bucket by
-bucket, and what it did not meet is looked for by name before it is dropped.
+Temporary files of earlier releases carry the boot and the process that created them in their name,
+so that the leftovers of a killed process can be told from files that a live one is writing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.processes import is_observable
-from kvtier.tiers.base import ALIGNMENT_BYTES, OnChange
+from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX
-from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY
 
@@ -31,13 +31,45 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
 _OBJECT = re.compile(r"((?:[0-9a-f]{2}){1,64})\.kv")
 ABANDONED_SECONDS = 3600.0
-"""A temporary of a process that cannot be asked (another host, another pod) is abandoned after this long."""
+"""A temporary file of a process that is not visible from here is abandoned after this long."""
 _COPY_SECONDS = 60.0
+
+
+# Names.
+
+
+def object_path(root: str, namespace: str, key: bytes) -> str:
+    """``<root>/<namespace>/<2 hex>/<2 hex>/<key>.kv``.
+
+    The directories come from the second and third byte of the key. The first byte is the KV cache
+    group, which is the same for most objects.
+    """
+    name = key.hex()
+    first, second = _buckets(name)
+    return f"{root}/{namespace}/{first}/{second}/{name}{SUFFIX}"
+
+
+def _buckets(name: str) -> tuple[str, str]:
+    spread = name[2:6].ljust(4, "0")
+    return spread[:2], spread[2:4]
+
+
+def is_abandoned(name: str, age_seconds: float) -> bool:
+    """Whether no process is writing this temporary file."""
+    if age_seconds > ABANDONED_SECONDS:
+        return True
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or not is_observable(match[1], match[2]):
+        return False
+    return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
+
+
+# Walking.
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectFile:
-    """One object file. ``used_at``: its modification time, which a hit refreshes now and then."""
+    """One object file. ``used_at``: its modification time, which hits refresh now and then."""
 
     namespace: str
     key: bytes
@@ -47,7 +79,9 @@ class ObjectFile:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One directory of objects, or (``second`` empty) one above. ``other_bytes``: of what is in it and no object."""
+    """A directory of objects or, with an empty ``second``, one above. ``other_bytes``: of files in
+    it that are not objects.
+    """
 
     namespace: str
     first: str
@@ -59,13 +93,13 @@ class Bucket:
 
     @property
     def entries(self) -> int:
-        """What listing it has cost: names looked at, and the directory."""
+        """The cost of listing it: one for each name and one for the directory."""
         return len(self.objects) + 1
 
 
 @dataclass(slots=True)
 class ScanReport:
-    """What a scan met besides objects."""
+    """What a scan found besides objects."""
 
     temporaries: int = 0
     temporaries_removed: int = 0
@@ -75,47 +109,38 @@ class ScanReport:
     unreadable: int = 0
 
 
-def abandoned(name: str, age_seconds: float) -> bool:
-    """Whether nobody is writing this temporary any more."""
-    if age_seconds > ABANDONED_SECONDS:
-        return True
-    match = _TEMPORARY.fullmatch(name)
-    if match is None or not is_observable(match[1], match[2]):
-        return False
-    return int(match[3]) != os.getpid() and not os.path.exists(f"/proc/{match[3]}")
+def walk(root: Path, now: float, report: ScanReport, *, clean: bool = True) -> Iterator[Bucket]:
+    """Yields every directory with its objects, in the order of names.
 
-
-def scan(root: Path, now: float, report: ScanReport, *, sweep: bool = True) -> Iterator[Bucket]:
-    """Yields every directory with its objects, in the order of names, and (``sweep``) removes abandoned temporaries and what is no
-    whole object. Names that are not ours are left alone.
-
-    ``now``: seconds since the epoch, by the file system's clock or one near it. Raises ``OSError`` only if the root itself cannot be read.
+    ``clean``: removes abandoned temporary files and files that are not complete objects. Names that
+    KVTier does not create are ignored. ``now``: seconds since the epoch, by the file system's clock
+    or one near it. Raises ``OSError`` only if the root itself cannot be read.
     """
     with os.scandir(root) as entries:
         namespaces = sorted(entry.name for entry in entries if _NAMESPACE.fullmatch(entry.name))
-    reader = _Reader(now, report, sweep)
+    reader = _BucketReader(now, report, clean)
     for namespace in namespaces:
         top = f"{root}/{namespace}"
-        yield from reader.above(namespace, "", top)
+        yield from reader.parent(namespace, "", top)
         for first in reader.buckets:
-            yield from reader.above(namespace, first, f"{top}/{first}")
+            yield from reader.parent(namespace, first, f"{top}/{first}")
             for second in reader.buckets:
                 bucket = reader.bucket(namespace, first, second, f"{top}/{first}/{second}")
                 if bucket is not None:
                     yield bucket
 
 
-class _Reader:
+class _BucketReader:
     """Reads single directories."""
 
-    def __init__(self, now: float, report: ScanReport, sweep: bool) -> None:
+    def __init__(self, now: float, report: ScanReport, clean: bool) -> None:
         self.buckets: list[str] = []
         self._now = now
         self._report = report
-        self._sweep = sweep
+        self._clean = clean
 
-    def above(self, namespace: str, first: str, path: str) -> Iterator[Bucket]:
-        """A directory of directories; ``buckets`` are those."""
+    def parent(self, namespace: str, first: str, path: str) -> Iterator[Bucket]:
+        """A directory of directories; ``buckets`` are their names."""
         found = self._children(path)
         names = [entry.name for entry in found or () if _BUCKET.fullmatch(entry.name)]
         self.buckets = sorted(names)
@@ -125,7 +150,7 @@ class _Reader:
         yield Bucket(namespace, first, "", path, [], other, not found)
 
     def bucket(self, namespace: str, first: str, second: str, path: str) -> Bucket | None:
-        """A directory of objects; None if it cannot be read."""
+        """A directory of objects. None if it cannot be read."""
         found = self._children(path)
         if found is None:
             return None
@@ -143,16 +168,17 @@ class _Reader:
             except OSError:
                 self._report.unreadable += 1
                 continue
-            whole = status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES
-            if whole and _buckets(match[1]) == (first, second) and stat.S_ISREG(status.st_mode):
+            complete = status.st_size > HEADER_BYTES and not status.st_size % ALIGNMENT_BYTES
+            if complete and _buckets(match[1]) == (first, second) and stat.S_ISREG(status.st_mode):
                 objects.append(
                     ObjectFile(namespace, bytes.fromhex(match[1]), status.st_size, status.st_mtime)
                 )
                 continue
-            # Not a whole object, or not in its place: it can never be read. A young one may be a copy that somebody else is making.
+            # Incomplete, or in the wrong bucket: it can never be read. A young one may be a copy in
+            # progress.
             self._report.ignored += 1
             young = self._now - status.st_mtime < _COPY_SECONDS
-            if young or not self._sweep or not _removed(entry.path):
+            if young or not self._clean or not _unlinked(entry.path):
                 other += status.st_size
         return Bucket(namespace, first, second, path, objects, other, not found)
 
@@ -177,9 +203,9 @@ class _Reader:
             return 0
         if entry.name.startswith(TEMPORARY_PREFIX):
             if (
-                self._sweep
-                and abandoned(entry.name, self._now - status.st_mtime)
-                and _removed(entry.path)
+                self._clean
+                and is_abandoned(entry.name, self._now - status.st_mtime)
+                and _unlinked(entry.path)
             ):
                 report.temporaries_removed += 1
                 return 0
@@ -192,7 +218,7 @@ class _Reader:
         return status.st_size
 
 
-def _removed(path: str) -> bool:
+def _unlinked(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError:
@@ -200,113 +226,102 @@ def _removed(path: str) -> bool:
     return True
 
 
-def object_path(root: str, namespace: str, key: bytes) -> str:
-    """``<root>/<namespace>/<2 hex>/<2 hex>/<key>.kv``. The directories come from the key's second and third byte: the first is the
-    group, the same for most objects."""
-    name = key.hex()
-    first, second = _buckets(name)
-    return f"{root}/{namespace}/{first}/{second}/{name}{SUFFIX}"
+# Scanning.
 
-
-def _buckets(name: str) -> tuple[str, str]:
-    spread = name[2:6].ljust(4, "0")
-    return spread[:2], spread[2:4]
-
-
-Counted = Callable[[int, tuple[str, str, str]], None]
+OnCounted = Callable[[int, tuple[str, str, str]], None]
 
 
 @dataclass(slots=True)
-class PassResult:
-    """What a pass found. ``newest``: per namespace, when anything in it was used last, by the file system's clock."""
+class ScanResult:
+    """What a scan found. ``newest``: for each namespace, when anything in it was last used, by the
+    file system's clock.
+    """
 
     report: ScanReport = field(default_factory=ScanReport)
     newest: dict[str, float] = field(default_factory=dict)
     other_bytes: int = 0
 
 
-class Pass:
-    """One walk. ``counted`` is told of bytes met, with the bucket; None where nobody counts. ``touched_after``: objects used later than this,
-    by their file's time, move to the young end. ``shared``: others write here, and what they made or used after that may displace what was used
-    longest ago.
+class DirectoryScan:
+    """One scan of a directory. One thread at a time; ``step`` raises ``OSError`` if the root cannot
+    be read.
 
-    Used by one thread at a time. ``step`` raises ``OSError`` if the root cannot be read.
+    ``now``: seconds since the epoch, by the file system's clock. ``used_after``: objects whose file
+    was used later than this become the most recently used; in a shared directory, new ones among
+    them may displace others from the index. ``on_counted`` receives the bytes of each bucket with
+    its name; None if this process is not the leader, and then nothing is removed.
     """
 
     def __init__(
         self,
-        root: Path,
-        index: Index,
-        on_change: OnChange,
+        directory: TierDirectory,
         now: float,
-        counted: Counted | None,
-        touched_after: float,
-        shared: bool = False,
+        used_after: float,
+        on_counted: OnCounted | None = None,
     ) -> None:
-        self.result = PassResult()
-        self.began_at = now
-        self._root = root
-        self._index = index
-        self._on_change = on_change
-        self._counted = counted
-        self._touched_after = touched_after
-        self._shared = shared
-        self._new: list[ObjectFile] = []
+        self.result = ScanResult()
+        self.started_at = now
+        self._directory = directory
+        self._index = directory.index
+        self._used_after = used_after
+        self._on_counted = on_counted
+        self._discovered: list[ObjectFile] = []
         self._costs = self._run(now)
-        index.begin_pass()
+        self._index.begin_scan()
 
     def step(self, budget: int) -> bool:
-        """Looks at about ``budget`` names; True at the end."""
+        """Reads about ``budget`` names. True at the end."""
         spent = 0
         for cost in self._costs:
             spent += cost
             if spent >= budget:
-                self._take_over()
+                self._add_discovered()
                 return False
         return True
 
     def _run(self, now: float) -> Iterator[int]:
         result = self.result
-        for bucket in scan(self._root, now, result.report, sweep=self._counted is not None):
+        clean = self._on_counted is not None
+        for bucket in walk(self._directory.root, now, result.report, clean=clean):
             result.other_bytes += bucket.other_bytes
             if bucket.second:
-                self._objects(bucket)
+                self._scan_objects(bucket)
             else:
-                self._above(bucket)
+                self._scan_parent(bucket)
             yield bucket.entries
-        self._take_over()
+        self._add_discovered()
         yield 1
-        for number, (namespace, key) in enumerate(self._index.unmet()):
-            self._missing(namespace, key)
+        for number, (namespace, key) in enumerate(self._index.not_seen()):
+            self._drop_if_gone(namespace, key)
             if number % 64 == 63:
                 yield 64
 
-    def _above(self, bucket: Bucket) -> None:
+    def _scan_parent(self, bucket: Bucket) -> None:
         if not bucket.first:
             newest = 0.0
             try:
                 newest = os.lstat(f"{bucket.path}/{IDENTITY}").st_mtime
             except OSError:
                 try:
-                    # Without a description: when something was last made or removed here.
+                    # Without a description: when a directory was last created or removed here.
                     newest = os.lstat(bucket.path).st_mtime
                 except OSError:
-                    newest = self.began_at
+                    newest = self.started_at
             self.result.newest[bucket.namespace] = newest
         self._count(bucket)
 
-    def _objects(self, bucket: Bucket) -> None:
+    def _scan_objects(self, bucket: Bucket) -> None:
         newest = self.result.newest
         for found in bucket.objects:
             newest[found.namespace] = max(newest.get(found.namespace, 0.0), found.used_at)
-            if not self._index.meet(found.namespace, found.key):
-                self._new.append(found)
-            elif found.used_at > self._touched_after:
+            if not self._index.mark_seen(found.namespace, found.key):
+                self._discovered.append(found)
+            elif found.used_at > self._used_after:
                 self._index.touch(found.namespace, found.key)
         self._count(bucket)
 
     def _count(self, bucket: Bucket) -> None:
-        if self._counted is None:
+        if self._on_counted is None:
             return
         size = (
             DIRECTORY_BYTES + bucket.other_bytes + sum(found.size_bytes for found in bucket.objects)
@@ -318,26 +333,29 @@ class Pass:
                 pass
             else:
                 size = 0
-        self._counted(size, (bucket.namespace, bucket.first, bucket.second))
+        self._on_counted(size, (bucket.namespace, bucket.first, bucket.second))
 
-    def _take_over(self) -> None:
-        """New objects, oldest first, so that they take their places in the order of use. A file system's clock ticks some hundred times
-        a second; among equals the key decides, so that all processes see one order."""
-        self._new.sort(key=lambda found: (found.used_at, found.key))
-        for found in self._new:
-            # What only this process writes was indexed when it was written; it left for what was used later.
-            take = (
+    def _add_discovered(self) -> None:
+        """Indexes new objects, oldest first, so that they are in the order of use. The clock of a
+        file system ticks a few hundred times a second; among equal times the key decides, so that
+        all processes agree on the order.
+        """
+        self._discovered.sort(key=lambda found: (found.used_at, found.key))
+        for found in self._discovered:
+            # In a directory of one process a recent object was indexed when it was written, and
+            # displaced by objects used later.
+            add = (
                 self._index.add
-                if self._shared and found.used_at > self._touched_after
-                else self._index.find
+                if self._directory.shared and found.used_at > self._used_after
+                else self._index.add_discovered
             )
-            if take(found.namespace, found.key, found.size_bytes):
-                self._on_change(found.namespace, found.key, True)
-        self._new.clear()
+            if add(found.namespace, found.key, found.size_bytes):
+                self._directory.on_change(found.namespace, found.key, True)
+        self._discovered.clear()
 
-    def _missing(self, namespace: str, key: bytes) -> None:
+    def _drop_if_gone(self, namespace: str, key: bytes) -> None:
         try:
-            os.lstat(object_path(str(self._root), namespace, key))
+            os.lstat(object_path(str(self._directory.root), namespace, key))
         except OSError as error:
-            if error.errno in GONE and self._index.remove(namespace, key):
-                self._on_change(namespace, key, False)
+            if error.errno in GONE:
+                self._directory.drop(namespace, key)

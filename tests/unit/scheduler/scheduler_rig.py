@@ -18,15 +18,17 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.lora import Adapters
+from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, StoreJob, WorkerReport
-from kvtier.engines.vllm.scheduler import SchedulerSide
+from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
+from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Group, GroupKind, Planner
 from kvtier.tierd.wire import (
     PROTOCOL,
     Credits,
     Delta,
     EvictionNotice,
+    Heartbeat,
     Hello,
     Message,
     Promoted,
@@ -78,7 +80,9 @@ class FakeClient:
         hello: Callable[[], Hello],
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat],
     ) -> None:
+        self.heartbeat = heartbeat
         self.hello = hello
         self.sink = sink
         self.on_lost = on_lost
@@ -238,7 +242,7 @@ class Rig:
         document: Topology | None = None,
         offers_tables: bool = True,
         ranks: int = 1,
-        adapters: Adapters | None = None,
+        adapters: AdapterDigests | None = None,
         attach: bool = True,
     ) -> None:
         self.now = 100.0
@@ -251,17 +255,20 @@ class Rig:
         self._seen: set[str] = set()
         self.clients: list[FakeClient] = []
         planner = Planner.build([Group(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
-        self.side = SchedulerSide(
-            document or topology(),
+        self.scheduler = KVTierConnectorScheduler(
+            TierdSession(
+                document or topology(),
+                planner,
+                "engine/dp0",
+                lambda: EngineIdentity("{}"),
+                self._client,
+            ),
             planner,
-            "engine/dp0",
-            lambda: EngineIdentity("{}"),
-            client=self._client,
             adapters=adapters,
             clock=lambda: self.now,
         )
-        self.side.bind(self.pool)
-        self.side.start()
+        self.scheduler.bind_gpu_block_pool(self.pool)
+        self.scheduler.start()
         self.client = self.clients[0]
         if attach:
             self.client.welcome()
@@ -273,8 +280,9 @@ class Rig:
         hello: Callable[[], Hello],
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat],
     ) -> FakeClient:
-        client = FakeClient(hello, sink, on_lost)
+        client = FakeClient(hello, sink, on_lost, heartbeat)
         self.clients.append(client)
         return client
 
@@ -292,7 +300,7 @@ class Rig:
 
     def ask(self, request: FakeRequest, computed: int = 0) -> int | None:
         """The scheduler asks what can be loaded."""
-        tokens, asynchronous = self.side.matched_tokens(request, computed)  # type: ignore[arg-type]
+        tokens, asynchronous = self.scheduler.get_num_new_matched_tokens(request, computed)  # type: ignore[arg-type]
         assert asynchronous == bool(tokens)
         return tokens
 
@@ -307,7 +315,7 @@ class Rig:
     def admit(self, request: FakeRequest, computed: int, loaded: int) -> None:
         """An answer was taken: blocks are allocated, and vLLM waits for the load."""
         table = self.allocate(request, computed + loaded)
-        self.side.allocated(request, (table,), loaded)  # type: ignore[arg-type]
+        self.scheduler.update_state_after_alloc(request, (table,), loaded)  # type: ignore[arg-type]
         request.num_computed_tokens = computed + loaded
 
     def build(
@@ -345,7 +353,7 @@ class Rig:
                     (self.tables[request_id],) if request_id in scheduled else None
                 )
             )
-        metadata = self.side.build_step(output)  # type: ignore[arg-type]
+        metadata = self.scheduler.build_connector_meta(output)  # type: ignore[arg-type]
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
         return metadata
@@ -358,7 +366,7 @@ class Rig:
         epoch: int | None = None,
     ) -> None:
         """The workers have executed ``step`` (default: all that was built)."""
-        self.side.output(
+        self.scheduler.update_connector_output(
             WorkerReport(
                 step=self.step if step is None else step,
                 loads=list(loads),
@@ -377,7 +385,7 @@ class Rig:
         """The request ends; its own references to blocks are gone afterwards."""
         request.status = SimpleNamespace(name=status)
         table = self.tables.pop(request.request_id, [])
-        self.side.finished(request, (table,))  # type: ignore[arg-type]
+        self.scheduler.request_finished(request, (table,))  # type: ignore[arg-type]
         self.requests.pop(request.request_id, None)
         self._seen.discard(request.request_id)
 

@@ -25,7 +25,8 @@ def test_weighted_lets_the_slowest_tier_of_a_candidate_decide() -> None:
     assert decision.chosen is not None
     assert decision.chosen.keys == 3
     assert decision.explain(NAMES) == (
-        "768 tokens from ram (score 76800): highest_score; instead of 1024 tokens from ram+disk (score 51200)"
+        "768 tokens from ram (score 76800): highest_score; "
+        "instead of 1024 tokens from ram+disk (score 51200)"
     )
 
 

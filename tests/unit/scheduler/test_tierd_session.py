@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import CHUNK, DISK, RAM, Rig, topology
+from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, Rig, topology
 
 from kvtier.engines.vllm.tierd_session import RESET_REASON
 from kvtier.tierd.wire import EvictionAck, Promote, Refused, Reserve, ResetCache, Resync, Settings
@@ -18,7 +18,7 @@ def test_the_handshake_says_who_writes(rig: Rig) -> None:
         (0, 1, 2, 3),
     )
     assert hello.identity == "{}"
-    assert hello.volatile_reason == ""
+    assert hello.ephemeral_reason == ""
 
 
 def test_keys_that_leave_are_acknowledged_at_once_by_the_clients_thread(rig: Rig) -> None:
@@ -43,7 +43,7 @@ def test_a_refusal_is_said_once_and_means_no_tiers(
         rig.client.sink(Refused(reason="another version"))
         assert rig.ask(rig.request(300)) == 0
     assert caplog.text.count("another version") == 1
-    assert rig.side.link.counters["refused"] == 3
+    assert rig.scheduler.session.counters["refused"] == 3
 
 
 def test_a_new_tierd_is_used_once_it_is_ready(rig: Rig) -> None:
@@ -65,8 +65,8 @@ def test_live_settings_are_taken_and_bad_ones_refused_value_by_value(rig: Rig) -
         Settings(settings='{"minLoadTokens": 100000, "tiers": {"disk": {"loadWeight": -3}}}')
     )
     assert rig.ask(request) == 0
-    assert rig.side.link.live.tiers["disk"].load_weight == 100
-    assert rig.side.link.counters["settings_refused"] == 1
+    assert rig.scheduler.session.live.tiers["disk"].load_weight == 100
+    assert rig.scheduler.session.counters["settings_refused"] == 1
 
 
 def test_a_raised_limit_holds_for_the_next_promotion(rig: Rig) -> None:
@@ -84,7 +84,7 @@ def test_a_raised_limit_holds_for_the_next_promotion(rig: Rig) -> None:
 def test_after_a_reset_nothing_of_before_is_offered(rig: Rig) -> None:
     before = rig.request(300, "before")
     rig.hold(before.keys(0, 4))
-    assert rig.side.reset()
+    assert rig.scheduler.reset_cache()
     assert len(rig.client.take(ResetCache)) == 1
     assert rig.ask(rig.request(300, "after")) == 0
     # Deltas of the old namespace that were under way do not count.
@@ -108,7 +108,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(rig: Rig) -> No
     done.append(1)
     rig.finish(done)
     assert rig.pool.referenced()
-    rig.side.reset()
+    rig.scheduler.reset_cache()
     assert rig.pool.referenced() == []
     rig.client.ready("b" * 32)
     assert rig.build({"running": 1}).stores == []
@@ -124,7 +124,7 @@ def test_slots_of_stores_that_a_reset_dropped_are_used_again(rig: Rig) -> None:
     rig.run({"first": 300})
     first.append(1)
     rig.finish(first)
-    rig.side.reset()
+    rig.scheduler.reset_cache()
     rig.client.ready("b" * 32)
     second = rig.request(300, "second")
     rig.ask(second)
@@ -136,7 +136,7 @@ def test_slots_of_stores_that_a_reset_dropped_are_used_again(rig: Rig) -> None:
 def test_a_reset_before_the_namespace_is_open_is_made_good_when_it_opens() -> None:
     rig = Rig(attach=False)
     rig.client.welcome()
-    assert rig.side.reset()
+    assert rig.scheduler.reset_cache()
     rig.client.ready()
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
@@ -149,10 +149,10 @@ def test_a_reset_before_the_namespace_is_open_is_made_good_when_it_opens() -> No
 
 
 def test_after_a_reset_every_later_session_is_for_this_engine_alone(rig: Rig) -> None:
-    rig.side.reset()
+    rig.scheduler.reset_cache()
     assert len(rig.client.take(ResetCache)) == 1
     rig.client.lose()
-    assert rig.client.hello().volatile_reason == RESET_REASON
+    assert rig.client.hello().ephemeral_reason == RESET_REASON
     rig.client.welcome(epoch=2)
     rig.client.ready("c" * 32)
     request = rig.request(300)
@@ -163,8 +163,8 @@ def test_after_a_reset_every_later_session_is_for_this_engine_alone(rig: Rig) ->
 
 def test_a_reset_without_tierd_is_not_forgotten(rig: Rig) -> None:
     rig.client.lose()
-    rig.side.reset()
-    assert rig.client.hello().volatile_reason == RESET_REASON
+    rig.scheduler.reset_cache()
+    assert rig.client.hello().ephemeral_reason == RESET_REASON
 
 
 def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
@@ -174,10 +174,10 @@ def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
 
     def meanwhile() -> None:
         rig.client.lose()
-        reasons.append(rig.client.hello().volatile_reason)
+        reasons.append(rig.client.hello().ephemeral_reason)
 
-    monkeypatch.setattr(rig.side.loads, "reset", meanwhile)
-    assert rig.side.reset()
+    monkeypatch.setattr(rig.scheduler.loads, "reset", meanwhile)
+    assert rig.scheduler.reset_cache()
     assert reasons == [""]
     rig.client.welcome(epoch=2)
     rig.client.ready()
@@ -192,5 +192,5 @@ def test_a_reset_that_crosses_with_the_hello_of_the_next_session_is_made_good(
 
 
 def test_closing_says_goodbye(rig: Rig) -> None:
-    rig.side.close()
+    rig.scheduler.shutdown()
     assert rig.client.closed

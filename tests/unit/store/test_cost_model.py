@@ -121,7 +121,7 @@ def test_a_time_that_is_none_is_ignored(seconds: float) -> None:
 
 
 @given(latency=st.floats(1e-4, 0.1), bandwidth=st.floats(1e6, 1e10))
-def test_latency_and_bandwidth_are_told_apart_by_loads_of_different_sizes(
+def test_loads_of_different_sizes_separate_latency_from_bandwidth(
     latency: float, bandwidth: float
 ) -> None:
     model = TierModel(threads=8)
@@ -233,5 +233,6 @@ def test_two_loads_at_once_share_what_the_tier_delivers() -> None:
                 model.ended(batch, i * 10.0 + 2.0, MIB, True)
     found = model.estimate(100.0)
     assert found is not None
-    # Eight reads took two seconds; that four of them belong to somebody else does not make the tier slower.
+    # Eight reads took two seconds; that four of them belong to somebody else does not make the tier
+    # slower.
     assert found.seconds(1, 8 * MIB) == pytest.approx(2.0, rel=0.3)

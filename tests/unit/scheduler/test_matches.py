@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import CHUNK, DISK, RAM, Rig, topology
+from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, Rig, topology
 
 from kvtier.tierd.wire import Load, Promote
 
@@ -86,7 +86,7 @@ def test_asking_again_gives_the_same_without_looking_again(rig: Rig) -> None:
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     first = rig.ask(request)
-    rig.side.link.replica.get_bits = None  # type: ignore[assignment]
+    rig.scheduler.session.replica.get_bits = None  # type: ignore[assignment]
     assert [rig.ask(request) for _ in range(50)] == [first] * 50
 
 
@@ -155,7 +155,7 @@ def test_a_load_names_its_keys_and_the_blocks_they_go_to(rig: Rig) -> None:
         (0, table[4:6]),
         (0, table[6:8]),
     ]
-    assert job.limit_seconds >= 1.0
+    assert job.timeout_seconds >= 1.0
 
 
 def test_the_second_call_after_a_load_begins_nothing(rig: Rig) -> None:
@@ -164,7 +164,7 @@ def test_the_second_call_after_a_load_begins_nothing(rig: Rig) -> None:
     rig.admit(request, 0, rig.ask(request) or 0)
     (job,) = rig.build().loads
     rig.report(loads=[rig.result(job.load, 4)])
-    rig.side.allocated(request, (rig.tables["r"],), 0)  # type: ignore[arg-type]
+    rig.scheduler.update_state_after_alloc(request, (rig.tables["r"],), 0)  # type: ignore[arg-type]
     assert rig.build({"r": 44}).loads == []
     assert len(rig.client.take(Load)) == 1
 
@@ -177,7 +177,7 @@ def test_a_load_goes_to_the_worker_even_if_tierd_cannot_be_told(rig: Rig) -> Non
     rig.client.accepts = False
     rig.admit(request, 0, offered)
     assert len(rig.build().loads) == 1
-    assert rig.side.loads.counts.failures["not_sent"] == 1
+    assert rig.scheduler.loads.counts.failures["not_sent"] == 1
 
 
 def test_under_a_heavier_ram_a_shorter_prefix_from_ram_wins() -> None:

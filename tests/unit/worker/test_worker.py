@@ -15,7 +15,7 @@ from tests.unit.worker.worker_rigs import (
     load_job,
     make_rig,
     store_job,
-    topology,
+    structural,
     vllm_config,
     wait_until,
 )
@@ -23,26 +23,28 @@ from tests.unit.worker.worker_rigs import (
 from kvtier.engines.vllm import worker as worker_module
 from kvtier.engines.vllm import worker_thread
 from kvtier.engines.vllm.metadata import LoadJob, StepMetadata, StoreJob
-from kvtier.engines.vllm.worker import WorkerSide
+from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.tierd.wire import PROTOCOL, Deliver, LoadReleased, Refused
-from kvtier.transfer.selftest import Group, Layout, every_layout
+from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
 
 
-def _worker(directory: Path, layout: Layout, chunk_tokens: int = 64) -> WorkerSide:
-    return WorkerSide(
+def _worker(directory: Path, layout: SyntheticCache) -> KVTierConnectorWorker:
+    return KVTierConnectorWorker(
         vllm_config(),  # type: ignore[arg-type]
         layout,  # type: ignore[arg-type]
-        topology(directory, chunk_tokens),  # type: ignore[arg-type]
+        structural(directory),  # type: ignore[arg-type]
+        64,
         client=StubTierd,
         copy_engine=HeldCopyEngine,
     )
 
 
-def _step(worker: WorkerSide, number: int, loads: list[LoadJob], stores: list[StoreJob]) -> None:
+def _step(
+    worker: KVTierConnectorWorker, number: int, loads: list[LoadJob], stores: list[StoreJob]
+) -> None:
     metadata = StepMetadata(number, loads, stores)
-    worker.handle_preemptions(metadata)
     worker.start_load_kv(metadata)
     worker.wait_for_save()
 
@@ -113,7 +115,7 @@ def test_stores_are_handed_on_once_however_often_they_are_asked_for(rig: Rig) ->
     rig.worker.wait_for_save()
     rig.worker.get_finished(set())
     assert rig.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
-    assert "duplicate_stores" not in rig.worker.take_stats().counters
+    assert "duplicate_stores" not in rig.worker.take_counts()
 
 
 def test_transfer_results_name_failed_requests_only_for_several_groups(rig: Rig) -> None:
@@ -178,7 +180,7 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_engine_without_tiers(
     wait_until(lambda: "cannot be used" in caplog.text)
     rig.step()
     assert rig.epoch == 0
-    assert rig.worker.take_stats().counters["pool_failures"] == 1
+    assert rig.worker.take_counts()["pool_failures"] == 1
     rig.worker.shutdown()
 
 
@@ -186,40 +188,30 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_engine_without_tiers(
 def test_whatever_cannot_be_served_turns_kvtier_off_and_never_raises(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = next(iter(every_layout(GEOMETRY)))
+    layout = next(iter(make_every_cache(GEOMETRY)))
     caches: dict[str, object] = dict(layout.caches)
     if what == "layout":
         caches[next(iter(caches))] = [1, 2]
     elif what == "groups":
         monkeypatch.setattr(worker_module, "reports_failed_requests", lambda: False)
-        layout = Layout("two", layout.caches, layout.num_blocks, layout.kv_cache_groups * 2)
+        layout = SyntheticCache("two", layout.caches, layout.num_blocks, layout.kv_cache_groups * 2)
     elif what == "chunk":
         spec = type(layout.kv_cache_groups[0].kv_cache_spec)(0, 1)
-        layout = Layout(
-            "none", layout.caches, layout.num_blocks, (Group(tuple(layout.caches), spec),)
+        layout = SyntheticCache(
+            "none", layout.caches, layout.num_blocks, (SyntheticGroup(tuple(layout.caches), spec),)
         )
     else:
         monkeypatch.setattr(HeldCopyEngine, "_start", lambda *_: None)
         monkeypatch.setattr(HeldCopyEngine, "_ready", lambda *_: True)
     worker = _worker(tmp_path, layout)
     worker.register_kv_caches(caches)
-    assert worker.off
-    assert "serves without tiers" in caplog.text
+    assert worker.off_reason
+    assert "serving without tiers" in caplog.text
     _step(worker, 1, [load_job(7, A, B)], [store_job(3, 0, C)])
     _, recving = worker.get_finished(set())
     assert recving == {"request-7"}
     report = worker.build_connector_worker_meta()
     assert (report.stores_done, report.attached_epoch, report.loads[0].reason) == ({3: 1}, 0, "off")
-    assert worker.take_stats().off
-    worker.shutdown()
-
-
-def test_the_effective_chunk_is_a_multiple_of_the_block(tmp_path: Path) -> None:
-    layout = next(iter(every_layout(GEOMETRY)))
-    worker = _worker(tmp_path, layout, chunk_tokens=40)
-    worker.register_kv_caches(layout.caches)
-    assert worker.codec is not None
-    assert worker.codec.groups[0].blocks_per_chunk == 3
     worker.shutdown()
 
 
@@ -247,7 +239,7 @@ def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    rig.engine.synchronise = broken  # type: ignore[method-assign]
+    rig.engine.synchronize = broken  # type: ignore[method-assign]
     rig.engine.fail("device error")
     done: set[str] = set()
     stores: dict[int, int] = {}
@@ -283,7 +275,7 @@ def test_a_device_that_cannot_be_marked_turns_kvtier_off_and_never_raises(
     monkeypatch.setattr(rig.engine, "fence", broken)
     taken = rig.step(loads=[load_job(7, A)], stores=[store_job(3, rig.slot(1), B)])
     assert (taken.recving, taken.stores_done, rig.epoch) == ({"request-7"}, {3: 1}, 0)
-    assert "device lost" in rig.worker.off
+    assert "device lost" in rig.worker.off_reason
 
 
 def test_a_client_that_cannot_start_turns_kvtier_off(
@@ -293,10 +285,10 @@ def test_a_client_that_cannot_start_turns_kvtier_off(
         raise KeyError("no socket")
 
     monkeypatch.setattr(StubTierd, "start", broken)
-    layout = next(iter(every_layout(GEOMETRY)))
+    layout = next(iter(make_every_cache(GEOMETRY)))
     worker = _worker(tmp_path, layout)
     worker.register_kv_caches(layout.caches)
-    assert "no socket" in worker.off
+    assert "no socket" in worker.off_reason
     _step(worker, 1, [load_job(7, A)], [])
     assert worker.get_finished(set())[1] == {"request-7"}
 
@@ -326,17 +318,12 @@ def test_shutdown_is_bounded_and_says_no_goodbye_while_a_copy_may_run(
     release.set()
 
 
-def test_counters_are_differences_and_loads_are_given_once(rig: Rig) -> None:
-    rig.worker.take_stats()
+def test_counts_are_those_since_the_last_call(rig: Rig) -> None:
+    rig.worker.take_counts()
     rig.step(loads=[load_job(7, A, limit=0.0)])
     wait_until(lambda: rig.step().loads)
-    stats = rig.worker.take_stats()
-    assert stats.counters == {"loads_failed": 1, "loaded_bytes": 0} or stats.counters == {
-        "loads_failed": 1
-    }
-    assert [result.load for result in stats.loads] == [7]
-    again = rig.worker.take_stats()
-    assert (again.counters, again.loads) == ({}, [])
+    assert rig.worker.take_counts() == {"loads_failed": 1}
+    assert rig.worker.take_counts() == {}
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.tiers.test_keeper import MIB, Host, write_with
-from tests.unit.tiers.test_keeper import hosts as hosts
+from tests.unit.tiers.test_maintenance import MIB, Host, write_with
+from tests.unit.tiers.test_maintenance import hosts as hosts
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierCorruptError
@@ -19,7 +19,7 @@ from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, maintenance, record
 from kvtier.tiers.filesystem.election import LEASE_SECONDS, read_ledger, read_writer
-from kvtier.tiers.filesystem.layout import LEDGER, RECORD, Modes, seat_path, writers_path
+from kvtier.tiers.filesystem.layout import LEDGER, RECORD, Modes, term_path, writers_path
 from kvtier.tiers.filesystem.walker import object_path
 
 PATIENCE_SECONDS = 30.0
@@ -44,7 +44,7 @@ WRITER: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_a_record_of_another_shape_stops_no_janitor_and_its_writer_is_ended(
+def test_a_writer_with_an_invalid_record_is_fenced(
     hosts: Callable[..., Host], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     janitor, other = hosts(), hosts()
@@ -53,15 +53,15 @@ def test_a_record_of_another_shape_stops_no_janitor_and_its_writer_is_ended(
     record.create(folder / RECORD, WRITER | change, Modes(0o640, 0o750, None))
     assert read_writer(tmp_path / "tier", "somebody") is None
     for _ in range(int(LEASE_SECONDS) + 2):
-        janitor.turn()
-        other.turn()
+        janitor.run_round()
+        other.run_round()
     assert janitor.is_janitor
     assert not folder.exists()
     write_with(other, janitor, 1)
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "nested", "endless"])
-def test_what_is_no_record_stops_no_janitor(
+def test_foreign_files_in_place_of_a_record_do_not_stop_the_janitor(
     hosts: Callable[..., Host], tmp_path: Path, kind: str
 ) -> None:
     janitor = hosts()
@@ -80,7 +80,7 @@ def test_what_is_no_record_stops_no_janitor(
             (place / RECORD).touch()
             os.truncate(place / RECORD, 1 << 40)
     for _ in range(int(LEASE_SECONDS) + 2):
-        janitor.turn()
+        janitor.run_round()
     assert janitor.is_janitor
     assert not place.exists()
     janitor.write(1)
@@ -107,27 +107,27 @@ def signed(body: bytes) -> bytes:
     ],
     ids=str,
 )
-def test_a_janitor_whose_record_is_not_understood_is_replaced(
+def test_a_janitor_with_an_invalid_ledger_is_replaced(
     hosts: Callable[..., Host], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     first, second = hosts(), hosts()
-    fence = first.tier.keeper.janitor.fence if first.tier.keeper.janitor is not None else 0
+    fence = first.tier.maintenance.janitor.term if first.tier.maintenance.janitor is not None else 0
     found = read_ledger(tmp_path / "tier", fence)
     assert found is not None
-    record.rewrite(seat_path(tmp_path / "tier", fence) / LEDGER, found | change)
+    record.rewrite(term_path(tmp_path / "tier", fence) / LEDGER, found | change)
     assert read_ledger(tmp_path / "tier", fence) is None
     for _ in range(int(LEASE_SECONDS) + 3):
-        second.turn()
+        second.run_round()
     assert second.is_janitor
     second.write(1)
 
 
-def test_a_pipe_in_an_objects_place_is_corrupt_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_an_object_is_corrupt_and_does_not_block(tmp_path: Path) -> None:
     document = FileSystemTierDocument(
         name="disk", path=str(tmp_path), sharing="Node", direct_io="Never"
     )
     tier = FileSystemTier(document, TierLimits(64 * MIB))
-    tier.keeper.run = lambda: None  # type: ignore[method-assign]
+    tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
     tier.open(lambda *_: None)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)
@@ -140,7 +140,7 @@ def test_a_pipe_in_an_objects_place_is_corrupt_and_holds_nobody_up(tmp_path: Pat
     assert not tier.contains(ref)
 
 
-def test_the_thread_that_keeps_the_leases_outlives_a_bug(
+def test_the_maintenance_loop_survives_an_unexpected_exception(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     document = FileSystemTierDocument(
@@ -149,14 +149,14 @@ def test_the_thread_that_keeps_the_leases_outlives_a_bug(
     tier = FileSystemTier(document, TierLimits(64 * MIB))
     twice = threading.Semaphore(0)
 
-    def turn() -> None:
+    def failing_round() -> None:
         twice.release()
-        tier.keeper.wake()
+        tier.maintenance.wake()
         raise KeyError("beat")
 
     tier.open(lambda *_: None)
-    tier.keeper.turn = turn  # type: ignore[method-assign]
-    tier.keeper.wake()
+    tier.maintenance.run_once = failing_round  # type: ignore[method-assign]
+    tier.maintenance.wake()
     for _ in range(3):
         assert twice.acquire(timeout=PATIENCE_SECONDS)
     tier.close()
@@ -164,4 +164,4 @@ def test_the_thread_that_keeps_the_leases_outlives_a_bug(
         each.message
         for each in caplog.records
         if each.name == maintenance.__name__.rsplit(".", 1)[0]
-    ].count("the file tier's upkeep failed and goes on") == 1
+    ].count("directory maintenance failed and will be retried") == 1

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.unit.scheduler.rig import CHUNK, RAM, FakeRequest, Rig
+from tests.unit.scheduler.scheduler_rig import CHUNK, RAM, FakeRequest, Rig
 
-from kvtier.engines.vllm.lora import Adapters, digest_of
+from kvtier.engines.vllm.lora import AdapterDigests, adapter_digest
 
 
 def _lora(
@@ -25,7 +25,7 @@ class _Digests:
     def __init__(self) -> None:
         self.release = threading.Event()
         self.asked: list[str] = []
-        self.adapters = Adapters(self._digest)
+        self.adapters = AdapterDigests(self._digest)
 
     def _digest(self, path: str) -> bytes:
         self.asked.append(path)
@@ -38,7 +38,7 @@ class _Digests:
         """Waits for an answer other than "unknown"."""
         self.release.set()
         for _ in range(3000):
-            state = self.adapters.state(lora)
+            state = self.adapters.digest(lora)
             if state != "unknown":
                 return state
             threading.Event().wait(0.01)
@@ -104,7 +104,7 @@ def test_an_adapter_without_readable_files_is_not_cached(digests: _Digests) -> N
     assert digests.known(_lora(path="/missing")) == "unreadable"
     request = rig.request(300, lora=_lora(path="/missing"))
     assert rig.ask(request) == 0
-    assert rig.side._states["r"].excluded == "adapter_unreadable"
+    assert rig.scheduler._states["r"].skip_reason == "adapter_unreadable"
 
 
 def test_an_adapter_that_was_replaced_in_place_is_out_for_good(digests: _Digests) -> None:
@@ -116,21 +116,21 @@ def test_an_adapter_that_was_replaced_in_place_is_out_for_good(digests: _Digests
     running.append(1)
     rig.ask(rig.request(300, "replacing", lora=_lora(inplace=True)))
     assert rig.build({"running": 1}).stores == []
-    assert digests.adapters.state(_lora()) == "replaced"
-    assert digests.adapters.state(_lora(number=9)) == "replaced"
-    assert digests.adapters.state(_lora("other", 2, "/y")) == "unknown"
+    assert digests.adapters.digest(_lora()) == "replaced"
+    assert digests.adapters.digest(_lora(number=9)) == "replaced"
+    assert digests.adapters.digest(_lora("other", 2, "/y")) == "unknown"
 
 
 def test_one_number_with_two_paths_is_out(digests: _Digests) -> None:
     """The engine keeps computing with what it loaded first under a number."""
     digests.known(_lora(path="/x"))
-    assert digests.adapters.state(_lora(path="/y")) == "replaced"
-    assert digests.adapters.state(_lora(path="/x")) == "replaced"
+    assert digests.adapters.digest(_lora(path="/y")) == "replaced"
+    assert digests.adapters.digest(_lora(path="/x")) == "replaced"
 
 
 def test_asking_again_reads_nothing_again(digests: _Digests) -> None:
     for _ in range(5):
-        digests.adapters.state(_lora())
+        digests.adapters.digest(_lora())
     digests.known(_lora())
     assert digests.asked == ["/x"]
 
@@ -138,18 +138,18 @@ def test_asking_again_reads_nothing_again(digests: _Digests) -> None:
 def test_a_digest_covers_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    first = digest_of(str(tmp_path))
-    assert digest_of(str(tmp_path)) == first
+    first = adapter_digest(str(tmp_path))
+    assert adapter_digest(str(tmp_path)) == first
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weightz")
-    second = digest_of(str(tmp_path))
+    second = adapter_digest(str(tmp_path))
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    assert len({first, second, digest_of(str(tmp_path))}) == 3
+    assert len({first, second, adapter_digest(str(tmp_path))}) == 3
 
 
 def test_no_directory_and_an_empty_one_have_no_digest(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(FileNotFoundError):
-            digest_of(str(path))
+            adapter_digest(str(path))
 
 
 def test_files_changed_after_the_engine_started_may_not_be_what_it_loaded_so_no_other_engine_shares(
@@ -157,8 +157,8 @@ def test_files_changed_after_the_engine_started_may_not_be_what_it_loaded_so_no_
 ) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     now = time.time()
-    early, other = (digest_of(str(tmp_path), now - 60, nonce) for nonce in (b"one", b"other"))
+    early, other = (adapter_digest(str(tmp_path), now - 60, nonce) for nonce in (b"one", b"other"))
     assert early != other
-    settled, same = (digest_of(str(tmp_path), now + 60, nonce) for nonce in (b"one", b"other"))
-    assert settled == same == digest_of(str(tmp_path))
+    settled, same = (adapter_digest(str(tmp_path), now + 60, nonce) for nonce in (b"one", b"other"))
+    assert settled == same == adapter_digest(str(tmp_path))
     assert settled not in (early, other)

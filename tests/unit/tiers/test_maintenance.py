@@ -32,16 +32,16 @@ class Host:
             name="disk", path=str(root), sharing="Node", direct_io="Never"
         )
         self.tier = FileSystemTier(document, limits, clock=lambda: self.now)
-        self.tier.keeper.run = lambda: None  # type: ignore[method-assign]
+        self.tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
         self.tier.open(lambda *change: self.changes.append(change))
 
     @property
     def is_janitor(self) -> bool:
-        return self.tier.keeper.janitor is not None
+        return self.tier.maintenance.janitor is not None
 
-    def turn(self, seconds: float = 1.0) -> None:
+    def run_round(self, seconds: float = 1.0) -> None:
         self.now += seconds
-        self.tier.keeper.turn()
+        self.tier.maintenance.run_once()
 
     def write(self, seed: int) -> None:
         self.tier.write(*make_object(seed))
@@ -65,15 +65,15 @@ def write_with(writer: Host, janitor: Host, seed: int) -> None:
     try:
         writer.write(seed)
     except TierNoSpaceError:
-        writer.tier.keeper.allowance.enter(12_288)
-        writer.turn()
-        janitor.turn()
-        writer.turn()
-        writer.tier.keeper.allowance._waiting.clear()
+        writer.tier.maintenance.grants.request(12_288)
+        writer.run_round()
+        janitor.run_round()
+        writer.run_round()
+        writer.tier.maintenance.grants._requests.clear()
         writer.write(seed)
 
 
-def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(
+def test_the_first_process_leads_and_grants_bytes_to_the_second(
     hosts: Callable[..., Host],
 ) -> None:
     first, second = hosts(), hosts(start=5_000.0)
@@ -89,68 +89,70 @@ def test_the_first_is_the_janitor_and_the_second_gets_its_grants_from_it(
     assert into == payload
 
 
-def test_a_janitor_that_is_silent_is_replaced_and_what_it_says_later_is_void(
+def test_a_silent_janitor_is_replaced_and_loses_leadership(
     hosts: Callable[..., Host],
 ) -> None:
     first, second = hosts(), hosts()
     first.write(1)
     for _ in range(int(LEASE_SECONDS) - 1):
-        second.turn()
+        second.run_round()
     assert not second.is_janitor
     for _ in range(3):
-        second.turn()
+        second.run_round()
     assert second.is_janitor
     assert first.is_janitor  # as it believes
-    first.turn()
+    first.run_round()
     assert not first.is_janitor
     second.write(2)
     assert second.tier.probe(make_object(1)[0])
 
 
-def test_a_writer_that_is_silent_is_ended_with_its_half_written_file_and_comes_back_anew(
+def test_a_silent_writer_is_fenced_with_its_partial_file_and_registers_again(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first, second = hosts(), hosts()
     write_with(second, first, 1)
-    half = Path(second.tier.keeper.writer.working_path())
+    half = Path(second.tier.maintenance.writer.new_working_path())
     half.write_bytes(bytes(4_096))
-    name = second.tier.keeper.writer.name
+    name = second.tier.maintenance.writer.name
     for _ in range(int(LEASE_SECONDS) + 2):
-        first.turn()
+        first.run_round()
     assert not half.exists()
     assert name not in os.listdir(writers_path(tmp_path / "tier"))
     # Its own clock stood still: it believes in its grant, and learns.
-    with pytest.raises(TierNoSpaceError, match="taken for dead"):
+    with pytest.raises(TierNoSpaceError, match="fenced this process"):
         second.write(2)
     assert not second.tier.contains(make_object(2)[0])
-    second.turn()
-    assert second.tier.keeper.writer.name != name
+    second.run_round()
+    assert second.tier.maintenance.writer.name != name
     write_with(second, first, 2)
 
 
-def test_a_writer_whose_own_lease_has_run_out_renames_nothing(hosts: Callable[..., Host]) -> None:
+def test_a_writer_with_an_expired_lease_publishes_nothing(hosts: Callable[..., Host]) -> None:
     first, second = hosts(), hosts()
     write_with(second, first, 1)
     second.now += LEASE_SECONDS + 1
-    with pytest.raises(TierNoSpaceError, match="the grant ended"):
+    with pytest.raises(TierNoSpaceError, match="the grant expired"):
         second.write(2)
-    second.turn()
+    second.run_round()
     second.write(2)
 
 
-def test_a_clock_that_jumps_ends_nobody(hosts: Callable[..., Host]) -> None:
+def test_a_jump_of_the_clock_fences_no_process(hosts: Callable[..., Host]) -> None:
     first, second = hosts(), hosts()
     for _ in range(5):
-        first.turn(10_000.0)
-        second.turn(0.01)
+        first.run_round(10_000.0)
+        second.run_round(0.01)
     assert first.is_janitor
     assert not second.is_janitor
-    second.turn(10_000.0)
+    second.run_round(10_000.0)
     assert not second.is_janitor
-    assert first.tier.keeper.writer.revocations == 0 == second.tier.keeper.writer.revocations
+    assert (
+        first.tier.maintenance.writer.revocations == 0 == second.tier.maintenance.writer.revocations
+    )
 
 
-def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed(
+def test_scans_find_objects_of_other_processes_and_their_eviction(
     hosts: Callable[..., Host],
 ) -> None:
     first, second = hosts(), hosts()
@@ -158,7 +160,7 @@ def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed
         first.write(seed)
     assert second.tier.usage().objects == 0
     for _ in range(3):
-        second.turn(11.0)
+        second.run_round(11.0)
     assert second.tier.usage().objects == 10
     assert {key for _, key, present in second.changes if present} == {
         make_object(seed)[0].key for seed in range(10)
@@ -170,13 +172,13 @@ def test_objects_of_others_are_found_by_refreshing_and_their_eviction_is_noticed
         second.tier.read(ref, payload)
     assert not second.tier.contains(ref)
     for _ in range(8):
-        second.turn(11.0)
+        second.run_round(11.0)
     assert not second.tier.contains(make_object(4)[0])
     assert second.changes[-1] == (NAMESPACE, make_object(4)[0].key, False)
     assert second.tier.usage().objects == 8
 
 
-def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
+def test_the_janitor_evicts_least_recently_used_objects_of_all_writers(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first = hosts(TierLimits(MIB, 90, 80))
@@ -189,7 +191,7 @@ def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
         object_path(str(tmp_path / "tier"), NAMESPACE, make_object(0)[0].key)
     )  # a hit, by anybody
     for _ in range(3):
-        first.turn(11.0)
+        first.run_round(11.0)
     assert first.tier.usage().objects == 30
     for seed in range(100, 140):
         first.write(seed)
@@ -199,16 +201,16 @@ def test_the_janitor_evicts_what_was_used_longest_ago_whoever_wrote_it(
 
 
 @pytest.mark.parametrize("work", ["evicting", "retiring"])
-def test_a_janitor_that_removes_for_longer_than_a_lease_stays_in_office(
+def test_a_janitor_renews_its_lease_during_a_long_removal(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     first, second = hosts(), hosts()
     for seed in range(60):
         first.write(seed)
     for _ in range(3):
-        second.turn(11.0)
-        first.turn()
-    janitor = first.tier.keeper.janitor
+        second.run_round(11.0)
+        first.run_round()
+    janitor = first.tier.maintenance.janitor
     assert janitor is not None
     remove = janitor._remove
     taken: list[bytes] = []
@@ -216,7 +218,7 @@ def test_a_janitor_that_removes_for_longer_than_a_lease_stays_in_office(
     def slowly(namespace: str, key: bytes) -> int:
         taken.append(key)
         first.now += 0.5
-        second.turn(0.5)
+        second.run_round(0.5)
         return remove(namespace, key)
 
     monkeypatch.setattr(janitor, "_remove", slowly)
@@ -225,9 +227,9 @@ def test_a_janitor_that_removes_for_longer_than_a_lease_stays_in_office(
     else:
         janitor.remove_namespace(NAMESPACE)
     assert len(taken) == 60
-    first.turn()
-    second.turn()
-    assert first.tier.keeper.janitor is janitor
+    first.run_round()
+    second.run_round()
+    assert first.tier.maintenance.janitor is janitor
     assert not second.is_janitor
 
 
@@ -236,7 +238,7 @@ def write_all(host: Host, seeds: range) -> None:
         host.write(seed)
 
 
-def test_a_file_that_cannot_be_removed_does_not_stand_before_those_that_can(
+def test_a_file_that_cannot_be_removed_does_not_block_eviction(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = hosts(TierLimits(MIB))
@@ -262,7 +264,7 @@ def test_a_file_that_cannot_be_removed_does_not_stand_before_those_that_can(
         write_all(first, range(300, 500))
 
 
-def test_a_namespace_that_cannot_be_removed_holds_up_nobody(
+def test_a_namespace_that_cannot_be_removed_does_not_block_writers(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
@@ -280,12 +282,12 @@ def test_a_namespace_that_cannot_be_removed_holds_up_nobody(
 
     monkeypatch.setattr(os, "unlink", fails)
     for _ in range(4):
-        first.turn(4_000.0)
+        first.run_round(4_000.0)
     assert first.tier.usage().objects == 1
     first.write(2)
 
 
-def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of_others(
+def test_a_lowered_capacity_is_reached_in_the_next_round_including_grants(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first, second = hosts(), hosts()
@@ -294,47 +296,47 @@ def test_a_capacity_lowered_live_is_reached_by_the_next_round_with_the_grants_of
     for host in (first, second):
         host.tier.configure(TierLimits(400_000))
     for _ in range(3):
-        second.turn()
-        first.turn()
+        second.run_round()
+        first.run_round()
     first.tier.maintain()
     used = sum(path.stat().st_size for path in (tmp_path / "tier").rglob("*.kv"))
     assert 0 < used <= 400_000
-    janitor = first.tier.keeper.janitor
+    janitor = first.tier.maintenance.janitor
     assert janitor is not None
     assert (janitor.ledger.charge_bytes or 0) <= 400_000
 
 
-def test_a_new_janitor_goes_on_with_the_books_of_the_old_one_without_a_count(
+def test_a_new_janitor_inherits_the_ledger_without_a_count(
     hosts: Callable[..., Host],
 ) -> None:
     first, second = hosts(), hosts()
     for seed in range(10):
         first.write(seed)
     for _ in range(3):
-        first.turn()
-        second.turn()
+        first.run_round()
+        second.run_round()
     while not second.is_janitor:
-        second.turn()
-    janitor = second.tier.keeper.janitor
+        second.run_round()
+    janitor = second.tier.maintenance.janitor
     assert janitor is not None
     assert (janitor.ledger.charge_bytes or 0) >= 10 * 12_288
     second.write(20)
 
 
-def test_a_janitor_that_leaves_in_order_is_followed_at_once(hosts: Callable[..., Host]) -> None:
+def test_a_janitor_that_resigns_is_replaced_at_once(hosts: Callable[..., Host]) -> None:
     first, second = hosts(), hosts()
     first.write(1)
-    first.tier.keeper.leave()
-    second.turn()
+    first.tier.maintenance.release()
+    second.run_round()
     assert second.is_janitor
     second.write(2)
-    second.turn()
-    janitor = second.tier.keeper.janitor
+    second.run_round()
+    janitor = second.tier.maintenance.janitor
     assert janitor is not None
     assert len(os.listdir(writers_path(second.tier._root))) == 1
 
 
-def test_namespaces_that_nobody_uses_go_after_their_retention(
+def test_unused_namespaces_are_removed_after_their_retention(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
@@ -352,14 +354,14 @@ def test_namespaces_that_nobody_uses_go_after_their_retention(
         idle, '{"model": "m"}'
     )  # an engine attached, and has done nothing yet
     for _ in range(4):
-        first.turn(4_000.0)
+        first.run_round(4_000.0)
     assert not (root / old).exists()
     assert (root / idle / "identity.json").exists()
     assert first.tier.usage().objects == 2
     assert (old, make_object(1)[0].key, False) in first.changes
 
 
-def test_a_clock_that_jumps_ahead_takes_nothing_of_an_engine_that_is_there(
+def test_a_clock_that_jumps_ahead_removes_no_namespace_in_use(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first = hosts(TierLimits(64 * MIB, retention_seconds=int(3 * DAY)))
@@ -368,11 +370,11 @@ def test_a_clock_that_jumps_ahead_takes_nothing_of_an_engine_that_is_there(
     for path in (tmp_path / "tier" / NAMESPACE).rglob("*"):
         os.utime(path, (1.0, 1.0))  # as it looks after the jump
     for _ in range(4):
-        first.turn(4_000.0)
+        first.run_round(4_000.0)
     assert first.tier.usage().objects == 1
 
 
-def test_an_engine_that_only_waits_keeps_its_namespace_on_other_hosts(
+def test_an_idle_engine_keeps_its_namespace_on_other_hosts(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first, idle = hosts(), hosts()
@@ -388,7 +390,7 @@ def test_an_engine_that_only_waits_keeps_its_namespace_on_other_hosts(
     assert first.is_janitor
 
 
-def test_a_full_file_system_has_the_janitor_of_another_process_evict(
+def test_enospc_in_one_process_makes_the_janitor_of_another_evict(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = hosts(), hosts()
@@ -403,7 +405,7 @@ def test_a_full_file_system_has_the_janitor_of_another_process_evict(
         patch.setattr(io, "write_file", no_space)
         with pytest.raises(TierNoSpaceError, match="EDQUOT"):
             second.write(101)
-    first.turn()
+    first.run_round()
     assert first.tier.usage().objects == 38
     second.write(101)
 
@@ -419,11 +421,11 @@ def test_a_directory_that_was_replaced_is_not_filled(
     with pytest.raises(TierNoSpaceError):
         first.write(2)
     with pytest.raises(TierUnavailableError, match="another directory"):
-        first.turn()
+        first.run_round()
     assert os.listdir(root) == []
     root.rmdir()
     (tmp_path / "away").rename(root)
-    first.turn()
+    first.run_round()
     first.write(3)
 
 
@@ -431,12 +433,12 @@ def test_a_directory_that_was_replaced_is_not_filled(
     "place",
     ["writers/README", "janitor-77", "writers/link", "janitor-1/ledger", "janitor-1/sub/sub"],
 )
-def test_what_others_put_among_the_books_goes_and_the_tier_works(
+def test_foreign_files_in_the_control_directory_are_removed(
     hosts: Callable[..., Host], tmp_path: Path, place: str
 ) -> None:
     first = hosts()
     first.write(1)
-    first.tier.keeper.leave()
+    first.tier.maintenance.release()
     path = tmp_path / "tier" / ".kvtier" / place
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").touch()
@@ -449,7 +451,7 @@ def test_what_others_put_among_the_books_goes_and_the_tier_works(
         path.mkdir(parents=True)
     second = hosts()
     for _ in range(30):
-        second.turn()
+        second.run_round()
     assert second.is_janitor
     second.write(2)
     assert second.tier.usage().objects == 2
@@ -457,22 +459,22 @@ def test_what_others_put_among_the_books_goes_and_the_tier_works(
     assert (tmp_path / "elsewhere" / "precious").exists()
 
 
-def test_a_directory_whose_books_were_deleted_by_hand_is_counted_anew(
+def test_a_deleted_control_directory_is_recreated_and_counted(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first = hosts()
     first.write(1)
     shutil.rmtree(tmp_path / "tier" / ".kvtier")
     for _ in range(3):
-        first.turn()
+        first.run_round()
     assert first.is_janitor
     first.write(2)
-    janitor = first.tier.keeper.janitor
+    janitor = first.tier.maintenance.janitor
     assert janitor is not None
     assert (janitor.ledger.base_bytes or 0) >= 2 * 12_288
 
 
-def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(
+def test_a_hit_updates_the_file_time_at_most_once_an_hour(
     hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     first = hosts()
@@ -487,14 +489,14 @@ def test_a_hit_is_noted_in_the_file_at_most_once_an_hour(
     assert os.stat(path).st_mtime > 1_000.0 + tier.TOUCH_SECONDS
 
 
-def test_a_count_in_which_something_cannot_be_read_is_thrown_away(
+def test_a_count_with_unreadable_names_is_discarded(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = hosts()
     for seed in range(10):
         first.write(seed)
-    first.turn()
-    janitor = first.tier.keeper.janitor
+    first.run_round()
+    janitor = first.tier.maintenance.janitor
     assert janitor is not None
     charged = janitor.ledger.charge_bytes
     scandir = os.scandir
@@ -504,17 +506,17 @@ def test_a_count_in_which_something_cannot_be_read_is_thrown_away(
             raise OSError(errno.EIO, "Input/output error")
         return scandir(path)
 
-    janitor.recount_wanted = True
+    janitor.request_recount()
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", refuse)
         for _ in range(4):
-            first.turn(11.0)
+            first.run_round(11.0)
     assert janitor.ledger.charge_bytes == charged
-    assert janitor.recount_wanted
+    assert janitor.recount_requested
     assert first.tier.usage().objects == 10
 
 
-def test_storing_and_loading_touch_one_file_each(
+def test_a_store_and_a_load_make_one_open_each(
     hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = hosts()
@@ -549,7 +551,7 @@ def test_storing_and_loading_touch_one_file_each(
 
 
 @pytest.mark.parametrize("seen_first", ["as a writer", "as the janitor"])
-def test_books_that_vanish_are_made_again_whichever_of_them_is_missed_first(
+def test_missing_records_are_recreated(
     hosts: Callable[..., Host], tmp_path: Path, seen_first: str
 ) -> None:
     host = hosts()
@@ -558,9 +560,9 @@ def test_books_that_vanish_are_made_again_whichever_of_them_is_missed_first(
         shutil.rmtree(path)
     if seen_first == "as the janitor":
         # An eviction or a count found the office gone before the writer's own record was written again.
-        host.tier.keeper._deposed()
+        host.tier.maintenance._lose_leadership()
     for _ in range(3):
-        host.turn()
+        host.run_round()
     assert host.is_janitor
     host.write(2)
     ref, payload, _ = make_object(2)

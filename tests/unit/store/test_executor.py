@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -19,11 +19,12 @@ PATIENCE_SECONDS = 30.0
 
 
 def collect_until(executor: ThreadExecutor, condition: Callable[[], bool]) -> None:
-    """Collects, sleeping on the descriptor, until the condition holds."""
+    """Collects until the condition holds."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        readable, _, _ = select.select([executor], [], [], PATIENCE_SECONDS)
-        assert readable, "nothing finished in time"
-        executor.collect()
+        assert time.monotonic() < deadline, "nothing finished in time"
+        if not executor.collect():
+            time.sleep(0.001)
 
 
 def test_results_and_errors_come_back_on_the_owners_thread() -> None:
@@ -83,7 +84,7 @@ def test_calls_that_come_together_do_not_share_the_one_thread_that_is_idle() -> 
     executor.close()
 
 
-def test_where_no_thread_can_be_started_a_call_fails_or_waits_for_one_that_is_there(
+def test_without_a_new_thread_a_call_fails_or_waits_for_an_existing_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = ThreadExecutor({"read:disk": 2, "hash": 2})
@@ -115,7 +116,7 @@ def test_where_no_thread_can_be_started_a_call_fails_or_waits_for_one_that_is_th
     executor.close()
 
 
-def test_a_hung_call_keeps_its_thread_and_no_other_lane_notices() -> None:
+def test_a_hung_call_occupies_its_thread_and_no_other_lane() -> None:
     executor = ThreadExecutor({"read:nfs": 1, "read:disk": 1})
     gate, begun = threading.Event(), threading.Event()
     finished: list[object] = []
@@ -133,7 +134,7 @@ def test_a_hung_call_keeps_its_thread_and_no_other_lane_notices() -> None:
     executor.close()
 
 
-def test_the_owner_is_woken_once_for_all_that_waits() -> None:
+def test_the_owner_is_woken_once_per_collect() -> None:
     woken: list[int] = []
     executor = ThreadExecutor({"hash": 1}, wake=lambda: woken.append(1))
     finished: list[object] = []
@@ -144,7 +145,7 @@ def test_the_owner_is_woken_once_for_all_that_waits() -> None:
     executor.close()
 
 
-def test_a_queue_has_a_bound_and_what_exceeds_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_beyond_the_queue_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MAX_QUEUED", 1)
     io = ThreadExecutor({"hash": 1})
     gate, begun = threading.Event(), threading.Event()
@@ -165,7 +166,7 @@ def test_a_queue_has_a_bound_and_what_exceeds_it_fails(monkeypatch: pytest.Monke
     io.close()
 
 
-def test_a_closed_executor_begins_nothing_and_its_idle_threads_end() -> None:
+def test_a_closed_executor_starts_nothing_and_its_idle_threads_end() -> None:
     executor = ThreadExecutor({"hash": 2})
     finished: list[BaseException | None] = []
     executor.submit("hash", lambda: None, lambda r, e: finished.append(e))
@@ -186,7 +187,8 @@ def test_a_process_with_hung_calls_exits() -> None:
         "from kvtier.store.executor import ThreadExecutor\n"
         "executor = ThreadExecutor({'read:nfs': 1})\n"
         "begun = threading.Event()\n"
-        "executor.submit('read:nfs', lambda: (begun.set(), threading.Event().wait()), lambda r, e: None)\n"
+        "hang = lambda: (begun.set(), threading.Event().wait())\n"
+        "executor.submit('read:nfs', hang, lambda r, e: None)\n"
         "begun.wait(30)\n"
     )
     path = os.pathsep.join(sys.path)
@@ -198,7 +200,7 @@ def test_a_process_with_hung_calls_exits() -> None:
     )
 
 
-def test_of_a_thread_that_begins_a_job_and_an_owner_that_revokes_it_exactly_one_wins() -> None:
+def test_either_the_thread_starts_a_call_or_the_owner_revokes_it() -> None:
     executor = ThreadExecutor({"hash": 2})
     ran: list[int] = []
     ended: list[int] = []

@@ -84,7 +84,7 @@ def test_tiers_deliver_at_the_same_time() -> None:
     assert decision.chosen.ready_seconds == pytest.approx(16 * CHUNK_SECONDS / 4)
 
 
-def test_what_is_queued_at_a_tier_counts() -> None:
+def test_queued_reads_of_a_tier_count() -> None:
     assert choose_by_cost(ask([1] * 16, tier(4))).chosen is not None
     assert choose_by_cost(ask([1] * 16, tier(4, queued=100))).chosen is None
 
@@ -93,17 +93,17 @@ def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_keep_the_clo
     decision = choose_by_cost(ask([1] * 8, tier(1.2)))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 4, False)
-    # Where attention dominates, the first half of a prompt is a quarter of the work, and buys a quarter of the time.
+    # Where attention dominates, the first half of a prompt is a quarter of the work, and buys a
+    # quarter of the time.
     attention = Prefill(0.0, 25e-6 / (8 * CHUNK))
     decision = choose_by_cost(ask([1] * 8, tier(1.2), prefill=attention))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.chosen.parallel, decision.chosen.cut) == (8, 2, False)
 
 
-def test_what_brings_nothing_within_the_clock_is_not_begun_even_if_it_would_win_in_the_end() -> (
-    None
-):
-    # Whether a tier that has been silent for half of the time to recompute is slow or hangs, nobody can know.
+def test_a_load_that_delivers_nothing_before_the_deadline_is_not_started() -> None:
+    # Whether a tier that has been silent for half of the time to recompute is slow or hangs, nobody
+    # can know.
     slow_to_start = tier(math.inf, latency=16 * CHUNK_SECONDS * 0.8)
     assert choose_by_cost(ask([1] * 8, slow_to_start)).chosen is None
     assert choose_by_cost(ask([1] * 32, slow_to_start, limit_seconds=600.0)).chosen is None
@@ -128,7 +128,7 @@ def test_load_timeout_seconds_is_part_of_the_clock() -> None:
     assert cut.chosen is None or cut.chosen.cut
 
 
-def test_before_there_is_an_estimate_everything_is_loaded() -> None:
+def test_without_an_estimate_everything_is_loaded() -> None:
     decision = choose_by_cost(ask([0, 1, 1, 2], tier(0.01), tier(0.01), prefill=None))
     assert decision.chosen is not None
     assert (decision.chosen.keys, decision.reason) == (4, "longest_without_estimate")
@@ -156,11 +156,13 @@ def test_a_prefix_that_changes_its_tier_at_every_key_is_decided_on_too() -> None
 def test_the_decision_can_be_read() -> None:
     decision = choose_by_cost(ask([0] * 4 + [1] * 4, tier(4)))
     assert decision.explain(NAMES) == (
-        "2048 tokens from ram+disk (ready in 6.4 ms): least_time; instead of 1024 tokens from ram (ready in 25.6 ms); "
+        "2048 tokens from ram+disk (ready in 6.4 ms): least_time; "
+        "instead of 1024 tokens from ram (ready in 25.6 ms); "
         "recomputing (51.2 ms)"
     )
     assert choose_by_cost(ask([1] * 4, tier(0.5))).explain(NAMES) == (
-        "nothing (25.6 ms): recomputing_is_faster; instead of 1024 tokens from disk (ready in 38.4 ms, cut by the clock)"
+        "nothing (25.6 ms): recomputing_is_faster; "
+        "instead of 1024 tokens from disk (ready in 38.4 ms, cut by the deadline)"
     )
 
 

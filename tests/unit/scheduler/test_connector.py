@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.scheduler.rig import BLOCK, CHUNK, Rig, topology
+from tests.unit.scheduler.scheduler_rig import BLOCK, CHUNK, Rig, topology
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
@@ -84,7 +84,7 @@ def directory(tmp_path: Path) -> Path:
 def connector(directory: Path) -> Iterator[KVTierConnector]:
     """A scheduler-role connector over a rig's scheduler side."""
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert made._off == ""
+    assert made._off_reason == ""
     yield made
     made.shutdown()
 
@@ -101,7 +101,7 @@ class _Blocks:
 
 def _attached(connector: KVTierConnector) -> Rig:
     rig = Rig()
-    connector._scheduler = rig.side
+    connector._scheduler = rig.scheduler
     return rig
 
 
@@ -109,7 +109,7 @@ def _break(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*arguments: object, **named: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(rig.side, name, broken)
+    monkeypatch.setattr(rig.scheduler, name, broken)
 
 
 def test_it_serves_hybrid_models_managers_and_delivers_nothing(connector: KVTierConnector) -> None:
@@ -139,7 +139,7 @@ def test_whatever_is_wrong_with_its_configuration_turns_it_off(
     if change == "topology":
         (directory / "structural.json").write_text("{")
     made = KVTierConnector(config, KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert made._off
+    assert made._off_reason
 
 
 def test_an_unexpected_error_in_the_constructor_turns_it_off(
@@ -150,7 +150,7 @@ def test_an_unexpected_error_in_the_constructor_turns_it_off(
 
     monkeypatch.setattr(connector_module, "planner_for", broken)
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert "ZeroDivisionError" in made._off
+    assert "ZeroDivisionError" in made._off_reason
     made.shutdown()
 
 
@@ -187,7 +187,7 @@ def test_an_error_in_a_question_is_an_answer_of_nothing_for_good(
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     assert connector.get_num_new_matched_tokens(request, 0) == (4 * CHUNK, True)  # type: ignore[arg-type]
-    _break(rig, monkeypatch, "matched_tokens")
+    _break(rig, monkeypatch, "get_num_new_matched_tokens")
     for _ in range(3):
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -203,7 +203,7 @@ def test_a_load_whose_beginning_breaks_still_gets_its_report(
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     connector.get_num_new_matched_tokens(request, 0)  # type: ignore[arg-type]
-    _break(rig, monkeypatch, "allocated")
+    _break(rig, monkeypatch, "update_state_after_alloc")
     table = rig.allocate(request, 256)
     connector.update_state_after_alloc(request, _Blocks(table), 256)  # type: ignore[arg-type]
     step = connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
@@ -222,20 +222,26 @@ def test_blocks_are_released_after_an_error(
     request.append(1)
     stores = rig.build({"r": 1}).stores
     rig.request(300, "other", seed=3)
-    _break(rig, monkeypatch, "build_step")
+    _break(rig, monkeypatch, "build_connector_meta")
     connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
     assert rig.pool.referenced()
     rig.report(done={store.reservation: 1 for store in stores})
     connector.request_finished_all_groups(request, (rig.tables["r"],))  # type: ignore[arg-type]
     assert rig.pool.referenced() == []
-    assert rig.side._states == {}
+    assert rig.scheduler._states == {}
 
 
 def test_a_report_that_cannot_be_taken_does_not_end_the_engine(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = _attached(connector)
-    for name in ("output", "finished", "reset", "close", "take_counts"):
+    for name in (
+        "update_connector_output",
+        "request_finished",
+        "reset_cache",
+        "shutdown",
+        "collect_stats",
+    ):
         _break(rig, monkeypatch, name)
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))  # type: ignore[arg-type]
     assert connector.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.store.store_world import World
+from tests.unit.store.store_fixture import StoreFixture
 
 from kvtier.store.memory_tier import ArcPolicy, EvictionOrder, LruPolicy
 
@@ -45,14 +45,14 @@ class TestEveryPolicy:
         admit(policy, 1, 2, 3)
         assert [evict(policy) for _ in range(4)] == [1, 2, 3, None]
 
-    def test_lets_what_was_used_again_go_later_held_meanwhile_or_not(self, make) -> None:  # type: ignore[no-untyped-def]
+    def test_objects_used_again_are_evicted_later_parked_or_not(self, make) -> None:  # type: ignore[no-untyped-def]
         policy = make()
         admit(policy, 1, 2, 3)
         use(policy, 1)
         policy.hit(2)
         assert [evict(policy) for _ in range(3)] == [3, 1, 2]
 
-    def test_never_lets_go_what_is_held(self, make) -> None:  # type: ignore[no-untyped-def]
+    def test_a_parked_object_is_never_a_victim(self, make) -> None:  # type: ignore[no-untyped-def]
         policy = make()
         admit(policy, 1, 2)
         policy.park(1)
@@ -70,7 +70,7 @@ class TestEveryPolicy:
             max_size=80,
         )
     )
-    def test_knows_at_any_time_exactly_what_is_not_held(
+    def test_the_order_has_exactly_the_objects_that_are_not_parked(
         self, make, steps: list[tuple[str, int]]
     ) -> None:  # type: ignore[no-untyped-def]
         policy = make()
@@ -102,7 +102,7 @@ class TestEveryPolicy:
 
 
 class TestArc:
-    def test_a_scan_does_not_push_out_what_is_used_often(self) -> None:
+    def test_a_scan_does_not_evict_objects_that_are_used_often(self) -> None:
         policy = arc()
         admit(policy, *range(10))
         use(policy, *range(5))
@@ -133,16 +133,16 @@ class TestArc:
 
 @pytest.mark.parametrize(("name", "survives"), [("LRU", False), ("ARC", True)])
 def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  # type: ignore[no-untyped-def]
-    world = World(slots=16, eviction_policy=name)
-    world.engine()
+    fixture = StoreFixture(slots=16, eviction_policy=name)
+    fixture.engine()
     for chunk in range(3):
-        world.put(chunk)
-        world.settle()
+        fixture.put(chunk)
+        fixture.settle()
     for _ in range(2):
-        ready = world.load(0, 1, 2)
-        world.store.release_load("e", 0, ready.load)
+        ready = fixture.load(0, 1, 2)
+        fixture.store.release_load("e", 0, ready.load)
     for chunk in range(100, 130):
-        world.put(chunk)
-        world.settle()
-        world.advance(0.11)
-    assert all(world.bits(chunk) & 1 == survives for chunk in range(3))
+        fixture.put(chunk)
+        fixture.settle()
+        fixture.advance(0.11)
+    assert all(fixture.bits(chunk) & 1 == survives for chunk in range(3))

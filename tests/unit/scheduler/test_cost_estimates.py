@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.rig import CHUNK, DISK, RAM, FakeRequest, Rig, topology
+from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, FakeRequest, Rig, topology
 
 from kvtier.config.models import Selection
+from kvtier.engines.vllm.cost_estimates import COPY_RETRY_SECONDS, COPY_SAMPLES, CopyEstimator
 from kvtier.engines.vllm.metadata import LoadResult
-from kvtier.engines.vllm.scheduler_speed import COPIES, COPY_TRIAL_SECONDS, CopySpeed
 from kvtier.tierd.wire import Promote
 
 ALPHA = 25e-6
@@ -76,10 +76,10 @@ def test_under_weighted_tierd_is_told_nothing_of_cost(rig: Rig) -> None:
 def test_steps_that_mostly_decode_do_not_count(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost, tokens=100, alpha=1.0, beside=20)
-    assert cost.side.prefill.estimate() is None
+    assert cost.scheduler.prefill.estimate() is None
     for _ in range(6):
         prefill(cost, tokens=1_024, beside=3)
-    assert cost.side.prefill.estimate() is not None
+    assert cost.scheduler.prefill.estimate() is not None
 
 
 def test_a_step_that_was_built_while_the_one_before_ran_counts_from_that_ones_end(
@@ -93,7 +93,7 @@ def test_a_step_that_was_built_while_the_one_before_ran_counts_from_that_ones_en
         cost.build({f"r{i}": 1_024})
         cost.now += 1_024 * ALPHA
         cost.report(step=i)
-    found = cost.side.prefill.estimate()
+    found = cost.scheduler.prefill.estimate()
     assert found is not None
     assert found.seconds(0, 1_024) == pytest.approx(1_024 * ALPHA)
 
@@ -106,7 +106,7 @@ def test_steps_that_are_reported_together_are_not_measured(cost: Rig) -> None:
         cost.now += 1.0
         if i % 2:
             cost.report()
-    assert cost.side.prefill.estimate() is None
+    assert cost.scheduler.prefill.estimate() is None
 
 
 def load(rig: Rig, tokens: int, seconds: float) -> int | None:
@@ -138,7 +138,7 @@ def load(rig: Rig, tokens: int, seconds: float) -> int | None:
 def test_ram_is_loaded_although_each_load_waits_for_a_step(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
-    for i in range(COPIES + 4):
+    for i in range(COPY_SAMPLES + 4):
         tokens = CHUNK * (4 + i)
         # 100 ms of waiting, and then copies at ten times the speed of computing.
         assert load(cost, tokens, 0.1 + tokens * ALPHA / 10) == tokens
@@ -147,15 +147,15 @@ def test_ram_is_loaded_although_each_load_waits_for_a_step(cost: Rig) -> None:
 def test_ram_is_not_loaded_where_copies_are_measured_to_be_slower_than_computing(cost: Rig) -> None:
     for _ in range(6):
         prefill(cost)
-    offers = [load(cost, CHUNK * (4 + i), CHUNK * (4 + i) * ALPHA * 3) for i in range(COPIES)]
+    offers = [load(cost, CHUNK * (4 + i), CHUNK * (4 + i) * ALPHA * 3) for i in range(COPY_SAMPLES)]
     assert offers[0]
     assert not offers[-1]
-    cost.now += COPY_TRIAL_SECONDS
+    cost.now += COPY_RETRY_SECONDS
     assert load(cost, CHUNK * 4, 0.001)
 
 
 def test_loads_that_all_took_the_same_time_say_nothing_about_copies() -> None:
-    copies = CopySpeed()
-    for _ in range(COPIES):
+    copies = CopyEstimator()
+    for _ in range(COPY_SAMPLES):
         copies.observe(1_000, 5.0)
-    assert copies.beats(1_000, 0.01, 0.0)
+    assert copies.beats_recompute(1_000, 0.01, 0.0)

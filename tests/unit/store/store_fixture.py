@@ -1,4 +1,5 @@
-"""A store with everything around it in the test's hands: time, I/O, tiers, and the memory of the pool."""
+"""A store with everything around it in the test's hands: time, I/O, tiers, and the memory of the
+pool."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
+from kvtier.store.context import StoreRuntime
+from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
@@ -30,6 +33,7 @@ from kvtier.store.types import (
     KeysEvicting,
     LoadAnnounced,
     PromotionEnded,
+    StoreCounters,
     StoreEvent,
 )
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
@@ -160,7 +164,7 @@ def topology(
     return Topology(structural=structural, live=values)
 
 
-class ReadNotes:
+class ReadLogStub:
     """Which slots are noted as being read into."""
 
     def __init__(self) -> None:
@@ -176,11 +180,11 @@ class ReadNotes:
         self.places.pop(offset, None)
 
 
-class World:
+class StoreFixture:
     """One store, its tiers opened, and shorthand for what tests do with it.
 
-    Objects have one shard of one page unless an engine says otherwise. ``events`` collects all that the store emitted,
-    ``stamps`` when.
+    Objects have one shard of one page unless an engine says otherwise. ``events`` collects all that
+    the store emitted, ``stamps`` when.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class World:
         self._document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
         self._table_file = os.memfd_create("slots")
         weakref.finalize(self, os.close, self._table_file)
-        self.hung: dict[str, tuple[SlotLocation, ...]] = {}
+        self.orphaned_reads: dict[str, tuple[SlotLocation, ...]] = {}
         self.store = self._make_store(fenced)
         self.events: list[StoreEvent] = []
         self.stamps: list[float] = []
@@ -218,26 +222,22 @@ class World:
             os.dup(self._table_file), TableIdentity(len(self.pool), 1, "topology")
         )
         weakref.finalize(self.table, os.close, self.table._descriptor)
-        self.notes = ReadNotes()
+        self.read_log = ReadLogStub()
+        self.counters = StoreCounters()
         return TierStore(
             len(self.pool),
             self.pool,
             self.tiers,
             self._document,
-            self.io,
-            self.clock,
-            CHECKSUMS,
-            fenced=fenced,
-            slot_table=self.table,
-            read_log=self.notes,
-            orphaned_reads=self.hung,
+            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters),
+            PoolRecovery(fenced, self.table, self.read_log, self.orphaned_reads),
         )
 
     def restart(self, fenced: bool = False, hung: str = "") -> None:
-        """The store's process is killed and another begins over the same pool. Calls under way die with it, unless it has a name as one
-        whose threads hang in the kernel."""
-        if hung and self.notes.places:
-            self.hung[hung] = tuple(self.notes.places.values())
+        """The store's process is killed and another begins over the same pool. Calls under way die
+        with it, unless it has a name as one whose threads hang in the kernel."""
+        if hung and self.read_log.places:
+            self.orphaned_reads[hung] = tuple(self.read_log.places.values())
         self.io = ManualExecutor()
         self.store = self._make_store(fenced)
         self.events.clear()
@@ -248,7 +248,7 @@ class World:
 
     def release_orphaned_reads(self, name: str) -> None:
         """The last thread of a dead process is gone."""
-        del self.hung[name]
+        del self.orphaned_reads[name]
         self.store.release_orphaned_reads(name)
 
     def flip(self, offset: int) -> None:
@@ -330,7 +330,8 @@ class World:
         return number, slot
 
     def put(self, chunk: int, engine: str = "e", namespace: str = NAMESPACE) -> int:
-        """Stores a chunk with one shard of one page, and returns its slot; credits are topped up afterwards."""
+        """Stores a chunk with one shard of one page, and returns its slot; credits are topped up
+        afterwards."""
         number, slot = self.reserve(chunk, engine)
         key = b"\0" + block_hash(chunk)
         self.pool[slot : slot + PAGE] = shard_content(namespace, key, 0, PAGE)
@@ -363,7 +364,7 @@ class World:
         (ready,) = [e for e in self.events if isinstance(e, LoadAnnounced) and e.load == number]
         return ready
 
-    def lower(self, *chunks: int, tier: int = 0) -> None:
+    def put_in_tier(self, *chunks: int, tier: int = 0) -> None:
         """Puts chunks into a lower tier, as if stored in an earlier life."""
         for chunk in chunks:
             self.tiers[tier].put(NAMESPACE, b"\0" + block_hash(chunk), (PAGE,))
@@ -374,14 +375,14 @@ class World:
         return [call for call in self.io.pending if call.lane.startswith(lane_prefix)]
 
     def bits(self, chunk: int) -> int:
-        return self.store.bits(NAMESPACE, b"\0" + block_hash(chunk))
+        return self.store._index.bits(NAMESPACE, b"\0" + block_hash(chunk))
 
     def counted(self, name: str, tier: str = "", reason: str | None = None) -> int:
         """A counter, summed over reasons where none is given."""
-        values = self.store.counters.values.items()
+        values = self.counters.values.items()
         return sum(v for k, v in values if k[:2] == (name, tier) and reason in (None, k[2]))
 
-    def leaving(self) -> list[KeysEvicting]:
+    def eviction_notices(self) -> list[KeysEvicting]:
         return [e for e in self.events if isinstance(e, KeysEvicting)]
 
     def check_accounts(self) -> None:

@@ -1,0 +1,122 @@
+"""Costs that the scheduler side measures while it serves: prefill steps, and copies from RAM.
+
+Both estimators belong to the scheduler's thread. docs/datapath.md says how the numbers are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit_coefficients
+
+MAX_UNREPORTED_STEPS = 64
+"""vLLM has a handful of steps in flight; older ones are dropped."""
+PREFILL_TO_DECODE_RATIO = 10
+"""A step is a prefill sample only if it has this many times more prompt tokens than decode tokens,
+which cost about as much each."""
+COPY_SAMPLES = 16
+MIN_COPY_SAMPLES = 8
+COPY_RETRY_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """What one step computes: spans of prompt tokens, and a number of decode tokens."""
+
+    prompt_spans: list[tuple[int, int]] = field(default_factory=list)
+    decode_tokens: int = 0
+    built_at: float = 0.0
+
+    def add(self, start_tokens: int, scheduled_tokens: int, known_tokens: int) -> None:
+        """Adds one request that has ``known_tokens`` tokens.
+
+        Only the last can be freshly sampled.
+        """
+        if start_tokens < known_tokens - 1:
+            self.prompt_spans.append((start_tokens, start_tokens + scheduled_tokens))
+        else:
+            self.decode_tokens += scheduled_tokens
+
+
+class PrefillEstimator:
+    """Estimates the prefill rate from the time between a step's earliest start and its report."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._model = PrefillModel()
+        self._steps: deque[tuple[int, StepTokens]] = deque(maxlen=MAX_UNREPORTED_STEPS)
+        self._reported_at = -math.inf
+
+    def step_built(self, step: int, tokens: StepTokens) -> None:
+        """Records that a step was handed to the workers."""
+        tokens.built_at = self._clock()
+        self._steps.append((step, tokens))
+
+    def step_executed(self, step: int) -> None:
+        """Records that every worker has executed ``step``.
+
+        With asynchronous scheduling a step is built while the previous one runs, so it starts at
+        the later of its own construction and the previous report.
+        """
+        now = self._clock()
+        executed = []
+        while self._steps and self._steps[0][0] <= step:
+            executed.append(self._steps.popleft()[1])
+        if len(executed) == 1:
+            (tokens,) = executed
+            prefill = sum(end - start for start, end in tokens.prompt_spans)
+            if prefill and prefill >= PREFILL_TO_DECODE_RATIO * tokens.decode_tokens:
+                started_at = max(tokens.built_at, self._reported_at)
+                self._model.observe(tokens.prompt_spans, now - started_at)
+        self._reported_at = now
+
+    def clear(self) -> None:
+        """Drops the steps in flight: they will not be reported."""
+        self._steps.clear()
+
+    def estimate(self) -> Prefill | None:
+        """Returns the engine's prefill cost, or None before there are enough samples."""
+        return self._model.estimate()
+
+
+class CopyEstimator:
+    """Decides whether a load from RAM beats recomputation.
+
+    It does, unless the copies themselves are measured to be slower. Only the part of a load's time
+    that grows with its tokens counts: waiting for the running step or for tierd is not a copy.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=COPY_SAMPLES)
+        self._seconds_per_token: float | None = 0.0
+        self._retried_at = -math.inf
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Adds one load from RAM, timed from the worker's receipt of the job to its end."""
+        if tokens > 0 and 0 < seconds < math.inf:
+            self._samples.append((float(tokens), seconds))
+            self._seconds_per_token = None
+
+    def beats_recompute(self, tokens: int, recompute_seconds: float, now: float) -> bool:
+        """Returns whether to load ``tokens`` tokens.
+
+        Where copies are too slow, the answer is True once per ``COPY_RETRY_SECONDS``, so that a
+        change is noticed.
+        """
+        if self._seconds_per_token is None:
+            self._seconds_per_token = self._fit()
+        if self._seconds_per_token * tokens <= recompute_seconds:
+            return True
+        if now - self._retried_at < COPY_RETRY_SECONDS:
+            return False
+        self._retried_at = now
+        return True
+
+    def _fit(self) -> float:
+        if len(self._samples) < MIN_COPY_SAMPLES:
+            return 0.0
+        samples = [Sample(1.0, tokens, seconds, 1.0) for tokens, seconds in self._samples]
+        return fit_coefficients(samples, "u").b

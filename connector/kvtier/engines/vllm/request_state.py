@@ -1,0 +1,183 @@
+"""What the scheduler side knows about each request. The scheduler's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from kvtier import keys
+from kvtier.engines.vllm.lora import AdapterDigests
+from kvtier.planner import Frontier
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+GROUP = 0
+"""The one full-attention group that the planner serves."""
+_KEY_PREFIX = keys.group_prefix(GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedMatch:
+    """The last result of a lookup, and the state it was derived from.
+
+    ``computed_tokens``: the local hit that the match extends. The match holds while the session's
+    ``epoch`` and the replica's ``removals`` are the same; new keys (``changes``) are picked up
+    after a refresh interval.
+    """
+
+    computed_tokens: int
+    tokens: int
+    removals: int
+    changes: int
+    epoch: int
+    matched_at: float
+
+
+@dataclass(slots=True)
+class PendingPromotion:
+    """A promotion that a request waits for.
+
+    ``deadline`` is measured by the scheduler's clock. ``usable_keys``: keys in pinned slots, None
+    until tierd answers. ``tiers``: the tier that each key came from.
+    """
+
+    promotion_id: int
+    first_chunk: int
+    keys: int
+    deadline: float
+    epoch: int
+    usable_keys: int | None = None
+    ended_at: float = 0.0
+    tiers: tuple[int, ...] = ()
+
+
+class RequestState:
+    """One request, from its first lookup until vLLM finishes it."""
+
+    __slots__ = (
+        "_adapter_digest",
+        "_hashes",
+        "_keys",
+        "block_ids",
+        "cached_match",
+        "computed_tokens",
+        "frontier",
+        "load_failed",
+        "load_id",
+        "lookup_started_at",
+        "pending_promotion",
+        "promotion_tried",
+        "prompt_counted",
+        "request",
+        "request_id",
+        "scheduled",
+        "skip_reason",
+        "store_wait_started_at",
+        "stores_in_flight",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.request_id = str(request.request_id)
+        self.skip_reason = initial_skip_reason(request)
+        """Why the request is neither loaded nor stored; empty if it is."""
+        self.frontier = Frontier()
+        self.prompt_counted = False
+        """Whether the prompt is part of the heartbeat's total."""
+        self.scheduled = False
+        """Whether the request was in a step since its last lookup. If so, the next lookup means
+        that it was preempted."""
+        self.computed_tokens = 0
+        """The local hit of the last lookup."""
+        self.lookup_started_at: float | None = None
+        """When the first lookup since the last preemption happened; load timeouts count from it."""
+        self.cached_match: CachedMatch | None = None
+        self.pending_promotion: PendingPromotion | None = None
+        self.promotion_tried = False
+        """Whether a promotion was requested since the last preemption."""
+        self.load_id = 0
+        """The load in flight, 0 if none."""
+        self.load_failed = False
+        """After a failed load nothing else is loaded for the request. vLLM repeats the lookup, which
+        would match and fail again without end."""
+        self.stores_in_flight = 0
+        self.store_wait_started_at: float | None = None
+        self.block_ids: list[int] = []
+        """The block table, tracked only where vLLM does not pass it with the scheduler's output."""
+        self._adapter_digest: bytes | None = None
+        self._keys: list[bytes] = []
+        self._hashes: list[bytes] = []
+
+    def is_cacheable(self, adapters: AdapterDigests) -> bool:
+        """Returns whether the request has keys.
+
+        False if it is skipped, or while the digest of its LoRA adapter is being computed.
+        """
+        if self.skip_reason:
+            return False
+        lora = self.request.lora_request
+        if lora is None:
+            return True
+        # Checked every time: an adapter may be replaced in place under a running request.
+        digest = adapters.digest(lora)
+        if isinstance(digest, bytes):
+            self._adapter_digest = digest
+            return True
+        if digest != "unknown" or self._adapter_digest is not None:
+            self.skip_reason = f"adapter_{digest}"
+        return False
+
+    def keys(self, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order.
+
+        The list grows with the request.
+        """
+        hashes = self.request.block_hashes
+        chunks = len(hashes) // hashes_per_chunk
+        known = len(self._keys)
+        if known == chunks:
+            return self._keys
+        if known > chunks:
+            # A streaming session dropped tokens that it had hashed.
+            del self._keys[chunks:]
+            del self._hashes[chunks:]
+            return self._keys
+        end = chunks * hashes_per_chunk
+        fresh = hashes[(known + 1) * hashes_per_chunk - 1 : end : hashes_per_chunk]
+        adapter = self._adapter_digest
+        if adapter is not None:
+            fresh = [blake3(block_hash + adapter).digest() for block_hash in fresh]
+        self._hashes += fresh
+        self._keys += [_KEY_PREFIX + block_hash for block_hash in fresh]
+        return self._keys
+
+    def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
+        """Returns the keys of ``count`` chunks as (group, hash), the form that messages have."""
+        hashes = self._hashes[first_chunk : first_chunk + count]
+        return tuple((GROUP, block_hash) for block_hash in hashes)
+
+    def drop_blocks(self) -> None:
+        """vLLM freed the request's blocks (a preemption, or a load that failed completely).
+
+        Nothing of the request is computed, and its next lookup starts with a fresh time limit.
+        """
+        self.frontier.lose_blocks()
+        self.block_ids = []
+        self.scheduled = False
+        self.lookup_started_at = None
+        self.promotion_tried = False
+        self.cached_match = None
+        self.store_wait_started_at = None
+
+
+def initial_skip_reason(request: Request) -> str:
+    """Returns why a request's block hashes do not identify its KV; empty if they do."""
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(request, "resumable", False):
+        # A streaming session replaces tokens that were sampled; its hashes are not rolled back.
+        return "streaming_session"
+    return ""

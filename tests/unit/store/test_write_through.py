@@ -1,0 +1,256 @@
+"""Write-through to lower tiers: what is written, when, and what is dropped."""
+
+from __future__ import annotations
+
+from tests.unit.store.store_fixture import (
+    CHECKSUMS,
+    NAMESPACE,
+    PAGE,
+    StoreFixture,
+    block_hash,
+    live,
+    object_meta,
+)
+
+from kvtier.config.models import LiveTier, StorePolicy
+from kvtier.errors import TierNoSpaceError, TierUnavailableError
+from kvtier.store.types import PresenceChanged
+from kvtier.tiers.base import ObjectRef
+
+
+def ref(chunk: int) -> ObjectRef:
+    return ObjectRef(NAMESPACE, b"\0" + block_hash(chunk))
+
+
+def test_an_object_is_checksummed_over_the_exact_bytes_of_each_shard_and_then_written() -> None:
+    fixture = StoreFixture()
+    fixture.engine(shards=((100, 5000),), writers=(0, 1))
+    number, slot = fixture.reserve(0)
+    fixture.pool[slot : slot + 3 * PAGE] = bytes(range(256)) * (3 * PAGE // 256)
+    for rank in (0, 1):
+        fixture.store.deliver("e", rank, number)
+    fixture.settle()
+    data, meta = fixture.tier.objects[ref(0)]
+    assert data == fixture.pool[slot : slot + 3 * PAGE]
+    assert meta.shard_bytes == (100, 5000)
+    assert meta.checksums == (
+        CHECKSUMS.digest(memoryview(data)[:100]),
+        CHECKSUMS.digest(memoryview(data)[PAGE : PAGE + 5000]),
+    )
+
+
+def test_an_object_is_visible_in_ram_at_once_and_in_a_tier_after_the_write() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.put(0)
+    assert fixture.bits(0) == 1
+    assert fixture.calls("write:") == []
+    fixture.io.run_all("hash")
+    fixture.pump()
+    assert fixture.bits(0) == 1
+    fixture.io.run_all("write:")
+    assert PresenceChanged(NAMESPACE, b"\0" + block_hash(0), 2, True) in fixture.pump()
+
+
+def test_an_object_that_waits_for_its_checksum_or_a_write_is_not_evicted() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.put(0)
+    assert fixture.store.pinned_bytes == PAGE
+    fixture.io.run_all("hash")
+    fixture.pump()
+    assert fixture.store.pinned_bytes == PAGE
+    fixture.settle()
+    assert fixture.store.pinned_bytes == 0
+
+
+def test_policy_none_writes_nothing() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(store_policy=StorePolicy.NONE)))
+    fixture.engine()
+    fixture.put(0)
+    fixture.settle()
+    fixture.load(0)
+    fixture.settle()
+    assert fixture.tier.objects == {}
+
+
+def test_policy_reused_writes_loaded_objects() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(store_policy=StorePolicy.REUSED)))
+    fixture.engine()
+    fixture.put(0)
+    fixture.put(1)
+    fixture.settle()
+    assert fixture.tier.objects == {}
+    fixture.load(1)
+    fixture.settle()
+    assert list(fixture.tier.objects) == [ref(1)]
+
+
+def test_policy_reused_writes_objects_stored_a_second_time() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(store_policy=StorePolicy.REUSED)))
+    fixture.engine()
+    fixture.put(0)
+    fixture.settle()
+    fixture.put(0)
+    fixture.settle()
+    assert list(fixture.tier.objects) == [ref(0)]
+
+
+def test_each_tier_follows_its_own_policy_and_a_change_counts_at_once() -> None:
+    values = live(
+        disk=LiveTier(store_policy=StorePolicy.ALL), nfs=LiveTier(store_policy=StorePolicy.NONE)
+    )
+    fixture = StoreFixture(tiers=("disk", "nfs"), values=values)
+    fixture.engine()
+    fixture.put(0)
+    fixture.settle()
+    assert [len(tier.objects) for tier in fixture.tiers] == [1, 0]
+    fixture.store.configure(live(disk=LiveTier(), nfs=LiveTier()))
+    fixture.put(1)
+    fixture.settle()
+    assert [len(tier.objects) for tier in fixture.tiers] == [2, 1]
+
+
+def test_what_exceeds_the_bound_of_pending_bytes_is_dropped_and_counted() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(max_pending_store_bytes=2 * PAGE)))
+    fixture.engine()
+    for chunk in range(4):
+        fixture.put(chunk)
+    while fixture.io.run_all("hash"):
+        fixture.pump()
+    assert len(fixture.calls("write:")) == 2
+    assert fixture.counted("tier_writes_dropped", "disk", "too_many_pending") == 2
+    assert fixture.store.tier_reports()[1].pending_store_bytes == 2 * PAGE
+    fixture.settle()
+    assert len(fixture.tier.objects) == 2
+    assert fixture.store.tier_reports()[1].pending_store_bytes == 0
+
+
+def test_what_was_dropped_is_written_when_it_is_wanted_again() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(max_pending_store_bytes=0)))
+    fixture.engine()
+    fixture.put(0)
+    fixture.settle()
+    fixture.store.configure(live(disk=LiveTier()))
+    fixture.load(0)
+    fixture.settle()
+    assert list(fixture.tier.objects) == [ref(0)]
+
+
+def test_hung_writes_never_pin_more_than_half_of_the_pool() -> None:
+    fixture = StoreFixture(slots=16)
+    fixture.engine()
+    for chunk in range(30):
+        if fixture.credits():
+            fixture.put(chunk)
+        fixture.io.run_all("hash")
+        fixture.advance(0.11)
+    assert fixture.store.pinned_bytes == 8 * PAGE
+    assert len(fixture.credits()) >= 1
+    fixture.put_in_tier(100)
+    promotion = fixture.promote(100)
+    fixture.io.run_all("read:")
+    fixture.pump()
+    assert fixture.ends(promotion)[0].usable == 1
+
+
+def test_a_checksum_backlog_never_pins_more_than_half_of_the_pool() -> None:
+    fixture = StoreFixture(slots=16)
+    fixture.engine()
+    for chunk in range(30):
+        fixture.put(chunk)
+        fixture.advance(0.11)
+    assert fixture.store.pinned_bytes == 8 * PAGE
+    assert fixture.counted("checksums_dropped") > 0
+    fixture.settle()
+    assert fixture.store.pending_stores() == 0
+
+
+def test_a_full_tier_costs_the_write_and_does_not_open_the_breaker() -> None:
+    fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
+    fixture.engine()
+    fixture.tier.fail = lambda: TierNoSpaceError("ENOSPC")
+    fixture.put(0)
+    fixture.settle()
+    assert fixture.counted("tier_writes_failed", "disk", "no_space") == 1
+    assert fixture.store.tier_reports()[1].state == "Healthy"
+    assert fixture.store.pinned_bytes == 0
+
+
+def test_an_object_that_the_tier_has_is_not_written_again() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.put_in_tier(0)
+    fixture.put(0)
+    fixture.settle()
+    assert "write" not in fixture.tier.calls
+
+
+def test_what_came_from_one_tier_is_offered_to_the_others_when_it_is_loaded() -> None:
+    fixture = StoreFixture(tiers=("disk", "nfs"))
+    fixture.engine()
+    fixture.put_in_tier(0, tier=1)
+    promotion = fixture.promote(0)
+    fixture.settle()
+    assert fixture.tiers[0].objects == {}
+    fixture.load(0, promotion=promotion)
+    fixture.settle()
+    assert fixture.tiers[0].objects[ref(0)][1] == object_meta(NAMESPACE, ref(0).key, (PAGE,))
+
+
+def test_writes_of_an_engine_that_went_are_finished() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.put(0)
+    fixture.store.close_engine("e", False)
+    fixture.settle()
+    assert list(fixture.tier.objects) == [ref(0)]
+    fixture.engine("e1")
+    assert fixture.bits(0) == 3
+
+
+def test_pending_stores_count_what_waits_for_a_checksum_or_a_write() -> None:
+    fixture = StoreFixture(tiers=("disk", "nfs"))
+    fixture.engine()
+    fixture.put(0)
+    assert fixture.store.pending_stores() == 1
+    fixture.io.run_all("hash")
+    fixture.pump()
+    assert fixture.store.pending_stores() == 2
+    fixture.settle()
+    assert fixture.store.pending_stores() == 0
+
+
+def test_a_failed_write_does_not_affect_the_object_in_ram() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.tier.fail = lambda: TierUnavailableError("EIO")
+    fixture.put(0)
+    fixture.settle()
+    assert len(fixture.load(0).slots) == 1
+    assert fixture.bits(0) == 1
+
+
+def test_objects_checksummed_while_a_tier_was_opening_are_written_once_it_is_open() -> None:
+    fixture = StoreFixture(opened=False)
+    fixture.engine()
+    fixture.put(0)
+    fixture.io.run_all("hash")
+    fixture.pump()
+    assert fixture.calls("write:") == []
+    fixture.settle()
+    assert ref(0) in fixture.tier.objects
+    assert fixture.bits(0) == 3
+
+
+def test_what_was_dropped_while_a_breaker_was_open_is_written_once_it_has_closed() -> None:
+    fixture = StoreFixture(values=live(threshold=1, period=10, disk=LiveTier()))
+    fixture.engine()
+    fixture.tier.fail = TierUnavailableError("gone")
+    fixture.put(0)
+    fixture.settle()
+    assert fixture.store.tier_reports()[1].state == "BreakerOpen"
+    fixture.tier.fail = None
+    fixture.advance(10.0)
+    fixture.settle()
+    assert ref(0) in fixture.tier.objects
