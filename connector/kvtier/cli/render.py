@@ -153,7 +153,7 @@ def other_engine(policy: KVTierPolicy) -> OtherEngine:
     """The configuration with paths as in pods. Raises ``ConfigurationError``."""
     ranks = policy.spec.engine.local_ranks
     rendered = connectors.render(policy, dict(pod_placement(policy).tier_paths), ranks or 1)
-    notes = [refusal.message for refusal in connectors.gaps(policy)]
+    notes = [refusal.message for refusal in connectors.unsupported_fields(policy)]
     if ranks is None:
         notes.append("spec.engine.localRanks is not set: sizes per rank are for one rank")
     return OtherEngine(rendered, policy.spec.engine.hash_seed, tuple(notes))

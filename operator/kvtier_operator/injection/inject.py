@@ -181,7 +181,7 @@ def _skip_by_pod_or_policy(
     if engine_type is not EngineType.VLLM:
         message = f"spec.engine.type is {engine_type.value}; this version supports VLLM"
         return Skipped(SkipReason.UNSUPPORTED_ENGINE, message)
-    impossible = connectors.impossible(policy)
+    impossible = connectors.policy_errors(policy)
     if impossible:
         return Skipped(SkipReason.NOT_ACCEPTED, f"the policy is invalid: {impossible[0]}")
     if pod.spec.os.name == "windows":

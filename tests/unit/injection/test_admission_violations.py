@@ -52,7 +52,7 @@ def decide(
         (limit_range("Pod", max={"cpu": "11"}), ("12 cpu", "11")),
     ],
 )
-def test_bounds_of_the_namespace(bounds: dict[str, Any], numbers: tuple[str, ...]) -> None:
+def test_a_pod_outside_a_limit_range_is_skipped(bounds: dict[str, Any], numbers: tuple[str, ...]) -> None:
     pod = pod_objects.pod(
         engine(
             resources={
@@ -81,7 +81,7 @@ def test_bounds_of_the_namespace(bounds: dict[str, Any], numbers: tuple[str, ...
         limit_range("PersistentVolumeClaim", max={"storage": "1"}),
     ],
 )
-def test_what_is_within_bounds_is_attached(bounds: dict[str, Any]) -> None:
+def test_a_pod_within_limit_ranges_is_injected(bounds: dict[str, Any]) -> None:
     pod = pod_objects.pod(
         engine(
             resources={
@@ -108,7 +108,7 @@ def test_what_is_within_bounds_is_attached(bounds: dict[str, Any]) -> None:
         ({"services": "0"}, {}, False),
     ],
 )
-def test_what_is_left_of_a_quota(hard: dict[str, str], used: dict[str, str], refused: bool) -> None:
+def test_a_pod_that_exceeds_a_quota_is_skipped(hard: dict[str, str], used: dict[str, str], refused: bool) -> None:
     pod = pod_objects.pod(engine(resources=GUARANTEED))
     decision = decide(pod, quotas=[quota(hard, used)])
     assert isinstance(decision, Skipped) == refused, decision
@@ -149,7 +149,7 @@ def test_what_is_left_of_a_quota(hard: dict[str, str], used: dict[str, str], ref
         ({"scopes": ["CrossNamespacePodAffinity"]}, {}, False),
     ],
 )
-def test_a_quota_counts_for_the_pods_of_its_scope(
+def test_a_quota_applies_to_pods_in_its_scope(
     scope: dict[str, Any], spec: dict[str, Any], refused: bool
 ) -> None:
     # Without tiers the pod is BestEffort; with them it is not, and the other quota counts.
@@ -160,7 +160,7 @@ def test_a_quota_counts_for_the_pods_of_its_scope(
 
 
 class TestPodLevelResources:
-    def test_where_there_is_headroom_the_pod_is_attached_and_told(self) -> None:
+    def test_a_pod_with_headroom_is_injected_with_a_note(self) -> None:
         resources = {
             "requests": {"cpu": "6", "memory": "12Gi"},
             "limits": {"cpu": "6", "memory": "12Gi"},
@@ -183,7 +183,7 @@ class TestPodLevelResources:
             ({"limits": {"memory": "1Gi"}}, {}),
         ],
     )
-    def test_where_there_is_none_it_is_not(
+    def test_a_pod_without_headroom_is_skipped(
         self, resources: dict[str, Any], own: dict[str, Any]
     ) -> None:
         decision = decide(pod_objects.pod(engine(resources=own), resources=resources))
@@ -196,7 +196,7 @@ class TestPodSecurity:
     HOST = file_tier("nvme", {"hostPath": {"path": "/mnt/kv"}})
 
     @pytest.mark.parametrize("level", ["baseline", "restricted"])
-    def test_a_host_path_is_refused_and_a_claim_is_not(self, level: str) -> None:
+    def test_a_host_path_is_skipped_and_a_claim_is_injected(self, level: str) -> None:
         labels = {"pod-security.kubernetes.io/enforce": level}
         decision = decide(
             pod_objects.pod(), pod_objects.policy(memory_tier(), self.HOST), namespace_labels=labels
@@ -212,7 +212,7 @@ class TestPodSecurity:
         )
 
     @pytest.mark.parametrize("labels", [{}, {"pod-security.kubernetes.io/enforce": "privileged"}])
-    def test_where_nothing_is_enforced_a_host_path_is_fine(self, labels: dict[str, str]) -> None:
+    def test_a_host_path_is_injected_without_an_enforced_level(self, labels: dict[str, str]) -> None:
         assert isinstance(
             decide(
                 pod_objects.pod(),
@@ -223,7 +223,7 @@ class TestPodSecurity:
         )
 
 
-def test_a_guaranteed_pod_gets_whole_cpus_as_many_as_are_requested() -> None:
+def test_tierd_has_whole_cpus_in_a_guaranteed_pod() -> None:
     pod = pod_objects.pod(engine(resources=GUARANTEED))
     for resources, cpu in (
         ({}, "4"),

@@ -136,7 +136,7 @@ def _spec(pod: Mapping[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pods(), st.sampled_from(POLICIES), st.booleans())
-def test_an_attached_pod(pod: dict[str, Any], policy: Any, ready: bool) -> None:
+def test_injection_is_deterministic_idempotent_and_changes_only_what_it_must(pod: dict[str, Any], policy: Any, ready: bool) -> None:
     before = copy.deepcopy(pod)
     around = pod_objects.context(storage_ready=ready)
     decision = attach(policy, pod, around, Settings())

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.invalid_policies import INVALID, InvalidCase
 from tests.support.policies import changed, complete_policy
 from tests.unit.webhook.world import SERVING, body, disk, policy_document, question
 
@@ -50,9 +50,9 @@ def test_the_complete_policy_is_accepted() -> None:
     assert examined(complete_policy()) == Findings()
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
 def test_what_the_models_refuse_is_refused_with_field_value_and_what_is_accepted(
-    case: RefusedCase,
+    case: InvalidCase,
 ) -> None:
     found = examined(changed(complete_policy(), case.changes))
     assert found.refusals

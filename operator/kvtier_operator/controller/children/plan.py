@@ -139,7 +139,7 @@ def plan(observed: Observed, settings: Settings) -> Plan:
     return Plan(
         accepted=True,
         findings=(
-            conditions.accepted(connectors.gaps(policy)),
+            conditions.accepted(connectors.unsupported_fields(policy)),
             conditions.storage(policy, claims, dict(observed.claims), made),
         ),
         apply=tuple(_differing(desired, observed)),
@@ -157,7 +157,7 @@ def refusals(
     outside = allowlist.volume_errors(policy, settings.allowed_volumes)
     if outside:
         return PolicyReason.VOLUME_NOT_ALLOWED, outside
-    impossible = connectors.impossible(policy)
+    impossible = connectors.policy_errors(policy)
     if impossible:
         return PolicyReason.UNSUPPORTED, impossible
     try:
