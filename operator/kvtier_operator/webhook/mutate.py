@@ -14,7 +14,7 @@ from typing import Any
 from kvtier_operator.api.names import MIRROR_ANNOTATION, SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
+from kvtier_operator.injection.decision import AdmissionContext, Decision, Injected, PodObject
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.jsonpatch import Operation, between
 from kvtier_operator.webhook.lister import WebhookLister
@@ -80,7 +80,7 @@ def answer(asked: MutationRequest, settings: Settings, decide: Attach) -> Mutati
     decision = decide(
         asked.policy, _without_annotation(pod, SKIPPED_ANNOTATION), asked.around, settings
     )
-    if isinstance(decision, Attached):
+    if isinstance(decision, Injected):
         return MutationResult(
             "Attached", tuple(between(pod, decision.pod)), policy, notes=decision.notes
         )

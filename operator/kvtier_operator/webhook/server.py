@@ -15,7 +15,7 @@ from kvtier_operator import runtime
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.serve import CertificateDirectory, ServingCertificate, UnusableError
 from kvtier_operator.injection.existing_config import GROUP_LABEL
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.kube import trim
 from kvtier_operator.kube.cache import Change, Watch, WatchedCache
 from kvtier_operator.kube.client import ApiClient
@@ -64,7 +64,7 @@ async def serve(
 
     cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
     knowledge = WebhookLister(cache, settings, wall_clock)
-    server = AdmissionServer(settings, knowledge, serving, metrics, attach)
+    server = AdmissionServer(settings, knowledge, serving, metrics, inject)
     state = runtime.Health()
     state.live("webhook", server.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))

@@ -12,8 +12,8 @@ from tests.support.pod_objects import container, engine, file_tier, memory_tier,
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import PAYLOAD_CONTAINER, RUN_VOLUME, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 GIB = 1 << 30
@@ -29,9 +29,9 @@ def inside(memory_policy: str = "Validate", *tiers: dict[str, Any]) -> KVTierPol
     )
 
 
-def attached(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
-    decision = attach(policy, pod, pod_objects.context(), Settings())
-    assert isinstance(decision, Attached), decision
+def attached(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected:
+    decision = inject(policy, pod, pod_objects.context(), Settings())
+    assert isinstance(decision, Injected), decision
     return decision
 
 
@@ -56,8 +56,8 @@ class TestDaemonInTheEngine:
         pod = pod_objects.pod(
             engine(resources={"limits": {"memory": str(limit)}} if limit else None)
         )
-        decision = attach(inside(), pod, pod_objects.context(), Settings())
-        assert isinstance(decision, Attached) == fits
+        decision = inject(inside(), pod, pod_objects.context(), Settings())
+        assert isinstance(decision, Injected) == fits
         if isinstance(decision, Skipped):
             assert decision.reason is SkipReason.MEMORY_TOO_SMALL
             assert "1.75Gi" in decision.message
@@ -115,9 +115,7 @@ class TestOtherConnectors:
         "fields",
         [{"hostIPC": True}, {"volumes": [{"name": "shm", "hostPath": {"path": "/dev/shm"}}]}],
     )
-    def test_shared_memory_of_the_node_is_noted_and_unchanged(
-        self, fields: dict[str, Any]
-    ) -> None:
+    def test_shared_memory_of_the_node_is_noted_and_unchanged(self, fields: dict[str, Any]) -> None:
         pod = pod_objects.pod(engine(volumeMounts=MOUNTED if "volumes" in fields else []), **fields)
         decision = attached(self.offloading(), pod)
         assert any("/dev/shm" in note for note in decision.notes)
@@ -125,7 +123,7 @@ class TestOtherConnectors:
 
     def test_a_policy_with_an_unsupported_tier_is_skipped(self) -> None:
         tiers = (memory_tier(), {"name": "remote", "lmcache": {"url": "redis://x:1"}})
-        decision = attach(
+        decision = inject(
             self.offloading(*tiers), pod_objects.pod(), pod_objects.context(), Settings()
         )
         assert isinstance(decision, Skipped)

@@ -8,8 +8,8 @@ import pytest
 from tests.support import pod_objects
 from tests.support.pod_objects import container, variables
 
-from kvtier_operator.injection.decision import Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 PAYLOAD = "/opt/kvtier/payload"
@@ -19,19 +19,19 @@ ENV_FROM = [{"configMapRef": {"name": "settings"}}]
 
 def engine_of(
     env: list[dict[str, Any]], engine: dict[str, Any] | None = None, **fields: Any
-) -> Attached:
+) -> Injected:
     policy = pod_objects.policy(engine=engine or {})
-    found = attach(
+    found = inject(
         policy,
         pod_objects.pod(pod_objects.engine(env=env, **fields)),
         pod_objects.context(),
         Settings(),
     )
-    assert isinstance(found, Attached)
+    assert isinstance(found, Injected)
     return found
 
 
-def env_of(decision: Attached) -> list[dict[str, Any]]:
+def env_of(decision: Injected) -> list[dict[str, Any]]:
     return list(container(decision.pod, "vllm")["env"])
 
 
@@ -190,6 +190,8 @@ def test_a_command_that_extends_the_path_is_not_noted() -> None:
         ({"aliyun.com/gpu-mem": 8}, None),
     ],
 )
-def test_only_resources_that_count_devices_are_counted(limits: dict[str, Any], ranks: str | None) -> None:
+def test_only_resources_that_count_devices_are_counted(
+    limits: dict[str, Any], ranks: str | None
+) -> None:
     found = variables(container(engine_of([], resources={"limits": limits}).pod, "vllm"))
     assert found.get("KVTIER_LOCAL_RANKS") == ranks

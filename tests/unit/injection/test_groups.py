@@ -10,8 +10,8 @@ from tests.support.pod_objects import container, file_tier, memory_tier
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION, TIERD_CONTAINER
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
@@ -24,8 +24,8 @@ def member(name: str) -> dict[str, Any]:
 
 
 def with_tiers(name: str, **around: Any) -> dict[str, Any]:
-    decision = attach(POLICY, member(name), pod_objects.context(**around), Settings())
-    assert isinstance(decision, Attached)
+    decision = inject(POLICY, member(name), pod_objects.context(**around), Settings())
+    assert isinstance(decision, Injected)
     return decision.pod
 
 
@@ -61,7 +61,7 @@ class TestGroups:
                     else {STRUCTURAL_ANNOTATION: "{}"}
                 )
                 pod["metadata"]["annotations"].update(changes)
-        decision = attach(
+        decision = inject(
             POLICY, member("chat-0-2"), pod_objects.context(siblings=[first, second]), Settings()
         )
         assert isinstance(decision, Skipped)
@@ -81,7 +81,7 @@ class TestGroups:
         assert with_tiers("chat-0-1", siblings=[router])
 
     def test_a_pod_without_a_group_has_no_siblings(self) -> None:
-        decision = attach(
+        decision = inject(
             POLICY, pod_objects.pod(), pod_objects.context(siblings=[member("x")]), Settings()
         )
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)

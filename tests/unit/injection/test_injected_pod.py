@@ -37,8 +37,8 @@ from kvtier_operator.api.names import (
     TOPOLOGY_VOLUME,
 )
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import AdmissionContext, Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.render.documents import content_hash
 from kvtier_operator.settings import Images, Settings
 
@@ -52,9 +52,9 @@ def attached(
     pod: dict[str, Any],
     around: AdmissionContext | None = None,
     settings: Settings | None = None,
-) -> Attached:
-    decision = attach(policy, pod, around or pod_objects.context(), settings or Settings())
-    assert isinstance(decision, Attached), decision
+) -> Injected:
+    decision = inject(policy, pod, around or pod_objects.context(), settings or Settings())
+    assert isinstance(decision, Injected), decision
     return decision
 
 
@@ -262,9 +262,7 @@ class TestStorage:
     @pytest.mark.parametrize(
         "volume_source", [{"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "kv"}}]
     )
-    def test_a_claim_is_mounted_without_a_sub_path(
-        self, volume_source: dict[str, Any]
-    ) -> None:
+    def test_a_claim_is_mounted_without_a_sub_path(self, volume_source: dict[str, Any]) -> None:
         assert "subPath" not in self._mount(volume_source, Settings())
 
     def test_the_longest_allow_list_entry_decides_about_sharing(self) -> None:

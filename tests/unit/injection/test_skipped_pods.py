@@ -10,8 +10,8 @@ from tests.support.pod_objects import container, engine, variables
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 GPU = {"limits": {"nvidia.com/gpu": "8"}}
@@ -22,8 +22,8 @@ SIZE = {"leaderworkerset.sigs.k8s.io/size": "2"}
 
 def decide(
     pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any
-) -> Attached | Skipped:
-    return attach(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
+) -> Injected | Skipped:
+    return inject(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
 
 
 def skipped(pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any) -> Skipped:
@@ -89,7 +89,7 @@ def test_an_engine_with_its_own_kv_configuration_is_skipped(
 def test_other_kv_options_do_not_configure_a_connector(
     container: dict[str, Any],
 ) -> None:
-    assert isinstance(decide(pod_objects.pod(container)), Attached)
+    assert isinstance(decide(pod_objects.pod(container)), Injected)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ class TestKubelets:
         decision = skipped(pod_objects.pod(), kubelet_versions=("v1.31.1", "v1.28.9-gke.1"))
         assert decision.reason is SkipReason.NO_NATIVE_SIDECARS
         assert "1.28" in decision.message
-        assert isinstance(decide(pod_objects.pod(), kubelet_versions=("v1.29.0", "")), Attached)
+        assert isinstance(decide(pod_objects.pod(), kubelet_versions=("v1.29.0", "")), Injected)
 
     def test_a_daemon_in_the_engine_needs_no_native_sidecars(self) -> None:
         inside = pod_objects.policy(engine={"daemon": "Engine"})
         assert isinstance(
-            decide(pod_objects.pod(), inside, kubelet_versions=("v1.27.0",)), Attached
+            decide(pod_objects.pod(), inside, kubelet_versions=("v1.27.0",)), Injected
         )
 
     def test_image_volumes_need_a_newer_kubelet(self) -> None:
@@ -261,8 +261,10 @@ class TestSeveralHosts:
             ),
         ],
     )
-    def test_ray_without_a_group_and_a_group_without_ray_are_injected(self, pod: dict[str, Any]) -> None:
-        assert isinstance(decide(pod), Attached)
+    def test_ray_without_a_group_and_a_group_without_ray_are_injected(
+        self, pod: dict[str, Any]
+    ) -> None:
+        assert isinstance(decide(pod), Injected)
 
 
 class TestEngineContainer:
@@ -329,7 +331,7 @@ class TestEngineContainer:
         self, containers: list[dict[str, Any]], found: str
     ) -> None:
         decision = decide(pod_objects.pod(*containers))
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)
         assert "KVTIER_TOPOLOGY" in variables(container(decision.pod, found))
         others = [each["name"] for each in containers if each["name"] != found]
         assert all(
@@ -356,7 +358,7 @@ class TestEngineContainer:
 
     def test_a_named_container_is_the_engine(self) -> None:
         named = pod_objects.policy(engine={"containerName": "b"})
-        assert isinstance(decide(pod_objects.pod(engine("a"), engine("b")), named), Attached)
+        assert isinstance(decide(pod_objects.pod(engine("a"), engine("b")), named), Injected)
         decision = skipped(pod_objects.pod(engine("a")), named)
         assert decision.reason is SkipReason.NO_ENGINE_CONTAINER
 
@@ -370,7 +372,7 @@ def test_a_pod_that_is_too_large_is_skipped_before_it_is_inspected() -> None:
         "the pod has 129 containers; at most 128 are inspected",
     )
     assert skipped(pod_objects.pod(engine(), initContainers=others)).message == found.message
-    assert isinstance(decide(pod_objects.pod(engine(), *others[:127])), Attached)
+    assert isinstance(decide(pod_objects.pod(engine(), *others[:127])), Injected)
     many = {f"example.com/r{index}": "1" for index in range(513)}
     found = skipped(pod_objects.pod(engine(resources={"limits": many, "requests": many})))
     assert (

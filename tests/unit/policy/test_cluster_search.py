@@ -39,9 +39,7 @@ def _program(directory: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def test_the_skip_reason_names_all_that_is_missing(
-    clusters: ModuleType, tmp_path: Path
-) -> None:
+def test_the_skip_reason_names_all_that_is_missing(clusters: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(clusters.NoClusterError) as caught, clusters.cluster(tmp_path):
         pass
     for part in (

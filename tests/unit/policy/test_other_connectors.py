@@ -141,7 +141,9 @@ def test_defaults_from_the_api_server_are_not_listed(connector: str) -> None:
         selection="Cost",
         breaker={"failureThreshold": 5, "periodSeconds": 60},
     )
-    assert messages(connectors.unsupported_fields(stored)) == messages(connectors.unsupported_fields(written))
+    assert messages(connectors.unsupported_fields(stored)) == messages(
+        connectors.unsupported_fields(written)
+    )
 
 
 def test_fields_that_lmcache_does_not_support_are_listed() -> None:

@@ -129,7 +129,9 @@ def test_an_empty_file_is_refused(text: str) -> None:
         ("a: *missing", "line 1"),
     ],
 )
-def test_a_file_that_is_not_yaml_is_an_error_with_the_position(text: str | bytes, part: str) -> None:
+def test_a_file_that_is_not_yaml_is_an_error_with_the_position(
+    text: str | bytes, part: str
+) -> None:
     assert part in _message(text)
 
 

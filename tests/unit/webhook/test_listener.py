@@ -21,7 +21,7 @@ from tests.unit.webhook.world import World, body, pod, policy_document, question
 
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.serve import ServingCertificate
-from kvtier_operator.injection.decision import Attached
+from kvtier_operator.injection.decision import Injected
 from kvtier_operator.webhook import review
 from kvtier_operator.webhook.listener import AdmissionServer, patience
 from kvtier_operator.webhook.metrics import WebhookMetrics
@@ -71,7 +71,7 @@ async def running(
     metrics = WebhookMetrics(CollectorRegistry())
     serving = ServingCertificate(metrics.expires.set)
     serving.take(ISSUED.certificate, ISSUED.key)
-    chosen = decide or (lambda policy, found, *_: Attached(dict(found)))
+    chosen = decide or (lambda policy, found, *_: Injected(dict(found)))
     server = AdmissionServer(world.settings, world.knowledge, serving, metrics, chosen, **options)
     port = await server.start()
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
@@ -89,7 +89,7 @@ def world() -> World:
 def test_a_pod_is_patched() -> None:
     async def go() -> None:
         async with running(
-            world(), lambda policy, found, *_: Attached({**found, "spec": {}})
+            world(), lambda policy, found, *_: Injected({**found, "spec": {}})
         ) as asked:
             response = await asked.mutate()
             assert json.loads(base64.b64decode(response["patch"])) == [
@@ -137,7 +137,7 @@ def test_a_decision_that_takes_too_long_is_abandoned() -> None:
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(world(), wait, budget_seconds=0.1) as asked:
@@ -173,7 +173,7 @@ def test_an_api_server_that_waits_less_is_answered_earlier() -> None:
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(world(), wait) as asked:
@@ -190,7 +190,7 @@ def test_when_every_decision_hangs_for_long_the_process_is_no_longer_alive() -> 
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(world(), wait, budget_seconds=0.05, clock=lambda: now[0]) as asked:
@@ -340,7 +340,7 @@ def test_a_stop_lets_questions_at_hand_be_answered() -> None:
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         begun.set()
         release.wait(20)
-        return Attached({**found, "spec": {}})
+        return Injected({**found, "spec": {}})
 
     async def go() -> None:
         async with running(world(), wait) as asked:

@@ -11,8 +11,8 @@ from tests.unit.webhook.world import SERVING, World, body, pod, policy_document,
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
-from kvtier_operator.injection.decision import Attached, Decision, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Decision, Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.webhook import mutate, review
 from kvtier_operator.webhook.mutate import MutationResult
 
@@ -26,7 +26,7 @@ def decided(
     )
     if asked is None:
         return None
-    return mutate.answer(asked, world.settings, lambda *_: decision or Attached(dict(document)))
+    return mutate.answer(asked, world.settings, lambda *_: decision or Injected(dict(document)))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_selected_pod_becomes_what_was_decided(world: World) -> None:
             "annotations": {"own": "1", "kvtier.io/policy": "chat"},
         },
     }
-    verdict = decided(world, original, Attached(desired, ("a note",)))
+    verdict = decided(world, original, Injected(desired, ("a note",)))
     assert verdict is not None
     assert (verdict.result, verdict.policy, verdict.notes) == ("Attached", "chat", ("a note",))
     assert applied(original, list(verdict.patch)) == desired
@@ -87,7 +87,7 @@ def test_a_reason_that_no_longer_holds_is_taken_away(world: World) -> None:
 
     def decide(policy: Any, found: Any, around: Any, settings: Any) -> Decision:
         seen.append(found)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     asked = mutate.question(review.parse(body(question(original))), world.knowledge, world.settings)
     assert asked is not None
@@ -139,7 +139,7 @@ def test_a_real_decision_touches_only_what_is_injected(world: World) -> None:
     original = pod(annotations={"own": "1"})
     asked = mutate.question(review.parse(body(question(original))), world.knowledge, world.settings)
     assert asked is not None
-    verdict = mutate.answer(asked, world.settings, attach)
+    verdict = mutate.answer(asked, world.settings, inject)
     assert verdict.result == "Attached"
     result = applied(original, list(verdict.patch))
     assert STRUCTURAL_ANNOTATION in result["metadata"]["annotations"]
