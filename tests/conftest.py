@@ -26,8 +26,8 @@ NODE_FILES = frozenset(
         "fixtures",
         "hanging_storage",
         "sidecar_on_node",
-        "tried",
-        "whole_loop",
+        "injection_on_node",
+        "e2e",
     )
 )
 """Where tests have a node that runs pods."""

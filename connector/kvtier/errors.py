@@ -1,11 +1,10 @@
-"""The one tree of errors.
+"""The hierarchy of errors. Three kinds differ in who may catch them:
 
-Three kinds, told apart by who may catch them:
-
-* ``ConfigurationError``: a person must act. The message names the field, the value found and what is accepted.
-* ``TierError`` and below: storage misbehaved. Raised by tiers, caught by the store, counted, never raised into the engine.
-* ``ProtocolError``: a bug or a foreign version at the other end of a socket. Logged with its context; the load or store
-  at hand is dropped.
+* ``ConfigurationError``: the user must act. The message has the form of Kubernetes' field errors.
+* ``TierError`` and below: storage failed. Raised by tiers, caught and counted by the store, never
+  raised into the engine.
+* ``ProtocolError``: a bug or another version at the other end of a socket. Logged with its context;
+  the current load or store is dropped.
 """
 
 from __future__ import annotations
@@ -16,53 +15,55 @@ class KVTierError(Exception):
 
 
 class ConfigurationError(KVTierError):
-    """A document or an option that a person must correct.
+    """A document or an option that the user must correct.
 
-    ``field`` is the dotted path in the document, ``value`` what stood there, ``accepted`` what would be taken.
+    ``field``: path in the document, or the option. ``value``: its value. ``requirement``: what the
+    value must be, such as "must be a JSON object".
     """
 
-    def __init__(self, field: str, value: object, accepted: str) -> None:
+    def __init__(self, field: str, value: object, requirement: str) -> None:
         self.field = field
         self.value = value
-        self.accepted = accepted
-        super().__init__(f"{field}: {value!r} is not accepted; {accepted}")
+        self.requirement = requirement
+        super().__init__(f"{field}: Invalid value: {value!r}: {requirement}")
 
 
 class TierError(KVTierError):
-    """A tier could not do what it was asked; the object counts as absent."""
+    """An operation of a tier failed; the object counts as absent."""
 
     reason = "error"
 
 
 class TierMissError(TierError):
-    """The object is not (or no longer) there."""
+    """The object does not exist."""
 
     reason = "vanished"
 
 
 class TierUnverifiableError(TierMissError):
-    """The object may be right, but was written with a checksum that this process cannot compute."""
+    """The object has a kind of checksum that this process cannot compute."""
 
     reason = "unverifiable"
 
 
 class TierCorruptError(TierError):
-    """What the tier returned is provably not the object that was asked for."""
+    """The data is provably not the requested object."""
 
     reason = "corrupt"
 
 
 class TierUnavailableError(TierError):
-    """The storage below refuses or fails: EIO, EACCES, a directory that has vanished or gone stale."""
+    """The storage fails: EIO, EACCES, a removed directory or a stale handle."""
 
     reason = "unavailable"
 
 
 class TierNoSpaceError(TierError):
-    """The tier, or the storage below it, takes no more: capacity, ENOSPC, EDQUOT, EROFS. What it holds can be read."""
+    """The tier or its storage is full or read-only: capacity, ENOSPC, EDQUOT, EROFS. Its objects
+    can be read."""
 
     reason = "no_space"
 
 
 class ProtocolError(KVTierError):
-    """A message that the protocol does not allow at this point, or that cannot be decoded."""
+    """A message that cannot be decoded, or is not allowed at this point."""

@@ -10,9 +10,9 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Replaces ``path`` by a file with ``content`` and exactly ``mode``, whatever the umask.
 
-    The content is written to a temporary file in the same directory, which is then renamed: a reader sees the old file
-    or the new one. Does not call fsync: a power failure may lose the file. Raises ``OSError``; the old file is then
-    unchanged.
+    The content is written to a temporary file in the same directory, which is then renamed: a
+    reader sees the old file or the new one. Does not call fsync: a power failure may lose the file.
+    Raises ``OSError``; the old file is then unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

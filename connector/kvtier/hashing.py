@@ -1,7 +1,8 @@
 """Digests of content and of canonical text.
 
-BLAKE3 for data and for names that only KVTier reads. SHA-256 for names in Kubernetes: the operator's image has no
-BLAKE3. Digests appear in file names, in records and in annotations, so neither function may ever change its result.
+BLAKE3 for data and for names that only KVTier reads. SHA-256 for names in Kubernetes: the
+operator's image has no BLAKE3. Digests appear in file names, in records and in annotations, so
+neither function may ever change its result.
 """
 
 from __future__ import annotations
@@ -23,5 +24,6 @@ def blake3_hex(content: bytes | bytearray | memoryview, digits: int) -> str:
 
 
 def sha256_hex(text: str, digits: int) -> str:
-    """The first ``digits`` hex digits of the SHA-256 digest of ``text``, for names and annotations in Kubernetes."""
+    """The first ``digits`` hex digits of the SHA-256 digest of ``text``, for names and annotations
+    in Kubernetes."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]

@@ -1,14 +1,16 @@
 """Process identity, and whether a process has ended.
 
-A process id alone does not identify a process: ids are reused, and each pid namespace has its own. Together with the
-start time (clock ticks since boot, field 22 of ``/proc/<pid>/stat``) and the inode of the pid namespace it does.
-Where processes of several hosts meet, such as in a shared directory, the host's boot id belongs to it as well.
+A process id alone does not identify a process: ids are reused, and each pid namespace has its own.
+Together with the start time (clock ticks since boot, field 22 of ``/proc/<pid>/stat``) and the
+inode of the pid namespace it does. Where processes of several hosts meet, such as in a shared
+directory, the host's boot id belongs to it as well.
 
 Two questions have different answers while a thread hangs in the kernel:
 
-* ``liveness_of``: are the process's memory mappings and devices released? The kernel releases them before a thread
-  becomes a zombie, so a process is gone when *all* its threads are zombies.
-* ``has_exited`` and ``main_thread_exited``: will the process ever execute another instruction of its program?
+* ``liveness_of``: are the process's memory mappings and devices released? The kernel releases them
+  before a thread becomes a zombie, so a process is gone when *all* its threads are zombies.
+* ``has_exited`` and ``main_thread_exited``: will the process ever execute another instruction of
+  its program?
 
 All functions may be called from any thread.
 """
@@ -39,8 +41,9 @@ class Liveness(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process: ``pid`` in the pid namespace ``pid_namespace`` (inode number as text), started at ``start`` (clock
-    ticks since boot; 0: unknown). ``lock``: name of the lock file that it holds while it lives; empty: none."""
+    """One process: ``pid`` in the pid namespace ``pid_namespace`` (inode number as text), started
+    at ``start`` (clock ticks since boot; 0: unknown). ``lock``: name of the lock file that it holds
+    while it lives; empty: none."""
 
     pid: int
     start: int
@@ -88,11 +91,13 @@ def liveness_of(process: ProcessIdentity) -> Liveness:
     except ProcessLookupError:
         return Liveness.GONE
     except PermissionError:
-        # Another user's process has this id. The start time below tells whether it is the same process.
+        # Another user's process has this id. The start time below tells whether it is the same
+        # process.
         pass
     fields = _stat_fields(_PROC / str(process.pid) / "stat")
     if fields is None or not process.start:
-        # The process ended between the two checks (the next call tells), or /proc hides other users' processes.
+        # The process ended between the two checks (the next call tells), or /proc hides other
+        # users' processes.
         return Liveness.ALIVE
     if int(fields[_START_FIELD]) != process.start:
         return Liveness.GONE
@@ -102,8 +107,8 @@ def liveness_of(process: ProcessIdentity) -> Liveness:
 
 
 def main_thread_exited(process: ProcessIdentity) -> bool:
-    """Whether the main thread of ``process`` has ended and every other thread is being killed, though some may still
-    hang in the kernel. False if the process cannot be observed."""
+    """Whether the main thread of ``process`` has ended and every other thread is being killed,
+    though some may still hang in the kernel. False if the process cannot be observed."""
     if liveness_of(process) is Liveness.GONE:
         return True
     if not _is_observable(process) or not process.start:
@@ -124,7 +129,8 @@ def process_tag() -> str:
 
 
 def is_observable(boot: str, namespace: str) -> bool:
-    """Whether a process with this boot id and pid namespace (two parts of a ``process_tag``) shares both with this one.
+    """Whether a process with this boot id and pid namespace (two parts of a ``process_tag``) shares
+    both with this one.
 
     The pid namespace alone does not say so: the initial one has the same inode on every host.
     """
@@ -132,7 +138,8 @@ def is_observable(boot: str, namespace: str) -> bool:
 
 
 def has_exited(pid: int, start: int) -> bool:
-    """Whether the process ``pid`` that started at ``start`` has ended. A zombie has ended. For observable processes."""
+    """Whether the process ``pid`` that started at ``start`` has ended. A zombie has ended. For
+    observable processes."""
     fields = _stat_fields(_PROC / str(pid) / "stat")
     return fields is None or fields[0] in _DEAD_STATES or int(fields[_START_FIELD]) != start
 
@@ -146,7 +153,8 @@ def _is_observable(process: ProcessIdentity) -> bool:
 
 
 def _stat_fields(path: Path) -> list[str] | None:
-    """Fields of a stat file from the third (the state) on. The second may contain spaces and parentheses."""
+    """Fields of a stat file from the third (the state) on. The second may contain spaces and
+    parentheses."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -168,7 +176,8 @@ def _any_thread_runs(pid: int) -> bool:
 
 
 def _all_threads_are_killed(pid: int) -> bool:
-    """Whether every thread is dead or has SIGKILL pending: the whole process is ending, not one thread."""
+    """Whether every thread is dead or has SIGKILL pending: the whole process is ending, not one
+    thread."""
     try:
         threads = os.listdir(_PROC / str(pid) / "task")
         texts = [

@@ -1,4 +1,4 @@
-"""`make demo-cluster`: the whole loop on a cluster that comes up for it on this machine, with a table and a result at the end.
+"""`make demo-cluster`: the end-to-end run on a new cluster on this machine, with a table of results.
 
     python tests/cluster/demo_cluster.py [--json]
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 import clusters
+from e2e import FILE, NEW_TOKENS, RAM, EndToEndRun
 from serving import EngineProcessError
-from whole_loop import FILE, NEW_TOKENS, RAM, WholeLoop
 
 from kvtier.cli.demo_display import Display
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     with _workplace() as home:
         try:
             with _node(home / "cluster", display) as cluster:
-                loop = WholeLoop(cluster, home, display)
+                loop = EndToEndRun(cluster, home, display)
                 result = loop.run()
         except clusters.NoClusterError as error:
             print(f"demo-cluster: {error}", file=sys.stderr)
@@ -83,7 +83,7 @@ def _node(home: Path, display: Display) -> Iterator[clusters.Cluster]:
             holder.__exit__(None, None, None)
 
 
-def _show(loop: WholeLoop, display: Display) -> None:
+def _show(loop: EndToEndRun, display: Display) -> None:
     headings = ("after", "prompt", f"from {RAM}", f"from {FILE}", "first token", "tokens")
     rows = [
         (
@@ -101,8 +101,8 @@ def _show(loop: WholeLoop, display: Display) -> None:
         headings,
         rows,
     )
-    print(loop.told.get)
-    print(loop.told.describe)
+    print(loop.output.get)
+    print(loop.output.describe)
 
 
 def _stop(_: int, __: FrameType | None) -> None:

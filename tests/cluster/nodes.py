@@ -1,4 +1,4 @@
-"""Playing the kubelet: nodes without a machine, and pods that only say that they run.
+"""Fake nodes, and pods whose status is set as a kubelet would set it.
 
 For clusters without a node (``full_cluster``): controllers make pods of Deployments and the scheduler binds them to a
 ``FakeNode``; here their statuses are written as a kubelet would. Everything goes through ``rest.Api``.

@@ -13,7 +13,7 @@ from typing import Any
 import images
 from charts import NAMESPACE, Release, without_definition
 from nodes import make_namespace, ok, wait_for
-from standing_in import STORAGE_GID, Place
+from stub_engine_pods import STORAGE_GID, Place
 
 DEAD_EXPORT = {"server": "192.0.2.1", "exportPrefix": "/kv"}
 """A server that never answers (an address for documentation)."""
@@ -167,7 +167,7 @@ def trusted(cluster: Any) -> bool:
 
 def explain(cluster: Any) -> str:
     """What the operator's pods say."""
-    told = [cluster.kubectl("-n", NAMESPACE, "describe", "pods", check=False)[-6000:]]
+    parts = [cluster.kubectl("-n", NAMESPACE, "describe", "pods", check=False)[-6000:]]
     for component in ("controller", "webhook"):
         options = (
             "-n",
@@ -177,5 +177,5 @@ def explain(cluster: Any) -> str:
             f"app.kubernetes.io/component={component}",
             "--tail=40",
         )
-        told.append(f"--- {component}\n" + cluster.kubectl(*options, check=False)[-6000:])
-    return "\n".join(told)
+        parts.append(f"--- {component}\n" + cluster.kubectl(*options, check=False)[-6000:])
+    return "\n".join(parts)

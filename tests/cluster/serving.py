@@ -89,7 +89,7 @@ class EnginePod:
 
     def explain(self) -> str:
         """What a person would look at first: description and logs."""
-        told = [
+        parts = [
             self._cluster.kubectl(
                 "-n", self.namespace, "describe", "pods", "-l", f"app={self.app}", check=False
             )[-6000:]
@@ -105,8 +105,10 @@ class EnginePod:
                 container,
                 "--tail=60",
             )
-            told.append(f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-6000:])
-        return "\n".join(told)
+            parts.append(
+                f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-6000:]
+            )
+        return "\n".join(parts)
 
     def client(self) -> EngineClient:
         """Asks the engine of the pod that there is now."""

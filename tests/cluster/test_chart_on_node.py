@@ -1,4 +1,4 @@
-"""The chart's life beside an engine that serves: upgraded with another definition, uninstalled, installed again."""
+"""Upgrading, uninstalling and reinstalling the chart while an engine serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip(
 
 import charts
 import operators
-import standing_in
+import stub_engine_pods
 from nodes import wait_for
 
 
@@ -38,14 +38,14 @@ class Caller:
     def _run(self) -> None:
         while not self._stop.wait(0.2):
             try:
-                done = standing_in.do(self._pod, "load", n=8)["done"]
+                done = stub_engine_pods.do(self._pod, "load", n=8)["done"]
             except OSError as error:
                 self.failed.append(str(error))
                 continue
             self.loaded += done
             if done != 8:
                 self.failed.append(
-                    f"{done} of 8 chunks loaded at {time.time():.1f}: {standing_in.seen(self._pod)}"
+                    f"{done} of 8 chunks loaded at {time.time():.1f}: {stub_engine_pods.seen(self._pod)}"
                 )
 
 
@@ -54,11 +54,11 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
 ) -> None:
     release, cluster = operator_on_node.release, operator_on_node.cluster
     with operator_on_node.namespace("lifecycle") as place:
-        place.apply_policy(standing_in.policy())
-        place.apply(standing_in.deployment())
+        place.apply_policy(stub_engine_pods.policy())
+        place.apply(stub_engine_pods.deployment())
         pod = place.ready()
         place.attached(pod)
-        assert standing_in.do(pod, "store", n=8)["done"] == 8
+        assert stub_engine_pods.do(pod, "store", n=8)["done"] == 8
         with Caller(pod) as caller:
             release.upgrade(
                 operator_on_node.values, chart=charts.changed_chart(tmp_path, "0.2.0", "laterField")
@@ -69,9 +69,9 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
             release.uninstall()
             wait_for("the operator is gone", lambda: "kvtier" not in _pods(cluster), 60, period=0.5)
             # A new pod starts, without tiers: nobody is asked any more.
-            plain = standing_in.deployment(name="later")
+            plain = stub_engine_pods.deployment(name="later")
             place.apply(plain)
-            assert not standing_in.injected(place.ready(app="later"))
+            assert not stub_engine_pods.injected(place.ready(app="later"))
             operators.install(cluster, release, operator_on_node.values)
             wait_for(
                 "the policy is Ready again",
@@ -85,8 +85,8 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
         assert after["metadata"]["uid"] == pod["metadata"]["uid"]
         assert {each["restartCount"] for each in _statuses(after)} == {0}
         # An operator that was upgraded or came back outdates nobody.
-        told = place.policy()["status"]["pods"]
-        assert (told["attached"], told["current"], told.get("outdated", 0)) == (1, 1, 0)
+        counts = place.policy()["status"]["pods"]
+        assert (counts["attached"], counts["current"], counts.get("outdated", 0)) == (1, 1, 0)
 
 
 def _pods(cluster: Any) -> str:

@@ -1,4 +1,4 @@
-"""What conditions say about pods, word for word, on a real API server: what a person reads is tried here."""
+"""The exact messages of conditions about pods, on a real API server."""
 
 from __future__ import annotations
 
@@ -8,30 +8,36 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import QUICK, Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import (
+    QUICK,
+    FakeTierdServer,
+    StatusNamespace,
+    run_story,
+    running_controller,
+)
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
 from kvtier_operator.kube.resources import POLICIES
 
-Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 Sentence = tuple[str, str, str]
 """Status, reason, message."""
 
 NO_POD = "The selector matches no running pod."
 IN_FORCE = "The policy is in force."
-RECOMPUTED = "Its hits are recomputed meanwhile."
-LATER = "a kubelet passes changes on within about two minutes."
+RECOMPUTED = "Engines recompute what the tier cannot serve."
+LATER = "the kubelet updates mounted ConfigMaps within about two minutes."
 ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has block size 7"}]}
 
 
 @pytest.fixture
-def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
     """Runs a story in a labelled namespace of its own."""
-    return lambda story: told(story, full_cluster, full_api, nodes)
+    return lambda story: run_story(story, full_cluster, full_api, nodes)
 
 
-async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
+async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
     """Waits until the conditions are these; the failure shows those that are not."""
     wrong: dict[str, Any] = {}
 
@@ -48,9 +54,9 @@ async def says(where: Place, expected: Mapping[str, Sentence]) -> None:
         raise AssertionError(f"{error}; these are {wrong}") from None
 
 
-def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             await says(
                 where,
@@ -68,14 +74,14 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
             tierd.document = status_document(generation=1)
             await where.deployment(where.injected(tierd.port, written), replicas=2)
             one, two = (pod["metadata"]["name"] for pod in await where.pods(2))
-            begun = f"0 of 2 pods attached; {one}, {two}: the container vllm is starting."
+            starting = f"0 of 2 pods attached; {one}, {two}: container vllm is starting."
             await says(
                 where,
                 {
-                    "Ready": ("False", "Starting", f"Attached: {begun}"),
-                    "Attached": ("False", "Starting", begun),
+                    "Ready": ("False", "Starting", f"Attached: {starting}"),
+                    "Attached": ("False", "Starting", starting),
                     "EnginesCompatible": ("Unknown", "NotReported", "No engine has attached yet."),
-                    "TiersHealthy": ("Unknown", "NotReported", "No pod says how ram is."),
+                    "TiersHealthy": ("Unknown", "NotReported", "No pod reports the state of ram."),
                 },
             )
             await where.run(one)
@@ -111,12 +117,12 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                     "EnginesCompatible": (
                         "True",
                         "Compatible",
-                        "Every engine that attached was accepted.",
+                        "Every engine that attached is compatible.",
                     ),
                     "TiersHealthy": (
                         "True",
                         "Healthy",
-                        "Every tier of every pod that answers is healthy.",
+                        "Every tier of every reporting pod is healthy.",
                     ),
                 },
             )
@@ -133,7 +139,7 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
             found = await where.until("UpToDate", "False", "Outdated")
             newer = found["status"]["structuralHash"]
             assert newer != written
-            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. They change when they are replaced."
+            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. Replace the pods to update them."
             await says(
                 where,
                 {
@@ -142,21 +148,21 @@ def test_from_no_pod_to_pods_that_nobody_can_ask(tell: Tell) -> None:
                 },
             )
             await tierd.stop()
-            silent = f"0 of 2 pods attached; {one}, {two} cannot be asked: no connection."
+            unreachable = f"0 of 2 pods attached; {one}, {two} cannot be polled: connection failed."
             await says(
                 where,
                 {
-                    "Ready": ("Unknown", "Unreachable", f"Attached: {silent}"),
-                    "Attached": ("Unknown", "Unreachable", silent),
+                    "Ready": ("Unknown", "Unreachable", f"Attached: {unreachable}"),
+                    "Attached": ("Unknown", "Unreachable", unreachable),
                 },
             )
 
-    tell(story)
+    run(story)
 
 
-def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10})
             found = await where.until("Attached", "Unknown", "NoPods")
             await where.deployment(where.injected(tierd.port, found["status"]["structuralHash"]))
@@ -177,45 +183,50 @@ def test_what_a_pod_reports_is_repeated_with_its_name(tell: Tell) -> None:
                     expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
                 await says(where, expected)
 
-            ill = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
+            unhealthy = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
             await reports(
                 "TiersHealthy",
                 "Degraded",
-                ill,
+                unhealthy,
                 tier_document("ram", "Degraded", lastError="no space left"),
             )
-            ill = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
-            await reports("TiersHealthy", "BreakerOpen", ill, tier_document("ram", "BreakerOpen"))
+            unhealthy = f"ram is BreakerOpen in {name}. {RECOMPUTED}"
+            await reports(
+                "TiersHealthy", "BreakerOpen", unhealthy, tier_document("ram", "BreakerOpen")
+            )
             for kind in ("PoolMissing", "TierNotServed"):
-                said = [{"type": kind, "message": "no space for 1 GiB"}]
-                await reports("TiersHealthy", kind, f"{name}: no space for 1 GiB", conditions=said)
+                reported = [{"type": kind, "message": "no space for 1 GiB"}]
+                await reports(
+                    "TiersHealthy", kind, f"{name}: no space for 1 GiB", conditions=reported
+                )
             off = f"{name}: group 3 has block size 7"
             await reports("EnginesCompatible", "EngineUnsupported", off, **ENGINE_OFF)
-            refused = f"{name} refused live values: ram.loadWeight: 0"
+            rejected = f"{name} rejected live values: ram.loadWeight: 0"
             await reports(
                 "Tuned",
                 "LiveValuesRefused",
-                refused,
+                rejected,
                 ready="True",
                 liveRefusals=["ram.loadWeight: 0"],
             )
-            nobody = (
-                f"0 of 1 pod attached; {name}: tierd serves and vllm is ready, but no engine process has attached: the plugin "
-                "was not loaded, or this vLLM version is not supported; the engine's log has lines that name kvtier."
+            not_attached = (
+                f"0 of 1 pod attached; {name}: tierd is running and vllm is ready, but no engine "
+                "process has attached: the plugin was not loaded, or this vLLM version is not "
+                "supported; search the engine's log for kvtier."
             )
-            await reports("Attached", "NotAttached", nobody, sessions="none")
+            await reports("Attached", "NotAttached", not_attached, sessions="none")
 
-    tell(story)
+    run(story)
 
 
-def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
+def test_the_first_hits_are_in_the_columns_before_the_next_period(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
-    """With the period that ships, of five minutes: a person who tries it looks at once."""
+    """With the default period of five minutes."""
 
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
-        async with PlayedTierd() as tierd, controlled(where, sections):
+        async with FakeTierdServer() as tierd, running_controller(where, sections):
             await where.policy()
             found = await where.until("Attached", "Unknown", "NoPods")
             tierd.document = status_document(
@@ -234,11 +245,11 @@ def test_the_first_hits_show_in_the_columns_before_the_turn_of_bytes(
                 return bool((await where.columns())["Hit%"] == 35)
 
             await until("hits are shown", shown)
-            # That there are none any more is no news for five minutes.
+            # The end of the hits is written after five minutes.
             tierd.document = status_document(
                 tier_document("ram", hitTokens=0), generation=1, promptTokens=0
             )
             await asyncio.sleep(3 * QUICK["pollSeconds"])
             assert (await where.columns())["Hit%"] == 35
 
-    told(story, full_cluster, full_api, nodes)
+    run_story(story, full_cluster, full_api, nodes)

@@ -1,4 +1,4 @@
-"""``kvtier-operator controller`` as a process: it works, tells how it is, stops when asked to, and survives SIGKILL."""
+"""``kvtier-operator controller`` as a process: health, shutdown, and recovery from SIGKILL."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Process:
             return 0, ""
 
 
-def test_the_command_follows_policies_tells_how_it_is_and_stops_within_seconds(
+def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
     async def story() -> None:
@@ -148,7 +148,7 @@ def test_the_command_follows_policies_tells_how_it_is_and_stops_within_seconds(
     asyncio.run(story())
 
 
-def test_killed_again_and_again_at_random_it_comes_to_what_an_undisturbed_one_does(
+def test_a_controller_that_is_killed_repeatedly_reaches_the_same_objects(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
     """The kills come at any point of start, listing, planning and applying: nothing is timed to be harmless."""
@@ -229,7 +229,7 @@ def test_killed_again_and_again_at_random_it_comes_to_what_an_undisturbed_one_do
     ],
     ids=["version", "settings", "bad settings", "no kubeconfig", "outside of a cluster"],
 )
-def test_the_command_says_what_is_wrong_and_how_it_ended(
+def test_the_command_reports_errors_and_its_exit(
     tmp_path: Path, arguments: list[str], status: int, text: str
 ) -> None:
     (tmp_path / "broken.yaml").write_text("unknwon: 1\n")

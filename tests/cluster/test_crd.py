@@ -1,4 +1,4 @@
-"""A real API server takes the generated CRD, and refuses by it what the models refuse."""
+"""A real API server accepts the generated CRD, and rejects with it what the models reject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clusters that other tests stand on: nothing runs without a node, pods run with one."""
+"""The clusters of the other tests: pods run only with a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _deployment(image: str) -> dict[str, Any]:
     }
 
 
-def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_when_the_helper_says_so(
+def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_on_demand(
     full_api: Any, nodes: ModuleType
 ) -> None:
     namespace = nodes.make_namespace(full_api, "fixtures")

@@ -1,4 +1,4 @@
-"""A file tier whose storage hangs so that not even SIGKILL ends a wait for it, under the real vLLM in a pod."""
+"""A file tier on storage that hangs in uninterruptible I/O, with the real vLLM in a pod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from nodes import ok, wait_for
 from serving import EnginePod, ask, container_status, engine_deployment
-from standing_in import STORAGE_GID
+from stub_engine_pods import STORAGE_GID
 
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
@@ -83,7 +83,7 @@ class Frozen:
     other_seconds: list[float] = field(default_factory=list)
     live_change: bool = False
     container_end_seconds: float = 0.0
-    told: str = ""
+    conditions: str = ""
     event: str = ""
     still_there_before_thaw: bool = False
     gone_after_thaw_seconds: float = 0.0
@@ -141,7 +141,7 @@ def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Fro
         {
             name: value
             for name, value in asdict(seen).items()
-            if name not in ("expected", "answers", "told")
+            if name not in ("expected", "answers", "conditions")
         }
     )
     return seen
@@ -192,7 +192,7 @@ def _delete_pod(
         "the policy tells of the pod", lambda: place.events("StuckTerminating"), 180, period=1
     )
     seen.event = found[0]["message"]
-    seen.told = json.dumps(place.policy()["status"]["conditions"])
+    seen.conditions = json.dumps(place.policy()["status"]["conditions"])
     seen.still_there_before_thaw = installed.api.request("GET", path)[0] == 200
     ok(installed.api.request("GET", path))
     storage.release()
@@ -201,17 +201,17 @@ def _delete_pod(
     seen.gone_after_thaw_seconds = time.monotonic() - begun
 
 
-def test_a_request_whose_hit_lies_there_waits_at_most_its_clock(frozen: Frozen) -> None:
+def test_a_request_with_a_hit_in_hanging_storage_waits_at_most_its_deadline(frozen: Frozen) -> None:
     assert frozen.hit_seconds < CLOCK_SECONDS + SLACK_SECONDS
     assert frozen.answers[0] == frozen.expected[0]
 
 
-def test_its_clock_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
+def test_the_deadline_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds > (FIRST_CLOCK_SECONDS + CLOCK_SECONDS) / 2
 
 
-def test_a_later_hit_waits_at_most_the_shorter_clock_that_was_applied_meanwhile(
+def test_a_later_hit_waits_at_most_the_shorter_deadline_that_was_applied_since(
     frozen: Frozen,
 ) -> None:
     assert frozen.live_change
@@ -224,13 +224,15 @@ def test_no_other_request_is_delayed(frozen: Frozen) -> None:
     assert max(frozen.other_seconds) < SLACK_SECONDS
 
 
-def test_the_engines_container_ends_as_usual(frozen: Frozen) -> None:
+def test_the_engines_container_terminates_normally(frozen: Frozen) -> None:
     assert frozen.container_end_seconds < 30
 
 
-def test_the_pod_stays_until_the_storage_thaws_and_that_is_reported(frozen: Frozen) -> None:
+def test_the_pod_stays_until_the_storage_recovers_and_is_reported_as_overdue(
+    frozen: Frozen,
+) -> None:
     assert frozen.still_there_before_thaw
     for word in ("node-1", "frozen", "tier disk"):
         assert word in frozen.event
-    assert "StuckTerminating" in frozen.told
+    assert "StuckTerminating" in frozen.conditions
     assert frozen.gone_after_thaw_seconds < POD_GONE_SECONDS

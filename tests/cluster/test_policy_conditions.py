@@ -25,7 +25,7 @@ from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, POLICIES, VOLUME
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 EXPORTS = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
-NOTHING_MADE = "Nothing is made for a policy that is not accepted."
+NOTHING_CREATED = "No object is created for a policy that is not accepted."
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,9 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, settings and claims, and what is then said. ``NS`` and ``CLAIM`` in messages stand for the names."""
+    """A policy, settings and claims, and the expected conditions. ``NS`` and ``CLAIM`` in messages
+    stand for the names.
+    """
 
     name: str
     expected: dict[str, tuple[str, str, str]]
@@ -55,14 +57,19 @@ def _claimed(sharing: str = "Cluster") -> dict[str, Any]:
     return file_tier("disk", {"persistentVolumeClaim": {"claimName": "mine"}}, sharing)
 
 
-ACCEPTED = ("True", "Accepted", "The policy is accepted as written.")
+MISSING_CLAIM = (
+    "tier shared: claim NS/CLAIM does not exist; the operator may not create volumes "
+    "(storage.createVolumes); ask an administrator to create a PersistentVolume for "
+    "nas.example:/kv/chat and this claim"
+)
+ACCEPTED = ("True", "Accepted", "The policy is valid.")
 CASES = [
     Case(
         "accepted without claims",
         {"Accepted": ACCEPTED, "StorageReady": ("True", "NoClaims", "No tier needs a claim.")},
     ),
     Case(
-        "a host path that nobody allowed",
+        "a hostPath that is not allowed",
         {
             "Accepted": (
                 "False",
@@ -70,7 +77,7 @@ CASES = [
                 'spec.tiers[1].fileSystem.volume.hostPath.path: Forbidden: hostPath "/mnt/kv" is not allowed: '
                 'allowedVolumes has no hostPath entry for namespace "NS"',
             ),
-            "StorageReady": ("False", "NotAccepted", NOTHING_MADE),
+            "StorageReady": ("False", "NotAccepted", NOTHING_CREATED),
             "Ready": (
                 "False",
                 "VolumeNotAllowed",
@@ -81,7 +88,7 @@ CASES = [
         tiers=[file_tier("disk", {"hostPath": {"path": "/mnt/kv"}}, "Node")],
     ),
     Case(
-        "an export beside the allowed ones",
+        "an export that is not allowed",
         {
             "Accepted": (
                 "False",
@@ -94,7 +101,7 @@ CASES = [
         sections={"allowedVolumes": EXPORTS, "storage": {"createVolumes": True}},
     ),
     Case(
-        "an engine that is not rendered",
+        "an unsupported engine",
         {
             "Accepted": (
                 "False",
@@ -105,7 +112,7 @@ CASES = [
         spec={"engine": {"type": "ATOM"}},
     ),
     Case(
-        "fields that another connector cannot say",
+        "fields that another connector has no equivalent of",
         {
             "Accepted": (
                 "True",
@@ -116,25 +123,23 @@ CASES = [
         spec={"engine": {"connector": "Offloading"}, "minLoadTokens": 640},
     ),
     Case(
-        "another connector that can say all that was written",
+        "another connector with all fields",
         {"Accepted": ACCEPTED},
         spec={"engine": {"connector": "Offloading"}},
     ),
     Case(
-        "an export without the right to make volumes",
+        "an export without the permission to create volumes",
         {
             "Accepted": ACCEPTED,
             "StorageReady": (
                 "False",
                 "ClaimMissing",
-                "tier shared: claim NS/CLAIM does not exist; the operator may make no volumes (storage.createVolumes), so "
-                "an administrator makes a volume for nas.example:/kv/chat and this claim",
+                MISSING_CLAIM,
             ),
             "Ready": (
                 "False",
                 "ClaimMissing",
-                "StorageReady: tier shared: claim NS/CLAIM does not exist; the operator may make no volumes "
-                "(storage.createVolumes), so an administrator makes a volume for nas.example:/kv/chat and this claim",
+                f"StorageReady: {MISSING_CLAIM}",
             ),
         },
         tiers=[file_tier("shared", NFS)],
@@ -147,7 +152,7 @@ CASES = [
         sections={"allowedVolumes": EXPORTS, "storage": {"createVolumes": True}},
     ),
     Case(
-        "somebody's claim that is not there",
+        "a missing claim",
         {
             "StorageReady": (
                 "False",
@@ -158,14 +163,14 @@ CASES = [
         tiers=[_claimed()],
     ),
     Case(
-        "somebody's claim that is bound",
+        "a bound claim",
         {"StorageReady": ("True", "Bound", "Every claim is bound: mine.")},
         tiers=[_claimed()],
         claim={"accessModes": ["ReadWriteMany"]},
         phase="Bound",
     ),
     Case(
-        "somebody's claim that only one node may mount",
+        "a claim that only one node may mount",
         {
             "StorageReady": (
                 "False",
@@ -178,7 +183,7 @@ CASES = [
         phase="Bound",
     ),
     Case(
-        "the same, shared by one node only",
+        "a claim that only one node may mount and sharing: Node",
         {"StorageReady": ("True", "Bound", "Every claim is bound: mine.")},
         tiers=[_claimed("Node")],
         claim={"accessModes": ["ReadWriteOnce"]},
@@ -201,7 +206,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_is_said_with_its_reason_and_message(cluster: Any, case: Case) -> None:
+def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "conditions")
@@ -239,7 +244,7 @@ async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase:
     )
 
 
-def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it(
+def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
     cluster: Any,
 ) -> None:
     async def story() -> None:
@@ -267,7 +272,7 @@ def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it
                 assert await until("it is said", said) == {
                     "status": "False",
                     "reason": "ClaimTerminating",
-                    "message": f"tier shared: claim {namespace}/{name} is being deleted; it is made anew once no pod "
+                    "message": f"tier shared: claim {namespace}/{name} is being deleted; it is recreated once no pod "
                     "uses it",
                 }
                 held = await client.get(CLAIMS, namespace, name)
@@ -284,7 +289,7 @@ def test_a_claim_that_is_being_deleted_is_not_ready_and_nothing_is_applied_to_it
     asyncio.run(story())
 
 
-def test_what_is_allowed_later_is_accepted_and_what_is_forbidden_later_is_not_while_nothing_is_taken_away(
+def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
     cluster: Any,
 ) -> None:
     async def story() -> None:
@@ -322,7 +327,7 @@ def test_what_is_allowed_later_is_accepted_and_what_is_forbidden_later_is_not_wh
     asyncio.run(story())
 
 
-def test_a_policy_of_another_version_that_cannot_be_read_is_reported_and_keeps_what_it_has(
+def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
     cluster: Any,
 ) -> None:
     """As after a downgrade: the API server holds what this operator does not know."""
@@ -391,7 +396,7 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
                 "shorten URLs, paths and mount options",
                 said["message"],
             )
-            assert condition(found, "StorageReady")["message"] == NOTHING_MADE
+            assert condition(found, "StorageReady")["message"] == NOTHING_CREATED
             assert condition(found, "Ready")["message"] == f"Accepted: {said['message']}"
             await controllers.drop_namespace(client, namespace)
 

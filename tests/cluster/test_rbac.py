@@ -1,4 +1,4 @@
-"""The operator with exactly the rights that ship: as processes on this machine, let in by the tokens of the chart's accounts."""
+"""The operator with the chart's permissions: processes on this machine with tokens of the chart's accounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller on a real API server: what a policy brings about, changes, and leaves."""
+"""The controller on a real API server: the objects of a policy over its life."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def _gone(client: ApiClient, kind: Any, namespace: str | None, name: str) 
     return False
 
 
-def test_a_policy_gets_its_live_values_and_its_token_and_says_so(
+def test_a_policy_gets_its_live_config_map_its_token_and_a_status(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -102,7 +102,7 @@ def test_a_policy_gets_its_live_values_and_its_token_and_says_so(
     reconciled(story)
 
 
-def test_a_live_change_raises_the_generation_by_one_and_a_restart_does_not(
+def test_a_live_change_increments_the_generation_and_a_restart_does_not(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -124,7 +124,7 @@ def test_a_live_change_raises_the_generation_by_one_and_a_restart_does_not(
     reconciled(story)
 
 
-def test_a_change_of_a_policy_costs_two_calls_whatever_it_changes(
+def test_a_change_of_a_policy_costs_two_calls(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -192,7 +192,7 @@ def test_drift_is_repaired_and_counts_as_a_change_of_live_values(
     reconciled(story)
 
 
-def test_a_deleted_token_is_replaced_by_another_with_the_resync(
+def test_a_deleted_token_is_replaced_at_the_resync(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -214,7 +214,7 @@ async def _present(client: ApiClient, kind: Any, namespace: str | None, name: st
     return not await _gone(client, kind, namespace, name)
 
 
-def test_objects_of_the_same_name_that_are_not_kvtiers_are_left_alone(
+def test_foreign_objects_of_the_same_name_are_not_changed(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -300,7 +300,7 @@ async def _create_pod(client: ApiClient, namespace: str, body: dict[str, Any]) -
     await until("a pod can be made", made)
 
 
-def test_config_map_only_writes_both_documents_and_takes_the_structure_back(
+def test_config_map_only_creates_both_documents_and_deletes_the_structural_one_afterwards(
     reconciled: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -328,7 +328,7 @@ def test_config_map_only_writes_both_documents_and_takes_the_structure_back(
     reconciled(story)
 
 
-def test_a_claim_is_made_from_its_template_and_never_changed_again(
+def test_a_claim_is_created_from_its_template_and_never_changed(
     governed: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -373,7 +373,7 @@ def test_a_claim_is_made_from_its_template_and_never_changed_again(
     governed(story)
 
 
-def test_a_claim_that_a_pod_mounts_stays_until_the_pod_is_gone(
+def test_a_mounted_claim_stays_until_its_pod_is_gone(
     governed: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -438,7 +438,7 @@ def test_an_export_gets_a_volume_and_a_claim_that_bind(governed: Callable[[Story
     governed(story)
 
 
-def test_a_policy_made_again_never_meets_what_its_predecessor_left(
+def test_a_recreated_policy_does_not_use_the_objects_of_its_predecessor(
     governed: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
@@ -486,7 +486,7 @@ def _of(volume: Any, namespace: str) -> bool:
     return bool(volume["metadata"].get("labels", {}).get("kvtier.io/policy-namespace") == namespace)
 
 
-def test_a_deleted_claim_is_made_again_and_binds(governed: Callable[[Story], None]) -> None:
+def test_a_deleted_claim_is_recreated_and_binds(governed: Callable[[Story], None]) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
         async with running(client, settings(namespace, **VOLUMES_ALLOWED)) as controller:
@@ -515,7 +515,7 @@ def test_a_deleted_claim_is_made_again_and_binds(governed: Callable[[Story], Non
     governed(story)
 
 
-def test_volumes_of_dead_policies_are_removed_by_the_next_start(
+def test_volumes_of_deleted_policies_are_removed_at_the_next_start(
     governed: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""The controller when it is killed, refused, kept waiting, cut off or doubled: it comes to the same objects."""
+"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges to the same objects."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
     [fault for fault in Fault if fault is not Fault.FORBIDDEN],
     ids=lambda fault: fault.value,
 )
-def test_whatever_happens_to_any_call_the_objects_are_the_same_in_the_end(
+def test_a_fault_in_any_call_leads_to_the_same_objects(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
 ) -> None:
     """Every call of a policy's life, one after the other; after a kill the operator starts anew."""
@@ -181,7 +181,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     )
 
 
-def test_two_controllers_by_accident_come_to_the_same_objects_and_to_rest(
+def test_two_concurrent_controllers_converge_to_the_same_objects(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
 ) -> None:
     async def story() -> None:
@@ -332,7 +332,7 @@ def test_objects_that_go_while_a_long_list_is_read_page_by_page_are_not_kept(clu
     asyncio.run(story())
 
 
-def test_a_connection_that_dies_without_a_word_is_noticed_and_the_controller_goes_on(
+def test_a_silently_dropped_connection_is_detected_and_the_controller_continues(
     cluster: Any,
 ) -> None:
     async def story() -> None:
@@ -402,7 +402,7 @@ def test_a_slow_api_server_delays_and_changes_nothing(
     asyncio.run(story())
 
 
-def test_what_the_api_server_refuses_is_reported_and_tried_again(cluster: Any) -> None:
+def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "refused")
@@ -418,7 +418,7 @@ def test_what_the_api_server_refuses_is_reported_and_tried_again(cluster: Any) -
                     if call.verb == "apply" and "shared" in call.name
                 )
                 assert storage["message"].endswith(
-                    "the API server refused it: injected: apply PersistentVolumeClaim "
+                    "the API server rejected it: injected: apply PersistentVolumeClaim "
                     f"{namespace}/{claim.removeprefix(f'kvtier-{namespace}-')}"
                 )
                 assert condition(found, "Ready")["status"] == "False"
@@ -455,7 +455,7 @@ async def _missing(client: ApiClient, kind: Kind, namespace: str, name: str) -> 
     return False
 
 
-def test_a_killed_controller_is_not_mistaken_for_one_that_works(cluster: Any) -> None:
+def test_a_killed_controller_does_not_count_as_settled(cluster: Any) -> None:
     async def story() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             faulty = FaultyClient(client, {1: Fault.KILLED_BEFORE})

@@ -1,4 +1,4 @@
-"""The sidecar's image in a real pod: users that are nobody, two containers, kills, and the pod's end."""
+"""The sidecar image in a real pod: arbitrary users, two containers, kills, and termination."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the controller says about pods, on a real API server with controllers and scheduler: real workloads, played
-kubelets, and a tierd that is the real one where that matters.
+"""The status of a policy on a real API server with controllers and scheduler, with a real tierd where
+it matters.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, skipped, told
+from tests.cluster.status_fixtures import (
+    FakeTierdServer,
+    StatusNamespace,
+    run_story,
+    running_controller,
+    skipped,
+)
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
 from kvtier.harness.tierd_testbed import TierdTestbed, environment
 from kvtier_operator.kube.resources import POLICIES
 
-Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10}}
 
 
 @pytest.fixture
-def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
     """Runs a story in a labelled namespace of its own."""
-    return lambda story: told(story, full_cluster, full_api, nodes)
+    return lambda story: run_story(story, full_cluster, full_api, nodes)
 
 
 @pytest.fixture
@@ -66,16 +72,16 @@ async def started(case: TierdTestbed) -> int:
     return int(await until("tierd serves", serves))
 
 
-def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_seen(
-    tell: Tell, case: TierdTestbed
+def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
+    run: RunStory, case: TierdTestbed
 ) -> None:
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
             "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume},
         }
-        async with controlled(
+        async with running_controller(
             where, {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}
         ):
             await where.policy(tiers=[disk], **SHORT)
@@ -127,28 +133,28 @@ def test_a_real_tierd_with_an_engine_is_attached_and_what_becomes_of_both_is_see
                 # Another version of the connector.
                 case.engine(protocol="0.0.1/1")
                 found = await where.until("EnginesCompatible", "False", "SessionsRefused")
-                assert "another version" in condition(found, "EnginesCompatible")["message"]
+                assert "a version mismatch" in condition(found, "EnginesCompatible")["message"]
 
                 # And nobody answers: then nothing is known, which is not the same as not attached.
                 end(tierd)
                 found = await where.until("Attached", "Unknown", "Unreachable")
-                assert "no connection" in condition(found, "Attached")["message"]
+                assert "connection failed" in condition(found, "Attached")["message"]
             finally:
                 end(tierd)
 
-    tell(story)
+    run(story)
 
 
-def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_their_reasons(
+def test_skipped_and_missed_pods_are_listed_with_their_reasons(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         await where.policy()
         await where.bare(
             "configured", **skipped("AlreadyConfigured", "the command sets --kv-transfer-config")
         )
         await where.bare("missed")
-        async with controlled(where):
+        async with running_controller(where):
             found = await where.until("Attached", "False", "AlreadyConfigured")
             listed = {
                 pod["name"]: (pod["reason"], pod["message"])
@@ -159,7 +165,7 @@ def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_the
                 "the command sets --kv-transfer-config",
             )
             assert listed["missed"][0] == "Missed"
-            assert "is not labelled kvtier.io/inject=enabled" in listed["missed"][1]
+            assert "does not have the label kvtier.io/inject=enabled" in listed["missed"][1]
             assert found["status"]["pods"]["skipped"] == 2
             columns = await where.columns()
             assert (columns["Ready"], columns["Reason"], columns["Pods"]) == (
@@ -170,12 +176,12 @@ def test_pods_that_were_left_alone_and_pods_that_were_missed_are_listed_with_the
             about = {event["involvedObject"]["name"] for event in await where.events("Skipped")}
             assert about <= {"configured", "missed"}
 
-    told(story, full_cluster, full_api, nodes, labels={})
+    run_story(story, full_cluster, full_api, nodes, labels={})
 
 
-def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where) as controller:
+def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where) as controller:
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -235,19 +241,19 @@ def test_tiers_of_several_pods_are_summed_up_and_a_hostile_pod_is_data(tell: Tel
             assert controller.queue.failures((where.namespace, "chat")) == 0
             tierd.body = b"[" * 200_000
             found = await where.until("Attached", "Unknown", "Unreachable")
-            assert "malformed answer: no JSON" in condition(found, "Attached")["message"]
+            assert "malformed answer: not JSON" in condition(found, "Attached")["message"]
 
             async def none() -> bool:
                 return (await where.columns())["Pods"] == "0/3"
 
             await until("no pod counts as attached", none)
 
-    tell(story)
+    run(story)
 
 
-def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -277,7 +283,7 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
             )
             found = await where.until("Attached", "False", "EngineCrashed")
             assert (
-                "vllm does not stay up: it ends with exit code 1"
+                "vllm keeps crashing: it exits with code 1"
                 in condition(found, "Attached")["message"]
             )
             await where.events("EngineCrashed")
@@ -293,15 +299,15 @@ def test_a_crashing_engine_and_a_crashing_sidecar_are_told_apart(tell: Tell) -> 
             await where.until("Attached", "False", "TierdFailed")
             await where.events("TierdFailed")
 
-    tell(story)
+    run(story)
 
 
-def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell: Tell) -> None:
-    async def story(where: Place) -> None:
+def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
         older = await where.policy()
         body = {**older, "metadata": {"name": "older", "namespace": where.namespace}}
         await where.bare("pod", **skipped("AlreadyConfigured", "x"))
-        async with controlled(where):
+        async with running_controller(where):
             await where.until("Attached", "False", "AlreadyConfigured")
             await where.client.delete(POLICIES, where.namespace, "chat", uid=where.uid)
             await where.client.apply(
@@ -313,9 +319,9 @@ def test_of_two_policies_for_the_same_pods_the_newer_says_that_it_has_none(tell:
             await where.policy()
             found = await where.until("Ready", "False", "Conflicted")
             assert (
-                "1 pod that the selector matches belongs to an older policy: older."
+                "1 pod that the selector matches is governed by an older policy: older."
                 in condition(found, "Attached")["message"]
             )
             assert (await where.columns())["Pods"] == "0/0"
 
-    tell(story)
+    run(story)

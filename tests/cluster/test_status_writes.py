@@ -1,4 +1,4 @@
-"""A status is written onto the policy that it is about, and gets there whatever others do to it meanwhile."""
+"""Status writes: to the right policy, and despite concurrent changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Story = Callable[[ApiClient, str], Awaitable[None]]
 
 
 @pytest.fixture
-def told(kubernetes_cluster: Any) -> Callable[[Story], None]:
+def run(kubernetes_cluster: Any) -> Callable[[Story], None]:
     """Runs a story with a client and a namespace of its own."""
 
     async def whole(story: Story) -> None:
@@ -55,8 +55,8 @@ class Meanwhile(FaultyClient):
             self.seen = await self.client.get(kind, metadata["namespace"], metadata["name"])
 
 
-def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(
-    told: Callable[[Story], None],
+def test_a_recreated_policy_does_not_get_the_status_of_its_predecessor(
+    run: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         first = await client.apply(POLICIES, policy(namespace))
@@ -85,11 +85,11 @@ def test_a_policy_that_is_made_again_does_not_get_its_predecessors_status(
         )
         assert "status" not in faulty.seen
 
-    told(story)
+    run(story)
 
 
-def test_a_policy_that_is_changed_while_it_is_looked_at_is_reported_about_nevertheless(
-    told: Callable[[Story], None],
+def test_a_policy_that_changes_during_its_reconcile_still_gets_a_status(
+    run: Callable[[Story], None],
 ) -> None:
     async def story(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
@@ -100,10 +100,12 @@ def test_a_policy_that_is_changed_while_it_is_looked_at_is_reported_about_nevert
         assert condition(found, "Ready")["reason"] == "NoPods"
         assert faulty.seen is not None
 
-    told(story)
+    run(story)
 
 
-def test_a_conflict_costs_no_status_until_the_resync(told: Callable[[Story], None]) -> None:
+def test_a_conflict_does_not_delay_the_status_until_the_resync(
+    run: Callable[[Story], None],
+) -> None:
     """Nothing else happens to the policy, so nothing else would bring it about."""
 
     async def story(client: ApiClient, namespace: str) -> None:
@@ -129,4 +131,4 @@ def test_a_conflict_costs_no_status_until_the_resync(told: Callable[[Story], Non
             await until("the status is there again", again)
         assert len(refused) == 2
 
-    told(story)
+    run(story)

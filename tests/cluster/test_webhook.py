@@ -1,4 +1,4 @@
-"""The webhook's process beside a real API server: who is attached, who is left alone, and what happens without it."""
+"""The webhook process with a real API server: injected pods, skipped pods, and pods while it is down."""
 
 from __future__ import annotations
 

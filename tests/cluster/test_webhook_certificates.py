@@ -1,4 +1,4 @@
-"""Certificates of the webhook on a real API server: none of its questions fails while they change."""
+"""Webhook certificates on a real API server: no call fails while they rotate."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.harness.tierd_testbed import WAIT_SECONDS, StubEngineProcess, TierdTestbed, wait_for
-from kvtier.tierd.daemon import Options, TierDaemon
+from kvtier.tierd.daemon import DaemonOptions, TierDaemon
 
 CONTAINER = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
 AT_ONCE_SECONDS = 20.0
@@ -92,7 +92,7 @@ def test_slots_of_a_sleeping_engine_stay_quarantined(
     case: TierdTestbed,
 ) -> None:
     # A process that cannot be seen would be given up after a second here.
-    daemon = TierDaemon(Options(case.topology_directory, blind_seconds=1.0))
+    daemon = TierDaemon(DaemonOptions(case.topology_directory, unverifiable_timeout_seconds=1.0))
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
     try:

@@ -31,7 +31,7 @@ _ENDLESS_SECONDS = 60.0
 def copy_for_ever(directory: Path, reserved: bool) -> None:
     """The process that is killed: only the driver's library, no CUDA toolkit."""
     if reserved:
-        liveness.reserve()
+        liveness.reserve_descriptor()
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:
@@ -53,7 +53,7 @@ def copy_for_ever(directory: Path, reserved: bool) -> None:
         call("cuMemAlloc_v2", ctypes.byref(source), ctypes.c_size_t(PIECE_BYTES))
         call("cuMemsetD8_v2", source, ctypes.c_ubyte(value), ctypes.c_size_t(PIECE_BYTES))
         sources.append(source)
-    print(liveness.own_lock(directory), flush=True)
+    print(liveness.hold_peer_lock(directory), flush=True)
     while True:
         for source in sources:
             for offset in range(0, POOL_BYTES, PIECE_BYTES):

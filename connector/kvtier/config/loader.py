@@ -1,11 +1,11 @@
-"""Reading the topology directory.
+"""Reads the topology directory.
 
-``structural.json`` is read once and has to be right as a whole. ``live.json`` is followed: each value is taken or
-refused by itself, so that one bad value (or a value of a newer version) never takes the others with it, and what was
-refused keeps its last good value.
+``structural.json`` is read once and must be valid as a whole. ``live.json`` is followed: each value
+is validated on its own, so that an invalid value, or one of a newer version, does not affect the
+others. A rejected value keeps its last valid value.
 
-The files may lie on anything that can be mounted, so reading has a deadline and a size limit, and only regular files
-are read. All functions may be called from any thread.
+The files may be on any kind of mount, so reading has a deadline and a size limit, and only regular
+files are read. All functions may be called from any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvtier.config.models import (
     SCHEMA_VERSION,
-    Breaker,
+    BreakerSettings,
     Daemon,
     FileSystemTierDocument,
     Live,
@@ -40,21 +40,24 @@ LIVE_FILE = "live.json"
 MAX_DOCUMENT_BYTES = 1 << 20
 """A ConfigMap holds at most 1 MiB."""
 READ_SECONDS = 5.0
-"""A local file takes microseconds; five seconds without it mean that it is not coming."""
+"""A local file takes microseconds; after five seconds the mount hangs."""
 Part = TypeVar("Part", bound=BaseModel)
 _log = logging.getLogger("kvtier.config")
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRefusal:
-    """A live value that was not taken: its dotted field, what stood there, what is accepted."""
+class RejectedValue:
+    """A live value that was rejected: its dotted field, its value as JSON, and what it must be."""
 
     field: str
     value: str
-    accepted: str
+    requirement: str
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.value} is not accepted; accepted is {self.accepted}; the last good value stays"
+        return (
+            f"{self.field}: Invalid value: {self.value}: {self.requirement}; "
+            "the last valid value stays in effect"
+        )
 
 
 def load(
@@ -63,33 +66,34 @@ def load(
     *,
     structural: Path | str | None = None,
 ) -> Topology:
-    """Both documents as in force; the structural one from the file ``structural`` if given. Refused live values are logged.
+    """Both documents, the structural one from the file ``structural`` if given. Logs rejected live
+    values.
 
-    Raises ``ConfigurationError`` where the structural document cannot be read or is not accepted.
+    Raises ``ConfigurationError`` if the structural document is unreadable or invalid.
     """
-    topology, refusals = load_with_refusals(directory, deadline_seconds, structural=structural)
-    for refusal in refusals:
-        _log.warning("%s in %s: %s", LIVE_FILE, directory, refusal)
+    topology, rejected = load_with_rejections(directory, deadline_seconds, structural=structural)
+    for each in rejected:
+        _log.warning("%s in %s: %s", LIVE_FILE, directory, each)
     return topology
 
 
-def load_with_refusals(
+def load_with_rejections(
     directory: Path | str,
     deadline_seconds: float = READ_SECONDS,
     *,
     structural: Path | str | None = None,
-) -> tuple[Topology, list[LiveRefusal]]:
-    """As ``load``, with the live values that were refused."""
+) -> tuple[Topology, list[RejectedValue]]:
+    """As ``load``, with the rejected live values."""
     document = load_structural(structural or Path(directory) / STRUCTURAL_FILE, deadline_seconds)
-    live, refusals = load_live(
+    live, rejected = load_live(
         Path(directory) / LIVE_FILE, document.live, document, deadline_seconds
     )
-    return Topology(structural=document, live=live), refusals
+    return Topology(structural=document, live=live), rejected
 
 
 def load_for_engine(directory: Path | str) -> Topology:
-    """As ``load``, with the structural document that the sidecar keeps, where there is one: an engine that starts again in its pod after
-    the pod's annotation was changed has to be told what tierd was told.
+    """As ``load``, with the sidecar's copy of the structural document, if there is one: an engine
+    that restarts after the pod's annotation was changed must use the same document as tierd.
 
     Raises ``ConfigurationError``.
     """
@@ -102,11 +106,11 @@ def load_for_engine(directory: Path | str) -> Topology:
     try:
         first = load(directory, structural=kept)
     except ConfigurationError as error:
-        _log.warning("what the sidecar kept cannot be read: %s", error)
+        _log.warning("cannot read the sidecar's copy: %s", error)
         return topology
     if first.structural != topology.structural:
         _log.warning(
-            "%s was changed and is ignored: what is structural comes with a new pod",
+            "%s was changed, which takes effect only in a new pod",
             STRUCTURAL_FILE,
         )
     return first
@@ -119,7 +123,7 @@ def load_structural(path: Path | str, deadline_seconds: float = READ_SECONDS) ->
         content = read_bounded(Path(path), deadline_seconds)
     except OSError as error:
         raise ConfigurationError(
-            name, error.strerror or str(error), "a readable structural document"
+            name, error.strerror or str(error), "must be a readable structural document"
         ) from None
     return parse_structural(content, name)
 
@@ -129,20 +133,22 @@ def parse_structural(content: bytes, name: str = STRUCTURAL_FILE) -> Structural:
     try:
         document = parse_json(content)
     except ValueError as error:
-        raise ConfigurationError(name, str(error), "a JSON object") from None
+        raise ConfigurationError(name, str(error), "must be a JSON object") from None
     version = document.get("schemaVersion")
     if version != SCHEMA_VERSION:
         raise ConfigurationError(
             f"{name}: schemaVersion",
             version,
-            f"{SCHEMA_VERSION} is what this version of KVTier reads; render it again",
+            f"must be {SCHEMA_VERSION} for this version of KVTier; render the document again",
         )
     try:
         structural = Structural.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigurationError(f"{name}: {where}", _shown(first["input"]), first["msg"]) from None
+        raise ConfigurationError(
+            f"{name}: {where}", _shown(first["input"]), _requirement(error)
+        ) from None
     _check_structural(structural, name)
     return structural
 
@@ -150,40 +156,40 @@ def parse_structural(content: bytes, name: str = STRUCTURAL_FILE) -> Structural:
 def _check_structural(structural: Structural, name: str) -> None:
     names = [tier.name for tier in structural.tiers]
     if len(set(names)) != len(names):
-        raise ConfigurationError(
-            f"{name}: tiers", ", ".join(names), "every tier has a name of its own"
-        )
+        raise ConfigurationError(f"{name}: tiers", ", ".join(names), "tier names must be unique")
     if [isinstance(tier, MemoryTierDocument) for tier in structural.tiers] != [True] + [False] * (
         len(names) - 1
     ):
         raise ConfigurationError(
             f"{name}: tiers",
             ", ".join(tier.kind for tier in structural.tiers),
-            "memory first, and only there",
+            "the first tier must be the only memory tier",
         )
     for field, path in (("runDirectory", structural.run_directory), *_paths(structural)):
         if not path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
-            raise ConfigurationError(f"{name}: {field}", path, "an absolute path without ..")
+            raise ConfigurationError(
+                f"{name}: {field}", path, "must be an absolute path without .."
+            )
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for tier_name in names:
         if tier_name not in structural.live.tiers:
             raise ConfigurationError(
                 f"{name}: live.tiers",
                 ", ".join(structural.live.tiers),
-                f"values for {tier_name}, too",
+                f"must have values for {tier_name}",
             )
     for tier_name, tier in structural.live.tiers.items():
         if tier_name in files and tier.capacity_bytes is None:
             raise ConfigurationError(
                 f"{name}: live.tiers.{tier_name}.capacityBytes",
                 None,
-                "a file tier's capacity is mandatory",
+                "required for a file tier",
             )
         if tier.low_watermark_percent >= tier.high_watermark_percent:
             raise ConfigurationError(
                 f"{name}: live.tiers.{tier_name}.lowWatermarkPercent",
                 tier.low_watermark_percent,
-                "below highWatermarkPercent",
+                "must be below highWatermarkPercent",
             )
 
 
@@ -197,10 +203,12 @@ def _paths(structural: Structural) -> list[tuple[str, str]]:
 
 def load_live(
     path: Path | str, previous: Live, structural: Structural, deadline_seconds: float = READ_SECONDS
-) -> tuple[Live, list[LiveRefusal]]:
-    """The live values in force after reading ``path``, and what in it was refused. Never raises for what a file holds.
+) -> tuple[Live, list[RejectedValue]]:
+    """The live values in effect after reading ``path``, and its rejected values. Never raises for
+    the content of files.
 
-    A file that is not there changes nothing and is no refusal; one that cannot be read changes nothing and is one.
+    A missing file changes nothing. An unreadable file changes nothing and counts as a rejected
+    value.
     """
     try:
         content = read_bounded(Path(path), deadline_seconds)
@@ -208,23 +216,25 @@ def load_live(
         return previous, []
     except OSError as error:
         return previous, [
-            LiveRefusal(LIVE_FILE, error.strerror or str(error), "a readable live document")
+            RejectedValue(
+                LIVE_FILE, error.strerror or str(error), "must be a readable live document"
+            )
         ]
     return merge_live(content, previous, structural)
 
 
 def merge_live(
     content: bytes, previous: Live, structural: Structural
-) -> tuple[Live, list[LiveRefusal]]:
+) -> tuple[Live, list[RejectedValue]]:
     """``content`` over ``previous``, value by value.
 
-    Tiers that ``structural`` lacks are ignored (the policy may have one more already); tiers and fields that are not
-    named keep their values.
+    Tiers that ``structural`` lacks are ignored, because the policy may have more already. Tiers and
+    fields that ``content`` lacks keep their values.
     """
     try:
         document = parse_json(content)
     except ValueError as error:
-        return previous, [LiveRefusal(LIVE_FILE, str(error), "a JSON object")]
+        return previous, [RejectedValue(LIVE_FILE, str(error), "must be a JSON object")]
     merge = _Merge()
     try:
         values = merge.fields(
@@ -232,14 +242,14 @@ def merge_live(
         )
         if "breaker" in document:
             values["breaker"] = merge.model(
-                Breaker, previous.breaker, document["breaker"], "breaker"
+                BreakerSettings, previous.breaker, document["breaker"], "breaker"
             )
         if "tiers" in document:
             values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
     except RecursionError:
-        # Writing a value takes a little more depth than reading it did.
-        return previous, [LiveRefusal(LIVE_FILE, "nested too deeply", "a JSON object")]
-    return previous.model_copy(update=values), merge.refusals
+        # Serializing a value needs more stack than parsing it.
+        return previous, [RejectedValue(LIVE_FILE, "nested too deeply", "must be a JSON object")]
+    return previous.model_copy(update=values), merge.rejected
 
 
 def _merge_tiers(
@@ -247,7 +257,7 @@ def _merge_tiers(
 ) -> dict[str, LiveTier]:
     tiers = {tier.name: previous.tiers.get(tier.name) or LiveTier() for tier in structural.tiers}
     if not isinstance(given, dict):
-        merge.refuse("tiers", given, "a mapping from tier names to values")
+        merge.reject("tiers", given, "must be a mapping from tier names to values")
         return tiers
     memory = {tier.name for tier in structural.tiers if isinstance(tier, MemoryTierDocument)}
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
@@ -256,25 +266,25 @@ def _merge_tiers(
             continue
         fields = given[name]
         if name in memory and isinstance(fields, dict) and fields.get("capacityBytes") is not None:
-            merge.refuse(
+            merge.reject(
                 f"tiers.{name}.capacityBytes",
                 fields["capacityBytes"],
-                "nothing: a memory tier's capacity is structural",
+                "must be absent: a memory tier's capacity is structural",
             )
             fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
         if name in files and isinstance(fields, dict) and fields.get("capacityBytes", 1) is None:
-            merge.refuse(
+            merge.reject(
                 f"tiers.{name}.capacityBytes",
                 None,
-                "a number of bytes: a file tier's capacity is mandatory",
+                "must be a number of bytes, which a file tier requires",
             )
             fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
         tier = merge.model(LiveTier, old, fields, f"tiers.{name}")
         if tier.low_watermark_percent >= tier.high_watermark_percent:
-            merge.refuse(
+            merge.reject(
                 f"tiers.{name}.lowWatermarkPercent",
                 tier.low_watermark_percent,
-                f"a percentage below highWatermarkPercent ({tier.high_watermark_percent}); both stay",
+                f"must be a percentage below highWatermarkPercent ({tier.high_watermark_percent})",
             )
             tier = tier.model_copy(
                 update={
@@ -287,17 +297,17 @@ def _merge_tiers(
 
 
 class _Merge:
-    """Takes single values into models and collects what was refused."""
+    """Merges single values into models and collects the rejected ones."""
 
     def __init__(self) -> None:
-        self.refusals: list[LiveRefusal] = []
+        self.rejected: list[RejectedValue] = []
 
-    def refuse(self, field: str, value: Any, accepted: str) -> None:
-        self.refusals.append(LiveRefusal(field, _shown(value), accepted))
+    def reject(self, field: str, value: Any, requirement: str) -> None:
+        self.rejected.append(RejectedValue(field, _shown(value), requirement))
 
     def model(self, model: type[Part], previous: Part, given: Any, prefix: str) -> Part:
         if not isinstance(given, dict):
-            self.refuse(prefix, given, "a mapping")
+            self.reject(prefix, given, "must be a mapping")
             return previous
         return previous.model_copy(update=self.fields(model, previous, given, f"{prefix}."))
 
@@ -309,19 +319,18 @@ class _Merge:
         values: dict[str, Any] = {}
         for key, value in given.items():
             if key not in attributes:
-                self.refuse(
+                self.reject(
                     f"{prefix}{key}",
                     value,
-                    "a field that this version knows: " + ", ".join(attributes),
+                    "must be one of the fields of this version: " + ", ".join(attributes),
                 )
                 continue
             try:
-                # Validated in place of its predecessor, as JSON, so that exactly the document's types are taken.
+                # Validated within the previous document and as JSON, so that only the documented
+                # types are valid.
                 checked = model.model_validate_json(json.dumps({**base, key: value}), strict=True)
             except ValidationError as error:
-                self.refuse(
-                    f"{prefix}{key}", value, error.errors(include_url=False)[0]["msg"].lower()
-                )
+                self.reject(f"{prefix}{key}", value, _requirement(error))
                 continue
             values[attributes[key]] = getattr(checked, attributes[key])
         return values
@@ -335,15 +344,15 @@ def parse_json(content: bytes) -> dict[str, Any]:
         if len(mapping) != len(pairs):
             keys = [key for key, _ in pairs]
             raise ValueError(
-                f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice"
+                f"the key {next(key for key in keys if keys.count(key) > 1)!r} is defined twice"
             )
         return mapping
 
-    def refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON number")
+    def reject_constant(name: str) -> Any:
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
-        document = json.loads(content, object_pairs_hook=unique, parse_constant=refuse_constant)
+        document = json.loads(content, object_pairs_hook=unique, parse_constant=reject_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
@@ -356,9 +365,10 @@ def parse_json(content: bytes) -> dict[str, Any]:
 def read_bounded(
     path: Path, deadline_seconds: float = READ_SECONDS, limit_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
-    """A regular file's content. Raises ``OSError``: also for a file above the limit, a pipe, or a deadline passed.
+    """A regular file's content. Raises ``OSError``, also for a pipe, a file above the limit, or a
+    missed deadline.
 
-    A thread that hangs in a dead mount is left behind (it cannot be ended); it holds nothing but itself.
+    A reading thread that hangs in a dead mount cannot be ended and is abandoned; it holds no lock.
     """
     result: list[bytes | OSError] = []
 
@@ -393,6 +403,12 @@ def _read(path: Path, limit_bytes: int) -> bytes:
         raise OSError(None, f"longer than {limit_bytes} bytes", str(path))
     finally:
         os.close(descriptor)
+
+
+def _requirement(error: ValidationError) -> str:
+    """What the first invalid value must be, in the words of a field error."""
+    message = error.errors(include_url=False)[0]["msg"]
+    return message.lower().replace("input should be", "must be")
 
 
 def _shown(value: Any) -> str:

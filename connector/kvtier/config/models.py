@@ -1,9 +1,12 @@
-"""The topology document: what the operator (or ``kvtier render``) writes and the engine and tierd read.
+"""The topology document: what the operator (or ``kvtier render``) writes and the engine and tierd
+read.
 
-A directory with two files. ``structural.json`` never changes in a pod's life and carries the live values of the time of
-attaching; ``live.json`` is replaced in place while the engine serves, and may be absent.
+A directory with two files. ``structural.json`` never changes in the life of a pod and contains the
+live values at the time of injection. ``live.json`` is replaced while the engine serves, and may be
+absent.
 
-Field names in the files are camelCase, as in the policy; units are in the names, sizes are plain bytes.
+Field names in the files are camelCase, as in the policy. Units are in the names; sizes are plain
+bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from pydantic.alias_generators import to_camel
 
 SCHEMA_VERSION: Final = 1
 MAX_BYTES: Final = (1 << 63) - 1
-"""Of a size, as in Kubernetes. Numbers have bounds here as in the policy: a larger one has no meaning, and none in the arithmetic of a clock."""
+"""Maximum of a size, as in Kubernetes. Other numbers have the bounds of the policy."""
 
 
 class Document(BaseModel):
-    """Base of everything in the document: frozen, camelCase in files, unknown fields refused."""
+    """Base of all parts: frozen, camelCase in files, unknown fields are invalid."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
@@ -28,14 +31,14 @@ class Document(BaseModel):
 
 
 class Selection(StrEnum):
-    """How a plan is chosen among usable prefixes."""
+    """How a load is chosen among the usable prefixes."""
 
     COST = "Cost"
     WEIGHTED = "Weighted"
 
 
 class StorePolicy(StrEnum):
-    """Which objects a lower tier is given: all, those seen a second time, none."""
+    """Which objects are written to a secondary tier: all, those used a second time, none."""
 
     ALL = "All"
     REUSED = "Reused"
@@ -43,7 +46,7 @@ class StorePolicy(StrEnum):
 
 
 class Daemon(StrEnum):
-    """Where tierd runs: a container of its own, or started by the first engine process that finds none."""
+    """Where tierd runs: in a sidecar container, or started by an engine process."""
 
     SIDECAR = "Sidecar"
     ENGINE = "Engine"
@@ -58,7 +61,7 @@ class LiveTier(Document):
     store_policy: StorePolicy = StorePolicy.ALL
     max_pending_store_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 1 << 30
     max_write_bytes_per_second: Annotated[int, Field(gt=0, le=MAX_BYTES)] | None = None
-    """None: as fast as it goes."""
+    """None: unlimited."""
     capacity_bytes: Annotated[int, Field(gt=0, le=MAX_BYTES)] | None = None
     high_watermark_percent: Annotated[int, Field(ge=2, le=100)] = 90
     low_watermark_percent: Annotated[int, Field(ge=1, le=99)] = 75
@@ -66,20 +69,20 @@ class LiveTier(Document):
     sync_data: bool = False
 
 
-class Breaker(Document):
-    """When a tier is given up for a while, and for how long."""
+class BreakerSettings(Document):
+    """When a tier's circuit breaker opens, and for how long."""
 
     failure_threshold: Annotated[int, Field(ge=1, le=1000)] = 5
     period_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
 
 
 class Live(Document):
-    """Everything that may change under a running engine, tiers keyed by name."""
+    """Everything that may change while the engine runs; tiers by name."""
 
     generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
     min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
-    breaker: Breaker = Breaker()
+    breaker: BreakerSettings = BreakerSettings()
     tiers: dict[str, LiveTier]
 
 
@@ -94,7 +97,7 @@ class MemoryTierDocument(Document):
 
 
 class FileSystemTierDocument(Document):
-    """A directory as tierd sees it (``path``), whatever volume is behind it."""
+    """A directory at ``path`` in tierd's file system, from any kind of volume."""
 
     kind: Literal["fileSystem"] = "fileSystem"
     name: str
@@ -120,7 +123,7 @@ TierDocument = Annotated[
 
 
 class PolicyIdentity(Document):
-    """Which policy this came from."""
+    """The policy that the document was rendered from."""
 
     namespace: str
     name: str
@@ -128,14 +131,15 @@ class PolicyIdentity(Document):
 
 
 class HttpEndpoint(Document):
-    """Where tierd serves /metrics, /status and /healthz. Port 0: any free port, written to the run directory."""
+    """Where tierd serves /metrics, /status and /healthz. Port 0: any free port, recorded in
+    http.json of the run directory."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 9_400
 
 
-class Isolation(Document):
-    """What keeps objects apart beyond what the engine computes."""
+class IsolationSettings(Document):
+    """Separates namespaces beyond the engine's identity."""
 
     salt: str = ""
     model_revision: str = ""
@@ -143,7 +147,7 @@ class Isolation(Document):
 
 
 class Structural(Document):
-    """Everything that needs a new pod to change."""
+    """Everything that takes a new pod to change."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     policy: PolicyIdentity
@@ -151,19 +155,19 @@ class Structural(Document):
     engine_type: Literal["VLLM", "ATOM"] = "VLLM"
     daemon: Daemon = Daemon.ENGINE
     run_directory: str
-    """Memory-backed directory that engine and tierd share: host pool, socket, locks."""
+    """Memory-backed directory shared by engine and tierd: host pool, socket, locks."""
     chunk_tokens: Annotated[int, Field(gt=0)] = 256
     hash_seed: str = "0"
     local_ranks: Annotated[int, Field(ge=1)] | None = None
     tiers: Annotated[list[TierDocument], Field(min_length=1, max_length=8)]
-    isolation: Isolation = Isolation()
+    isolation: IsolationSettings = IsolationSettings()
     storage_gid: int | None = None
     http: HttpEndpoint = HttpEndpoint()
     live: Live
 
 
 class Topology(Document):
-    """Both documents as in force."""
+    """Both documents."""
 
     structural: Structural
     live: Live

@@ -1,4 +1,4 @@
-"""Writing the topology directory, whole files at a time."""
+"""Writes the topology directory, one whole file at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from kvtier.files import replace_file
 
 
 def document_text(document: BaseModel) -> str:
-    """A document as its file holds it: JSON, fields in the models' order, so that equal documents are equal bytes."""
+    """The content of a document's file: JSON in the models' field order, so that equal documents
+    have equal bytes."""
     return document.model_dump_json(by_alias=True, indent=2) + "\n"
 
 
 def write(directory: Path | str, topology: Topology) -> None:
-    """Writes both files, making the directory if needed. A reader sees the old or the new file, never a half. Raises
-    ``OSError``.
-    """
+    """Writes both files atomically, making the directory if needed. Raises ``OSError``."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     write_live(target, topology.live)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config.models import (
-    Breaker,
+    BreakerSettings,
     Daemon,
     FileSystemTierDocument,
     HttpEndpoint,
@@ -113,7 +113,7 @@ class EngineOptions:
             generation=generation,
             selection=self.selection,
             min_load_tokens=self.min_load_tokens,
-            breaker=Breaker(failure_threshold=self.failure_threshold, period_seconds=1),
+            breaker=BreakerSettings(failure_threshold=self.failure_threshold, period_seconds=1),
             tiers=tiers,
         )
 

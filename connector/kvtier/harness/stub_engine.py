@@ -35,7 +35,7 @@ from kvtier.config.loader import load as load_topology
 from kvtier.processes import own_identity
 from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_lock
+from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.watchdog import WatchdogTiming
@@ -165,7 +165,7 @@ class StubWorker:
             drained_epoch=self.drained_epoch,
             codec="fake",
             shard_bytes=(self._options.object_bytes,),
-            lock=own_lock(Path(self._options.run_directory)),
+            lock=hold_peer_lock(Path(self._options.run_directory)),
         )
 
     def start(self) -> None:
@@ -305,7 +305,7 @@ class StubEngine:
         self._promoted: dict[int, Promoted] = {}
         self._numbers = 0
         self.client = TierdClient(
-            options.run_directory, self._hello, self._inbox.put, self._inbox.put
+            options.run_directory, self._hello, self._inbox.put, self._inbox.put, self._heartbeat
         )
 
     def _hello(self) -> Hello:
@@ -319,17 +319,16 @@ class StubEngine:
             process_start=me.start,
             identity=json.dumps({"name": self.options.identity}),
             ephemeral_reason=self.options.ephemeral_reason,
-            lock=own_lock(Path(self.options.run_directory)),
+            lock=hold_peer_lock(Path(self.options.run_directory)),
         )
 
-    def _beat(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         """Every object stands for ``OBJECT_TOKENS`` tokens of a prompt."""
         loaded, stored = self.seen.loaded * OBJECT_TOKENS, self.seen.stored * OBJECT_TOKENS
         return Heartbeat(prompt_tokens=loaded + stored, loaded_tokens=(loaded,))
 
     def start(self) -> None:
         """Attaches in the background."""
-        self.client.beat = self._beat
         self.client.start()
         self.worker.start()
 
@@ -346,7 +345,7 @@ class StubEngine:
             except queue.Empty:
                 break
             self._take(item)
-        if self.replica.wants_resync():
+        if self.replica.needs_resync():
             self.client.send(Resync())
 
     def _take(self, item: Message | str) -> None:

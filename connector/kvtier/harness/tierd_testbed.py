@@ -40,8 +40,8 @@ _WITHOUT_FENCE = """
 import sys
 from pathlib import Path
 from kvtier.tierd.__main__ import run
-from kvtier.tierd.daemon import Options
-sys.exit(run(Options(Path(sys.argv[1]), fencing=False)))
+from kvtier.tierd.daemon import DaemonOptions
+sys.exit(run(DaemonOptions(Path(sys.argv[1]), fencing=False)))
 """
 
 

@@ -122,7 +122,7 @@ def _play(
         stage.fill()
         pid = stage.pid
         fault.play(scene, measured)
-        if stage.pid == pid and not stage.daemon_lives():
+        if stage.pid == pid and not stage.is_daemon_running():
             measured.crashes += 1
             measured.notes.append("the daemon ended")
         measured.recovery_seconds = stage.recover()
@@ -195,7 +195,7 @@ def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow
                 measured = Measurements()
                 small_disks.PLAYS[name](stage, disk, options.seconds, measured)
                 measured.wrong = stage.engine.seen.wrong
-                if not stage.daemon_lives():
+                if not stage.is_daemon_running():
                     measured.crashes += 1
             finally:
                 stage.close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from kvtier.config.models import Breaker, Live, Selection
+from kvtier.config.models import BreakerSettings, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
@@ -29,7 +29,7 @@ MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
 """What a load may wait."""
-BREAKER = Breaker(failure_threshold=5, period_seconds=2)
+BREAKER = BreakerSettings(failure_threshold=5, period_seconds=2)
 PAUSE_SECONDS = 0.01
 LOOK_SECONDS = 0.25
 
@@ -205,7 +205,7 @@ class FaultTestbed:
                     return time.monotonic() - begun
         return None
 
-    def daemon_lives(self) -> bool:
+    def is_daemon_running(self) -> bool:
         """Whether the daemon that was started last serves."""
         return self.case.tierd_pid() == self.pid and bool(self.case.status())
 

@@ -1,6 +1,8 @@
-"""``python -m kvtier.tierd``: runs one tierd until it is told to stop or is not needed any more.
+"""``kvtier-tierd``, also ``python -m kvtier.tierd``: runs one tierd until it is stopped or no
+engine needs it.
 
-Exit status: 0 ended in order, 1 cannot serve (the message says why), 2 wrong usage, 3 another tierd lives in the run directory.
+Exit status: 0 stopped, 1 cannot serve (see the log), 2 wrong usage, 3 another tierd runs in the run
+directory.
 """
 
 from __future__ import annotations
@@ -16,19 +18,17 @@ from pathlib import Path
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.processes import ProcessIdentity, pid_namespace
-from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, Options, TierDaemon
+from kvtier.tierd.daemon import DRAIN_SECONDS, EXIT_CANNOT_SERVE, DaemonOptions, TierDaemon
 from kvtier.tierd.tier_factory import WrapTier
 
 TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)
-"""For a tierd that an engine starts in a pod: nobody writes its command line."""
+"""For a tierd that an engine starts in a pod, whose command line cannot be set."""
 LOG_FORMAT = "%(asctime)s %(levelname)s kvtier.tierd[%(process)d] %(message)s"
 
 
 def parser() -> argparse.ArgumentParser:
     """The daemon's command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m kvtier.tierd", description="The tier daemon of KVTier."
-    )
+    found = argparse.ArgumentParser(prog="kvtier-tierd", description="Runs KVTier's tier daemon.")
     found.add_argument(
         "--topology",
         type=Path,
@@ -40,39 +40,40 @@ def parser() -> argparse.ArgumentParser:
         "--run-directory",
         type=Path,
         metavar="DIR",
-        help="instead of the one that the topology names",
+        help="run directory (default: the one in the structural document)",
     )
     found.add_argument(
-        "--spawned-by-engine", action="store_true", help="end when no engine is attached any more"
+        "--spawned-by-engine", action="store_true", help="exit when no engine is attached"
     )
     found.add_argument(
         "--spawner",
         type=_process,
         metavar="PID:START",
-        help="the process that started it, and when that was started",
+        help="process that started tierd, with its start time",
     )
     found.add_argument(
         "--structural",
         type=Path,
         metavar="FILE",
-        help="instead of the structural.json in the topology directory",
+        help="structural document (default: structural.json in the topology directory)",
     )
     found.add_argument(
         "--token-file",
         type=Path,
         default=os.environ.get(TOKEN_VARIABLE) or None,
         metavar="FILE",
-        help=f"/status and /metrics want the bearer token that it holds (default: ${TOKEN_VARIABLE})",
+        help="file with the bearer token that /status and /metrics require "
+        f"(default: ${TOKEN_VARIABLE})",
     )
     found.add_argument(
-        "--data-bytes", type=int, metavar="N", help="what may be allocated beside the pool"
+        "--data-bytes", type=int, metavar="N", help="memory limit beside the host pool"
     )
     found.add_argument(
         "--drain-seconds",
         type=float,
         default=DRAIN_SECONDS,
         metavar="S",
-        help="how long pending stores are written at the end",
+        help="time for writing pending stores at shutdown (default: %(default)s)",
     )
     found.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     found.add_argument("--version", action="version", version=__version__)
@@ -84,7 +85,7 @@ def _process(text: str) -> ProcessIdentity:
     return ProcessIdentity(int(pid), int(start), pid_namespace())
 
 
-def run(options: Options) -> int:
+def run(options: DaemonOptions) -> int:
     """Runs a daemon in this process, whose main thread this must be; returns the exit status."""
     try:
         daemon = TierDaemon(options)
@@ -98,11 +99,11 @@ def run(options: Options) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = None) -> int:
-    """The command. ``wrap_tier`` puts something around each lower tier (``kvtier.testing``)."""
+    """The command. ``wrap_tier`` wraps each secondary tier (``kvtier.testing``)."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=given.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     return run(
-        Options(
+        DaemonOptions(
             topology_directory=given.topology.absolute(),
             run_directory=None if given.run_directory is None else given.run_directory.absolute(),
             spawned_by_engine=given.spawned_by_engine,

@@ -1,9 +1,10 @@
-"""One DEALER socket towards tierd, and whether its peer is still there. One thread.
+"""The two ends of the ZeroMQ channel: the engine's ``Connection`` and tierd's ``Outbox``.
 
-What waits to be sent, per session: tierd's loop never waits for a reader.
-
-ZeroMQ keeps ``SEND_MESSAGES`` per connection; beyond that a bounded queue here. A session whose queue is full, or has not moved for
-``LOST_SECONDS``, is lost: a process that does not read for that long does not run.
+An engine process has one DEALER socket, whose connection state it must observe itself. tierd has
+one ROUTER socket for all sessions and must never wait for one that does not read: ZeroMQ queues
+``SEND_QUEUE_MESSAGES`` per connection, and beyond that the outbox queues up to ``QUEUE_MESSAGES``.
+A session whose queue is full, or makes no progress for ``SESSION_TIMEOUT_SECONDS``, is lost. Each
+object belongs to the thread that made it.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.tierd.wire import LOST_SECONDS, Message, encode
+from kvtier.tierd.wire import SESSION_TIMEOUT_SECONDS, Message, encode
 
 HIGH_WATER_MESSAGES = 4096
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 2.0
 CLOSE_MILLISECONDS = 500
-"""How long the last message may take into the kernel; a peer that lives takes it in microseconds."""
+"""How long closing waits for the last message to leave. A running peer takes it in microseconds."""
 
 
 class Connection:
-    """Connects in the background, again and again until somebody listens. Raises ``zmq.ZMQError`` for an impossible address."""
+    """Connects in the background and retries until a peer listens. Raises ``zmq.ZMQError`` for an
+    invalid address."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._monitor: zmq.Socket[bytes] | None = None
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
-            # Nothing is queued for a peer that is not there: what waits in a socket is out of control.
+            # Without a peer nothing is queued: messages inside a socket cannot be taken back.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
             self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
@@ -44,18 +46,19 @@ class Connection:
             raise
 
     def register(self, poller: zmq.Poller, until_connected: bool) -> None:
-        """``until_connected``: being able to send is the news; afterwards it would be news all the time."""
+        """``until_connected``: also wake when the socket becomes writable, which later it always
+        is."""
         poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if until_connected else zmq.POLLIN)
         if self._monitor is not None:
             poller.register(self._monitor, zmq.POLLIN)
 
     @property
     def writable(self) -> bool:
-        """Whether there is a peer that takes messages."""
+        """Whether a peer is connected and accepts messages."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, data: bytes) -> bool:
-        """False: the peer does not take it now. Raises ``zmq.ZMQError``."""
+        """False: the peer does not accept it now. Raises ``zmq.ZMQError``."""
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -70,7 +73,8 @@ class Connection:
             return None
 
     def disconnected(self) -> bool:
-        """Whether a connection that stood has ended since the last call. Messages that came before can still be received."""
+        """Whether the connection was closed since the last call. Messages received before can still
+        be read."""
         monitor, ended = self._monitor, False
         while monitor is not None:
             try:
@@ -80,12 +84,12 @@ class Connection:
             ended = True
         return ended
 
-    def close(self, last_word: bytes = b"") -> None:
-        """Ends it, after ``last_word`` if the peer takes it. Returns at once."""
+    def close(self, final_message: bytes = b"") -> None:
+        """Closes, after ``final_message`` if the peer accepts it. Does not wait."""
         linger = 0
-        if last_word:
+        if final_message:
             try:
-                self._socket.send(last_word, zmq.NOBLOCK)
+                self._socket.send(final_message, zmq.NOBLOCK)
                 linger = CLOSE_MILLISECONDS
             except zmq.ZMQError:
                 linger = 0
@@ -96,20 +100,21 @@ class Connection:
         self._socket.close(linger)
 
 
-SEND_MESSAGES = 256
+SEND_QUEUE_MESSAGES = 256
 QUEUE_MESSAGES = 8_192
 
 
 class _Queue:
-    __slots__ = ("messages", "moved")
+    __slots__ = ("messages", "progress_at")
 
     def __init__(self, now: float) -> None:
         self.messages: deque[bytes] = deque()
-        self.moved = now
+        self.progress_at = now
 
 
 class Outbox:
-    """Owner's thread only. ``failed`` collects (route, reason) of sessions that are lost, until the owner takes them."""
+    """Sends to sessions by route. ``failed`` collects lost sessions and reasons until the owner
+    takes them."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -117,17 +122,17 @@ class Outbox:
         self.failed: dict[bytes, str] = {}
 
     @property
-    def blocked(self) -> bool:
-        """Whether anything waits."""
+    def has_queued(self) -> bool:
+        """Whether any message is queued."""
         return bool(self._queues)
 
-    def waiting(self, route: bytes) -> int:
-        """How many messages wait for one session."""
+    def queued(self, route: bytes) -> int:
+        """How many messages are queued for one session."""
         queue = self._queues.get(route)
         return 0 if queue is None else len(queue.messages)
 
     def send(self, route: bytes, message: Message, now: float) -> None:
-        """Sends, or queues behind what waits already."""
+        """Sends, or queues behind earlier messages."""
         data = encode(message)
         queue = self._queues.get(route)
         if queue is None:
@@ -135,7 +140,7 @@ class Outbox:
                 return
             queue = self._queues[route] = _Queue(now)
         if len(queue.messages) >= QUEUE_MESSAGES:
-            self._fail(route, f"it has not read {QUEUE_MESSAGES} messages")
+            self._fail(route, f"{QUEUE_MESSAGES} messages are unread")
             return
         queue.messages.append(data)
 
@@ -144,14 +149,14 @@ class Outbox:
         for route, queue in list(self._queues.items()):
             while queue.messages and self._try_send(route, queue.messages[0]):
                 queue.messages.popleft()
-                queue.moved = now
+                queue.progress_at = now
             if not queue.messages:
                 self._queues.pop(route, None)
-            elif now - queue.moved > LOST_SECONDS:
-                self._fail(route, f"it has read nothing for {LOST_SECONDS:g} s")
+            elif now - queue.progress_at > SESSION_TIMEOUT_SECONDS:
+                self._fail(route, f"it read nothing for {SESSION_TIMEOUT_SECONDS:g} s")
 
     def forget(self, route: bytes) -> None:
-        """Drops what waits for a session."""
+        """Drops the queue of a session."""
         self._queues.pop(route, None)
 
     def take_failed(self) -> dict[bytes, str]:
@@ -160,7 +165,7 @@ class Outbox:
         return failed
 
     def _try_send(self, route: bytes, data: bytes) -> bool:
-        """True: nothing more to do with it. False: its reader is slow."""
+        """False: the session does not read at present. ``failed`` records a failed session."""
         try:
             self._socket.send_multipart((route, data), zmq.NOBLOCK)
         except zmq.Again:

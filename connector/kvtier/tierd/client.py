@@ -1,16 +1,17 @@
-"""The engine's end of the conversation with tierd.
+"""The engine's end of a session with tierd.
 
-One I/O thread owns the socket, because ZeroMQ sockets belong to one thread. Callers put messages into a bounded queue and never wait;
-what tierd sends is handed to ``sink`` on the I/O thread.
+One I/O thread owns the socket, because a ZeroMQ socket belongs to one thread. Callers put messages
+into a bounded queue and never block; received messages go to ``sink`` on the I/O thread.
 
 States::
 
-    absent ──socket connects, Hello──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
-                                          └─────Refused────▶ refused ──30 s──▶ absent
+    absent ──connected──▶ greeting ──Welcome──▶ attached ──lost──▶ waiting ──reattach()──▶ absent
+                             └─────SessionRefused────▶ refused ──30 s──▶ absent
 
-*Lost* is: no word for ``LOST_SECONDS``, the peer's socket is gone, tierd said ``Bye``, or the queue towards it is full. Each loss is
-reported once through ``on_lost``; nothing is sent or received until ``reattach`` says that everything of the lost epoch is behind
-the caller (DATAPATH 4), because tierd gives the slots to others on that word.
+A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes,
+tierd sends ``Bye``, or the queue is full. Each loss is reported once through ``on_lost``. Nothing
+is sent or received until the caller confirms with ``reattach`` that it has drained the lost epoch:
+tierd then gives its slots to others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -30,9 +32,9 @@ import zmq
 from kvtier.tierd.channel import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection
 from kvtier.tierd.run_directory import is_private
 from kvtier.tierd.wire import (
-    BEAT_SECONDS,
-    LOST_SECONDS,
+    HEARTBEAT_SECONDS,
     PROTOCOL,
+    SESSION_TIMEOUT_SECONDS,
     SOCKET_NAME,
     Bye,
     FromDaemon,
@@ -40,14 +42,14 @@ from kvtier.tierd.wire import (
     Hello,
     Message,
     Ready,
-    Refused,
+    SessionRefused,
     Welcome,
     decode_from_daemon,
     encode,
 )
 
 QUEUE_MESSAGES = 16_384
-"""Messages of a few hundred engine steps. If tierd has not taken that many, it is not taking any."""
+"""Messages of a few hundred engine steps. A tierd that has not read that many does not read."""
 REFUSED_RETRY_SECONDS = 30.0
 _IDLE_SECONDS = 60.0
 _FULL_RETRY_SECONDS = 0.05
@@ -57,7 +59,7 @@ _log = logging.getLogger("kvtier.tierd.client")
 
 
 class ClientState(Enum):
-    """See the module's text. ``REFUSED``: attached to nothing, and tierd has said why."""
+    """See the module. ``REFUSED``: tierd has refused the session."""
 
     ABSENT = "absent"
     GREETING = "greeting"
@@ -67,13 +69,31 @@ class ClientState(Enum):
     CLOSED = "closed"
 
 
-class TierdClient:
-    """One session after another with whatever tierd lives in ``run_directory``.
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client attaches.
 
-    ``hello`` is called on the I/O thread before every attempt. ``sink`` gets every message except beats, ``on_lost`` the reason of each
-    loss, both on the I/O thread and in order. They must not block for long: heartbeats go out from the same thread. ``reattach``:
-    "manual" (after a loss, wait for ``reattach()``) or "auto" (do not wait; only for a process that copies nothing). ``private``: nothing is said
-    to whatever serves in a directory that others may write to.
+    ``auto_reattach``: after a loss, attach again without waiting for ``reattach``; only for a
+    process that copies nothing. ``require_private``: do not attach in a run directory that other
+    users may write to, because another process could answer there in tierd's place.
+    """
+
+    auto_reattach: bool = False
+    require_private: bool = False
+    session_timeout_seconds: float = SESSION_TIMEOUT_SECONDS
+    refused_retry_seconds: float = REFUSED_RETRY_SECONDS
+
+
+DEFAULT_OPTIONS = ClientOptions()
+
+
+class TierdClient:
+    """Attaches this process to the tierd of ``run_directory``, and attaches again when the session
+    is lost.
+
+    ``hello`` makes the first message of each session. ``sink`` receives every message except
+    heartbeats, ``on_lost`` the reason of each loss. All three run on the I/O thread, in order, and
+    must not block: it also sends the heartbeats.
     """
 
     def __init__(
@@ -83,33 +103,23 @@ class TierdClient:
         sink: Callable[[Message], None],
         on_lost: Callable[[str], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
-        reattach: str = "manual",
-        clock: Callable[[], float] = time.monotonic,
-        lost_seconds: float = LOST_SECONDS,
-        refused_retry_seconds: float = REFUSED_RETRY_SECONDS,
-        private: bool = False,
+        options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        if reattach not in ("manual", "auto"):
-            raise ValueError(f"reattach: {reattach!r} is not accepted; 'manual' or 'auto'")
         self._run_directory = Path(run_directory)
-        self._private = private
+        self._options = options
         self._endpoint = f"ipc://{self._run_directory / SOCKET_NAME}"
         self._hello = hello
         self._sink = sink
         self._on_lost = on_lost
-        self._auto = reattach == "auto"
-        self._clock = clock
-        self._lost_seconds = lost_seconds
-        self._refused_retry_seconds = refused_retry_seconds
+        self._make_heartbeat = heartbeat
+        self._clock = time.monotonic
 
         self.ready: Ready | None = None
         """The last ``Ready`` of this session; None without one."""
         self.welcome: Welcome | None = None
         """The ``Welcome`` of this session; None while not attached."""
         self.refusal = ""
-        """Why tierd refused; empty unless the state is REFUSED."""
-        self.beat = heartbeat
-        """Makes each heartbeat; called on the I/O thread."""
+        """Why tierd refused the session; empty unless the state is REFUSED."""
         self.state = ClientState.ABSENT
         self.counters: dict[str, int] = {
             "lost": 0,
@@ -123,25 +133,25 @@ class TierdClient:
         self._outgoing: deque[bytes] = deque()
         self._overflow = False
         self._drained_epoch = 0
-        self._may_attach = True
+        self._reattach_allowed = True
         self._closing = False
         self._lock = threading.Lock()
-        """Guards the hand-over between callers and the I/O thread: queue against state. Never held during I/O."""
+        """Guards queue and state between callers and the I/O thread. Never held during I/O."""
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._pid = 0
 
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connection: Connection | None = None
-        self._heard = 0.0
-        self._next_beat = 0.0
+        self._last_received_at = 0.0
+        self._next_heartbeat_at = 0.0
         self._retry_at = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     # Any thread.
 
     def start(self) -> None:
-        """Starts the I/O thread. Call once, in the process that is to be attached."""
+        """Starts the I/O thread. Call once, in the process to attach."""
         if self._thread is not None:
             raise RuntimeError("the client has been started")
         self._pid = os.getpid()
@@ -150,7 +160,8 @@ class TierdClient:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a session. It may end at any moment; ``send`` says whether a message got into it."""
+        """Whether there is a session. It may end at any moment; ``send`` tells whether a message
+        was queued."""
         return self.state is ClientState.ATTACHED
 
     @property
@@ -160,9 +171,10 @@ class TierdClient:
         return 0 if welcome is None else welcome.epoch
 
     def send(self, message: Message) -> bool:
-        """Queues a message. False: there is no session, or tierd does not take what it is sent. Never blocks.
+        """Queues a message. False: there is no session, or the queue is full. Never blocks.
 
-        True is no promise that it arrives: a session that is lost takes its queue with it, and ``on_lost`` tells.
+        True does not guarantee delivery: a lost session drops its queue, and ``on_lost`` reports
+        it.
         """
         data = encode(message)
         with self._lock:
@@ -184,15 +196,15 @@ class TierdClient:
         return accepted
 
     def reattach(self, drained_epoch: int) -> None:
-        """After a loss: no copy of any epoch up to ``drained_epoch`` runs in this process, its grants are forgotten; attach again."""
+        """After a loss: attach again, as this process has drained up to ``drained_epoch``."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
-            # A call that comes twice must not speak for the next loss.
-            self._may_attach = self._may_attach or self.state is ClientState.WAITING
+            # A second call must not count for the next loss.
+            self._reattach_allowed = self._reattach_allowed or self.state is ClientState.WAITING
         self._wake()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Sends what is queued and ``Bye``, and ends the I/O thread. Returns within the timeout, done or not."""
+        """Sends queued messages and ``Bye`` and ends the I/O thread, within the timeout."""
         with self._lock:
             self._closing = True
         thread = self._thread
@@ -217,7 +229,7 @@ class TierdClient:
     def _run(self) -> None:
         self._context = zmq.Context()
         try:
-            while not (self._closing and self._finished()):
+            while not (self._closing and self._close_session()):
                 self._wait()
                 self._step()
         finally:
@@ -234,11 +246,13 @@ class TierdClient:
         poller = zmq.Poller()
         poller.register(self._wake_descriptor, zmq.POLLIN)
         if self._connection is not None:
-            until = self._heard + self._lost_seconds
+            until = self._last_received_at + self._options.session_timeout_seconds
             if self.state is ClientState.ATTACHED:
-                until = min(until, self._next_beat)
+                until = min(until, self._next_heartbeat_at)
             self._connection.register(poller, until_connected=self.state is ClientState.ABSENT)
-        elif self.state is ClientState.WAITING and not (self._may_attach or self._auto):
+        elif self.state is ClientState.WAITING and not (
+            self._reattach_allowed or self._options.auto_reattach
+        ):
             until = now + _IDLE_SECONDS
         else:
             until = self._retry_at
@@ -257,31 +271,37 @@ class TierdClient:
                 self._try_connect(now)
             return
         disconnected = connection.disconnected()
-        # What has arrived is read before silence or the end is judged: this process may have been asleep, not tierd.
+        # Received messages come before silence counts: this process may have been suspended, not
+        # tierd.
         self._receive(connection)
         if self._connection is not connection:
             return
         if disconnected and self.state is not ClientState.ABSENT:
-            self._lose("the connection is closed")
+            self._session_lost("the connection is closed")
         elif self.state is ClientState.ABSENT:
-            self._greet(connection, now)
+            self._send_hello(connection, now)
         elif self.state is ClientState.ATTACHED:
             self._send_queued(connection, now)
-        if self._connection is connection and self._clock() - self._heard > self._lost_seconds:
+        if (
+            self._connection is connection
+            and self._clock() - self._last_received_at > self._options.session_timeout_seconds
+        ):
             if self.state is ClientState.ABSENT:
-                self._heard = now  # Nobody is there yet; ZeroMQ goes on trying.
+                self._last_received_at = now  # There is no peer yet; ZeroMQ keeps retrying.
             else:
-                self._lose(f"no word for {self._lost_seconds:g} s")
+                self._session_lost(f"no message for {self._options.session_timeout_seconds:g} s")
 
     def _try_connect(self, now: float) -> None:
         with self._lock:
-            if self.state is ClientState.WAITING and not (self._may_attach or self._auto):
+            if self.state is ClientState.WAITING and not (
+                self._reattach_allowed or self._options.auto_reattach
+            ):
                 return
             if now < self._retry_at or self._context is None:
                 return
             self.state = ClientState.ABSENT
             self.refusal = ""
-        if self._private and not self._may_enter():
+        if self._options.require_private and not self._is_trusted():
             self._retry_later(now)
             return
         try:
@@ -290,10 +310,11 @@ class TierdClient:
             _log.error("%s: %s", self._endpoint, error)
             self._retry_later(now)
             return
-        self._heard = now
+        self._last_received_at = now
 
-    def _may_enter(self) -> bool:
-        """Looked at before each connection: once the directory is this user's, nobody else can put another one in its place."""
+    def _is_trusted(self) -> bool:
+        """Checked before each connection. A directory of this user cannot be replaced by another
+        user."""
         try:
             if is_private(self._run_directory):
                 return True
@@ -301,19 +322,19 @@ class TierdClient:
             return False
         if not self.counters["foreign"]:
             _log.warning(
-                "%s may be written to by others; this process serves without tiers",
+                "other users may write to %s: serving without tiers",
                 self._run_directory,
             )
         self.counters["foreign"] += 1
         return False
 
-    def _greet(self, connection: Connection, now: float) -> None:
+    def _send_hello(self, connection: Connection, now: float) -> None:
         if not connection.writable:
             return
         try:
             hello = self._hello()
         except Exception as error:  # noqa: BLE001
-            # A caller's bug must not end the thread that has to report it.
+            # A bug of the caller must not end the thread.
             self.counters["callback_failed"] += 1
             _log.exception("hello failed: %s", error)
             self._retry_later(now)
@@ -324,36 +345,36 @@ class TierdClient:
             if not connection.send(encode(hello)):
                 return
         except zmq.ZMQError as error:
-            _log.warning("hello could not be sent: %s", error)
+            _log.warning("cannot send hello: %s", error)
             self._retry_later(now)
             return
         self.state = ClientState.GREETING
-        self._heard = now
-        self._next_beat = now + BEAT_SECONDS
+        self._last_received_at = now
+        self._next_heartbeat_at = now + HEARTBEAT_SECONDS
 
     def _send_queued(self, connection: Connection, now: float) -> None:
         if self._overflow:
-            self._lose("the queue towards it is full")
+            self._session_lost("the queue towards it is full")
             return
         try:
             while self._outgoing and connection.send(self._outgoing[0]):
                 self._outgoing.popleft()
             if self._outgoing:
-                # tierd does not read. Its silence, or a full queue, decides.
-                self._next_beat = now + _FULL_RETRY_SECONDS
-            elif now >= self._next_beat:
-                self._next_beat = now + BEAT_SECONDS
-                connection.send(encode(self._beat_now()))
+                # tierd does not read. Silence or a full queue ends the session.
+                self._next_heartbeat_at = now + _FULL_RETRY_SECONDS
+            elif now >= self._next_heartbeat_at:
+                self._next_heartbeat_at = now + HEARTBEAT_SECONDS
+                connection.send(encode(self._next_heartbeat()))
         except zmq.ZMQError as error:
-            self._lose(str(error))
+            self._session_lost(str(error))
 
-    def _beat_now(self) -> Heartbeat:
+    def _next_heartbeat(self) -> Heartbeat:
         try:
-            return self.beat()
+            return self._make_heartbeat()
         except Exception as error:  # noqa: BLE001
             # As in ``_call``.
             self.counters["callback_failed"] += 1
-            _log.exception("beat failed: %s", error)
+            _log.exception("making a heartbeat failed: %s", error)
             return Heartbeat()
 
     def _receive(self, connection: Connection) -> None:
@@ -361,29 +382,33 @@ class TierdClient:
             data = connection.receive()
             if data is None:
                 return
-            self._heard = self._clock()
+            self._last_received_at = self._clock()
             try:
                 message = decode_from_daemon(data)
             except msgspec.MsgspecError as error:
                 self.counters["undecodable"] += 1
-                self._refuse(f"tierd sent what this version ({PROTOCOL}) cannot read: {error}")
+                self._rejected(
+                    f"this version ({PROTOCOL}) cannot decode a message of tierd: {error}"
+                )
                 return
-            self._take(message)
+            self._handle(message)
             if self._connection is not connection:
                 return
 
-    def _take(self, message: FromDaemon) -> None:
+    def _handle(self, message: FromDaemon) -> None:
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, Bye):
-            self._lose(f"it ended the session: {message.reason or 'no reason given'}")
+            self._session_lost(f"tierd ended the session: {message.reason or 'no reason given'}")
             return
-        if isinstance(message, Refused):
-            self._refuse(message.reason)
+        if isinstance(message, SessionRefused):
+            self._rejected(message.reason)
             return
         if isinstance(message, Welcome):
             if message.protocol != PROTOCOL:
-                self._refuse(f"tierd is version {message.protocol}, this connector is {PROTOCOL}")
+                self._rejected(
+                    f"version mismatch: tierd has {message.protocol}, this connector {PROTOCOL}"
+                )
                 return
             with self._lock:
                 self._outgoing.clear()
@@ -391,7 +416,7 @@ class TierdClient:
                 self.welcome = message
                 self.ready = None
                 self.refusal = ""
-                self._may_attach = self._auto
+                self._reattach_allowed = self._options.auto_reattach
                 self.state = ClientState.ATTACHED
             self._retry_seconds = FIRST_RETRY_SECONDS
         elif self.state is not ClientState.ATTACHED:
@@ -404,11 +429,12 @@ class TierdClient:
         try:
             callback()
         except Exception as error:  # noqa: BLE001
-            # A caller's bug must not end the thread that beats for it: that would look like a death.
+            # A bug of the caller must not end the heartbeats: tierd would take the process for
+            # lost.
             self.counters["callback_failed"] += 1
             _log.exception("a callback failed: %s", error)
 
-    def _lose(self, reason: str) -> None:
+    def _session_lost(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         with self._lock:
             self.state = ClientState.WAITING if was_attached else ClientState.ABSENT
@@ -423,37 +449,37 @@ class TierdClient:
         self._retry_at = self._clock() + self._retry_seconds
         self.counters["lost"] += 1
         if not self._closing:
-            _log.warning("tierd is lost: %s", reason)
+            _log.warning("lost tierd: %s", reason)
             self._call(lambda: self._on_lost(reason))
 
-    def _refuse(self, reason: str) -> None:
+    def _rejected(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
         if was_attached:
-            self._lose(f"it refuses: {reason}")
+            self._session_lost(f"tierd refused the session: {reason}")
         self._disconnect()
         with self._lock:
             self.refusal = reason
             self._outgoing.clear()
-            # After a session, draining comes first; then its own time limit holds as well.
+            # After a session the caller drains first; then the retry interval applies as well.
             self.state = ClientState.WAITING if was_attached else ClientState.REFUSED
-        self._retry_at = self._clock() + self._refused_retry_seconds
+        self._retry_at = self._clock() + self._options.refused_retry_seconds
         self.counters["refused"] += 1
-        _log.warning("tierd refuses this process, which serves without tiers: %s", reason)
+        _log.warning("tierd refused the session, serving without tiers: %s", reason)
         if not was_attached:
-            self._call(lambda: self._sink(Refused(reason=reason)))
+            self._call(lambda: self._sink(SessionRefused(reason=reason)))
 
     def _retry_later(self, now: float) -> None:
         self._disconnect()
         self._retry_at = now + self._retry_seconds
         self._retry_seconds = min(LAST_RETRY_SECONDS, self._retry_seconds * 2)
 
-    def _disconnect(self, last_word: bytes = b"") -> None:
+    def _disconnect(self, final_message: bytes = b"") -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close(last_word)
+            connection.close(final_message)
 
-    def _finished(self) -> bool:
-        """Closing: says ``Bye`` once the queue is empty; True when there is nothing left to do."""
+    def _close_session(self) -> bool:
+        """Sends ``Bye`` once the queue is empty; True when the session is closed."""
         if self._connection is None or self.state not in (
             ClientState.ATTACHED,
             ClientState.GREETING,

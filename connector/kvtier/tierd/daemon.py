@@ -1,11 +1,13 @@
-"""tierd as a process: starting, reporting, ending.
+"""tierd as a process: its start, its loop and its end.
 
-Start: join the run directory, take the lock of the one living tierd, raise the epoch, listen; allocate the pool on a thread meanwhile
-(a hundred gigabytes take a while) and keep those who say hello waiting with heartbeats; then open the store, fenced while
-workers of an earlier epoch have not drained.
+Start: join the run directory, take the lock of the one running tierd, raise the epoch and listen.
+The pool is allocated on another thread, because a hundred gigabytes take a while; processes that
+attach wait for it with heartbeats. Then the store opens, fenced while workers of earlier epochs
+have not drained.
 
-End: on SIGTERM, or, where an engine started it, when nobody is attached any more: stores that are pending are written for at most
-``DRAIN_SECONDS``, sessions are told, the run directory is removed if nobody else is in it.
+End: on SIGTERM or, if an engine started it, when no session is left. Pending stores are written for
+at most ``DRAIN_SECONDS``, sessions get ``Bye``, and the run directory is removed if no other
+process uses it.
 """
 
 from __future__ import annotations
@@ -33,40 +35,41 @@ from kvtier.store.recovery import PoolRecovery
 from kvtier.store.store import TierStore, executor_lanes
 from kvtier.store.types import StoreCounters
 from kvtier.tierd import tier_factory
-from kvtier.tierd.channel import SEND_MESSAGES
+from kvtier.tierd.channel import SEND_QUEUE_MESSAGES
 from kvtier.tierd.dispatcher import Dispatcher
 from kvtier.tierd.fencing import (
-    BLIND_SECONDS,
+    UNVERIFIABLE_TIMEOUT_SECONDS,
     OrphanedReadsFile,
-    ReadsFile,
+    ReadLogFile,
     SessionFiles,
     StartupFence,
     find_orphaned_reads,
 )
-from kvtier.tierd.host_pool import PoolStart, describe_namespace
-from kvtier.tierd.http import Token
-from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.host_pool import PoolAllocation, describe_namespace
+from kvtier.tierd.http import BearerToken
+from kvtier.tierd.live_config import LiveConfigWatcher
 from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, open_directory
 from kvtier.tierd.reporting import Reporter, SnapshotInputs
 from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
-from kvtier.tierd.server import Loop, Pool
-from kvtier.tierd.sessions import Sessions
+from kvtier.tierd.server import Pool, ServerLoop
+from kvtier.tierd.sessions import SessionDependencies, SessionTimeouts
 from kvtier.tierd.status import Snapshot
 from kvtier.tierd.tier_factory import WrapTier, build_tiers, memory_document
-from kvtier.tierd.wire import BEAT_SECONDS, SOCKET_NAME
+from kvtier.tierd.wire import HEARTBEAT_SECONDS, SOCKET_NAME
 from kvtier.tiers.base import Tier
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
-"""Without any store written for so long, what is pending is not waited for any more: the storage hangs, or is too slow to matter."""
+"""Without a completed store for this long, tierd stops waiting for pending ones: the storage hangs
+or is too slow."""
 CLOSE_SECONDS = 0.75
-"""For all tiers together to give back what they hold of their storage. With the above, and what is said to sessions, a tierd beside a
-hung mount has ended within three seconds."""
+"""For all tiers together to release their storage. With the limits above, tierd ends within three
+seconds beside a hung mount."""
 LINGER_SECONDS = 5.0
-"""A tierd that an engine started waits this long for a session after the last one vanished: an engine that lost tierd for a moment
-comes back within four seconds."""
+"""How long a tierd that an engine started waits for a session after the last one was lost: an
+engine reattaches within four seconds."""
 LOCK_SECONDS = 2.0
-"""How long the lock may be taken: whoever only looks whether a tierd lives holds it for a moment."""
+"""How long to retry the daemon's lock, which checks for a running tierd hold for a moment."""
 _FLUSH_MILLISECONDS = 300
 _SPAWNER_GONE_SECONDS = 5.0
 _SWEEP_SECONDS = 60.0
@@ -79,9 +82,10 @@ _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How a tierd is run. ``fencing`` and ``blind_seconds`` are as they must be; tests show what happens otherwise.
-    ``wrap_tier`` puts something around each lower tier (faults, in tests)."""
+class DaemonOptions:
+    """How a tierd runs. ``spawner``: the process that started it. ``wrap_tier`` wraps each
+    secondary tier, for faults in tests. ``fencing`` and ``unverifiable_timeout_seconds`` differ
+    from the defaults only in tests."""
 
     topology_directory: Path
     run_directory: Path | None = None
@@ -89,19 +93,19 @@ class Options:
     spawner: ProcessIdentity | None = None
     wrap_tier: WrapTier | None = None
     fencing: bool = True
-    blind_seconds: float = BLIND_SECONDS
+    unverifiable_timeout_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS
     linger_seconds: float = LINGER_SECONDS
     drain_seconds: float = DRAIN_SECONDS
     structural: Path | None = None
-    """The structural document, where it is not the one in the topology directory."""
+    """The structural document, if not the one in the topology directory."""
     token_file: Path | None = None
     data_bytes: int | None = None
 
 
 class TierDaemon:
-    """One tierd. ``run`` until ``stop`` or until it is not needed any more. Raises ``KVTierError`` or ``OSError`` where it cannot start."""
+    """One tierd. Raises ``KVTierError`` or ``OSError`` if it cannot start."""
 
-    def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, options: DaemonOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._clock = clock
         self._topology: Topology = load(options.topology_directory, structural=options.structural)
@@ -115,10 +119,10 @@ class TierDaemon:
         self._stop_requests = 0
         self._peers: PeerLiveness | None = None
         self._draining = False
-        self._loop: Loop | None = None
-        self._pool_start: PoolStart | None = None
+        self._loop: ServerLoop | None = None
+        self._pool_start: PoolAllocation | None = None
         self._io: ThreadExecutor | None = None
-        token = None if options.token_file is None else Token(options.token_file)
+        token = None if options.token_file is None else BearerToken(options.token_file)
         self._reporter = Reporter(structural, self._run_directory.path, clock, token)
         self._counters = StoreCounters()
         self._epoch = 0
@@ -126,45 +130,45 @@ class TierDaemon:
         self._empty_since: float | None = None
         self._drain_until: float | None = None
         self._progress: tuple[int, float] = (0, 0.0)
-        self._reads: ReadsFile | None = None
-        self._hung: list[OrphanedReadsFile] = []
+        self._reads: ReadLogFile | None = None
+        self._orphaned_reads: list[OrphanedReadsFile] = []
         self._built = build_tiers(self._topology, options.wrap_tier)
-        self._follower = LiveFollower(
+        self._live_config = LiveConfigWatcher(
             options.topology_directory, structural, options.structural is not None
         )
         self._live = self._topology.live
 
-    # Any thread.
+    # For any thread.
 
     def stop(self) -> None:
-        """Asks for a bounded shutdown; a second time for one without draining. Also for signal handlers."""
+        """Requests the end; a second request skips draining. Also for signal handlers."""
         self._stop_requests += 1
         if self._loop is not None:
             self._loop.wake()
 
     def drain(self) -> None:
-        """Takes no more stores and writes what is pending, but goes on serving loads; ``stop`` then ends it at once. Also for
-        signal handlers."""
+        """Stops new stores and writes pending ones while loads continue; ``stop`` then ends tierd
+        at once. Also for signal handlers."""
         self._draining = True
         if self._loop is not None:
             self._loop.wake()
 
     @property
     def snapshot(self) -> Snapshot:
-        """What is shown at present."""
+        """The current status."""
         return self._reporter.snapshot
 
     # The loop's thread.
 
     def run(self) -> int:
-        """Serves until it is told, or need not go on; returns the exit status."""
+        """Serves until ``stop`` or until no engine needs it; returns the exit status."""
         run = self._run_directory
         run.join()
         lock: FileLock | None = None
         try:
             lock = self._take_lock()
             if lock is None:
-                _log.info("another tierd lives in %s", run.path)
+                _log.info("another tierd runs in %s", run.path)
                 return EXIT_ANOTHER_LIVES
             self._epoch = run.read_epoch()
             self._next_epoch()
@@ -191,14 +195,14 @@ class TierDaemon:
 
     def _serve(self, lock: FileLock) -> None:
         run, options = self._run_directory, self._options
-        run.beat(lock)
-        self._reads = ReadsFile(run.path, self._epoch, run.file_mode)
-        self._hung = find_orphaned_reads(run.path, self._reads.path)
+        run.heartbeat(lock)
+        self._reads = ReadLogFile(run.path, self._epoch, run.file_mode)
+        self._orphaned_reads = find_orphaned_reads(run.path, self._reads.path)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         try:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES)
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
             socket.setsockopt(zmq.RCVHWM, 4096)
             socket.setsockopt(zmq.LINGER, _FLUSH_MILLISECONDS)
             path = run.path / SOCKET_NAME
@@ -207,30 +211,21 @@ class TierDaemon:
             open_directory(run.path / PEERS_NAME)
             files = SessionFiles(run.path / SESSIONS_NAME, run.file_mode)
             peers = self._peers = PeerLiveness(run.path, self._clock)
-            fence = StartupFence(files, self._clock(), peers, options.blind_seconds)
-            loop = Loop(
+            fence = StartupFence(files, self._clock(), peers, options.unverifiable_timeout_seconds)
+            loop = ServerLoop(
                 socket,
-                fence,
-                lambda host: Sessions(
-                    host,
-                    files,
-                    fence,
-                    derive_namespace,
-                    self._next_epoch,
-                    peers,
-                    self._counters,
-                    blind_seconds=options.blind_seconds,
-                ),
+                SessionDependencies(files, fence, derive_namespace, self._next_epoch, peers),
+                SessionTimeouts(unverifiable_seconds=options.unverifiable_timeout_seconds),
                 self._counters,
                 self._live,
                 self._clock,
             )
             self._loop = loop
-            self._pool_start = PoolStart(run, self._topology.structural, loop.wake)
-            self._follower.poll()
-            self._follower.start()
+            self._pool_start = PoolAllocation(run, self._topology.structural, loop.wake)
+            self._live_config.poll()
+            self._live_config.start()
             _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
-            self._go_round(loop, lock, fence)
+            self._run_loop(loop, lock, fence)
             self._count_dropped(loop)
             loop.close("tierd stops")
         finally:
@@ -238,34 +233,34 @@ class TierDaemon:
             socket.close(_FLUSH_MILLISECONDS)
             context.destroy(linger=_FLUSH_MILLISECONDS)
 
-    def _go_round(self, loop: Loop, lock: FileLock, fence: StartupFence) -> None:
-        last_beat = last_sweep = 0.0
+    def _run_loop(self, loop: ServerLoop, lock: FileLock, fence: StartupFence) -> None:
+        last_heartbeat = last_sweep = 0.0
         while True:
-            loop.turn(BEAT_SECONDS)
+            loop.run_once(HEARTBEAT_SECONDS)
             now = self._clock()
-            if now - last_beat >= BEAT_SECONDS:
-                last_beat = now
-                self._run_directory.beat(lock)
-                self._check_hung(loop)
+            if now - last_heartbeat >= HEARTBEAT_SECONDS:
+                last_heartbeat = now
+                self._run_directory.heartbeat(lock)
+                self._release_orphaned_reads(loop)
             if now - last_sweep >= _SWEEP_SECONDS and self._peers is not None:
                 last_sweep = now
                 self._peers.sweep(
                     loop.sessions.locks() | {worker.process.lock for worker in fence.waiting}
                 )
-            self._begin_when_allocated(loop, fence)
+            self._open_store_when_allocated(loop, fence)
             self._apply_live(loop)
-            self._reporter.turn(now, lambda: self._facts(loop, fence))
-            if self._over(loop, now):
+            self._reporter.update(now, lambda: self._snapshot_inputs(loop, fence))
+            if self._is_finished(loop, now):
                 return
 
-    def _begin_when_allocated(self, loop: Loop, fence: StartupFence) -> None:
+    def _open_store_when_allocated(self, loop: ServerLoop, fence: StartupFence) -> None:
         start = self._pool_start
-        if start is None or not start.finished or loop.exchange is not None or loop.no_pool:
+        if start is None or not start.finished or loop.dispatcher is not None or loop.pool_error:
             return
         if start.pool is None:
-            loop.give_up(start.error)
+            loop.pool_failed(start.error)
             return
-        fenced = self._options.fencing and fence.closed
+        fenced = self._options.fencing and fence.is_active
         pool = start.pool
         self._io = ThreadExecutor(executor_lanes(self._topology), wake=loop.wake)
         store = TierStore(
@@ -278,30 +273,33 @@ class TierDaemon:
                 fenced,
                 start.table,
                 self._reads,
-                {each.path.name: each.places for each in self._hung},
+                {each.path.name: each.places for each in self._orphaned_reads},
             ),
         )
         if fenced:
             _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
-            loop.unfence_with(lambda: self._unfence(store))
         names = (
             memory_document(self._topology.structural).name,
             *(tier.name for tier in self._built.tiers),
         )
-        exchange = Dispatcher(
+        dispatcher = Dispatcher(
             store, pool.bytes, loop.send, self._counters, self._describe_namespace
         )
-        loop.begin(exchange, Pool(str(pool.path), pool.bytes, names))
+        loop.pool_ready(
+            dispatcher,
+            Pool(str(pool.path), pool.bytes, names),
+            (lambda: self._unfence(store)) if fenced else None,
+        )
 
-    def _check_hung(self, loop: Loop) -> None:
-        if loop.exchange is None:
+    def _release_orphaned_reads(self, loop: ServerLoop) -> None:
+        if loop.dispatcher is None:
             return
-        for each in [each for each in self._hung if each.over()]:
-            self._hung.remove(each)
-            loop.exchange.store.release_orphaned_reads(each.path.name)
+        for each in [each for each in self._orphaned_reads if each.is_released()]:
+            self._orphaned_reads.remove(each)
+            loop.dispatcher.store.release_orphaned_reads(each.path.name)
 
     def _unfence(self, store: TierStore) -> None:
-        _log.info("every worker of earlier epochs has drained or is gone")
+        _log.info("unfenced: every worker of earlier epochs has drained or is gone")
         store.unfence()
 
     def _describe_namespace(self, namespace: str, canonical: str) -> None:
@@ -314,31 +312,31 @@ class TierDaemon:
                 self._io.submit(
                     f"maintain:{tier.name}",
                     partial(describe, namespace, canonical),
-                    self._described,
+                    self._on_described,
                 )
 
-    def _described(self, _result: object, error: BaseException | None) -> None:
+    def _on_described(self, _result: object, error: BaseException | None) -> None:
         if error is not None:
             self._counters.add("namespace_descriptions_failed")
-            _log.warning("a namespace's description could not be written: %s", error)
+            _log.warning("cannot write namespace description: %s", error)
 
-    def _apply_live(self, loop: Loop) -> None:
-        live = self._follower.live
+    def _apply_live(self, loop: ServerLoop) -> None:
+        live = self._live_config.live
         if live is not self._live:
             self._live = live
             loop.configure(live)
 
     # Ending.
 
-    def _over(self, loop: Loop, now: float) -> bool:
+    def _is_finished(self, loop: ServerLoop, now: float) -> bool:
         if self._draining:
-            loop.stop_reserving()
+            loop.stop_reservations()
             if self._stop_requests:
                 return True
         if self._stop_requests > 1:
             return True
         if self._stop_requests == 1:
-            loop.stop_accepting()
+            loop.stop_sessions()
             if self._drain_until is None:
                 self._drain_until = now + self._options.drain_seconds
             return self._drained(loop, now)
@@ -351,7 +349,7 @@ class TierDaemon:
         if self._empty_since is None:
             self._empty_since = now
         if not sessions.had_any:
-            # The engine may take minutes before it says hello; one that is gone never will.
+            # An engine may take minutes to attach, unless it is gone.
             spawner = self._options.spawner
             gone = (
                 os.getppid() != self._parent
@@ -359,7 +357,7 @@ class TierDaemon:
                 else liveness_of(spawner) is Liveness.GONE
             )
             return gone and now - self._empty_since > _SPAWNER_GONE_SECONDS
-        if not sessions.left_in_order and (
+        if not sessions.last_left_cleanly and (
             now - self._empty_since < self._options.linger_seconds or sessions.quarantined
         ):
             return False
@@ -367,34 +365,35 @@ class TierDaemon:
             self._drain_until = now + self._options.drain_seconds
         return self._drained(loop, now)
 
-    def _drained(self, loop: Loop, now: float) -> bool:
+    def _drained(self, loop: ServerLoop, now: float) -> bool:
         if self._drain_until is None or now >= self._drain_until:
             return True
-        pending = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
+        pending = 0 if loop.dispatcher is None else loop.dispatcher.store.pending_stores()
         if pending != self._progress[0]:
             self._progress = (pending, now)
         return not pending or now - self._progress[1] > STALLED_SECONDS
 
-    def _count_dropped(self, loop: Loop) -> None:
-        dropped = 0 if loop.exchange is None else loop.exchange.store.pending_stores()
-        if dropped:
-            self._counters.add("stores_dropped_at_end", "", "", dropped)
+    def _count_dropped(self, loop: ServerLoop) -> None:
+        session_removed = 0 if loop.dispatcher is None else loop.dispatcher.store.pending_stores()
+        if session_removed:
+            self._counters.add("stores_dropped_at_end", "", "", session_removed)
             _log.warning(
-                "%d pending stores are dropped: there is no time left to write them", dropped
+                "%d pending stores are session_removed: there is no time left to write them",
+                session_removed,
             )
 
     # Reporting.
 
-    def _facts(self, loop: Loop, fence: StartupFence) -> SnapshotInputs:
+    def _snapshot_inputs(self, loop: ServerLoop, fence: StartupFence) -> SnapshotInputs:
         start = self._pool_start
         return SnapshotInputs(
             epoch=self._epoch,
             live=self._live,
-            follower=self._follower,
+            live_config=self._live_config,
             built=self._built,
             pool=None if start is None else start.pool,
             pool_error="" if start is None else start.error,
-            store=None if loop.exchange is None else loop.exchange.store,
+            store=None if loop.dispatcher is None else loop.dispatcher.store,
             sessions=loop.sessions,
             hits=loop.hits,
             fenced=loop.fenced,
@@ -404,13 +403,13 @@ class TierDaemon:
         )
 
     def _close_parts(self) -> None:
-        self._follower.stop()
+        self._live_config.stop()
         self._reporter.close()
         if self._io is not None:
             self._io.close()
         _close_all(self._built.tiers)
         if self._reads is not None:
-            self._reads.leave()
+            self._reads.close()
         if self._pool_start is not None:
             self._pool_start.stop()
             if self._pool_start.pool is not None:
@@ -420,7 +419,7 @@ class TierDaemon:
 
 
 def _close_all(tiers: Sequence[Tier]) -> None:
-    """Closes the tiers side by side. One whose storage hangs is left to itself."""
+    """Closes the tiers in parallel, without waiting for one whose storage hangs."""
 
     def close(tier: Tier) -> None:
         try:

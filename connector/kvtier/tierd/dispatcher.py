@@ -1,6 +1,7 @@
-"""Between sessions and store: what engines say becomes calls, what the store says becomes messages.
+"""Between sessions and store: turns engine messages into store calls, and store events into
+messages.
 
-Loop's thread only. Nothing here knows sockets: ``send`` takes a message for a route.
+For the loop's thread. It knows no sockets: ``send`` sends a message to a route.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from kvtier.tierd.wire import (
 )
 
 
-def _shape(message: Promote) -> PrefixCost | None:
-    """What a promotion says about its prompt."""
+def _prefix_cost(message: Promote) -> PrefixCost | None:
+    """The cost of the prompt, as the promotion describes it."""
     if not message.ends:
         return None
     prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
@@ -53,7 +54,8 @@ def _shape(message: Promote) -> PrefixCost | None:
 
 
 class Dispatcher:
-    """See the module's text. ``describe(namespace, text)`` is told what a namespace that lower tiers will hold stands for."""
+    """``describe(namespace, text)`` stores the canonical text of a namespace in the tiers that will
+    hold its objects."""
 
     def __init__(
         self,
@@ -64,30 +66,34 @@ class Dispatcher:
         describe: Callable[[str, str], None],
     ) -> None:
         self.store = store
-        self.stopping = False
-        """Nothing is reserved any more."""
+        self._stopping = False
         self._pool_bytes = pool_bytes
         self._send = send
         self._counters = counters
         self._describe = describe
-        self._feeds = ReplicaPublisher(
+        self._publisher = ReplicaPublisher(
             send, store.presence, store.acknowledge_eviction, lambda: store.usable_bits
         )
         self._engines: dict[str, EngineSessions] = {}
 
+    def stop_reservations(self) -> None:
+        """From here on reservations are counted and ignored."""
+        self._stopping = True
+
     # Engines.
 
     def open(self, engine: EngineSessions, now: float) -> None:
-        """Opens an engine in the store and tells its members. Raises ``KVTierError``."""
+        """Opens an engine in the store and announces it to its members. Raises ``KVTierError``."""
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
             raise KVTierError("the engine is not described")
         largest = max(info.slot_bytes)
         if largest > self._pool_bytes:
             raise KVTierError(
-                f"an object has {largest} bytes, the host pool {self._pool_bytes}; the memory tier is too small"
+                f"the memory tier is too small: an object has {largest} bytes, "
+                f"the host pool {self._pool_bytes}"
             )
-        self._pass_on(self.store.take_events(), now)
+        self._publish(self.store.take_events(), now)
         self.store.open_engine(info)
         self._engines[engine.name] = engine
         if info.persistent:
@@ -97,12 +103,12 @@ class Dispatcher:
     def close(self, engine: EngineSessions, proven: bool) -> None:
         """Closes an engine in the store."""
         self._engines.pop(engine.name, None)
-        # The sessions see whether the processes live, and for how long those that cannot be seen are waited for.
+        # Sessions decide when the processes are gone, so the store's own timeout is off.
         self.store.close_engine(engine.name, proven, expires=False)
 
-    def dropped(self, route: bytes) -> None:
-        """A session is not there any more."""
-        self._feeds.stop(route)
+    def session_removed(self, route: bytes) -> None:
+        """A session has ended."""
+        self._publisher.stop(route)
 
     def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
         info = engine.info
@@ -113,39 +119,39 @@ class Dispatcher:
         )
         for member in engine.members():
             self._send(member.route, ready)
-        self._start_feed(engine, scheduler, now)
+        self._start_replica(engine, scheduler, now)
 
-    def _start_feed(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
+    def _start_replica(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
         if engine.info is not None:
-            self._pass_on(self.store.take_events(), now)
-            self._feeds.start(scheduler.route, engine.info.namespace)
+            self._publish(self.store.take_events(), now)
+            self._publisher.start(scheduler.route, engine.info.namespace)
 
     def _reset(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
         if engine.info is None:
             return
-        self._pass_on(self.store.take_events(), now)
+        self._publish(self.store.take_events(), now)
         engine.info = replace(engine.info, namespace=secrets.token_hex(16), persistent=False)
         self.store.reset_engine(engine.name, engine.info.namespace)
         self._counters.add("engines_reset")
         self._announce(engine, scheduler, now)
 
-    # What engines say.
+    # Messages of engines.
 
-    def act(
+    def handle(
         self, session: Session, engine: EngineSessions, message: FromEngine, now: float
     ) -> None:
-        """Does what a message of a session asks for."""
+        """Handles one message of a session."""
         if session.is_scheduler:
-            self._act_for_scheduler(session, engine, message, now)
+            self._handle_scheduler(session, engine, message, now)
         else:
-            self._act_for_worker(session, engine, message)
+            self._handle_worker(session, engine, message)
 
-    def _act_for_scheduler(
+    def _handle_scheduler(
         self, session: Session, engine: EngineSessions, message: FromEngine, now: float
     ) -> None:
         name, store = engine.name, self.store
         if isinstance(message, EvictionAck):
-            self._feeds.acknowledged(session.route, message.token)
+            self._publisher.acknowledge(session.route, message.token)
         elif not engine.open:
             self._counters.add("messages_while_not_open", "", type(message).__name__)
             if isinstance(message, Promote):
@@ -154,14 +160,14 @@ class Dispatcher:
                     session.route, Promoted(promotion=message.promotion, usable=0, outcome="failed")
                 )
         elif isinstance(message, Reserve):
-            if self.stopping:
+            if self._stopping:
                 self._counters.add("reservations_while_stopping", "", "", len(message.items))
                 return
             for reservation, group, key, slot in message.items:
                 store.reserve(name, reservation, group, key, slot)
         elif isinstance(message, Promote):
             store.promote(
-                name, message.promotion, message.keys, message.budget_seconds, _shape(message)
+                name, message.promotion, message.keys, message.budget_seconds, _prefix_cost(message)
             )
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
@@ -169,15 +175,13 @@ class Dispatcher:
             store.load(name, message.load, message.promotion, message.keys, message.ranks)
         elif isinstance(message, Resync):
             self._counters.add("resyncs")
-            self._start_feed(engine, session, now)
+            self._start_replica(engine, session, now)
         elif isinstance(message, ResetCache):
             self._reset(engine, session, now)
         else:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
 
-    def _act_for_worker(
-        self, session: Session, engine: EngineSessions, message: FromEngine
-    ) -> None:
+    def _handle_worker(self, session: Session, engine: EngineSessions, message: FromEngine) -> None:
         rank, name = session.hello.rank, engine.name
         if not engine.open:
             self._counters.add("messages_while_not_open", "", type(message).__name__)
@@ -192,35 +196,38 @@ class Dispatcher:
         else:
             self._counters.add("protocol_violations", "", f"worker_{type(message).__name__}")
 
-    # What the store says.
+    # Events of the store.
 
-    def turn(self, now: float) -> bool:
-        """Lets the store go on and passes on what it says. True: there is more to send."""
+    def run_once(self, now: float) -> bool:
+        """Processes completed store operations and sends events. True: there is more to send."""
         self.store.pump()
-        self._pass_on(self.store.take_events(), now)
-        return self._feeds.turn(now)
+        self._publish(self.store.take_events(), now)
+        return self._publisher.publish(now)
 
-    def _pass_on(self, events: Iterable[StoreEvent], now: float) -> None:
+    def _publish(self, events: Iterable[StoreEvent], now: float) -> None:
         for event in events:
             if isinstance(event, PresenceChanged):
-                self._feeds.changed(event.namespace, event.key, event.bits, event.present)
+                self._publisher.presence_changed(
+                    event.namespace, event.key, event.bits, event.present
+                )
             elif isinstance(event, KeysEvicting):
-                self._feeds.leaving(event.namespace, event.token, event.keys, now)
+                self._publisher.evicting(event.namespace, event.token, event.keys, now)
             elif isinstance(event, UsableTiersChanged):
-                self._feeds.usable()
+                self._publisher.usable_tiers_changed()
                 self._describe_all()
             elif isinstance(event, LoadAnnounced):
-                self._slots(event)
+                self._send_load(event)
             else:
-                self._to_scheduler(event)
+                self._send_to_scheduler(event)
 
     def _describe_all(self) -> None:
-        """A tier that can be used only now could not be told when the engines opened."""
+        """A tier that became usable has missed the descriptions that were written when the engines
+        opened."""
         for engine in self._engines.values():
             if engine.info is not None and engine.info.persistent:
                 self._describe(engine.info.namespace, engine.canonical)
 
-    def _to_scheduler(self, event: CreditsGranted | PromotionEnded) -> None:
+    def _send_to_scheduler(self, event: CreditsGranted | PromotionEnded) -> None:
         engine = self._engines.get(event.engine)
         if engine is None or engine.scheduler is None:
             return
@@ -228,8 +235,8 @@ class Dispatcher:
         if isinstance(event, CreditsGranted):
             self._send(route, Credits(group=event.group, slots=event.slots))
             return
-        # A scheduler that is told of a promotion must find its keys in the replica.
-        self._feeds.flush()
+        # A promotion's keys must be in the replica before its end is announced.
+        self._publisher.flush()
         self._send(
             route,
             Promoted(
@@ -240,7 +247,7 @@ class Dispatcher:
             ),
         )
 
-    def _slots(self, event: LoadAnnounced) -> None:
+    def _send_load(self, event: LoadAnnounced) -> None:
         engine = self._engines.get(event.engine)
         if engine is None:
             return

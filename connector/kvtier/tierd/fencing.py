@@ -1,20 +1,24 @@
-"""Which workers a tierd has to wait for before it touches the pool of its predecessor.
+"""What a new tierd must not touch yet: slots that workers or threads of its predecessors may still
+access.
 
-Each attached worker has a small file in ``sessions/``: written before it is welcomed, removed when it said ``Bye`` or is proven gone.
-A new tierd finds those whose workers may still be copying into slots that it knows nothing about. It is *fenced* until each of
-them has said that every epoch up to the file's is drained, or is provably gone, or, where processes cannot be seen, for
-``BLIND_SECONDS`` (DATAPATH 4).
+**Workers.** Each attached worker has a file in ``sessions/``, written before its ``Welcome`` and
+removed after its ``Bye`` or when it is proven gone. The files that a new tierd finds belong to
+workers that may still be copying into slots it knows nothing about. ``StartupFence`` keeps the
+store fenced until each of them has drained every epoch up to the file's, is provably gone, or, if
+its process cannot be observed, ``UNVERIFIABLE_TIMEOUT_SECONDS`` have passed.
 
-Slots into which threads of dead tierds may still be reading.
+**Reads.** A thread that hangs in a dead mount outlives its process: the main thread is a zombie
+while the other waits in the kernel, and when the mount answers, the data is written into the slot
+that the read was given. Each tierd therefore records the slots it reads into::
 
-The kernel lets go of a thread in a hung mount only when the mount answers. Until then a process that was killed, or has ended, stays: its
-first thread is a zombie, the other one waits in the kernel, and when the answer comes it is written where the read was told to, which
-is a slot of the pool. So each tierd notes the slots that it reads into, in a file of its own::
+    reads/<epoch>     locked while any thread of its tierd exists; records of
+                      ``READ_RECORD_BYTES``: offset and size of a slot, start and number of slots
+                      of its segment; all zero: free
 
-    reads/<epoch>     locked for as long as any thread of its tierd lives; records of ``RECORD_BYTES``: offset and size of a slot, start and
-                      number of slots of its segment; all zero: none
+A lock that can be taken proves that those reads have ended, also between containers, where process
+ids mean nothing.
 
-A lock that can be taken is the proof that nobody reads into those slots any more, also between containers, where process ids mean nothing.
+Everything here belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.run_directory import open_shared
 
-BLIND_SECONDS = 60.0
-"""How long a process that cannot be seen is waited for. Copies last milliseconds; a frozen container thaws or is killed."""
+UNVERIFIABLE_TIMEOUT_SECONDS = 60.0
+"""How long an unobservable process is waited for. Copies take milliseconds; a frozen container
+thaws or is killed."""
 _TEMPORARY_PREFIX = "."
 _log = logging.getLogger("kvtier.tierd")
 
@@ -52,7 +57,7 @@ class AttachedWorker:
 
 
 class SessionFiles:
-    """The files in ``sessions/``. Owner's thread only; the directory is memory-backed, so these calls are short."""
+    """The files in ``sessions/``. The directory is memory-backed, so calls are short."""
 
     def __init__(self, directory: Path, mode: int) -> None:
         self._directory = directory
@@ -65,7 +70,7 @@ class SessionFiles:
         )
 
     def add(self, worker: AttachedWorker) -> None:
-        """Raises ``OSError``; then the worker must not be welcomed."""
+        """Raises ``OSError``; the worker must then not be admitted."""
         document = {
             "engine": worker.engine,
             "rank": worker.rank,
@@ -78,15 +83,15 @@ class SessionFiles:
         replace_file(self._path(worker), json.dumps(document).encode(), self._mode)
 
     def remove(self, worker: AttachedWorker) -> None:
-        """Nothing of this worker's epoch needs waiting for any more."""
+        """The worker no longer accesses slots of its epoch."""
         try:
             self._path(worker).unlink(missing_ok=True)
         except OSError as error:
-            # The next tierd waits for somebody who is not there, and finds out.
-            _log.warning("a session file could not be removed: %s", error)
+            # The next tierd waits for it and finds that it is gone.
+            _log.warning("cannot remove session file: %s", error)
 
     def read(self) -> list[AttachedWorker]:
-        """All of them. One that cannot be read stands for a worker that cannot be seen."""
+        """All of them. An unreadable file counts as a worker whose process cannot be observed."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             if path.name.startswith(_TEMPORARY_PREFIX):
@@ -106,40 +111,40 @@ class SessionFiles:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 _log.error(
-                    "%s: %s; its worker is waited for as long as for one that cannot be seen",
+                    "cannot read session file %s: %s; waiting for its worker until the timeout",
                     path,
                     error,
                 )
                 worker = AttachedWorker(path.name, -1, 0, ProcessIdentity(0, 0, ""))
             if self._path(worker) != path:
-                # Not written by this code; what it stands for is waited for, and then it goes.
+                # Not a name that this code writes, so ``remove`` would not find it.
                 path.unlink(missing_ok=True)
             found.append(worker)
         return found
 
 
 class StartupFence:
-    """The workers of earlier epochs that have not drained. Owner's thread only."""
+    """The workers of earlier epochs that have not drained."""
 
     def __init__(
         self,
         files: SessionFiles,
         now: float,
-        fate: Callable[[ProcessIdentity], Liveness],
-        blind_seconds: float = BLIND_SECONDS,
+        liveness: Callable[[ProcessIdentity], Liveness],
+        unverifiable_timeout_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS,
     ) -> None:
         self._files = files
-        self._fate = fate
-        self._deadline = now + blind_seconds
+        self._liveness = liveness
+        self._deadline = now + unverifiable_timeout_seconds
         self.waiting = files.read()
 
     @property
-    def closed(self) -> bool:
-        """Whether anybody still has to be waited for."""
+    def is_active(self) -> bool:
+        """Whether a worker has not drained."""
         return bool(self.waiting)
 
-    def hello(self, worker: AttachedWorker, drained_epoch: int) -> None:
-        """A worker attaches and says up to which epoch it has drained."""
+    def worker_attached(self, worker: AttachedWorker, drained_epoch: int) -> None:
+        """A worker attaches and has drained up to an epoch."""
         self._resolve(
             lambda other: (
                 other.engine == worker.engine
@@ -150,13 +155,15 @@ class StartupFence:
         )
 
     def check(self, now: float) -> None:
-        """Looks which of them are provably gone, or have been waited for long enough."""
+        """Removes workers that are provably gone or whose timeout has passed."""
         if not self.waiting:
             return
 
         def over(worker: AttachedWorker) -> bool:
-            fate = self._fate(worker.process)
-            return fate is Liveness.GONE or (fate is Liveness.UNKNOWN and now >= self._deadline)
+            liveness = self._liveness(worker.process)
+            return liveness is Liveness.GONE or (
+                liveness is Liveness.UNKNOWN and now >= self._deadline
+            )
 
         self._resolve(over)
 
@@ -170,21 +177,23 @@ class StartupFence:
         self.waiting = left
 
 
-DIRECTORY_NAME = "reads"
-_RECORD = struct.Struct("<QQQQ")
-RECORD_BYTES = _RECORD.size
-_EMPTY = bytes(RECORD_BYTES)
-_MAX_BYTES = 16 << 20
+READS_DIRECTORY_NAME = "reads"
+_READ_RECORD = struct.Struct("<QQQQ")
+READ_RECORD_BYTES = _READ_RECORD.size
+_EMPTY_RECORD = bytes(READ_RECORD_BYTES)
+_MAX_READ_LOG_BYTES = 16 << 20
 
 
-class ReadsFile:
-    """The file of the living tierd, as the store's ``ReadLog``. Raises ``OSError`` where it cannot be made."""
+class ReadLogFile:
+    """The file of the running tierd; implements the store's ``ReadLog``. Raises ``OSError`` if it
+    cannot be made."""
 
     def __init__(self, run_directory: Path, epoch: int, mode: int) -> None:
-        directory = run_directory / DIRECTORY_NAME
+        directory = run_directory / READS_DIRECTORY_NAME
         directory.mkdir(exist_ok=True)
         self.path = directory / str(epoch)
-        # Never closed before the process ends: every thread holds it open, and the last one lets go of the lock.
+        # Never closed before the process ends: every thread holds it open, and the last one lets go
+        # of the lock.
         self._descriptor = open_shared(self.path, os.O_RDWR | os.O_CREAT, mode)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(self._descriptor, 0)
@@ -192,65 +201,67 @@ class ReadsFile:
         self._free: list[int] = []
 
     def begin(self, place: SlotLocation) -> bool:
-        """A read into this slot is about to begin; False if that cannot be noted, and it must not."""
+        """Records a read into this slot. False: it is not recorded and must not start."""
         number = self._free.pop() if self._free else len(self._numbers)
-        data = _RECORD.pack(
+        data = _READ_RECORD.pack(
             place.offset, place.slot_bytes, place.segment_start, place.segment_slots
         )
         try:
-            written = os.pwrite(self._descriptor, data, number * RECORD_BYTES)
+            written = os.pwrite(self._descriptor, data, number * READ_RECORD_BYTES)
         except OSError:
             written = 0
-        if written != RECORD_BYTES:
+        if written != READ_RECORD_BYTES:
             self._free.append(number)
             return False
         self._numbers[place.offset] = number
         return True
 
     def end(self, offset: int) -> None:
-        """No read into this slot runs any more. One that stays noted costs its slot, and only in the next life."""
+        """The read ended. If the record cannot be erased, the next tierd loses the slot until this
+        process is gone."""
         number = self._numbers.pop(offset, None)
         if number is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._descriptor, _EMPTY, number * RECORD_BYTES)
+                os.pwrite(self._descriptor, _EMPTY_RECORD, number * READ_RECORD_BYTES)
             self._free.append(number)
 
-    def leave(self) -> None:
-        """The process ends: the file goes too, unless a read hangs."""
+    def close(self) -> None:
+        """Removes the file, unless a read hangs."""
         if not self._numbers:
             self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class OrphanedReadsFile:
-    """A dead tierd of which a thread may live, and where that may write."""
+    """A previous tierd with a thread that may still read, and the slots it may write to."""
 
     path: Path
     places: tuple[SlotLocation, ...]
 
-    def over(self) -> bool:
-        """Whether no thread of it lives any more; then its file goes."""
-        return _take_away(self.path)
+    def is_released(self) -> bool:
+        """Whether all its threads have ended. Removes the file then."""
+        return _remove_if_released(self.path)
 
 
 def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[OrphanedReadsFile]:
-    """The dead tierds of this run directory that are not quite gone. The caller holds the lock of the one living tierd."""
+    """Previous tierds of this run directory with threads that have not ended. The caller holds the
+    daemon's lock."""
     found = []
-    for path in sorted((run_directory / DIRECTORY_NAME).glob("*")):
+    for path in sorted((run_directory / READS_DIRECTORY_NAME).glob("*")):
         if path == own or not path.is_file() or path.is_symlink():
-            # What is no file is none of a tierd's, and no reason not to start.
+            # Not written by tierd, and no reason not to start.
             continue
-        if _take_away(path):
+        if _remove_if_released(path):
             continue
-        places = _places(path)
+        places = _read_places(path)
         _log.warning(
-            "a thread of an earlier tierd hangs in a call; %d slots are left to it", len(places)
+            "a thread of a previous tierd hangs in a read; its %d slots are not used", len(places)
         )
         found.append(OrphanedReadsFile(path, places))
     return found
 
 
-def _take_away(path: Path) -> bool:
+def _remove_if_released(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -268,8 +279,10 @@ def _take_away(path: Path) -> bool:
     return True
 
 
-def _places(path: Path) -> tuple[SlotLocation, ...]:
-    data = path.read_bytes()[:_MAX_BYTES]
-    whole = len(data) // RECORD_BYTES * RECORD_BYTES
-    records = (_RECORD.unpack_from(data, start) for start in range(0, whole, RECORD_BYTES))
+def _read_places(path: Path) -> tuple[SlotLocation, ...]:
+    data = path.read_bytes()[:_MAX_READ_LOG_BYTES]
+    whole = len(data) // READ_RECORD_BYTES * READ_RECORD_BYTES
+    records = (
+        _READ_RECORD.unpack_from(data, start) for start in range(0, whole, READ_RECORD_BYTES)
+    )
     return tuple(SlotLocation(*record) for record in records if any(record))

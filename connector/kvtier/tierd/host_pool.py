@@ -1,19 +1,19 @@
-"""The host pool file: made by tierd, mapped by everybody.
+"""The host pool file: tierd allocates it, tierd and the engines map it.
 
-Every byte is allocated with ``fallocate`` before its range is published, and the file never shrinks: a write past what a tmpfs
-can hold is a SIGBUS in the engine (DATAPATH 4). A file that is there already is taken over as it is, because workers of the
-last tierd may have it mapped and may still be writing into it.
+Every byte is allocated with ``fallocate`` before its range is published, and the file never
+shrinks, because a write past what a tmpfs can hold is a SIGBUS in the engine. An existing file is
+taken over as it is: workers of the previous tierd may have it mapped and may still be writing to
+it.
 
-What a tierd leaves in the run directory for the one after it, beside the pool itself.
-
-::
+Beside the pool, a tierd leaves in the run directory what the next one needs to recover objects::
 
     slots            the slot table (kvtier/store/slot_table.py)
-    namespaces/      <namespace>.json, its canonical text, for each namespace whose objects the table may name
+    namespaces/      <namespace>.json: the canonical text of each namespace in the table
 
-With ``persistence: Process`` there is neither, and what an earlier life left goes.
+With ``persistence: Process`` neither exists, and files of a previous life are removed.
 
-The host pool's beginning, which takes a while where it has a hundred gigabytes.
+``PoolAllocation`` does all this on its own thread, because allocating a hundred gigabytes takes a
+while.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from kvtier.tierd.tier_factory import memory_document
 from kvtier.tierd.wire import POOL_NAME
 
 PIECE_BYTES = 64 << 20
-"""Allocated and touched at a time: tens of milliseconds, so that stopping is never far."""
+"""Allocated and touched at a time, in tens of milliseconds, so that stopping is prompt."""
 PAGE_BYTES = 4096
 RESERVE_BYTES = 8 << 20
-"""Left free on the volume beside what the slot table may take: sessions, epoch and socket must still be writable beside a pool that
-fills it."""
+"""Left free on the volume in addition to the slot table, for session files, epoch and socket."""
 MIN_POOL_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
 _log = logging.getLogger("kvtier.tierd")
@@ -53,26 +52,26 @@ _log = logging.getLogger("kvtier.tierd")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What was asked for and what the volume had room for."""
+    """The configured size and the size that the volume had room for."""
 
     wanted_bytes: int
     bytes: int
 
     @property
     def condition(self) -> str:
-        """A sentence for people where the pool is smaller than asked for; else empty."""
+        """Describes a pool that is smaller than configured; else empty."""
         if self.bytes >= self.wanted_bytes:
             return ""
         return (
-            f"the host pool has {self.bytes} of {self.wanted_bytes} bytes: the volume of the run directory has no room for more; "
-            "make it larger than the memory tier's capacity"
+            f"the host pool has {self.bytes} of {self.wanted_bytes} bytes because the volume of "
+            "the run directory is full: make the volume larger than the memory tier's capacity"
         )
 
 
 class PoolFile:
     """The pool file, allocated and mapped. ``memory`` is valid until ``close``.
 
-    Raises ``OSError`` when the file cannot be made or mapped, or not even ``MIN_POOL_BYTES`` fit.
+    Raises ``OSError`` if the file cannot be made or mapped, or has less than ``MIN_POOL_BYTES``.
     """
 
     def __init__(
@@ -104,7 +103,8 @@ class PoolFile:
         return self.size.bytes
 
     def touch_in_background(self) -> None:
-        """Brings every page in, so that no first copy pays for it and the memory is charged to this process."""
+        """Faults in every page: the first copies do not pay for it, and the memory is charged to
+        this process."""
         self._toucher = threading.Thread(target=self._touch, name="kvtier-touch", daemon=True)
         self._toucher.start()
 
@@ -116,12 +116,13 @@ class PoolFile:
             length = min(PIECE_BYTES, self.bytes - start)
             if populate is None or not populate(start, length):
                 populate = None
-                # Reading one byte a page maps it without changing what a worker may be writing there.
+                # Reading one byte a page maps it without changing what a worker may be writing
+                # there.
                 self.memory[start : start + length : PAGE_BYTES].tobytes()
             self.touched_bytes = start + length
 
     def close(self) -> None:
-        """Unmaps, unless somebody still holds a view; the file stays."""
+        """Unmaps, unless a view is in use; the file stays."""
         self._stop.set()
         if self._toucher is not None:
             self._toucher.join(5)
@@ -129,14 +130,14 @@ class PoolFile:
             self.memory.release()
             self._mapping.close()
         except BufferError:
-            # A read that hangs in a dead mount still has its slot; the mapping goes with the process.
-            _log.debug("the pool stays mapped: a call on an I/O thread still uses it")
+            # A read that hangs in a dead mount uses its slot; the mapping ends with the process.
+            _log.debug("the pool stays mapped: an I/O thread uses it")
 
 
 def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> int:
     """Allocates up to ``wanted`` bytes, as many as fit, and returns how many of them are usable."""
     status = os.fstat(descriptor)
-    # What is published once stays: a file of the right size has all its pages, one that was left half-made has those below its size.
+    # Published bytes stay allocated: all bytes below the size of an existing file have their pages.
     done = min(wanted, status.st_size // PAGE_BYTES * PAGE_BYTES)
     piece = PIECE_BYTES
     while done < wanted and keep_going():
@@ -163,7 +164,8 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
 
 
 def _populate(mapping: mmap.mmap, size: int) -> Callable[[int, int], bool] | None:
-    """``madvise(MADV_POPULATE_WRITE)`` without the interpreter lock; it changes no content. None where the C library is unusual."""
+    """``madvise(MADV_POPULATE_WRITE)``, which changes no content and runs without the GIL. None if
+    unavailable."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
         madvise = library.madvise
@@ -189,9 +191,10 @@ _SUFFIX = ".json"
 def open_table(
     run_directory: Path, mode: int, pool: PoolFile, topology: str, persists: bool
 ) -> SlotTable | None:
-    """The slot table of this pool with what can be taken over; None where nothing shall be, or the table cannot be had.
+    """The slot table of this pool with the records that can be recovered; None without persistence
+    or on failure.
 
-    ``topology``: digest of the structural document. Reads the whole table: a thread of its own may do it.
+    ``topology``: digest of the structural document. Reads the whole table.
     """
     path = run_directory / TABLE_NAME
     try:
@@ -208,11 +211,15 @@ def open_table(
             raise
         _remove_namespaces(run_directory, {record.namespace for record in table.recovered})
     except OSError as error:
-        _log.error("%s: %s; what is in RAM will not outlive this process", path, error)
+        _log.error(
+            "cannot open slot table %s: %s; objects in RAM will not survive this process",
+            path,
+            error,
+        )
         return None
     if table.recovered or table.rejected:
         _log.info(
-            "%d objects of the last tierd are in the pool; not taken over: %s",
+            "recovered %d objects of the previous tierd, rejected records by reason: %s",
             len(table),
             dict(table.rejected),
         )
@@ -220,14 +227,14 @@ def open_table(
 
 
 def describe_namespace(run_directory: Path, mode: int, namespace: str, text: str) -> None:
-    """Notes what a namespace stands for, before an object of it is noted."""
+    """Records the text of a namespace before the slot table names an object of it."""
     directory = run_directory / NAMESPACES_NAME
     try:
         directory.mkdir(exist_ok=True)
         replace_file(directory / f"{namespace}{_SUFFIX}", text.encode(), mode)
     except OSError as error:
         _log.warning(
-            "%s: %s; what is stored in namespace %s does not outlive this process",
+            "cannot write to %s: %s; objects of namespace %s will not survive this process",
             directory,
             error,
             namespace,
@@ -235,7 +242,7 @@ def describe_namespace(run_directory: Path, mode: int, namespace: str, text: str
 
 
 def _namespaces(run_directory: Path) -> set[str]:
-    """Namespaces whose texts are there and are theirs."""
+    """Namespaces whose recorded text has the right digest."""
     found = set()
     for path in (run_directory / NAMESPACES_NAME).glob(f"*{_SUFFIX}"):
         try:
@@ -254,11 +261,16 @@ def _remove_namespaces(run_directory: Path, but: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-class PoolStart:
-    """Allocates the pool on a thread of its own, after making room: dead engines' pools are removed first. ``done`` is called on
-    that thread at the end, whatever came of it: ``error`` says why there is no ``pool``."""
+class PoolAllocation:
+    """Allocates the pool on its own thread, after removing abandoned run directories to make room.
 
-    def __init__(self, run: RunDirectory, structural: Structural, done: Callable[[], None]) -> None:
+    ``on_finished`` is called on that thread. Then ``finished`` is true, and either ``pool`` is set
+    or ``error`` says why it is not.
+    """
+
+    def __init__(
+        self, run: RunDirectory, structural: Structural, on_finished: Callable[[], None]
+    ) -> None:
         self.pool: PoolFile | None = None
         self.table: SlotTable | None = None
         self.error = ""
@@ -266,7 +278,7 @@ class PoolStart:
         self._run = run
         self._memory = memory_document(structural)
         self._topology = structural.content_hash
-        self._done = done
+        self._on_finished = on_finished
         self._stop = threading.Event()
         threading.Thread(target=self._start, name="kvtier-pool", daemon=True).start()
 
@@ -283,15 +295,15 @@ class PoolStart:
             self.pool = pool
             self.pool.touch_in_background()
         except OSError as error:
-            self.error = f"the host pool cannot be allocated in {self._run.path}: {error}"
+            self.error = f"cannot allocate the host pool in {self._run.path}: {error}"
             _log.error("%s", self.error)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is: a thread that ends without a word would keep everybody waiting for the pool.
-            self.error = f"the host pool cannot be allocated in {self._run.path}: {error!r}"
+            # A thread that ended silently would leave every session waiting for the pool.
+            self.error = f"cannot allocate the host pool in {self._run.path}: {error!r}"
             _log.exception("%s", self.error)
         self.finished = True
-        self._done()
+        self._on_finished()
 
     def stop(self) -> None:
-        """Ends allocating at the next piece."""
+        """Stops allocating after the current piece."""
         self._stop.set()

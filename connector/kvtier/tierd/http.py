@@ -1,12 +1,13 @@
-"""``/metrics``, ``/status`` and ``/healthz``: read-only, small, and bounded in everything a stranger can make large.
+"""The HTTP server for ``/metrics``, ``/status`` and ``/healthz``: read-only, with bounds on
+everything a client controls.
 
-A few threads, one request per connection, a request of at most 8 KiB that has to arrive, and an answer that has to be taken,
-within a few seconds. Beyond ``MAX_CLIENTS`` a connection is closed at once.
+At most ``MAX_CLIENTS`` connections are served, further ones are closed. A connection carries one
+request of at most ``MAX_REQUEST_BYTES``, which must arrive, and whose response must be read, within
+a few seconds.
 
-The bearer token that ``/status`` and ``/metrics`` want.
-
-It is read anew when the file changes: the kubelet replaces a mounted Secret by swapping a link, within about a minute after the Secret
-changed. As long as there is no token nobody has it, so nobody is let in.
+``/status`` and ``/metrics`` may require a bearer token. Its file is read again when it changes: the
+kubelet updates a mounted Secret by swapping a symlink, within about a minute. Without a token every
+request is unauthorized.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ MAX_REQUEST_BYTES = 8_192
 REQUEST_SECONDS = 5.0
 CRLF = "\r\n"
 ANSWER_SECONDS = 10.0
-"""A scrape over a slow link; the answer is tens of kilobytes."""
+"""A scrape over a slow link; the response has tens of kilobytes."""
 _ACCEPT_SECONDS = 0.5
 _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """Status, type and body of an answer."""
+    """A response."""
 
     status: int
     content_type: str
@@ -45,38 +46,47 @@ class HttpResponse:
 
 Route = Callable[[], HttpResponse]
 OPEN_PATHS = frozenset({"/healthz"})
-"""Answered without a token: kubelets have none."""
+"""Paths that need no token: kubelets have none."""
 
 
-class Guard(Protocol):
-    """Who may ask."""
+class Authorizer(Protocol):
+    """Decides which requests are authorized."""
 
-    def accepts(self, authorization: bytes) -> bool:
-        """Whether the value of the ``Authorization`` header (empty: none) is good. Any thread."""
+    def authorizes(self, authorization: bytes) -> bool:
+        """Whether the ``Authorization`` header (empty: none) is valid. For any thread."""
         ...
 
 
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
-            431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 
 
 def text_response(status: int, message: str) -> HttpResponse:
-    """A plain text answer."""
+    """A plain text response."""
     return HttpResponse(status, "text/plain; charset=utf-8", message.encode() + b"\n")
 
 
 class HttpServer:
-    """Serves ``routes`` (path -> what to answer, called on a request's thread) until ``close``.
+    """Serves ``routes`` (path -> handler, called on the request's thread) until ``close``.
 
-    Raises ``OSError`` where the address cannot be bound. ``address`` is the real one. ``guard``: asked before every path but ``OPEN_PATHS``;
-    None: everybody may ask.
+    ``address`` is the bound address. ``authorizer`` checks every path except ``OPEN_PATHS``; None:
+    no check. Raises ``OSError`` if the address cannot be bound.
     """
 
     def __init__(
-        self, host: str, port: int, routes: dict[str, Route], guard: Guard | None = None
+        self, host: str, port: int, routes: dict[str, Route], authorizer: Authorizer | None = None
     ) -> None:
         self._routes = routes
-        self._guard = guard
+        self._authorizer = authorizer
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
         self._listener.settimeout(_ACCEPT_SECONDS)
@@ -88,7 +98,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends accepting; requests under way end by their own limits."""
+        """Stops accepting. Requests in progress end by their own limits."""
         self._stop.set()
         self._listener.close()
 
@@ -134,31 +144,31 @@ class HttpServer:
 
     def _answer(self, request: bytes) -> tuple[HttpResponse, bool]:
         if not request:
-            return text_response(431, f"a request has at most {MAX_REQUEST_BYTES} bytes"), True
+            return text_response(431, f"a request may have at most {MAX_REQUEST_BYTES} bytes"), True
         parts = request.split(b"\r\n", 1)[0].split(b" ")
         if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return text_response(400, "an HTTP/1 request is expected"), True
+            return text_response(400, "expected an HTTP/1 request"), True
         method, target = parts[0], parts[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return text_response(
-                405, "GET and HEAD are answered; everything here is read-only"
-            ), True
+            return text_response(405, "only GET and HEAD are allowed"), True
         route = self._routes.get(target.decode("latin-1"))
         if route is None:
-            return text_response(404, "there are " + ", ".join(self._routes)), method == b"GET"
-        guard = None if target.decode("latin-1") in OPEN_PATHS else self._guard
-        if guard is not None and not guard.accepts(_header(request, b"authorization")):
-            return text_response(401, "a bearer token is expected"), method == b"GET"
+            return text_response(
+                404, "not found; paths are " + ", ".join(self._routes)
+            ), method == b"GET"
+        authorizer = None if target.decode("latin-1") in OPEN_PATHS else self._authorizer
+        if authorizer is not None and not authorizer.authorizes(_header(request, b"authorization")):
+            return text_response(401, "a valid bearer token is required"), method == b"GET"
         try:
             return route(), method == b"GET"
         except Exception as error:  # noqa: BLE001
-            # A bug in a report is answered and logged; it must not look like a dead daemon.
+            # A bug in a report must not look like a daemon that is gone.
             _log.exception("http: %s failed: %s", target, error)
-            return text_response(500, "this report failed; the log says why"), method == b"GET"
+            return text_response(500, "internal error; see the log"), method == b"GET"
 
 
 def _header(request: bytes, name: bytes) -> bytes:
-    """The value of a header; empty: it is not there. The first one counts."""
+    """The value of the first such header; empty if there is none."""
     for line in request.split(b"\r\n\r\n", 1)[0].split(b"\r\n")[1:]:
         key, _, value = line.partition(b":")
         if key.strip().lower() == name:
@@ -167,7 +177,7 @@ def _header(request: bytes, name: bytes) -> bytes:
 
 
 def _receive(client: socket.socket, deadline: float) -> bytes | None:
-    """The request's head; empty: too long; None: the client went, or is too slow."""
+    """The request's head; empty: too long; None: the client disconnected or is too slow."""
     received = b""
     while b"\r\n\r\n" not in received:
         remaining = deadline - time.monotonic()
@@ -199,49 +209,49 @@ def _render(answer: HttpResponse, with_body: bool) -> bytes:
 
 
 MAX_TOKEN_BYTES = 4_096
-LOOK_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
 _PREFIX = b"bearer "
-_Seen = tuple[int, int, int, int] | None
+_Stamp = tuple[int, int, int, int] | None
 
 
-class Token:
-    """Any thread may ask."""
+class BearerToken:
+    """The bearer token in a file. For any thread."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        """Guards the look at the file, so that eight clients do not read it at once."""
-        self._seen: _Seen = None
-        self._looked = -LOOK_SECONDS
+        """Only one thread at a time checks the file."""
+        self._stamp: _Stamp = None
+        self._refreshed_at = -REFRESH_SECONDS
         self._token = b""
 
-    def accepts(self, authorization: bytes) -> bool:
-        """Whether the value of an ``Authorization`` header carries the token. Takes as long for a wrong one as for the right one."""
+    def authorizes(self, authorization: bytes) -> bool:
+        """Whether an ``Authorization`` header has the token. Compares in constant time."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_SECONDS:
-                self._looked = now
-                self._look()
+            if now - self._refreshed_at >= REFRESH_SECONDS:
+                self._refreshed_at = now
+                self._refresh()
             token = self._token
         given = authorization.strip()
         value = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
         same = hmac.compare_digest(value, token)
         return same and bool(token)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             status = os.stat(self._path)
         except OSError:
-            self._seen, self._token = None, b""
+            self._stamp, self._token = None, b""
             return
-        seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-        if seen == self._seen:
+        stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if stamp == self._stamp:
             return
         try:
             self._token = read_bounded(self._path, limit_bytes=MAX_TOKEN_BYTES).strip()
         except OSError as error:
-            _log.error("the token cannot be read: %s", error)
+            _log.error("cannot read token file: %s", error)
             self._token = b""
             return
-        self._seen = seen
+        self._stamp = stamp

@@ -1,19 +1,22 @@
 """Locks that prove to other containers that a process is gone.
 
-Process ids of another pid namespace have no meaning here. Each engine process therefore holds a lock on a file in
-``peers/`` and names the file in its ``Hello``; tierd tries the lock. The kernel drops it when the process ends, however
-it ends. A missing file proves nothing.
+Process ids of another pid namespace have no meaning here. Each engine process therefore holds a
+lock on a file in ``peers/`` and names the file in its ``Hello``; tierd tries the lock. The kernel
+drops it when the process ends, however it ends. A missing file proves nothing.
 
 Why flock(2), on a descriptor that is closed at exec and in forked children:
 
-* The lock belongs to the open file and is dropped when its last descriptor is released. At the end of a process that
-  happens after all its threads have released their memory mappings. A lock of fcntl(2) is dropped when the process
-  closes *any* descriptor of the file and, at its end, before any device is released.
-* A child made by fork(2) without exec shares the open file and would hold the lock on: late proof, never early.
-  Children that Python makes close it (``os.register_at_fork``); the parent's descriptor is unaffected.
-* Devices are released in the same sweep as the lock, on Linux from the highest descriptor to the lowest. A low
-  descriptor is therefore reserved early (``reserve``, when vLLM loads plugins and no device is open), and the lock is
-  put there. ``SETTLE_SECONDS`` pass between the release of the lock and the proof, which covers the rest of the sweep.
+* The lock belongs to the open file and is dropped when its last descriptor is released. At the end
+  of a process that happens after all its threads have released their memory mappings. A lock of
+  fcntl(2) is dropped when the process closes *any* descriptor of the file and, at its end, before
+  any device is released.
+* A child made by fork(2) without exec shares the open file and would hold the lock on: late proof,
+  never early. Children that Python makes close it (``os.register_at_fork``); the parent's
+  descriptor is unaffected.
+* Devices are released in the same sweep as the lock, on Linux from the highest descriptor to the
+  lowest. A low descriptor is therefore reserved early (``reserve_descriptor``, when vLLM loads
+  plugins and no device is open), and the lock is put there. ``SETTLE_SECONDS`` pass between the
+  release of the lock and the proof, which covers the rest of the sweep.
 """
 
 from __future__ import annotations
@@ -32,18 +35,19 @@ from kvtier.processes import Liveness, ProcessIdentity, liveness_of
 
 PEERS_NAME = "peers"
 SETTLE_SECONDS = 0.5
-"""An H200 wrote for up to 11 ms after a lock on a high descriptor was free, and not at all after one on a low descriptor (docs/sidecar.md)."""
+"""An H200 wrote for up to 11 ms after a lock on a high descriptor was free, and not at all after
+one on a low descriptor (docs/sidecar.md)."""
 LEFTOVER_SECONDS = 120.0
 _NAME_CHARACTERS = frozenset("0123456789abcdef")
 _log = logging.getLogger("kvtier.tierd")
 
 
 class _OwnLock:
-    """Of this process: the descriptor that was set aside, and the locks it holds by directory."""
+    """Of this process: the reserved descriptor, and the held locks by directory."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """``own_lock`` may be called by the I/O threads of several clients."""
+        """The I/O threads of several clients may call ``hold_peer_lock``."""
         self.reserved = -1
         self.held: dict[Path, tuple[str, int]] = {}
 
@@ -60,20 +64,24 @@ _own = _OwnLock()
 os.register_at_fork(after_in_child=_own.after_fork)
 
 
-def reserve() -> None:
-    """Sets a low descriptor aside for this process's lock. Any number of times; what fails costs only the order (see above)."""
+def reserve_descriptor() -> None:
+    """Reserves a low descriptor for this process's lock. May be repeated. Failure costs only the
+    order (see above)."""
     with _own.lock:
         if _own.reserved >= 0:
             return
         try:
             _own.reserved = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            _log.debug("no descriptor set aside: %s", error)
+            _log.debug("cannot reserve a descriptor: %s", error)
 
 
-def own_lock(run_directory: Path) -> str:
-    """Name of the lock that this process holds in ``run_directory``, and until it ends; taken at the first call. Empty where that is not possible: then its
-    end cannot be proven from another container, and is waited for.
+def hold_peer_lock(run_directory: Path) -> str:
+    """Name of the lock in ``run_directory`` that this process holds until it ends, taken by the
+    first call.
+
+    Empty if it cannot be taken: other containers then cannot prove the end of this process and wait
+    for a timeout.
     """
     with _own.lock:
         held = _own.held.get(run_directory)
@@ -83,7 +91,7 @@ def own_lock(run_directory: Path) -> str:
             name, descriptor = _take(run_directory / PEERS_NAME)
         except OSError as error:
             _log.warning(
-                "no lock in %s: %s; if this process dies it takes longer to be noticed",
+                "cannot take a lock in %s: %s; the end of this process will be noticed later",
                 run_directory,
                 error,
             )
@@ -111,7 +119,7 @@ def _take(directory: Path) -> tuple[str, int]:
     name = secrets.token_hex(12)
     descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        # tierd may be another user, and opens it to try the lock.
+        # tierd may run as another user, and opens the file to try the lock.
         os.fchmod(descriptor, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -121,7 +129,7 @@ def _take(directory: Path) -> tuple[str, int]:
 
 
 def open_directory(directory: Path) -> None:
-    """Makes ``peers/`` for every user, whatever the umask, unless it is there. Raises ``OSError``."""
+    """Makes ``peers/`` for every user, whatever the umask. Raises ``OSError``."""
     try:
         directory.mkdir()
     except FileExistsError:
@@ -129,8 +137,8 @@ def open_directory(directory: Path) -> None:
     directory.chmod(0o777)
 
 
-def is_held(directory: Path, name: str) -> bool | None:
-    """Whether somebody holds the lock; None: that cannot be told, as there is no such file."""
+def is_lock_held(directory: Path, name: str) -> bool | None:
+    """Whether the lock is held; None: unknown, because there is no such file."""
     if not name or not _NAME_CHARACTERS.issuperset(name):
         return None
     try:
@@ -149,7 +157,7 @@ def is_held(directory: Path, name: str) -> bool | None:
 
 
 class PeerLiveness:
-    """``liveness_of`` for processes that may be in other containers. Owner's thread only."""
+    """``liveness_of`` for processes that may be in other containers. For the loop's thread."""
 
     def __init__(
         self,
@@ -165,11 +173,11 @@ class PeerLiveness:
         self._free_since: dict[str, float] = {}
 
     def __call__(self, process: ProcessIdentity) -> Liveness:
-        """What is known about ``process``: by its id where it can be seen, else by its lock."""
+        """What is known about ``process``: by its id if it is observable, else by its lock."""
         seen = self._visible(process)
         if seen is not Liveness.UNKNOWN or not process.lock:
             return seen
-        held = is_held(self._directory, process.lock)
+        held = is_lock_held(self._directory, process.lock)
         if held is None:
             return Liveness.UNKNOWN
         if held:
@@ -180,7 +188,7 @@ class PeerLiveness:
         return Liveness.GONE if now - since >= self._settle_seconds else Liveness.ALIVE
 
     def sweep(self, in_use: set[str]) -> int:
-        """Removes files that nobody holds and nobody is waited for by (``in_use``); returns how many."""
+        """Removes files that are not locked and not ``in_use``; returns how many."""
         count = 0
         try:
             found = list(os.scandir(self._directory))
@@ -192,7 +200,7 @@ class PeerLiveness:
                 if (
                     entry.name not in in_use
                     and age > LEFTOVER_SECONDS
-                    and is_held(self._directory, entry.name) is False
+                    and is_lock_held(self._directory, entry.name) is False
                 ):
                     os.unlink(entry.path)
                     self._free_since.pop(entry.name, None)

@@ -1,12 +1,14 @@
-"""Keeps the schedulers' replicas up to date: snapshots, deltas in order, and announcements of keys that leave RAM.
+"""Replicates the presence of objects to the engines' schedulers.
 
-Changes of one turn of the loop are joined per key, so that a delta names each key's bits once: either added or removed. An
-announcement goes out after every change before it. A snapshot is sent a few pieces per turn; what happens meanwhile waits behind it.
+tierd's ``ReplicaPublisher`` sends each scheduler a snapshot, then deltas in order, and eviction
+notices. Changes of one loop iteration are merged per key, so that a delta names each bit of a key
+once. An eviction notice follows every earlier change. A snapshot is sent a few pieces per
+iteration; changes during that time wait behind it.
 
-What tierd holds, as the scheduler side knows it: a plain dictionary, fed by tierd's ordered deltas, used as a hint only.
-
-One owner: ``apply`` and ``get`` are called by the same thread, or by threads that the caller keeps apart. ``get`` is one
-dictionary lookup, because it is called for every chunk of every prompt.
+The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has
+one owner: ``apply`` and ``get`` are called by one thread, or by threads that the caller
+synchronizes. ``get`` is one dictionary lookup, because it is called for every chunk of every
+prompt.
 """
 
 from __future__ import annotations
@@ -20,106 +22,108 @@ from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usabl
 
 SNAPSHOT_KEYS = 4096
 """Keys in one message: about 170 KB, a few milliseconds to encode."""
-PIECES_PER_TURN = 4
-MAX_WAITING = 4096
-"""Changes that wait behind a snapshot; beyond it a new snapshot says it shorter."""
+PIECES_PER_CALL = 4
+MAX_DEFERRED = 4096
+"""Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 FORGET_SECONDS = 1.0
-"""The store gives up waiting for acknowledgements after 100 ms; what is remembered longer is of no use."""
+"""The store waits for acknowledgements for 100 ms; later ones are of no use."""
 Change = tuple[bytes, int]
 
 
-class _ReplicaPublisher:
-    """One scheduler's. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
+class _ReplicaFeed:
+    """One scheduler. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
 
-    __slots__ = ("first", "namespace", "sequence", "snapshot", "waiting")
+    __slots__ = ("deferred", "first", "namespace", "sequence", "snapshot")
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.sequence = 0
         self.snapshot: Iterator[Change] | None = None
         self.first = True
-        self.waiting: deque[tuple[list[Change], list[Change]] | EvictionNotice] = deque()
+        self.deferred: deque[tuple[list[Change], list[Change]] | EvictionNotice] = deque()
 
 
 class ReplicaPublisher:
-    """All feeds, by the route of the scheduler's session. Owner's thread only.
+    """All schedulers, by the route of their session. For the loop's thread.
 
-    ``presence(namespace)`` is a snapshot of the store; ``left(token)`` tells the store that every scheduler knows;
-    ``usable()`` are the bits that count.
+    ``presence(namespace)`` is a snapshot of the store. ``acknowledge_eviction(token)`` tells the
+    store that every scheduler has acknowledged a notice. ``usable_bits()``: bits of the tiers that
+    may be used.
     """
 
     def __init__(
         self,
         send: Callable[[bytes, Message], None],
         presence: Callable[[str], Iterable[Change]],
-        left: Callable[[int], None],
-        usable: Callable[[], int],
+        acknowledge_eviction: Callable[[int], None],
+        usable_bits: Callable[[], int],
     ) -> None:
         self._send = send
         self._presence = presence
-        self._left = left
-        self._usable = usable
-        self._feeds: dict[bytes, _ReplicaPublisher] = {}
-        self._joined: dict[str, dict[bytes, tuple[int, int]]] = {}
+        self._acknowledge_eviction = acknowledge_eviction
+        self._usable_bits = usable_bits
+        self._feeds: dict[bytes, _ReplicaFeed] = {}
+        self._pending: dict[str, dict[bytes, tuple[int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
     def start(self, route: bytes, namespace: str) -> None:
-        """A scheduler's replica begins with a snapshot. The store's events up to now must have been passed in."""
+        """Starts a scheduler's replica with a snapshot. Earlier events of the store must have been
+        passed in."""
         self.flush()
         feed = self._feeds.get(route)
         if feed is None:
-            feed = self._feeds[route] = _ReplicaPublisher(namespace)
+            feed = self._feeds[route] = _ReplicaFeed(namespace)
         feed.namespace = namespace
-        self._send(route, Usable(bits=self._usable()))
-        self._begin_snapshot(feed)
+        self._send(route, Usable(bits=self._usable_bits()))
+        self._start_snapshot(feed)
 
     def stop(self, route: bytes) -> None:
-        """The scheduler is not there any more; nobody waits for its acknowledgements."""
+        """The scheduler is gone; its acknowledgements are not awaited."""
         self._feeds.pop(route, None)
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
-            self.acknowledged(route, token)
+            self.acknowledge(route, token)
 
-    def changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
+    def presence_changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
         """Bits of a key were set or cleared."""
-        joined = self._joined.setdefault(namespace, {})
-        added, removed = joined.get(key, (0, 0))
-        joined[key] = (
+        pending = self._pending.setdefault(namespace, {})
+        added, removed = pending.get(key, (0, 0))
+        pending[key] = (
             (added | bits, removed & ~bits) if present else (added & ~bits, removed | bits)
         )
 
-    def usable(self) -> None:
-        """The bits that count have changed."""
+    def usable_tiers_changed(self) -> None:
+        """The tiers that may be used have changed."""
         for route in self._feeds:
-            self._send(route, Usable(bits=self._usable()))
+            self._send(route, Usable(bits=self._usable_bits()))
 
-    def leaving(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
-        """Keys are about to leave RAM."""
+    def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
+        """Keys are about to be evicted from RAM."""
         self.flush()
         routes = {route for route, feed in self._feeds.items() if feed.namespace == namespace}
         if not routes:
-            self._left(token)
+            self._acknowledge_eviction(token)
             return
         self._tokens[token] = (set(routes), now + FORGET_SECONDS)
         message = EvictionNotice(token=token, keys=keys)
         for route in routes:
             self._emit(route, self._feeds[route], message)
 
-    def acknowledged(self, route: bytes, token: int) -> None:
-        """A scheduler does not offer the keys of this announcement any more."""
+    def acknowledge(self, route: bytes, token: int) -> None:
+        """A scheduler no longer offers the keys of this notice."""
         found = self._tokens.get(token)
         if found is None:
             return
         found[0].discard(route)
         if not found[0]:
             del self._tokens[token]
-            self._left(token)
+            self._acknowledge_eviction(token)
 
     def flush(self) -> None:
-        """Sends the changes joined so far."""
-        if not self._joined:
+        """Sends the merged changes."""
+        if not self._pending:
             return
-        joined, self._joined = self._joined, {}
-        for namespace, keys in joined.items():
+        pending, self._pending = self._pending, {}
+        for namespace, keys in pending.items():
             routes = [route for route, feed in self._feeds.items() if feed.namespace == namespace]
             if not routes:
                 continue
@@ -130,8 +134,9 @@ class ReplicaPublisher:
                 for route in routes:
                     self._emit(route, self._feeds[route], (added, removed))
 
-    def turn(self, now: float) -> bool:
-        """Once per turn of the loop: sends changes and the next pieces of snapshots. True: there is more to send."""
+    def publish(self, now: float) -> bool:
+        """Once per loop iteration: sends changes and the next pieces of snapshots. True: there is
+        more to send."""
         self.flush()
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token]
@@ -142,13 +147,13 @@ class ReplicaPublisher:
                 busy = busy or feed.snapshot is not None
         return busy
 
-    def _begin_snapshot(self, feed: _ReplicaPublisher) -> None:
+    def _start_snapshot(self, feed: _ReplicaFeed) -> None:
         feed.snapshot = iter(self._presence(feed.namespace))
         feed.first = True
-        feed.waiting.clear()
+        feed.deferred.clear()
 
-    def _continue_snapshot(self, route: bytes, feed: _ReplicaPublisher) -> None:
-        for _ in range(PIECES_PER_TURN):
+    def _continue_snapshot(self, route: bytes, feed: _ReplicaFeed) -> None:
+        for _ in range(PIECES_PER_CALL):
             snapshot = feed.snapshot
             if snapshot is None:
                 break
@@ -159,21 +164,21 @@ class ReplicaPublisher:
             if len(piece) < SNAPSHOT_KEYS:
                 feed.snapshot = None
         if feed.snapshot is None:
-            while feed.waiting:
-                item = feed.waiting.popleft()
+            while feed.deferred:
+                item = feed.deferred.popleft()
                 self._emit(route, feed, item)
 
     def _emit(
         self,
         route: bytes,
-        feed: _ReplicaPublisher,
+        feed: _ReplicaFeed,
         item: tuple[list[Change], list[Change]] | EvictionNotice,
     ) -> None:
         if feed.snapshot is not None:
-            if len(feed.waiting) >= MAX_WAITING:
-                self._begin_snapshot(feed)
+            if len(feed.deferred) >= MAX_DEFERRED:
+                self._start_snapshot(feed)
                 return
-            feed.waiting.append(item)
+            feed.deferred.append(item)
         elif isinstance(item, EvictionNotice):
             self._send(route, item)
         else:
@@ -182,7 +187,7 @@ class ReplicaPublisher:
     def _delta(
         self,
         route: bytes,
-        feed: _ReplicaPublisher,
+        feed: _ReplicaFeed,
         added: list[Change],
         removed: list[Change],
         snapshot: bool,
@@ -205,14 +210,15 @@ ALL_BITS = -1
 class Replica:
     """Keys (group byte + block hash) and the bits of the tiers that hold them.
 
-    ``removals`` rises whenever a bit was cleared or stopped counting, so that an answer derived from the replica can be known to be outdated.
-    ``stale``: a delta is missing; nothing is known until a snapshot has come.
+    ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers
+    derived from the replica. ``stale``: a delta is missing; the replica is empty until the next
+    snapshot.
     """
 
     __slots__ = (
-        "_asked",
         "_bits",
         "_next_sequence",
+        "_resync_requested",
         "get_bits",
         "removals",
         "stale",
@@ -222,35 +228,36 @@ class Replica:
     def __init__(self) -> None:
         self._bits: dict[bytes, int] = {}
         self._next_sequence = 1
-        self._asked = False
+        self._resync_requested = False
         self.removals = 0
         self.stale = False
         self.usable_bits = ALL_BITS
         """Of tiers that may be used."""
         self.get_bits = self._bits.get
-        """``get_bits(key, 0)``: the dictionary's own method, for loops over hundreds of keys. Only ``usable_bits`` of it count."""
+        """``get_bits(key, 0)``: the dictionary's method, for loops over hundreds of keys. Mask it
+        with ``usable_bits``."""
 
     def __len__(self) -> int:
         return len(self._bits)
 
     def get(self, key: bytes) -> int:
-        """Bits of the tiers that hold ``key`` and may be used; 0: none that is known."""
+        """Bits of the usable tiers that hold ``key``; 0: none known."""
         return self._bits.get(key, 0) & self.usable_bits
 
     def clear(self) -> None:
-        """Forgets everything: tierd was lost. The next session counts from 1 again."""
+        """Empties the replica after the loss of tierd. The next session counts from 1."""
         if self._bits:
             self.removals += 1
             self._bits.clear()
         self._next_sequence = 1
-        self._asked = False
+        self._resync_requested = False
         self.stale = False
         self.usable_bits = ALL_BITS
 
     def apply(self, message: Delta | EvictionNotice | Usable) -> EvictionAck | None:
-        """Takes over one message of tierd. What it returns must be sent back.
+        """Applies one message. The returned message must be sent to tierd.
 
-        Keys that are leaving RAM lose its bits at once, before tierd gets the acknowledgement.
+        Evicted keys lose their RAM bits before tierd receives the acknowledgement.
         """
         if isinstance(message, Usable):
             if self.usable_bits & ~message.bits:
@@ -262,16 +269,16 @@ class Replica:
                 self._remove(key, RAM_BITS)
             return EvictionAck(token=message.token)
         if message.sequence != self._next_sequence:
-            self._lose()
+            self._invalidate()
         self._next_sequence = message.sequence + 1
         if message.snapshot:
             if self._bits:
                 self.removals += 1
                 self._bits.clear()
             self.stale = False
-            self._asked = False
+            self._resync_requested = False
         if self.stale:
-            # Without what is missing, a removal could be undone and an addition be long gone.
+            # Without the missing delta, additions and removals would be wrong.
             return None
         bits = self._bits
         for key, added in message.added:
@@ -280,11 +287,11 @@ class Replica:
             self._remove(key, removed)
         return None
 
-    def wants_resync(self) -> bool:
+    def needs_resync(self) -> bool:
         """True once per gap: the caller sends ``Resync``, and a snapshot follows."""
-        if not self.stale or self._asked:
+        if not self.stale or self._resync_requested:
             return False
-        self._asked = True
+        self._resync_requested = True
         return True
 
     def _remove(self, key: bytes, removed: int) -> None:
@@ -298,9 +305,9 @@ class Replica:
         else:
             del self._bits[key]
 
-    def _lose(self) -> None:
+    def _invalidate(self) -> None:
         if self._bits:
             self.removals += 1
             self._bits.clear()
         self.stale = True
-        self._asked = False
+        self._resync_requested = False

@@ -1,6 +1,8 @@
-"""Makes the snapshots that are shown, and keeps the HTTP server that shows them.
+"""Takes status snapshots and serves them over HTTP.
 
-An address that cannot be bound is a condition and tried again: tierd's work does not depend on being asked about it.
+``Reporter`` belongs to the loop's thread; HTTP requests are answered on other threads from the last
+snapshot. An address that cannot be bound is a condition and is retried: tierd's work does not
+depend on its status page.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from kvtier.files import replace_file
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
-from kvtier.tierd.http import Guard, HttpResponse, HttpServer, Route, text_response
-from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, text_response
+from kvtier.tierd.live_config import LiveConfigWatcher
 from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
 from kvtier.tierd.status import (
     METRICS_CONTENT_TYPE,
-    Condition,
-    Hits,
+    HitCounters,
     SessionStatus,
     Snapshot,
-    TierStatus,
-    Tokens,
+    StatusCondition,
+    TierSnapshot,
+    TokenCounts,
     metrics_text,
     status_json,
 )
@@ -39,24 +41,24 @@ from kvtier.tierd.tier_factory import BuiltTiers
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
 UNHEALTHY_SECONDS = 5.0
-"""Ten snapshots missed: the loop hangs, or this process does not run."""
+"""Ten missed snapshots: the loop hangs, or the process is suspended."""
 
 _log = logging.getLogger("kvtier.tierd")
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInputs:
-    """Where a snapshot comes from. ``store`` is None until the pool is allocated."""
+    """What a snapshot is taken from. ``store`` is None until the pool is allocated."""
 
     epoch: int
     live: Live
-    follower: LiveFollower
+    live_config: LiveConfigWatcher
     built: BuiltTiers
     pool: PoolFile | None
     pool_error: str
     store: TierStore | None
     sessions: Sessions
-    hits: Hits
+    hits: HitCounters
     fenced: bool
     draining: bool
     awaited_workers: int
@@ -64,7 +66,7 @@ class SnapshotInputs:
 
 
 def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
-    """What is served."""
+    """The HTTP routes."""
     return {
         "/metrics": lambda: HttpResponse(200, METRICS_CONTENT_TYPE, metrics_text(snapshot())),
         "/status": lambda: HttpResponse(200, "application/json", status_json(snapshot())),
@@ -73,16 +75,16 @@ def routes(snapshot: Callable[[], Snapshot], health: Route) -> dict[str, Route]:
 
 
 class Reporter:
-    """``turn`` and ``close`` are for the loop's thread; requests are answered on their own, from the last snapshot."""
+    """``update`` and ``close`` are for the loop's thread."""
 
     def __init__(
         self,
         structural: Structural,
         run_directory: Path,
         clock: Callable[[], float],
-        guard: Guard | None = None,
+        authorizer: Authorizer | None = None,
     ) -> None:
-        self._guard = guard
+        self._authorizer = authorizer
         self._structural = structural
         self._run_directory = run_directory
         self._clock = clock
@@ -94,23 +96,23 @@ class Reporter:
         self._snapshot = Snapshot(version=__version__)
         self._snapshot_at = clock()
 
-    def turn(self, now: float, facts: Callable[[], SnapshotInputs]) -> None:
-        """Once per turn of the loop."""
+    def update(self, now: float, inputs: Callable[[], SnapshotInputs]) -> None:
+        """Once per loop iteration: binds the address and takes a snapshot when due."""
         if now >= self._next_http and self._http is None:
             self._next_http = now + HTTP_RETRY_SECONDS
             self._start_http()
         if now >= self._next_snapshot:
             self._next_snapshot = now + SNAPSHOT_SECONDS
-            self._snapshot = self._take(facts())
+            self._snapshot = self._handle(inputs())
             self._snapshot_at = now
 
     @property
     def snapshot(self) -> Snapshot:
-        """The last one. Any thread."""
+        """The last snapshot. For any thread."""
         return self._snapshot
 
     def close(self) -> None:
-        """Ends answering."""
+        """Stops serving."""
         if self._http is not None:
             self._http.close()
 
@@ -121,9 +123,9 @@ class Reporter:
         except OSError as error:
             if not self._http_error:
                 _log.error(
-                    "http on %s port %d: %s; tried again", endpoint.host, endpoint.port, error
+                    "cannot listen on %s port %d: %s; retrying", endpoint.host, endpoint.port, error
                 )
-            self._http_error = f"{endpoint.host} port {endpoint.port} cannot be served: {error}"
+            self._http_error = f"cannot listen on {endpoint.host} port {endpoint.port}: {error}"
             return
         self._http, self._http_error = server, ""
         host, port = server.address
@@ -131,7 +133,7 @@ class Reporter:
         try:
             replace_file(self._run_directory / HTTP_NAME, document.encode(), 0o644)
         except OSError as error:
-            self._http_error = f"{HTTP_NAME} cannot be written: {error}"
+            self._http_error = f"cannot write {HTTP_NAME}: {error}"
             _log.error("%s", self._http_error)
 
     def _bind(self, host: str, port: int) -> HttpServer:
@@ -139,59 +141,60 @@ class Reporter:
         found = routes(lambda: self._snapshot, self._health)
         self._port_taken = ""
         try:
-            return HttpServer(host, port, found, self._guard)
+            return HttpServer(host, port, found, self._authorizer)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
-        # Other pods of this node (with hostNetwork), or other containers of this pod, may have the port for as long as they live.
-        server = HttpServer(host, 0, found, self._guard)
+        # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port
+        # indefinitely.
+        server = HttpServer(host, 0, found, self._authorizer)
         self._port_taken = (
-            f"{host} port {port} is taken; port {server.address[1]} is served instead"
+            f"{host} port {port} is in use: listening on port {server.address[1]} instead"
         )
         _log.warning("http: %s", self._port_taken)
         return server
 
     def _health(self) -> HttpResponse:
-        """Whether tierd works, never whether a tier does: a dead disk must not restart a pod."""
+        """Whether tierd works, not whether its tiers do: a dead disk must not restart a pod."""
         age = self._clock() - self._snapshot_at
         if age > UNHEALTHY_SECONDS:
-            return text_response(503, f"the loop has not gone round for {age:.1f} s")
+            return text_response(503, f"the event loop has not run for {age:.1f} s")
         return text_response(200, "ok")
 
-    def _take(self, facts: SnapshotInputs) -> Snapshot:
-        store = facts.store
+    def _handle(self, inputs: SnapshotInputs) -> Snapshot:
+        store = inputs.store
         pool = asdict(store.accounts()) if store is not None else {}
         if store is not None:
             pool["pinned"] = store.pinned_bytes
-        if facts.pool is not None:
-            pool["touched"] = facts.pool.touched_bytes
+        if inputs.pool is not None:
+            pool["touched"] = inputs.pool.touched_bytes
         policy = self._structural.policy
-        recent, total = facts.hits.recent(self._clock()), facts.hits.total
+        recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
             policy=f"{policy.namespace}/{policy.name}",
             content_hash=self._structural.content_hash,
-            epoch=facts.epoch,
-            fenced=facts.fenced,
+            epoch=inputs.epoch,
+            fenced=inputs.fenced,
             started=store is not None,
-            applied_generation=facts.live.generation,
-            live_refused_total=facts.follower.refused_total,
-            live_refusals=tuple(map(str, facts.follower.refusals)),
+            applied_generation=inputs.live.generation,
+            live_refused_total=inputs.live_config.refused_total,
+            live_refusals=tuple(map(str, inputs.live_config.refusals)),
             tiers=self._tiers(store, recent, total),
             prompt_tokens=recent.prompt,
             prompt_tokens_total=total.prompt,
-            sessions=_sessions(facts.sessions),
-            quarantined_processes=facts.sessions.quarantined,
-            awaited_workers=facts.awaited_workers,
+            sessions=_sessions(inputs.sessions),
+            quarantined_processes=inputs.sessions.quarantined,
+            awaited_workers=inputs.awaited_workers,
             pending_stores=0 if store is None else store.pending_stores(),
             pool=pool,
-            conditions=self._conditions(facts),
-            events=dict(facts.counters.values),
+            conditions=self._conditions(inputs),
+            events=dict(inputs.counters.values),
         )
 
     def _tiers(
-        self, store: TierStore | None, recent: Tokens, total: Tokens
-    ) -> tuple[TierStatus, ...]:
+        self, store: TierStore | None, recent: TokenCounts, total: TokenCounts
+    ) -> tuple[TierSnapshot, ...]:
         states = {state.name: state for state in store.tier_reports()} if store is not None else {}
         found = []
         bits = self._bits(store)
@@ -199,10 +202,10 @@ class Reporter:
             index = bits.get(document.name, len(bits))
             state = states.get(document.name)
             if state is None:
-                found.append(TierStatus(document.name, document.kind, "Unknown"))
+                found.append(TierSnapshot(document.name, document.kind, "Unknown"))
                 continue
             found.append(
-                TierStatus(
+                TierSnapshot(
                     name=document.name,
                     kind=document.kind,
                     state=state.state,
@@ -221,34 +224,40 @@ class Reporter:
 
     @staticmethod
     def _bits(store: TierStore | None) -> dict[str, int]:
-        """Indices of tiers, as engines know them: those that were built, in order."""
+        """Index by tier name, as engines count them: the tiers that were built, in order."""
         return (
             {}
             if store is None
             else {state.name: index for index, state in enumerate(store.tier_reports())}
         )
 
-    def _conditions(self, facts: SnapshotInputs) -> tuple[Condition, ...]:
-        found = list(facts.built.conditions)
-        if facts.pool_error:
-            found.append(Condition("PoolMissing", facts.pool_error))
-        if facts.pool is not None and facts.pool.size.condition:
-            found.append(Condition("PoolSmaller", facts.pool.size.condition))
+    def _conditions(self, inputs: SnapshotInputs) -> tuple[StatusCondition, ...]:
+        found = list(inputs.built.conditions)
+        if inputs.pool_error:
+            found.append(StatusCondition("PoolMissing", inputs.pool_error))
+        if inputs.pool is not None and inputs.pool.size.condition:
+            found.append(StatusCondition("PoolSmaller", inputs.pool.size.condition))
         if self._http_error:
-            found.append(Condition("HttpNotServed", self._http_error))
+            found.append(StatusCondition("HttpNotServed", self._http_error))
         if self._port_taken:
-            found.append(Condition("HttpPortTaken", self._port_taken))
-        if facts.follower.structural_changed:
-            found.append(Condition("StructuralChanged", facts.follower.structural_changed))
-        if facts.draining:
+            found.append(StatusCondition("HttpPortTaken", self._port_taken))
+        if inputs.live_config.structural_changed:
             found.append(
-                Condition(
-                    "Draining", "the pod ends: no more stores are taken, what is pending is written"
+                StatusCondition("StructuralChanged", inputs.live_config.structural_changed)
+            )
+        if inputs.draining:
+            found.append(
+                StatusCondition(
+                    "Draining",
+                    "the pod is terminating: no further stores are accepted"
+                    ", pending ones are written",
                 )
             )
-        if facts.follower.refusals:
+        if inputs.live_config.refusals:
             found.append(
-                Condition("LiveValuesRefused", "; ".join(map(str, facts.follower.refusals)))
+                StatusCondition(
+                    "LiveValuesRefused", "; ".join(map(str, inputs.live_config.refusals))
+                )
             )
         return tuple(found)
 
@@ -270,7 +279,7 @@ def _sessions(sessions: Sessions) -> tuple[SessionStatus, ...]:
 
 
 def _engine_version(identity: str) -> str:
-    """Name and version of the engine, as a scheduler's identity says them; empty where it does not."""
+    """Name and version of the engine from a scheduler's identity; empty if it has none."""
     try:
         engine = json.loads(identity)["engine"]
         return f"{engine['name']} {engine['version']}"[:64]

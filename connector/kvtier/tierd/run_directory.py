@@ -1,21 +1,23 @@
-"""The run directory: where engine processes and tierd meet.
+"""The run directory, where engine processes and tierd meet.
 
 ::
 
     <runDirectory>/          memory-backed, e.g. /dev/shm/kvtier-<name>-<hash>
-        alive                shared lock held by every attached process and by tierd: nobody holds it, nobody lives here
-        tierd.lock           exclusive lock held by the living tierd, which touches the file with every beat of its loop
-        spawn.lock           exclusive lock held while somebody starts a tierd
-        aside.lock           exclusive lock held while the lock of a dead tierd is set aside
-        reads/               where tierds read into, should one die and a thread of it hang (hung.py)
-        epoch                the last epoch that was given out, as text
+        alive                shared lock of every attached process and of tierd; unlocked: abandoned
+        tierd.lock           exclusive lock of the running tierd; heartbeats set the file's time
+        spawn.lock           exclusive lock of the process that is starting a tierd
+        aside.lock           exclusive lock while the lock file of a tierd that hangs is discarded
+        reads/               slots that tierds read into (fencing.py)
+        epoch                the latest epoch, as text
         pool                 the host pool
-        slots, namespaces/   what is in the pool, for the next tierd (takeover.py)
+        slots, namespaces/   what is in the pool, for the next tierd (host_pool.py)
+        peers/               locks of engine processes in other containers (liveness.py)
         tierd.sock           the socket
-        http.json            where /status and /metrics really are
-        sessions/            one file per attached worker: what a new tierd must wait for
+        http.json            the address of /status and /metrics
+        sessions/            one file per attached worker, for the next tierd (fencing.py)
 
-Locks are flock(2): the kernel drops them with the last process that holds them, however it ended.
+Locks are flock(2): the kernel drops them with the last process that holds them, however it ends.
+One thread per object.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ SESSIONS_NAME = "sessions"
 PREFIX = "kvtier-"
 MARKER = b"kvtier run directory\n"
 SHARED_MARKER = b"kvtier run directory of a pod\n"
-"""Content of ``alive``: nothing is ever removed from a directory whose ``alive`` says something else, such as
-the other one: between two lives of a sidecar's tierd nobody may hold the lock, and its RAM shall still be there."""
+"""Content of ``alive``. Only a directory with ``MARKER`` is ever removed. A pod's directory has the
+other one: between two lives of the sidecar's tierd no process may hold the lock, and the pool must
+survive."""
 MAX_SOCKET_PATH_BYTES = 107
 MAX_EPOCH = 1 << 62
-"""More than can ever be counted, and less than what does not fit a message."""
+"""More than can ever be counted, and small enough for a message."""
 _JOIN_SECONDS = 5.0
 _log = logging.getLogger("kvtier.tierd")
 
@@ -67,9 +70,9 @@ class FileLock:
 
 
 def try_lock(path: Path, mode: int, *, shared: bool = False) -> FileLock | None:
-    """Locks ``path`` (made if missing, with ``mode``) without waiting; None if somebody else holds it.
+    """Locks ``path`` without waiting, creating it with ``mode`` if needed; None if it is locked.
 
-    Raises ``OSError`` where the file cannot be opened.
+    Raises ``OSError`` if the file cannot be opened.
     """
     descriptor = open_shared(path, os.O_RDWR | os.O_CREAT, mode)
     try:
@@ -84,7 +87,7 @@ def try_lock(path: Path, mode: int, *, shared: bool = False) -> FileLock | None:
 
 
 def open_shared(path: Path, flags: int, mode: int) -> int:
-    """Opens a file of the run directory; one that this call makes gets exactly ``mode``, whatever the umask. Raises ``OSError``."""
+    """Opens a file, creating it with exactly ``mode``, whatever the umask. Raises ``OSError``."""
     try:
         return os.open(path, (flags & ~os.O_CREAT) | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -94,8 +97,10 @@ def open_shared(path: Path, flags: int, mode: int) -> int:
 
 
 def is_private(path: Path) -> bool:
-    """Whether only this user may write to a run directory, or it is a volume of the pod. Its name can be guessed and /dev/shm is everybody's:
-    whoever made it first, or may write there, could answer in tierd's place. Raises ``FileNotFoundError``.
+    """Whether only this user may write to a run directory, or it is a volume of the pod.
+
+    Every user may create directories in /dev/shm and the name can be guessed, so another user's
+    process could answer in tierd's place. Raises ``FileNotFoundError``.
     """
     status = os.lstat(path)
     own = (
@@ -107,8 +112,8 @@ def is_private(path: Path) -> bool:
 
 
 class RunDirectory:
-    """One run directory. ``shared``: it is a volume of a pod that belongs to engine and sidecar, which may run as different users;
-    its files are for both, and it is never removed. Otherwise it belongs to one user."""
+    """One run directory. ``shared``: a pod's volume for engine and sidecar, which may run as
+    different users; it is never removed. Otherwise the directory belongs to one user."""
 
     def __init__(self, path: Path | str, *, shared: bool = False) -> None:
         self.path = Path(path)
@@ -120,14 +125,16 @@ class RunDirectory:
             raise ConfigurationError(
                 "runDirectory",
                 str(self.path),
-                f"a path of at most {MAX_SOCKET_PATH_BYTES - len('/tierd.sock')} bytes, because a socket is made in it",
+                f"must have at most {MAX_SOCKET_PATH_BYTES - len('/tierd.sock')} bytes, because it "
+                "holds a socket",
             )
 
     def join(self) -> None:
-        """Makes the directory if needed and takes the shared lock on ``alive``. Raises ``OSError``, and ``ConfigurationError`` for a directory
-        that is not this user's alone.
+        """Makes the directory if needed and takes the shared lock on ``alive``.
 
-        Somebody may be removing a dead directory of the same name: then this makes a fresh one.
+        If another process is removing an abandoned directory of that name, this makes a new one.
+        Raises ``OSError``, and ``ConfigurationError`` for a directory that other users may write
+        to.
         """
         deadline = time.monotonic() + _JOIN_SECONDS
         while True:
@@ -136,14 +143,16 @@ class RunDirectory:
                 self._alive = lock
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(None, "another process keeps removing it", str(self.path))
+                raise TimeoutError(
+                    None, "another process keeps removing the directory", str(self.path)
+                )
             time.sleep(0.01)
 
     def _try_join(self) -> FileLock | None:
         self.path.mkdir(mode=0o777 if self.shared else 0o700, parents=True, exist_ok=True)
         alive = self.path / ALIVE_NAME
         try:
-            self._refuse_foreign()
+            self._check_private()
             lock = try_lock(alive, self.file_mode, shared=True)
             if lock is None:
                 return None
@@ -158,14 +167,14 @@ class RunDirectory:
             return None
         return lock
 
-    def _refuse_foreign(self) -> None:
+    def _check_private(self) -> None:
         if not self.shared and not is_private(self.path):
             raise ConfigurationError(
-                "runDirectory", str(self.path), "a directory that only this user may write to"
+                "runDirectory", str(self.path), "must be writable by this user only"
             )
 
     def rejoin(self) -> None:
-        """As ``join`` if not joined, or if somebody removed the directory all the same. Raises ``OSError``."""
+        """As ``join``, if not joined or if the directory was removed. Raises ``OSError``."""
         if self._alive is not None:
             if _is_file(self._alive.descriptor, self.path / ALIVE_NAME):
                 return
@@ -174,7 +183,7 @@ class RunDirectory:
         self.join()
 
     def leave(self) -> bool:
-        """Drops the shared lock; removes the directory if nobody else holds it and it is not a pod's volume. True: removed."""
+        """Drops the shared lock; the last one removes the directory. True: removed."""
         lock, self._alive = self._alive, None
         if lock is None:
             return False
@@ -182,8 +191,9 @@ class RunDirectory:
             if self.shared:
                 return False
             try:
-                # Turning a shared lock into an exclusive one gives up the shared one first, so of several that leave
-                # at once the last one succeeds.
+                # Upgrading a lock releases the shared one first, so of several processes that leave
+                # at the same time
+                # the last one succeeds.
                 fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return False
@@ -194,13 +204,15 @@ class RunDirectory:
             lock.close()
 
     def try_daemon_lock(self) -> FileLock | None:
-        """The lock of the one living tierd; None if there is one. Raises ``OSError``.
+        """Takes the lock of the one running tierd; None if another one holds it. Raises
+        ``OSError``.
 
-        A tierd that was killed keeps its lock for as long as a thread of it hangs in a mount. Its file is set aside.
+        A killed tierd holds its lock while one of its threads hangs in a mount. Its lock file is
+        discarded.
         """
         path = self.path / LOCK_NAME
         lock = try_lock(path, self.file_mode)
-        if lock is None and self._set_aside(path):
+        if lock is None and self._discard_orphaned_lock(path):
             lock = try_lock(path, self.file_mode)
         if lock is not None and not _is_file(lock.descriptor, path):
             lock.close()
@@ -214,24 +226,25 @@ class RunDirectory:
             os.pwrite(lock.descriptor, text.encode(), 0)
         return lock
 
-    def _set_aside(self, path: Path) -> bool:
-        """Removes the lock file of a tierd that will never run again. One at a time, so that nobody's new file is taken for the old one."""
-        if not self._holder_is_dead(path):
+    def _discard_orphaned_lock(self, path: Path) -> bool:
+        """Removes the lock file of an exited tierd. One process at a time, so that none removes
+        another's new file."""
+        if not self._holder_exited(path):
             return False
-        turn = try_lock(self.path / ASIDE_NAME, self.file_mode)
-        if turn is None:
+        discard_lock = try_lock(self.path / ASIDE_NAME, self.file_mode)
+        if discard_lock is None:
             return False
         try:
-            if not self._holder_is_dead(path):
+            if not self._holder_exited(path):
                 return False
             path.unlink(missing_ok=True)
-            _log.warning("a thread of the last tierd hangs; its lock is set aside")
+            _log.warning("a thread of the previous tierd hangs: discarded its lock")
             return True
         finally:
-            turn.close()
+            discard_lock.close()
 
     @staticmethod
-    def _holder_is_dead(path: Path) -> bool:
+    def _holder_exited(path: Path) -> bool:
         try:
             document = json.loads(path.read_bytes())
             holder = ProcessIdentity(
@@ -241,53 +254,55 @@ class RunDirectory:
             return False
         return main_thread_exited(holder)
 
-    def daemon_lives(self) -> bool:
-        """Whether some process holds the daemon's lock. A look is a shared lock for a moment, so looks do not see each other."""
+    def is_daemon_running(self) -> bool:
+        """Whether a tierd holds the daemon's lock. Checks take a shared lock for a moment, so they
+        do not disturb each other."""
         try:
             lock = try_lock(self.path / LOCK_NAME, self.file_mode, shared=True)
         except OSError:
             return False
         if lock is None:
-            return not self._holder_is_dead(self.path / LOCK_NAME)
+            return not self._holder_exited(self.path / LOCK_NAME)
         lock.close()
         return False
 
     def try_spawn_lock(self) -> FileLock | None:
-        """The right to start a tierd; None while somebody else is at it. Raises ``OSError``."""
+        """Takes the right to start tierd; None while another process has it. Raises ``OSError``."""
         return try_lock(self.path / SPAWN_NAME, self.file_mode)
 
-    def beat(self, lock: FileLock) -> None:
-        """tierd's loop: shows whoever looks at the lock file that it goes round."""
+    def heartbeat(self, lock: FileLock) -> None:
+        """Shows supervisors that tierd's loop runs. Raises ``OSError``."""
         os.utime(lock.descriptor)
 
-    def last_beat(self) -> int:
-        """A number that changes with every ``beat``; 0 before the first."""
+    def last_heartbeat(self) -> int:
+        """A number that changes with every heartbeat; 0 before the first."""
         try:
             return os.stat(self.path / LOCK_NAME).st_mtime_ns
         except OSError:
             return 0
 
     def read_epoch(self) -> int:
-        """The last epoch that was given out; 0 in a fresh directory."""
+        """The latest epoch; 0 in a new directory."""
         try:
             epoch = int((self.path / EPOCH_NAME).read_text())
             if not 0 <= epoch < MAX_EPOCH:
-                raise ValueError("no epoch is that number")
+                raise ValueError("epoch out of range")
             return epoch
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            # An epoch that is too low could be taken for one already drained, so it jumps where no count can have reached.
-            _log.error("%s: %s; the epoch jumps ahead", self.path / EPOCH_NAME, error)
+            # A reused epoch would count as drained, so continue with a number that no counter has
+            # reached.
+            _log.error("cannot read %s: %s; skipping epochs", self.path / EPOCH_NAME, error)
             return time.time_ns() // 1_000_000
 
     def write_epoch(self, epoch: int) -> None:
-        """Publishes an epoch before anybody is told of it. Raises ``OSError``."""
+        """Records an epoch, before it is used. Raises ``OSError``."""
         replace_file(self.path / EPOCH_NAME, str(epoch).encode(), self.file_mode)
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether ``path`` still is the open file, not one made after it was removed."""
+    """Whether ``path`` is still the open file, not one that replaced it."""
     try:
         at_path = os.stat(path)
     except FileNotFoundError:
@@ -297,8 +312,8 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a run directory whose ``alive`` the caller holds exclusively; ``alive`` goes last, so that a removal
-    that was interrupted is finished by the next sweep."""
+    """Removes a run directory whose ``alive`` the caller has locked exclusively. ``alive`` is
+    removed last, so that an interrupted removal is completed later."""
     try:
         for entry in list(os.scandir(path)):
             if entry.name == ALIVE_NAME:
@@ -310,16 +325,16 @@ def _remove(path: Path) -> bool:
         os.unlink(path / ALIVE_NAME)
         os.rmdir(path)
     except OSError as error:
-        _log.warning("%s could not be removed: %s", path, error)
+        _log.warning("cannot remove %s: %s", path, error)
         return False
     return True
 
 
 def remove_abandoned(own: Path, removed: Callable[[Path], None] | None = None) -> int:
-    """Removes the run directories beside ``own`` in which nobody lives any more; returns how many.
+    """Removes abandoned run directories beside ``own``; returns how many.
 
-    Only directories of this user, named like a run directory, with a marked ``alive`` file. Called by whoever starts a tierd: a
-    process that was killed cannot clean up after itself, and memory-backed leftovers are memory.
+    Only directories of this user with the name and the marker of a run directory. A killed process
+    cannot clean up, and its leftovers occupy memory.
     """
     if not own.name.startswith(PREFIX):
         return 0
@@ -334,15 +349,15 @@ def remove_abandoned(own: Path, removed: Callable[[Path], None] | None = None) -
         return 0
     for name in names:
         path = own.parent / name
-        if _sweep_one(path):
+        if _remove_if_abandoned(path):
             count += 1
-            _log.info("removed the leftover run directory %s", path)
+            _log.info("removed abandoned run directory %s", path)
             if removed is not None:
                 removed(path)
     return count
 
 
-def _sweep_one(path: Path) -> bool:
+def _remove_if_abandoned(path: Path) -> bool:
     try:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

@@ -1,25 +1,26 @@
-"""Sessions and the engines they form: what the state machine in sessions.py keeps, and what it needs from outside.
+"""Sessions and the engines they form: a state machine without sockets, for one thread.
 
-Who is attached: sessions, the engines they form, and what is left of those that went.
+One EngineCore and its workers are one *engine*. It opens in the store when all its members are
+attached and consistent, and closes as a whole: when a member is lost, the others get ``Bye``,
+drain, and attach again.
 
-A state machine without sockets. One EngineCore and its workers are one *engine*; it opens in the store when all of them are
-there and agree, and closes as a whole: when any member is lost, the others are told ``Bye``, drain, and attach again.
+Every opening has its own epoch, larger than all before. A store that was planned before a loss
+therefore names an epoch without workers, even if tierd did not restart; and "drained to epoch N"
+refers to the previous life of this engine.
 
-Every opening has an epoch of its own, larger than all before it. So a store that was planned before a loss names an epoch that no worker is
-attached to any more, even if tierd itself never went away, and a worker's "drained to epoch N" is about this engine's last life.
-
-Proof that a worker touches no slot any more is one of: its ``Bye``, a ``Hello`` of the same process that has drained the epoch, or
-that its process is gone. Without proof, slots stay in quarantine: for ``BLIND_SECONDS`` where the process cannot be seen, and for as
-long as it lives where it can (one that is stopped and goes on an hour later finishes its copy then).
+Proof that a worker no longer touches slots is one of: its ``Bye``; a ``Hello`` of the same process
+that has drained the epoch; the end of its process. Without proof its slots stay in quarantine: as
+long as an observable process lives (one that is stopped and continues an hour later finishes its
+copy then), and for ``UNVERIFIABLE_TIMEOUT_SECONDS`` if the process cannot be observed.
 
 Cases of ``hello``:
 
-1. another version, or a description that makes no sense: refused;
-2. the member is there already, in the same process: it attaches again. An open engine ends first;
-3. the member is there already, in a process that is gone: as if that had been noticed before, then 5;
-4. the member is there already, in another living process: refused;
-5. the engine is ending (a member has said ``Bye``): it ends, and a fresh one forms;
-6. otherwise it joins the engine that forms, which opens when it is the last one.
+1. the version differs or the description is invalid: refused;
+2. the member is attached, in the same process: it reattaches, and an open engine closes first;
+3. the member is attached in a process that is gone: the loss is handled first, then case 5;
+4. the member is attached in another process that lives: refused;
+5. the engine is ending, because a member has sent ``Bye``: it closes, and a new one forms;
+6. otherwise it joins the forming engine, which opens with its last member.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ from typing import Protocol
 from kvtier.errors import KVTierError
 from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import EngineInfo, StoreCounters
-from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
-from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
+from kvtier.tierd.fencing import (
+    UNVERIFIABLE_TIMEOUT_SECONDS,
+    AttachedWorker,
+    SessionFiles,
+    StartupFence,
+)
+from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
 from kvtier.tiers.base import aligned
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One attached process. ``route``: its address at the socket; ``heard``: when it last said something."""
+    """One attached process. ``route``: its address at the socket. ``last_heard_at``: time of its
+    last message."""
 
     route: bytes
     number: int
     hello: Hello
     worker: AttachedWorker
-    heard: float
+    last_heard_at: float
 
     @property
     def is_scheduler(self) -> bool:
@@ -67,7 +74,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class EngineSessions:
-    """The members that are there. ``name``: its name in the store; ``ending``: a member has said ``Bye``."""
+    """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has
+    sent ``Bye``."""
 
     engine: str
     epoch: int
@@ -80,29 +88,29 @@ class EngineSessions:
 
     @property
     def name(self) -> str:
-        """No two openings have the same one, so that proof about one is never taken for another."""
+        """Unique per opening, so that proof about one opening never counts for another."""
         return f"{self.engine}#{self.epoch}"
 
     @property
     def ranks(self) -> int:
-        """How many workers belong to it; 0 while the scheduler is not there."""
+        """How many workers belong to it; 0 while the scheduler is not attached."""
         if self.scheduler is None:
             return 0
         hello = self.scheduler.hello
         return hello.ranks or max(hello.writer_ranks, default=0) + 1
 
     def members(self) -> list[Session]:
-        """Everybody who is there."""
+        """All attached members."""
         return ([] if self.scheduler is None else [self.scheduler]) + list(self.workers.values())
 
     def member(self, hello: Hello) -> Session | None:
-        """Who is there in the part that ``hello`` wants to play."""
+        """The attached member with the role and rank of ``hello``."""
         return self.scheduler if hello.role == "scheduler" else self.workers.get(hello.rank)
 
 
 @dataclass(slots=True, eq=False)
 class SessionQuarantine:
-    """Workers of an engine that was closed, which have not proven that they touch nothing any more."""
+    """Workers of a closed engine that may still access its slots."""
 
     name: str
     waiting: list[Session]
@@ -110,80 +118,102 @@ class SessionQuarantine:
 
 
 class SessionListener(Protocol):
-    """What happens to the outside."""
+    """What the sessions tell their owner."""
 
     def send(self, route: bytes, message: Message) -> None:
-        """Sends without waiting; a session that does not read is reported later through ``unreachable``."""
+        """Sends without waiting; a session that does not read is reported later through
+        ``unreachable``."""
         ...
 
     def welcome(self, session: Session) -> None:
-        """The session stands."""
+        """A session was admitted."""
         ...
 
-    def opened(self, engine: EngineSessions) -> None:
-        """All members are there. Raises ``KVTierError`` if the store does not take the engine."""
+    def engine_opened(self, engine: EngineSessions) -> None:
+        """All members are attached. Raises ``KVTierError`` if the store rejects the engine."""
         ...
 
-    def closed(self, engine: EngineSessions, proven: bool) -> None:
-        """The engine is not there any more."""
+    def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
+        """The engine closed. ``proven``: none of its workers accesses its slots."""
         ...
 
-    def proven_gone(self, name: str) -> None:
-        """Nobody of this engine touches a slot any more."""
+    def engine_confirmed_dead(self, name: str) -> None:
+        """No worker of this closed engine accesses a slot."""
         ...
 
-    def dropped(self, session: Session) -> None:
-        """Nothing is sent to this session any more."""
+    def session_removed(self, session: Session) -> None:
+        """The session ended; no message follows."""
         ...
 
 
 MAX_SESSIONS = 256
-"""Processes on one machine with one pool: eight ranks of eight engines, with room."""
+"""Processes that share one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
 Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
 """(identity JSON, codec texts in rank order) -> (namespace as 32 hex digits, canonical text)."""
 _log = logging.getLogger("kvtier.tierd")
 
 
+@dataclass(frozen=True, slots=True)
+class SessionDependencies:
+    """What the sessions use.
+
+    ``derive``: namespace of an engine. ``next_epoch`` publishes and returns a larger epoch each
+    time, and raises ``OSError``. ``liveness``: what is known about a process.
+    """
+
+    files: SessionFiles
+    fence: StartupFence
+    derive: Derive
+    next_epoch: Callable[[], int]
+    liveness: Callable[[ProcessIdentity], Liveness]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTimeouts:
+    """``silence_seconds``: a session without a message for this long is lost.
+    ``unverifiable_seconds``: quarantine of slots whose process cannot be observed."""
+
+    silence_seconds: float = SESSION_TIMEOUT_SECONDS
+    unverifiable_seconds: float = UNVERIFIABLE_TIMEOUT_SECONDS
+
+
+DEFAULT_TIMEOUTS = SessionTimeouts()
+
+
 class Sessions:
-    """See the module's text. Owner's thread only. ``next_epoch`` publishes and returns a larger epoch each time (``OSError``)."""
+    """The state machine. For the thread of its owner."""
 
     def __init__(
         self,
-        host: SessionListener,
-        files: SessionFiles,
-        fence: StartupFence,
-        derive: Derive,
-        next_epoch: Callable[[], int],
-        fate: Callable[[ProcessIdentity], Liveness],
+        listener: SessionListener,
+        dependencies: SessionDependencies,
         counters: StoreCounters,
-        lost_seconds: float = LOST_SECONDS,
-        blind_seconds: float = BLIND_SECONDS,
+        timeouts: SessionTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
-        self._host = host
-        self._files = files
-        self._fence = fence
-        self._derive = derive
-        self._next_epoch = next_epoch
-        self._fate = fate
+        self._listener = listener
+        self._files = dependencies.files
+        self._fence = dependencies.fence
+        self._derive = dependencies.derive
+        self._next_epoch = dependencies.next_epoch
+        self._liveness = dependencies.liveness
         self._counters = counters
-        self._lost_seconds = lost_seconds
-        self._blind_seconds = blind_seconds
-        self._numbers = 0
-        self._routes: dict[bytes, Session] = {}
+        self._timeouts = timeouts
+        self._last_number = 0
+        self._sessions: dict[bytes, Session] = {}
         self._engines: dict[str, EngineSessions] = {}
         self._quarantines: list[SessionQuarantine] = []
         self.had_any = False
-        """Whether there ever was a session."""
-        self.left_in_order = True
-        """Whether the session that ended last said ``Bye``."""
+        """Whether a session was ever admitted."""
+        self.last_left_cleanly = True
+        """Whether the session that ended last sent ``Bye``."""
 
     def __len__(self) -> int:
-        return len(self._routes)
+        return len(self._sessions)
 
     def get(self, route: bytes) -> Session | None:
         """The session at an address."""
-        return self._routes.get(route)
+        return self._sessions.get(route)
 
     def engine_of(self, session: Session) -> EngineSessions | None:
         """The engine a session belongs to."""
@@ -191,83 +221,86 @@ class Sessions:
 
     def all(self) -> list[Session]:
         """Every session."""
-        return list(self._routes.values())
+        return list(self._sessions.values())
 
     def engines(self) -> Iterator[EngineSessions]:
         """Every engine, open or forming."""
         return iter(list(self._engines.values()))
 
     def locks(self) -> set[str]:
-        """Names of the locks of all processes that are attached, or have to be proven gone."""
+        """Names of the peer locks of all processes that are attached or quarantined."""
         waiting = [session for quarantine in self._quarantines for session in quarantine.waiting]
-        return {session.process.lock for session in (*self._routes.values(), *waiting)}
+        return {session.process.lock for session in (*self._sessions.values(), *waiting)}
 
     @property
     def quarantined(self) -> int:
-        """How many processes have to be proven gone."""
+        """How many processes are in quarantine."""
         return sum(len(quarantine.waiting) for quarantine in self._quarantines)
 
-    # Beginning.
+    # Attaching.
 
     def hello(self, route: bytes, hello: Hello, now: float) -> None:
-        """A process wants a session."""
-        if route in self._routes:
+        """Handles the first message of a process."""
+        if route in self._sessions:
             self._counters.add("protocol_violations", "", "hello_twice")
             return
-        reason = self._reason_to_refuse(hello)
+        reason = self._rejection_reason(hello)
         if reason:
-            self._refuse(route, hello, reason)
+            self._reject_session(route, hello, reason)
             return
         process = ProcessIdentity(hello.pid, hello.process_start, hello.pid_namespace, hello.lock)
         if hello.role == "worker":
-            self._drained(hello, process)
+            self._worker_drained(hello, process)
         engine = self._engines.get(hello.engine)
         there = None if engine is None else engine.member(hello)
         if engine is not None and there is not None:
             if there.process == process:
-                self._attach_again(engine, there, hello, now)
+                self._reattach(engine, there, hello, now)
                 engine = self._engines.get(hello.engine)
-            elif self._fate(there.process) is Liveness.GONE:
-                self._vanished(there, now, "its process is gone", proven=True)
+            elif self._liveness(there.process) is Liveness.GONE:
+                self._session_lost(there, now, "its process is gone", proven=True)
                 engine = None
             else:
-                self._refuse(
-                    route, hello, f"{there.title} has this part already; engine ids must be unique"
+                self._reject_session(
+                    route, hello, f"{there.title} is attached already; engine ids must be unique"
                 )
                 return
         if engine is not None and engine.ending:
-            self._end(engine, now, "another session begins")
+            self._close_engine(engine, now, "another session starts")
             engine = None
         self._join(route, hello, process, engine, now)
 
-    def _reason_to_refuse(self, hello: Hello) -> str:
+    def _rejection_reason(self, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
-            return f"tierd is version {PROTOCOL}, the connector is {hello.protocol}; both must be of one version"
+            return f"version mismatch: tierd has {PROTOCOL}, the connector {hello.protocol}"
         if hello.role not in ("scheduler", "worker") or not hello.engine:
-            return f"role {hello.role!r} of engine {hello.engine!r}: 'scheduler' or 'worker' of a named engine attaches"
+            return (
+                f"role {hello.role!r} of engine {hello.engine!r}: must be 'scheduler' or 'worker' "
+                "of a named engine"
+            )
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
-            return f"rank {hello.rank}: 0 to {MAX_RANKS - 1} are accepted"
+            return f"rank {hello.rank}: must be between 0 and {MAX_RANKS - 1}"
         writers_fit = hello.writer_ranks and all(
             0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks
         )
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
-            return f"writer ranks {list(hello.writer_ranks)} of {hello.ranks} ranks make no sense"
-        if len(self._routes) >= MAX_SESSIONS:
-            return f"{MAX_SESSIONS} sessions are open, which is the limit"
+            return f"writer ranks {list(hello.writer_ranks)}: must be among {hello.ranks} ranks"
+        if len(self._sessions) >= MAX_SESSIONS:
+            return f"too many sessions: at most {MAX_SESSIONS}"
         return ""
 
-    def _refuse(self, route: bytes, hello: Hello, reason: str) -> None:
-        _log.warning("refused: %s, process %d: %s", hello.engine, hello.pid, reason)
+    def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
+        _log.warning(
+            "refused session of engine %s (process %d): %s", hello.engine, hello.pid, reason
+        )
         self._counters.add("sessions_refused")
-        self._host.send(route, Refused(reason=reason))
+        self._listener.send(route, SessionRefused(reason=reason))
 
-    def _attach_again(
-        self, engine: EngineSessions, there: Session, hello: Hello, now: float
-    ) -> None:
+    def _reattach(self, engine: EngineSessions, there: Session, hello: Hello, now: float) -> None:
         drained = there.is_scheduler or hello.drained_epoch >= there.worker.epoch
         self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
         if engine.open or engine.ending:
-            self._end(
+            self._close_engine(
                 engine, now, f"{there.title} attached again", proven=[there] if drained else []
             )
         else:
@@ -289,13 +322,13 @@ class Sessions:
             if hello.role == "worker":
                 self._files.add(worker)
         except OSError as error:
-            # Without these files the next tierd would not know whom to wait for.
-            self._refuse(route, hello, f"the run directory cannot be written: {error}")
+            # Without this file the next tierd would not wait for the worker.
+            self._reject_session(route, hello, f"cannot write to the run directory: {error}")
             return
         self._engines[hello.engine] = engine
-        self._numbers += 1
-        session = Session(route, self._numbers, hello, worker, now)
-        self._routes[route] = session
+        self._last_number += 1
+        session = Session(route, self._last_number, hello, worker, now)
+        self._sessions[route] = session
         if session.is_scheduler:
             engine.scheduler = session
         else:
@@ -303,7 +336,7 @@ class Sessions:
         self.had_any = True
         self._counters.add("sessions_attached", "", hello.role)
         _log.info("attached: %s, epoch %d", session.title, engine.epoch)
-        self._host.welcome(session)
+        self._listener.welcome(session)
         self._open_if_complete(engine, now)
 
     def _open_if_complete(self, engine: EngineSessions, now: float) -> None:
@@ -311,15 +344,15 @@ class Sessions:
             return
         outside = [rank for rank in engine.workers if rank >= engine.ranks]
         if outside:
-            self._reject(engine, f"ranks {outside} of {engine.ranks}")
+            self._reject_engine(engine, f"ranks {outside} of {engine.ranks}")
             return
         if len(engine.workers) < engine.ranks:
             return
         try:
             engine.info = self._describe(engine, engine.scheduler.hello)
-            self._host.opened(engine)
+            self._listener.engine_opened(engine)
         except (KVTierError, ValueError) as error:
-            self._reject(engine, str(error))
+            self._reject_engine(engine, str(error))
             return
         engine.open = True
         self._counters.add("engines_opened")
@@ -330,7 +363,7 @@ class Sessions:
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
             raise ValueError(
-                f"the ranks have {[len(sizes) for sizes in shards]} groups; all must have the same, at least one"
+                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, not 0"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
@@ -338,7 +371,8 @@ class Sessions:
         )
         persistent = not scheduler.ephemeral_reason
         if not persistent:
-            # What the identity does not establish can differ at the next start, even under the same text.
+            # What the identity does not cover can differ at the next start, even with the same
+            # text.
             namespace = secrets.token_hex(16)
         return EngineInfo(
             engine=engine.name,
@@ -349,122 +383,134 @@ class Sessions:
             persistent=persistent,
         )
 
-    def _reject(self, engine: EngineSessions, reason: str) -> None:
-        """The members contradict each other. Nothing was granted, so nothing is quarantined."""
+    def _reject_engine(self, engine: EngineSessions, reason: str) -> None:
+        """The members are inconsistent. Nothing was granted, so nothing is quarantined."""
         for session in engine.members():
-            self._refuse(session.route, session.hello, f"engine {engine.engine}: {reason}")
+            self._reject_session(session.route, session.hello, f"engine {engine.engine}: {reason}")
             self._remove(engine, session)
             self._files.remove(session.worker)
         self._engines.pop(engine.engine, None)
-        self.left_in_order = False
+        self.last_left_cleanly = False
 
-    # Going on.
+    # Liveness.
 
-    def heard(self, session: Session, now: float) -> None:
-        """It said something."""
-        session.heard = now
+    def touch(self, session: Session, now: float) -> None:
+        """Records that the session sent a message."""
+        session.last_heard_at = now
 
-    def forgive(self, now: float) -> None:
-        """This process was asleep: nobody's silence counts."""
-        for session in self._routes.values():
-            session.heard = now
+    def reset_timeouts(self, now: float) -> None:
+        """This process was suspended: silence so far does not count."""
+        for session in self._sessions.values():
+            session.last_heard_at = now
 
     def check(self, now: float) -> None:
-        """Finds sessions that are silent or whose process is gone, and processes whose quarantine ends."""
-        for session in list(self._routes.values()):
-            if session.route not in self._routes:
+        """Ends sessions that are silent or whose process is gone, and quarantines that are over."""
+        for session in list(self._sessions.values()):
+            if session.route not in self._sessions:
                 continue
-            if self._fate(session.process) is Liveness.GONE:
-                self._vanished(session, now, "its process is gone", proven=True)
-            elif now - session.heard > self._lost_seconds:
-                self._vanished(session, now, f"no word for {self._lost_seconds:g} s", proven=False)
+            if self._liveness(session.process) is Liveness.GONE:
+                self._session_lost(session, now, "its process is gone", proven=True)
+            elif now - session.last_heard_at > self._timeouts.silence_seconds:
+                self._session_lost(
+                    session,
+                    now,
+                    f"no message for {self._timeouts.silence_seconds:g} s",
+                    proven=False,
+                )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
-                fate = self._fate(session.process)
-                if fate is Liveness.GONE or (
-                    fate is Liveness.UNKNOWN and now >= quarantine.deadline
+                liveness = self._liveness(session.process)
+                if liveness is Liveness.GONE or (
+                    liveness is Liveness.UNKNOWN and now >= quarantine.deadline
                 ):
-                    self._resolve(quarantine, session)
+                    self._confirm(quarantine, session)
 
-    # Ending.
+    # Closing.
 
     def bye(self, route: bytes) -> None:
-        """A process ends its session in order: it has drained its copies."""
-        session = self._routes.get(route)
+        """A process ends its session: it has drained its copies."""
+        session = self._sessions.get(route)
         if session is None:
-            # It crossed with tierd's own; what it says about the copies holds all the same.
+            # It crossed with tierd's own ``Bye``; the copies are drained all the same.
             for quarantine in list(self._quarantines):
                 for waiting in list(quarantine.waiting):
                     if waiting.route == route:
-                        self._resolve(quarantine, waiting)
+                        self._confirm(quarantine, waiting)
             return
         engine = self._engines[session.hello.engine]
         self._remove(engine, session)
         self._files.remove(session.worker)
-        self.left_in_order = True
-        _log.info("left: %s", session.title)
+        self.last_left_cleanly = True
+        _log.info("detached: %s", session.title)
         if engine.open:
             engine.ending = True
             if not engine.workers:
-                # The scheduler side copies nothing, so this ends it, whether the scheduler is still there or not.
+                # The scheduler copies nothing, so the engine ends with its last worker.
                 engine.open = False
-                self._host.closed(engine, True)
+                self._listener.engine_closed(engine, True)
         if not engine.members():
             self._engines.pop(engine.engine, None)
 
     def unreachable(self, session: Session, now: float, reason: str) -> None:
-        """Its connection is closed, or it does not read what it is sent."""
-        if session.route in self._routes:
-            self._vanished(
-                session, now, reason, proven=self._fate(session.process) is Liveness.GONE
+        """Its connection is closed, or it does not read."""
+        if session.route in self._sessions:
+            self._session_lost(
+                session, now, reason, proven=self._liveness(session.process) is Liveness.GONE
             )
 
-    def _vanished(self, session: Session, now: float, reason: str, proven: bool) -> None:
+    def _session_lost(self, session: Session, now: float, reason: str, proven: bool) -> None:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
-        self._end(
-            engine, now, f"{session.title} vanished: {reason}", proven=[session] if proven else []
+        self._close_engine(
+            engine, now, f"{session.title} is lost: {reason}", proven=[session] if proven else []
         )
 
-    def _end(
+    def _close_engine(
         self, engine: EngineSessions, now: float, reason: str, proven: list[Session] | None = None
     ) -> None:
-        """Closes an engine with all its members; those not in ``proven`` are told, and may still be copying."""
-        _log.warning("engine %s ends: %s", engine.engine, reason)
+        """Closes an engine and ends its sessions. Members not in ``proven`` get ``Bye`` and may
+        still be copying."""
+        _log.warning("closed engine %s: %s", engine.engine, reason)
         known = proven or []
         members = engine.members()
         waiting = []
         for session in members:
             self._remove(engine, session)
             if session not in known:
-                self._host.send(session.route, Bye(reason=reason))
+                self._listener.send(session.route, Bye(reason=reason))
             if session.is_scheduler:
                 continue
-            if session in known or not engine.open or self._fate(session.process) is Liveness.GONE:
+            if (
+                session in known
+                or not engine.open
+                or self._liveness(session.process) is Liveness.GONE
+            ):
                 self._files.remove(session.worker)
             else:
                 waiting.append(session)
         self._engines.pop(engine.engine, None)
-        self.left_in_order = False
+        self.last_left_cleanly = False
         if not engine.open:
             return
         engine.open = False
-        self._host.closed(engine, not waiting)
+        self._listener.engine_closed(engine, not waiting)
         if waiting:
             self._quarantines.append(
-                SessionQuarantine(engine.name, waiting, now + self._blind_seconds)
+                SessionQuarantine(engine.name, waiting, now + self._timeouts.unverifiable_seconds)
             )
 
     def _remove(self, engine: EngineSessions, session: Session) -> None:
-        self._routes.pop(session.route, None)
+        self._sessions.pop(session.route, None)
         if session.is_scheduler:
             engine.scheduler = None
         else:
             engine.workers.pop(session.hello.rank, None)
-        self._host.dropped(session)
+        self._listener.session_removed(session)
 
-    def _drained(self, hello: Hello, process: ProcessIdentity) -> None:
-        self._fence.hello(AttachedWorker(hello.engine, hello.rank, 0, process), hello.drained_epoch)
+    def _worker_drained(self, hello: Hello, process: ProcessIdentity) -> None:
+        self._fence.worker_attached(
+            AttachedWorker(hello.engine, hello.rank, 0, process), hello.drained_epoch
+        )
         for quarantine in list(self._quarantines):
             for session in list(quarantine.waiting):
                 worker = session.worker
@@ -474,11 +520,11 @@ class Sessions:
                     and worker.rank == hello.rank
                     and hello.drained_epoch >= worker.epoch
                 ):
-                    self._resolve(quarantine, session)
+                    self._confirm(quarantine, session)
 
-    def _resolve(self, quarantine: SessionQuarantine, session: Session) -> None:
+    def _confirm(self, quarantine: SessionQuarantine, session: Session) -> None:
         quarantine.waiting.remove(session)
         self._files.remove(session.worker)
         if not quarantine.waiting:
             self._quarantines.remove(quarantine)
-            self._host.proven_gone(quarantine.name)
+            self._listener.engine_confirmed_dead(quarantine.name)

@@ -1,12 +1,12 @@
-"""``kvtier-sidecar run|drain``, also ``python -m kvtier.tierd.sidecar``: process 1 of the sidecar's container, and its
-preStop hook.
+"""``kvtier-sidecar run|drain``, also ``python -m kvtier.tierd.sidecar``: process 1 of the sidecar's
+container, and its preStop hook.
 
-Exit status of ``run``: 0 after SIGTERM or SIGINT, 2 for wrong usage; nothing else ends it. Of ``drain``: 0 if draining
-was requested, 1 if it could not be.
+Exit status of ``run``: 0 after SIGTERM or SIGINT, 2 for wrong usage; nothing else ends it. Of
+``drain``: 0 if draining was requested, 1 if it could not be.
 
-Only ``main`` imports the rest of the package, after it has installed a handler for SIGTERM. The kernel does not deliver
-a signal without a handler to process 1 of a container, and the imports take a moment: a pod that is deleted in that
-moment would otherwise stay for its whole grace period.
+Only ``main`` imports the rest of the package, after it has installed a handler for SIGTERM. The
+kernel does not deliver a signal without a handler to process 1 of a container, and the imports take
+a moment: a pod that is deleted in that moment would otherwise stay for its whole grace period.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_DIRECTORY = Path("/run/kvtier")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with ``arguments`` (by default the process's own); returns the exit status."""
+    """Runs the command with ``arguments`` (default: sys.argv); returns the exit status."""
     # The supervisor replaces this handler with its own.
     signal.signal(signal.SIGTERM, _exit)
     from kvtier.tierd.sidecar_supervisor import SidecarOptions, SidecarSupervisor, request_drain
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    """Nothing has been started yet. An exception could be caught by a module that is being imported."""
+    """Nothing has been started yet. An exception could be caught by a module that is being
+    imported."""
     os._exit(0)
 
 

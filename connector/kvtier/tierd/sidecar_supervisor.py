@@ -7,11 +7,12 @@
          ▼                             ▼
        (HTTP 503)                    ended
 
-If the *container* restarted, the pages of the host pool would stay charged to the pod but not to the new container,
-whose memory limit would then guard nothing. Nothing that tierd does may therefore end this process. See docs/sidecar.md.
+If the *container* restarted, the pages of the host pool would stay charged to the pod but not to
+the new container, whose memory limit would then authorizer nothing. Nothing that tierd does may
+therefore end this process. See docs/sidecar.md.
 
-Everything runs on the main thread, except ``SidecarSupervisor.stop``, which may be called from any thread and from
-signal handlers.
+Everything runs on the main thread, except ``SidecarSupervisor.stop``, which may be called from any
+thread and from signal handlers.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ from kvtier.processes import (
     pid_namespace,
     process_start,
 )
-from kvtier.tierd.http import HttpServer, Token, text_response
+from kvtier.tierd.http import BearerToken, HttpServer, text_response
 from kvtier.tierd.reporting import routes
 from kvtier.tierd.run_directory import RunDirectory
-from kvtier.tierd.status import Condition, Snapshot
+from kvtier.tierd.status import Snapshot, StatusCondition
 from kvtier.tierd.watchdog import Watchdog, WatchdogTiming, tierd_environment
 
 DRAIN_NAME = "drain"
 """File in the run directory: the preStop hook was called."""
 TIMING = WatchdogTiming(poll=0.25, retry=1.0)
 END_SECONDS = 1.5
-"""From SIGTERM to SIGKILL of tierd: when the kubelet sends SIGTERM the engine has ended, and two seconds are left."""
+"""From SIGTERM to SIGKILL of tierd: when the kubelet sends SIGTERM the engine has ended, and two
+seconds are left."""
 DRAIN_SECONDS = 0.5
 """How long tierd writes after SIGTERM, unless preStop made it drain before."""
 _log = logging.getLogger("kvtier.sidecar")
@@ -83,9 +85,9 @@ class FirstDocument:
 def first_document(topology_directory: Path, run_directory: Path) -> FirstDocument:
     """The structural document for the life of the pod.
 
-    The first valid one is copied to the run directory and never replaced. It comes from an annotation that users may
-    edit, and a restarted tierd must not build other tiers over the pool than those that the engine knows. Never raises
-    for the content of files.
+    The first valid one is copied to the run directory and never replaced. It comes from an
+    annotation that users may edit, and a restarted tierd must not build other tiers over the pool
+    than those that the engine knows. Never raises for the content of files.
     """
     copy = run_directory / STRUCTURAL_FILE
     unreadable = ""
@@ -112,18 +114,19 @@ def request_drain(run_directory: Path) -> None:
 
 
 class PlaceholderServer:
-    """Answers on tierd's address while tierd does not run. Otherwise an invalid document would look like an
-    unreachable pod. ``start`` and ``stop`` never raise."""
+    """Answers on tierd's address while tierd does not run. Otherwise an invalid document would look
+    like an unreachable pod. ``start`` and ``stop`` never raise."""
 
     def __init__(self, token_file: Path | None, port: int) -> None:
         self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  (clients are in other pods)
-        self._token = None if token_file is None else Token(token_file)
+        self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()
         self._problem = ""
 
     def start(self, structural: Structural | None, condition: str, problem: str) -> None:
-        """Serves ``problem`` as a condition of type ``condition``, or replaces the condition that is served."""
+        """Serves ``problem`` as a condition of type ``condition``, or replaces the condition that
+        is served."""
         self._problem = problem
         self._snapshot = Snapshot(
             version=__version__,
@@ -131,7 +134,7 @@ class PlaceholderServer:
             if structural is None
             else f"{structural.policy.namespace}/{structural.policy.name}",
             content_hash="" if structural is None else structural.content_hash,
-            conditions=(Condition(condition, problem),),
+            conditions=(StatusCondition(condition, problem),),
         )
         if self._server is not None:
             return
@@ -153,7 +156,8 @@ class PlaceholderServer:
 
 
 class ChildReaper:
-    """Reaps every child of process 1; descendants of tierd become its children when their parents exit."""
+    """Reaps every child of process 1; descendants of tierd become its children when their parents
+    exit."""
 
     def __init__(self) -> None:
         self._exit_codes: dict[int, int | None] = {}
@@ -205,13 +209,15 @@ class ContainerProcess:
     def poll(self) -> bool:
         """Whether the program has ended."""
         if not self.reaped() and self._hangs_after_kill():
-            # It cannot be reaped before the mount answers. The reaper collects it whenever that happens.
+            # It cannot be reaped before the mount answers. The reaper collects it whenever that
+            # happens.
             _log.error("a thread of tierd (process %d) hangs in the kernel; not waiting", self.pid)
             self._end(-signal.SIGKILL)
         return self._exit_code is not None
 
     def reaped(self) -> bool:
-        """Whether the process has ended and was reaped, which a thread that hangs in the kernel prevents."""
+        """Whether the process has ended and was reaped, which a thread that hangs in the kernel
+        prevents."""
         if self._exit_code is None:
             code = self._reaper.exit_code(self.pid)
             if code is not None:
@@ -307,7 +313,8 @@ class SidecarLauncher:
 
 
 def _environment() -> dict[str, str]:
-    """tierd's environment. By default malloc keeps an arena per thread, each as large as it once was."""
+    """tierd's environment. By default malloc keeps an arena per thread, each as large as it once
+    was."""
     return {**tierd_environment(), "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4")}
 
 
@@ -334,7 +341,7 @@ class SidecarSupervisor:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def stop(self) -> None:
-        """Requests the end; a second request kills tierd. For any thread and for signal handlers."""
+        """Requests the end; a second request kills tierd. For any thread and signal handlers."""
         self._stop_requests += 1
 
     def run(self) -> int:
@@ -418,7 +425,8 @@ class SidecarSupervisor:
                 process.kill()
                 deadline = now + TIMING.poll
             elif killed and now >= deadline:
-                # A thread hangs in a dead mount: the kernel keeps the container until the call returns.
+                # A thread hangs in a dead mount: the kernel keeps the container until the call
+                # returns.
                 _log.error("tierd (process %d) does not end after SIGKILL", process.pid)
                 return
             self._wait(min(TIMING.poll, max(0.0, deadline - now)))

@@ -1,11 +1,9 @@
-"""Which share of prompts came from which tier, over the last five minutes.
+"""The status snapshot, its JSON and its metrics, and the counters of hit tokens.
 
-The schedulers count (a hit is what was loaded, not what was promised) and send totals with their heartbeats; here differences are added up
-in pieces of a few seconds. Owner's thread only.
-
-What tierd says about itself: one snapshot, made by its loop, shown as JSON and as metrics.
-
-The loop replaces the snapshot as a whole; HTTP threads read whichever is there, so asking never disturbs the data path.
+The loop replaces the snapshot as a whole and HTTP threads read the current one, so reading never
+disturbs the data path. Schedulers count hits, which are tokens that were loaded, not promised, and
+send totals with their heartbeats; ``HitCounters`` adds up the differences in intervals of a few
+seconds, for the share of each tier in the last five minutes.
 """
 
 from __future__ import annotations
@@ -21,80 +19,87 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 WINDOW_SECONDS = 300.0
-PIECE_SECONDS = 5.0
+INTERVAL_SECONDS = 5.0
 MAX_ENGINES = 256
-"""Remembered, the gone ones included: one that attaches again goes on from where it was."""
+"""Engines remembered, including detached ones, which continue from their last totals when they
+reattach."""
 
 
 @dataclass(slots=True)
-class _Piece:
-    begun: float
+class _Interval:
+    started_at: float
     prompt: int = 0
     loaded: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """``loaded[i]``: of ``prompt`` tokens, those that came from tier i."""
+class TokenCounts:
+    """``loaded[i]``: how many of the ``prompt`` tokens were loaded from tier i."""
 
     prompt: int = 0
     loaded: tuple[int, ...] = ()
 
     def of(self, tier: int) -> int:
-        """Tokens that came from a tier."""
+        """TokenCounts that came from a tier."""
         return self.loaded[tier] if tier < len(self.loaded) else 0
 
 
-class Hits:
-    """``recent(now)`` and ``total``: since this tierd started."""
+class HitCounters:
+    """Token counts of all engines: ``recent`` over the last five minutes, ``total`` since tierd
+    started."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Tokens] = {}
-        self._pieces: deque[_Piece] = deque()
+        self._reported: dict[str, TokenCounts] = {}
+        self._intervals: deque[_Interval] = deque()
         self._prompt = 0
         self._loaded: list[int] = []
 
-    def heard(
-        self, engine: str, prompt: int, loaded: tuple[int, ...], now: float, younger: bool = False
+    def record(
+        self,
+        engine: str,
+        prompt: int,
+        loaded: tuple[int, ...],
+        now: float,
+        started_later: bool = False,
     ) -> None:
-        """A scheduler's totals. The first ones of an engine are where counting begins, as they may be from before this tierd; unless the
-        engine is ``younger``."""
-        before = self._known.pop(engine, Tokens() if younger else None)
-        if len(self._known) >= MAX_ENGINES:
-            del self._known[next(iter(self._known))]
-        self._known[engine] = Tokens(prompt, loaded)
+        """Records a scheduler's totals. An engine's first totals are the baseline, because they may
+        date from before this tierd, unless the engine ``started_later``."""
+        before = self._reported.pop(engine, TokenCounts() if started_later else None)
+        if len(self._reported) >= MAX_ENGINES:
+            del self._reported[next(iter(self._reported))]
+        self._reported[engine] = TokenCounts(prompt, loaded)
         if before is None or (before.prompt, before.loaded) == (prompt, loaded):
             return
-        piece = self._piece(now)
-        grown = max(0, prompt - before.prompt)
-        piece.prompt += grown
-        self._prompt += grown
+        interval = self._current_interval(now)
+        increase = max(0, prompt - before.prompt)
+        interval.prompt += increase
+        self._prompt += increase
         for tier, tokens in enumerate(loaded):
-            grown = max(0, tokens - before.of(tier))
-            for counts in (piece.loaded, self._loaded):
+            increase = max(0, tokens - before.of(tier))
+            for counts in (interval.loaded, self._loaded):
                 counts.extend([0] * (tier + 1 - len(counts)))
-                counts[tier] += grown
+                counts[tier] += increase
 
-    def _piece(self, now: float) -> _Piece:
-        if not self._pieces or now - self._pieces[-1].begun >= PIECE_SECONDS:
-            self._pieces.append(_Piece(now))
-        return self._pieces[-1]
+    def _current_interval(self, now: float) -> _Interval:
+        if not self._intervals or now - self._intervals[-1].started_at >= INTERVAL_SECONDS:
+            self._intervals.append(_Interval(now))
+        return self._intervals[-1]
 
-    def recent(self, now: float) -> Tokens:
+    def recent(self, now: float) -> TokenCounts:
         """Over the last five minutes."""
-        while self._pieces and now - self._pieces[0].begun > WINDOW_SECONDS:
-            self._pieces.popleft()
+        while self._intervals and now - self._intervals[0].started_at > WINDOW_SECONDS:
+            self._intervals.popleft()
         loaded: list[int] = []
-        for piece in self._pieces:
-            loaded.extend([0] * (len(piece.loaded) - len(loaded)))
-            for tier, tokens in enumerate(piece.loaded):
+        for interval in self._intervals:
+            loaded.extend([0] * (len(interval.loaded) - len(loaded)))
+            for tier, tokens in enumerate(interval.loaded):
                 loaded[tier] += tokens
-        return Tokens(sum(piece.prompt for piece in self._pieces), tuple(loaded))
+        return TokenCounts(sum(interval.prompt for interval in self._intervals), tuple(loaded))
 
     @property
-    def total(self) -> Tokens:
+    def total(self) -> TokenCounts:
         """Since this tierd started."""
-        return Tokens(self._prompt, tuple(self._loaded))
+        return TokenCounts(self._prompt, tuple(self._loaded))
 
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
@@ -102,8 +107,8 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True, slots=True)
-class TierStatus:
-    """One tier, as in the document's order."""
+class TierSnapshot:
+    """One tier, in the order of the structural document."""
 
     name: str
     kind: str
@@ -134,8 +139,9 @@ class SessionStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """Something a person may want to act on. ``type``: a word for programs; ``message``: a sentence."""
+class StatusCondition:
+    """Something a person may want to act on. ``type``: a word for programs; ``message``: a
+    sentence."""
 
     type: str
     message: str
@@ -143,7 +149,8 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier, reason)."""
+    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier,
+    reason)."""
 
     version: str = ""
     policy: str = ""
@@ -154,7 +161,7 @@ class Snapshot:
     applied_generation: int = 0
     live_refused_total: int = 0
     live_refusals: tuple[str, ...] = ()
-    tiers: tuple[TierStatus, ...] = ()
+    tiers: tuple[TierSnapshot, ...] = ()
     prompt_tokens: int = 0
     """Of the last five minutes."""
     prompt_tokens_total: int = 0
@@ -163,7 +170,7 @@ class Snapshot:
     awaited_workers: int = 0
     pending_stores: int = 0
     pool: dict[str, int] = field(default_factory=dict)
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[StatusCondition, ...] = ()
     events: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
 
@@ -211,21 +218,23 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot
-        used = GaugeMetricFamily(
-            "kvtier_tier_used_bytes", "Bytes a tier is charged for.", labels=["tier"]
-        )
+        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes used by a tier.", labels=["tier"])
         capacity = GaugeMetricFamily(
             "kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"]
         )
-        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects a tier holds.", labels=["tier"])
+        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects in a tier.", labels=["tier"])
         pending = GaugeMetricFamily(
-            "kvtier_tier_pending_store_bytes", "Bytes waiting to be written.", labels=["tier"]
+            "kvtier_tier_pending_store_bytes", "Bytes of pending stores to a tier.", labels=["tier"]
         )
         state = GaugeMetricFamily(
-            "kvtier_tier_state", "1 for the state a tier is in.", labels=["tier", "state"]
+            "kvtier_tier_state",
+            "State of a tier: 1 for the current state, else 0.",
+            labels=["tier", "state"],
         )
         loaded = CounterMetricFamily(
-            "kvtier_loaded_tokens", "Prompt tokens that engines loaded.", labels=["tier"]
+            "kvtier_loaded_tokens",
+            "Prompt tokens loaded from a tier instead of computed.",
+            labels=["tier"],
         )
         for tier in snapshot.tiers:
             loaded.add_metric([tier.name], tier.hit_tokens_total)
@@ -236,48 +245,46 @@ class _SnapshotCollector(Collector):
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
         pool = GaugeMetricFamily(
-            "kvtier_pool_bytes", "Bytes of the host pool by use.", labels=["use"]
+            "kvtier_pool_bytes", "Bytes of the host pool, by use.", labels=["use"]
         )
         for use, size in snapshot.pool.items():
             pool.add_metric([use], size)
         sessions = GaugeMetricFamily(
-            "kvtier_sessions", "Attached engine processes.", labels=["role"]
+            "kvtier_sessions", "Attached engine processes, by role.", labels=["role"]
         )
         for role in ("scheduler", "worker"):
             sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
         events = CounterMetricFamily(
-            "kvtier_events", "What happened, by reason.", labels=["name", "tier", "reason"]
+            "kvtier_events", "Events, by name, tier and reason.", labels=["name", "tier", "reason"]
         )
         for labels, value in sorted(snapshot.events.items()):
             events.add_metric(list(labels), value)
-        refused = CounterMetricFamily("kvtier_live_refused", "Live values that were refused.")
+        refused = CounterMetricFamily("kvtier_live_refused", "Rejected live values.")
         refused.add_metric([], snapshot.live_refused_total)
-        prompts = CounterMetricFamily(
-            "kvtier_prompt_tokens", "Prompt tokens that engines scheduled."
-        )
+        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens scheduled by engines.")
         prompts.add_metric([], snapshot.prompt_tokens_total)
         yield from (loaded, prompts)
         yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)
         for name, text, number in (
             (
                 "kvtier_live_generation",
-                "Generation of the live values in force.",
+                "Generation of the live values in effect.",
                 snapshot.applied_generation,
             ),
-            ("kvtier_epoch", "The last epoch that was given out.", snapshot.epoch),
+            ("kvtier_epoch", "Latest epoch.", snapshot.epoch),
             (
                 "kvtier_fenced",
-                "1 while workers of an earlier epoch are waited for.",
+                "1 while tierd waits for workers of earlier epochs, else 0.",
                 int(snapshot.fenced),
             ),
             (
                 "kvtier_quarantined_processes",
-                "Processes that have to be proven gone.",
+                "Processes whose slots are in quarantine.",
                 snapshot.quarantined_processes,
             ),
             (
                 "kvtier_conditions",
-                "Conditions a person may want to act on.",
+                "Conditions that need attention.",
                 len(snapshot.conditions),
             ),
         ):
@@ -287,7 +294,7 @@ class _SnapshotCollector(Collector):
 
 
 def metrics_text(snapshot: Snapshot) -> bytes:
-    """The body of ``/metrics``. The registry is this answer's own: nothing of the process is shown by accident."""
+    """The body of ``/metrics``. Its own registry contains nothing but the snapshot."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot))
     return generate_latest(registry)

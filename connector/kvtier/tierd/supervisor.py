@@ -1,9 +1,10 @@
 """Engine mode: an engine process starts tierd and supervises it.
 
-Every EngineCore runs one ``Supervisor``. The one that finds the daemon's lock free and gets the spawn lock starts tierd,
-in its own session and outside the engine's process tree, so that neither Ctrl-C at the engine nor the engine's end hits
-it: tierd ends by itself when no session is left. Only the process that started a tierd kills it when it hangs, because
-a process id alone does not identify a process.
+Every EngineCore runs one ``Supervisor``. The one that finds the daemon's lock free and gets the
+spawn lock starts tierd, in its own session and outside the engine's process tree, so that neither
+Ctrl-C at the engine nor the engine's end hits it: tierd ends by itself when no session is left.
+Only the process that started a tierd kills it when it hangs, because a process id alone does not
+identify a process.
 
 In mode ``Sidecar`` the sidecar's supervisor starts tierd, and nothing here does.
 """
@@ -41,14 +42,16 @@ _DISCARDED = '"$@" >/dev/null & echo $!'
 
 
 class DetachedProcess:
-    """A program in its own session that is no descendant of this process. Raises ``OSError`` if it cannot be started.
+    """A program in its own session that is no descendant of this process. Raises ``OSError`` if it
+    cannot be started.
 
-    vLLM ends an engine by killing it with all its descendants. A daemon among them would die with its first engine: its
-    pending writes would be lost, its run directory would stay, and other engines would lose their RAM tier. A shell
-    therefore starts the program and exits, so that the kernel reparents it to the first process of the machine or
-    container.
+    vLLM ends an engine by killing it with all its descendants. A daemon among them would die with
+    its first engine: its pending writes would be lost, its run directory would stay, and other
+    engines would lose their RAM tier. A shell therefore starts the program and exits, so that the
+    kernel reparents it to the first process of the machine or container.
 
-    ``to_standard_error``: the program writes to this process's standard error; otherwise its output is discarded.
+    ``to_standard_error``: the program writes to this process's standard error; otherwise its output
+    is discarded.
     """
 
     def __init__(
@@ -82,7 +85,8 @@ class DetachedProcess:
         """Whether ``poll`` has observed the exit."""
 
     def poll(self) -> bool:
-        """Whether the program has ended. A thread that hangs in the kernel executes nothing of it and is not waited for."""
+        """Whether the program has ended. A thread that hangs in the kernel executes nothing of it
+        and is not waited for."""
         if not self.ended:
             self.ended = main_thread_exited(self._identity)
             if self.ended:
@@ -130,7 +134,8 @@ def daemon_command(topology_directory: Path, run_directory: Path) -> list[str]:
 
 
 class EngineLauncher:
-    """Starts tierd outside the engine's process tree, unless another process has started or is starting it."""
+    """Starts tierd outside the engine's process tree, unless another process has started or is
+    starting it."""
 
     def __init__(
         self, run_directory: RunDirectory, command: Sequence[str], stop: threading.Event
@@ -145,14 +150,15 @@ class EngineLauncher:
         self._run_directory.rejoin()
 
     def launch(self) -> DetachedProcess | None:
-        """Holds the spawn lock until the first heartbeat. None: a tierd runs or another process starts one."""
+        """Holds the spawn lock until the first heartbeat. None: a tierd runs or another process
+        starts one."""
         run = self._run_directory
-        if self._stop.is_set() or run.daemon_lives():
+        if self._stop.is_set() or run.is_daemon_running():
             return None
         self._spawn_lock = run.try_spawn_lock()
         if self._spawn_lock is None:
             return None
-        if run.daemon_lives():
+        if run.is_daemon_running():
             self.release_spawn_lock()
             return None
         # Readers of the engine's standard output expect the engine's output alone.
@@ -227,8 +233,8 @@ class Supervisor:
     def ensure(self) -> None:
         """Joins the run directory and starts a tierd if none runs; does not wait until it serves.
 
-        Logs and retries what fails with ``OSError``. Raises ``ConfigurationError`` for a directory that other users may
-        write to: this process must not talk to a tierd there.
+        Logs and retries what fails with ``OSError``. Raises ``ConfigurationError`` for a directory
+        that other users may write to: this process must not talk to a tierd there.
         """
         if not self._enabled or self._thread is not None:
             return
@@ -239,9 +245,11 @@ class Supervisor:
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
-        """Ends supervision when the engine ends, and removes the run directory if no other process uses it.
+        """Ends supervision when the engine ends, and removes the run directory if no other process
+        uses it.
 
-        The sessions of this engine must be closed. Waits for its own tierd to end, unless other engines use it.
+        The sessions of this engine must be closed. Waits for its own tierd to end, unless other
+        engines use it.
         """
         deadline = self._clock() + timeout_seconds
         self._stop.set()

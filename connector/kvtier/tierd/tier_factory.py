@@ -1,9 +1,9 @@
-"""From the topology document to tiers, and what could not be built.
+"""Builds the secondary tiers of a topology, and limits the memory that tierd may allocate beside
+the pool.
 
-What tierd may allocate beside the pool.
-
-The sidecar's memory limit is the pool and a fixed sum. Running into it makes the kernel kill the container; running into a limit of the
-process's own makes one allocation fail, and at worst tierd is restarted over the same pool.
+The sidecar's memory limit is the pool plus a fixed amount. Exceeding it makes the kernel kill the
+container; exceeding a limit of the process makes one allocation fail and at worst restarts tierd
+over the same pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.errors import KVTierError
-from kvtier.tierd.status import Condition
+from kvtier.tierd.status import StatusCondition
 from kvtier.tiers.base import Tier, TierLimits
 
 _log = logging.getLogger("kvtier.tierd")
@@ -35,15 +35,16 @@ WrapTier = Callable[[Tier], Tier]
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """``tiers``: the lower ones that work, in the document's order. ``missing``: documents of those that do not."""
+    """``tiers``: the secondary tiers, in the document's order. ``missing``: documents of those that
+    could not be built."""
 
     tiers: tuple[Tier, ...]
     missing: tuple[TierDocument, ...]
-    conditions: tuple[Condition, ...]
+    conditions: tuple[StatusCondition, ...]
 
 
 def memory_document(structural: Structural) -> MemoryTierDocument:
-    """The memory tier; loading has made sure that there is one."""
+    """The memory tier; loading has checked that there is one."""
     for tier in structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             return tier
@@ -51,7 +52,7 @@ def memory_document(structural: Structural) -> MemoryTierDocument:
 
 
 def limits_of(live: LiveTier) -> TierLimits:
-    """The live values that a tier itself has to know."""
+    """The live values that a tier applies itself."""
     return TierLimits(
         capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
         high_watermark_percent=live.high_watermark_percent,
@@ -61,21 +62,22 @@ def limits_of(live: LiveTier) -> TierLimits:
     )
 
 
-def storage_group(gid: int | None) -> tuple[int | None, tuple[Condition, ...]]:
-    """The group that files can be given, and what is to be said where that is not the one asked for."""
+def storage_group(gid: int | None) -> tuple[int | None, tuple[StatusCondition, ...]]:
+    """The group that new files get, with a condition if it is not ``gid``."""
     if gid is None or gid == os.getegid() or gid in os.getgroups() or _may_change_owners():
         return gid, ()
     return None, (
-        Condition(
+        StatusCondition(
             "StorageGroupMissing",
-            f"this process is not in group {gid} (security.storageGid), so files are made for its own user and group: other pods "
-            "may not be able to read them; the pod's securityContext.supplementalGroups must list the group",
+            f"this process is not in group {gid} (security.storageGid), so files belong to its own "
+            "user and group and other pods may be unable to read them: add the group to the pod's "
+            "securityContext.supplementalGroups",
         ),
     )
 
 
 def _may_change_owners() -> bool:
-    """Whether this process has CAP_CHOWN: root without capabilities may no more than others."""
+    """Whether this process has CAP_CHOWN, which root may lack."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("CapEff:"):
@@ -86,21 +88,21 @@ def _may_change_owners() -> bool:
 
 
 def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
-    """Makes the lower tiers; does no I/O. A tier that cannot be made leaves the others working, and a condition."""
+    """Builds the secondary tiers without I/O. A tier that cannot be built becomes a condition."""
     tiers: list[Tier] = []
     missing: list[TierDocument] = []
     gid, said = storage_group(topology.structural.storage_gid)
     has_files = _file_tiers(topology) > 0
-    conditions: list[Condition] = list(said) if has_files else []
+    conditions: list[StatusCondition] = list(said) if has_files else []
     for document in topology.structural.tiers:
         if isinstance(document, MemoryTierDocument):
             continue
         try:
             tier = _build(document, topology, gid)
         except (KVTierError, ImportError, OSError, ValueError) as error:
-            _log.error("tier %s is not served: %s", document.name, error)
+            _log.error("cannot build tier %s: %s", document.name, error)
             missing.append(document)
-            conditions.append(Condition("TierNotServed", f"tier {document.name}: {error}"))
+            conditions.append(StatusCondition("TierNotServed", f"tier {document.name}: {error}"))
             continue
         tiers.append(tier if wrap is None else wrap(tier))
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))
@@ -118,22 +120,23 @@ def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
         from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
 
         live = topology.live.tiers.get(document.name, LiveTier())
-        # Shares are fixed: one that depended on what the others hold would change with every object of theirs.
+        # Fixed shares: otherwise the share would change with every object of the other tiers.
         share = MAX_INDEXED_OBJECTS // _file_tiers(topology)
         return FileSystemTier(document, limits_of(live), gid, max_objects=share)
-    raise KVTierError(f"tiers of kind {document.kind} are not served by this version")
+    raise KVTierError(f"this version does not support tiers of kind {document.kind}")
 
 
 DATA_BYTES = 640 << 20
-"""Of the 512 MiB for tierd and 256 MiB for indexes that the container's limit has beside the pool: what is left for the supervisor, code and
-the kernel's own use is 128 MiB."""
+"""The container's limit has 512 MiB for tierd and 256 MiB for indexes beside the pool. 128 MiB of
+them remain for the supervisor, code and the kernel."""
 STACK_BYTES = 1 << 20
-"""Of each thread; the kernel counts address space, so the usual 8 MiB would be most of the limit."""
+"""Stack of each thread. The kernel counts address space, so the usual 8 MiB would be most of the
+limit."""
 _OTHER_THREADS = 64
 
 
 def data_limit(structural: Structural, data_bytes: int) -> int:
-    """``RLIMIT_DATA`` for a topology: ``data_bytes``, and the address space of the stacks of as many threads as its tiers have."""
+    """``RLIMIT_DATA`` for a topology: ``data_bytes`` and the stacks of its tiers' threads."""
     threads = _OTHER_THREADS + sum(
         tier.read_threads + tier.write_threads
         for tier in structural.tiers
@@ -143,7 +146,8 @@ def data_limit(structural: Structural, data_bytes: int) -> int:
 
 
 def limit_data(structural: Structural, data_bytes: int) -> int:
-    """Limits this process, before it starts threads; returns the limit in bytes. What cannot be limited is logged."""
+    """Limits this process before it starts threads; returns the limit in bytes, 0 if it cannot be
+    set."""
     limit = data_limit(structural, data_bytes)
     threading.stack_size(STACK_BYTES)
     try:
@@ -151,6 +155,6 @@ def limit_data(structural: Structural, data_bytes: int) -> int:
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
     except (OSError, ValueError) as error:
-        _log.warning("RLIMIT_DATA cannot be set: %s", error)
+        _log.warning("cannot set RLIMIT_DATA: %s", error)
         return 0
     return bound

@@ -6,8 +6,9 @@
                            │ no heartbeat
                            └──▶ killed ──▶ exited
 
-A failed start and an exit back off alike: 1 s, doubled up to 30 s, and 1 s again after a tierd that ran for a minute.
-How tierd is launched, and what else depends on it, is the ``Launcher``'s. All calls belong to one thread.
+A failed start and an exit back off alike: 1 s, doubled up to 30 s, and 1 s again after a tierd that
+ran for a minute. How tierd is launched, and what else depends on it, is the ``Launcher``'s. All
+calls belong to one thread.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ class Launcher(Protocol[Process]):
     """What differs between the two modes."""
 
     def prepare(self) -> None:
-        """Start of a step; not called while a failure backs off. Raises ``OSError`` or ``ConfigurationError``."""
+        """Start of a step; not called while a failure backs off. Raises ``OSError`` or
+        ``ConfigurationError``."""
 
     def launch(self) -> Process | None:
-        """Starts tierd; None if it cannot be started at present, such as while another process starts it. Raises
-        ``OSError``."""
+        """Starts tierd; None if it cannot be started at present, such as while another process
+        starts it. Raises ``OSError``."""
 
     def on_heartbeat(self) -> None:
         """tierd has sent a heartbeat."""
@@ -149,10 +151,11 @@ class Watchdog(Generic[Process]):
             return
         if now - self._last_step_at > self._timing.suspended:
             self._heartbeat_at = now
-        heartbeat = self._run_directory.last_beat()
+        heartbeat = self._run_directory.last_heartbeat()
         if heartbeat != self._heartbeat:
-            # Opening the lock file sets its time as well: only the holder of the lock sends heartbeats.
-            self._has_heartbeat = self._has_heartbeat or self._run_directory.daemon_lives()
+            # Opening the lock file sets its time as well: only the holder of the lock sends
+            # heartbeats.
+            self._has_heartbeat = self._has_heartbeat or self._run_directory.is_daemon_running()
             self._heartbeat, self._heartbeat_at = heartbeat, now
             self._launcher.on_heartbeat()
             return
@@ -186,7 +189,7 @@ class Watchdog(Generic[Process]):
         self._process = process
         self._started_at = now
         # Read after the launch, which opens the lock file and so changes its time.
-        self._heartbeat = self._run_directory.last_beat()
+        self._heartbeat = self._run_directory.last_heartbeat()
         self._heartbeat_at, self._has_heartbeat = now, False
         self.counters["spawned"] += 1
         _log.info("started tierd (process %d) in %s", process.pid, self._run_directory.path)
@@ -197,7 +200,7 @@ class Watchdog(Generic[Process]):
 
 
 def tierd_environment() -> dict[str, str]:
-    """The environment of a tierd: this process's, with the package it runs from first in the path."""
+    """The environment of a tierd: this process's, with its own package first in the path."""
     package = str(Path(kvtier.__file__).resolve().parent.parent)
     path = [package] + [
         part

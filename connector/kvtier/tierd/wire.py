@@ -1,14 +1,16 @@
 """Messages between tierd and the engine processes.
 
-One ZeroMQ ROUTER in tierd, one DEALER in each engine process, over ``ipc://<run directory>/tierd.sock``. Each message is
-one frame: a msgpack array tagged with the class name. Both ends are of one version; ``Hello`` and ``Welcome`` carry it and
-a difference ends the conversation with ``Refused``. Messages of one sender arrive in order; between two senders (scheduler
-and worker of one engine, say) there is no order.
+tierd has one ZeroMQ ROUTER, each engine process one DEALER, over ``ipc://<run
+directory>/tierd.sock``. A message is one frame: a msgpack array tagged with the class name. Both
+ends must have the same version; ``Hello`` and ``Welcome`` carry it, and a difference ends the
+session with ``SessionRefused``. Messages of one sender arrive in order. Between two senders, such as the
+scheduler and a worker of one engine, there is no order.
 
-Vocabulary. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its workers; sessions with the
-same ``engine`` belong together. Slots are named by their byte offset in the host pool. ``bits``: bit 0 is the memory tier,
-bit i the i-th tier of the structural document, bit 16 what is in RAM since before this tierd and has to be promoted
-like what is in a lower tier, because it is verified first.
+Terms. A *session* is one engine process's attachment. ``engine`` names one EngineCore and its
+workers: sessions with the same ``engine`` belong together. Slots are identified by their byte
+offset in the host pool. ``bits`` are the presence bits of ``store/types.py``: bit 0 is the memory
+tier, bit i the i-th tier of the structural document, and bit 16 an object that is in RAM since
+before this tierd. Such an object is verified when it is promoted, like one in a secondary tier.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ PROTOCOL = f"{__version__}/3"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""
-LOST_SECONDS = 3.0
-"""The other end counts as gone after this long without a word; six beats, so that one slow scheduling slice is no death."""
+SESSION_TIMEOUT_SECONDS = 3.0
+"""A session without a message for this long is lost: six heartbeats, so that one slow scheduling
+slice is not a loss."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -37,10 +40,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 class Hello(Message, frozen=True, kw_only=True):
     """First message of a session, and again after tierd was lost.
 
-    ``drained_epoch``: every epoch up to this one is behind the sender: no copy of it runs, its grants are forgotten
-    (0: never attached). The scheduler's carries ``identity`` (DATAPATH 8 without the codec's layout, canonical JSON),
-    ``ephemeral_reason`` (why the identity does not hold across processes; empty: it does) and ``writer_ranks``; a
-    worker's carries ``rank``, ``codec`` (canonical text of the byte layout) and ``shard_bytes`` per group.
+    ``drained_epoch``: the sender has drained every epoch up to this one: no copy of it runs and its
+    grants are dropped (0: never attached). The scheduler's carries ``identity`` (canonical JSON of
+    what shapes KV bytes, without the layout), ``ephemeral_reason`` (why the identity does not hold
+    across processes; empty: it does) and ``writer_ranks``; a worker's carries ``rank``, ``codec``
+    (canonical text of the byte layout) and ``shard_bytes`` per group.
     """
 
     protocol: str
@@ -57,33 +61,39 @@ class Hello(Message, frozen=True, kw_only=True):
     codec: str = ""
     shard_bytes: tuple[int, ...] = ()
     ranks: int = 0
-    """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs."""
+    """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs.
+    """
     lock: str = ""
-    """Name of the file in ``peers/`` on which the process holds a lock until it ends; empty: none."""
+    """Name of the file in ``peers/`` on which the process holds a lock until it ends; empty: none.
+    """
 
 
 class Bye(Message, frozen=True, kw_only=True):
-    """The session ends. From an engine process: in order, all its copies are drained, its grants may be reused.
+    """The session ends. From an engine process: all its copies are drained and its grants may be
+    reused.
 
-    From tierd: nothing that it granted or announced in this session holds any more; ``reason`` is for the log.
+    From tierd: all grants and announcements of this session are void; ``reason`` is for the log.
     """
 
     reason: str = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Both directions: still here. A scheduler's says what has become of prompts since its engine started: tokens of those that were
-    scheduled, and of these, by tier, those that were loaded instead of computed."""
+    """Both directions. A scheduler's carries totals since its engine started: ``prompt_tokens`` of
+    scheduled prompts, and of these, by tier, the ``loaded_tokens`` that were loaded instead of
+    computed."""
 
     prompt_tokens: int = 0
     loaded_tokens: tuple[int, ...] = ()
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Scheduler: these chunks will be delivered into these slots, all taken from the session's credits.
+    """Scheduler: workers will deliver these chunks into these slots, which are taken from the
+    session's credits.
 
-    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd drops what is
-    already there or pending, and takes the slot back once every writer has delivered or aborted.
+    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd
+    drops what is already there or pending, and takes the slot back once every writer has delivered
+    or aborted.
     """
 
     items: tuple[tuple[int, int, bytes, int], ...]
@@ -96,20 +106,23 @@ class Deliver(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Worker: these reservations were not (wholly) written, and will not be touched any more."""
+    """Worker: these reservations were not completely written, and the worker will not touch them
+    again."""
 
     reservations: tuple[int, ...]
 
 
 class Promote(Message, frozen=True, kw_only=True):
-    """Scheduler: read the longest usable prefix of ``keys`` into RAM, within ``budget_seconds`` from now.
+    """Scheduler: read the longest usable prefix of ``keys`` into RAM, within ``budget_seconds``
+    from now.
 
-    ``keys``: (group, key) in prefix order. Answered by exactly one ``Promoted``. The slots stay pinned until a ``Load``
-    or ``Cancel`` names the promotion.
+    ``keys``: (group, key) in prefix order. Answered by exactly one ``Promoted``. The slots stay
+    pinned until a ``Load`` or ``Cancel`` names the promotion.
 
-    For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key beginning at
-    ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta (b^2 - a^2)`` seconds (both 0: not known
-    yet). Without ``ends`` the longest prefix is read. ``waited_seconds``: how long the request's clock has been running.
+    For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key
+    beginning at ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta
+    (b^2 - a^2)`` seconds (both 0: not known yet). Without ``ends`` the longest prefix is read.
+    ``waited_seconds``: time since the request's deadline clock started.
     """
 
     promotion: int
@@ -123,13 +136,14 @@ class Promote(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Scheduler: nobody waits for this promotion any more."""
+    """Scheduler: no request waits for this promotion."""
 
     promotion: int
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Scheduler: tell the workers where ``keys`` lie. Slots are pinned until every rank has sent ``LoadReleased``.
+    """Scheduler: send the workers the slots of ``keys``. Slots are pinned until every rank has sent
+    ``LoadReleased``.
 
     ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``LoadReady``.
     """
@@ -141,19 +155,20 @@ class Load(Message, frozen=True, kw_only=True):
 
 
 class LoadReleased(Message, frozen=True, kw_only=True):
-    """Worker: no copy of this load runs any more; its slots may go."""
+    """Worker: all copies of this load have ended; its slots may be unpinned."""
 
     load: int
 
 
 class EvictionAck(Message, frozen=True, kw_only=True):
-    """Scheduler: the keys of this ``EvictionNotice`` will not be offered any more."""
+    """Scheduler: it no longer offers the keys of this ``EvictionNotice``."""
 
     token: int
 
 
 class ResetCache(Message, frozen=True, kw_only=True):
-    """Scheduler: the weights changed. Continue in a random namespace of this process, without persistent tiers."""
+    """Scheduler: the weights changed. Continue in a random namespace of this process, without
+    persistent tiers."""
 
 
 class Resync(Message, frozen=True, kw_only=True):
@@ -164,7 +179,8 @@ class Resync(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer to ``Hello``. ``settings``: the live document as JSON; ``tiers``: names in order, the memory tier first."""
+    """Answer to ``Hello``. ``settings``: the live document as JSON; ``tiers``: names in order, the
+    memory tier first."""
 
     protocol: str
     epoch: int
@@ -175,21 +191,23 @@ class Welcome(Message, frozen=True, kw_only=True):
     settings: str
 
 
-class Refused(Message, frozen=True, kw_only=True):
-    """Answer to ``Hello``: no session, and why. The sender serves without tiers."""
+class SessionRefused(Message, frozen=True, kw_only=True):
+    """Answer to ``Hello``: there is no session, for this ``reason``. The sender serves without
+    tiers."""
 
     reason: str
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes`` per group."""
+    """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes``
+    per group."""
 
     namespace: str
     slot_bytes: tuple[int, ...]
     persistent: bool
 
 
-class Settings(Message, frozen=True, kw_only=True):
+class LiveSettings(Message, frozen=True, kw_only=True):
     """The live document changed; JSON."""
 
     settings: str
@@ -203,8 +221,9 @@ class Credits(Message, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``: (group+key bytes as stored,
-    bits). ``sequence`` counts from 1 per session; ``snapshot`` on the first of a series that replaces everything."""
+    """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``:
+    (group+key bytes as stored, bits). ``sequence`` counts from 1 per session; ``snapshot`` on the
+    first of a series that replaces everything."""
 
     sequence: int
     added: tuple[tuple[bytes, int], ...] = ()
@@ -213,22 +232,25 @@ class Delta(Message, frozen=True, kw_only=True):
 
 
 class EvictionNotice(Message, frozen=True, kw_only=True):
-    """To a scheduler: these keys are about to leave RAM; answer with ``EvictionAck``. tierd waits 100 ms at most."""
+    """To a scheduler: these keys are about to leave RAM; answer with ``EvictionAck``. tierd waits
+    100 ms at most."""
 
     token: int
     keys: tuple[bytes, ...]
 
 
 class Usable(Message, frozen=True, kw_only=True):
-    """To a scheduler: only what lies in tiers of these ``bits`` counts as there, until this is said anew. A tier whose breaker is open, or
-    that is not open yet, keeps its keys in the replica and is left out here. Before each snapshot, and when it changes."""
+    """To a scheduler: only tiers with these ``bits`` may be used, until the next such message. A
+    tier that is not open, or whose breaker is open, has its keys in the replica and not its bit
+    here. Sent before each snapshot and on change."""
 
     bits: int
 
 
 class Promoted(Message, frozen=True, kw_only=True):
-    """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``: "whole", "partial",
-    "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came from (0: was in RAM)."""
+    """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
+    "whole", "partial", "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came
+    from (0: was in RAM)."""
 
     promotion: int
     usable: int
@@ -237,7 +259,8 @@ class Promoted(Message, frozen=True, kw_only=True):
 
 
 class LoadReady(Message, frozen=True, kw_only=True):
-    """To a worker: where the keys of a load lie, in order. Shorter than asked: the rest is gone."""
+    """To a worker: the slots of a load's keys, in order. If it is shorter than the load, the other
+    keys are absent."""
 
     load: int
     slots: tuple[int, ...]
@@ -261,9 +284,9 @@ FromEngine = (
 )
 FromDaemon = (
     Welcome
-    | Refused
+    | SessionRefused
     | Ready
-    | Settings
+    | LiveSettings
     | Credits
     | Delta
     | EvictionNotice

@@ -65,6 +65,7 @@ class PodMetadata(ApiObject, frozen=True):
     owner_references: tuple[OwnerReference, ...] = ()
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    finalizers: tuple[str, ...] = ()
 
 
 class ResourceRequirements(ApiObject, frozen=True):
@@ -167,6 +168,19 @@ class ClaimSource(ApiObject, frozen=True):
     claim_name: str = ""
 
 
+class NfsSource(ApiObject, frozen=True):
+    """An ``nfs`` volume."""
+
+    server: str = ""
+    path: str = ""
+
+
+class ImageSource(ApiObject, frozen=True):
+    """An ``image`` volume."""
+
+    reference: str = ""
+
+
 class PodVolume(ApiObject, frozen=True):
     """A volume. At most one source is set; all are None if it is one that KVTier does not read."""
 
@@ -175,10 +189,11 @@ class PodVolume(ApiObject, frozen=True):
     secret: Presence | None = None
     downward_api: Presence | None = msgspec.field(name="downwardAPI", default=None)
     projected: ProjectedSource | None = None
-    image: Presence | None = None
+    image: ImageSource | None = None
     empty_dir: EmptyDirSource | None = None
     host_path: HostPathSource | None = None
-    nfs: Presence | None = None
+    nfs: NfsSource | None = None
+    ephemeral: Presence | None = None
     persistent_volume_claim: ClaimSource | None = None
 
     @property

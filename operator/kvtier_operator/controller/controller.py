@@ -20,23 +20,25 @@ from prometheus_client import CollectorRegistry
 from kvtier.errors import KVTierError
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.certs.rotate import keep_certificates
-from kvtier_operator.controller import pod_reconciler
-from kvtier_operator.controller.children.apply import Refused, carry_out, concerns_storage
-from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data
+from kvtier_operator.controller.children.apply import ApplyFailure, apply_plan
+from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data_events
 from kvtier_operator.controller.children.observe import CachedPolicy, observe
 from kvtier_operator.controller.children.plan import Plan, plan
-from kvtier_operator.controller.children.tokens import Tokens
+from kvtier_operator.controller.children.tokens import PolicyTokens
 from kvtier_operator.controller.enqueue import Enqueuer, watches
-from kvtier_operator.controller.events import Recorder
-from kvtier_operator.controller.metrics import ControllerMetrics, PodMetrics
+from kvtier_operator.controller.events import EventRecorder
+from kvtier_operator.controller.lookups import ClusterAccess, Lookups
+from kvtier_operator.controller.metrics import ControllerMetrics, PodMetrics, PolicyMetrics
 from kvtier_operator.controller.objects import is_terminating
+from kvtier_operator.controller.pod_reconciler import PodReconciler
+from kvtier_operator.controller.pods.poll import PodPoller
 from kvtier_operator.controller.status import conditions
-from kvtier_operator.controller.status.conditions import ConditionUpdate, PlanFacts
+from kvtier_operator.controller.status.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.status.serialize import (
-    plain_status,
-    status_body,
-    status_of,
-    written,
+    apply_body,
+    invalid_policy_status,
+    parse_status,
+    to_dict,
 )
 from kvtier_operator.kube.cache import Change, Pace, WatchedCache
 from kvtier_operator.kube.client import ApiClient
@@ -85,8 +87,8 @@ class Reconciler:
         client: Client,
         settings: Settings,
         triggers: Enqueuer,
-        tokens: Tokens,
-        reports: pod_reconciler.PodReports,
+        tokens: PolicyTokens,
+        pods: PodReconciler,
         metrics: ControllerMetrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,7 +97,7 @@ class Reconciler:
         self._settings = settings
         self._triggers = triggers
         self._tokens = tokens
-        self._reports = reports
+        self._pods = pods
         self._metrics = metrics
         self._clock = clock
 
@@ -103,25 +105,25 @@ class Reconciler:
         """Looks once. Returns in how many seconds another look is due, None: with the resync. Raises ``ApiError`` for
         what may work later.
         """
-        known = self._triggers.index.known(key)
+        known = self._triggers.index.get(key)
         if known is None or is_terminating(known.raw):
             return None
         planned = plan(observe(known, self._cache), self._settings)
         if known.policy is None or not planned.accepted:
             return await self._report_refused(known, planned, key)
-        refused = await carry_out(planned, self._client, self._cache)
+        refused = await apply_plan(planned, self._client, self._cache)
         if planned.apply:
             # What was just made is there: a status about its absence would be out of date when it is written.
             planned = plan(observe(known, self._cache), self._settings)
-        token = await self._tokens.of(known)
-        problems = [each.message for each in refused if not concerns_storage(each)]
-        if token.problem:
-            problems.append(token.problem)
+        token = await self._tokens.get(known)
+        problems = [each.message for each in refused if not each.affects_storage]
+        if token.error:
+            problems.append(token.error)
         facts = self._facts(key, planned, refused, problems, token.value)
-        result = await self._look_after(known, facts)
+        result = await self._pods.reconcile(known.policy, facts)
         await self._write_status(known, result.status)
         wakes = [result.wake_seconds] if result.wake_seconds is not None else []
-        if refused or token.problem:
+        if refused or token.error:
             wakes.append(REFUSED_SECONDS)
         return min(wakes, default=None)
 
@@ -129,24 +131,24 @@ class Reconciler:
         self,
         key: Key,
         planned: Plan,
-        refused: list[Refused],
+        refused: list[ApplyFailure],
         problems: list[str],
         token: str | None,
-    ) -> PlanFacts:
-        found: dict[str, ConditionUpdate] = {each.type: each for each in planned.findings}
-        storage = [each.message for each in refused if concerns_storage(each)]
+    ) -> ReconcileInput:
+        found: dict[str, ConditionUpdate] = {each.type: each for each in planned.conditions}
+        storage = [each.message for each in refused if each.affects_storage]
         if storage:
-            found[conditions.STORAGE_READY] = conditions.storage_refused(storage)
+            found[conditions.STORAGE_READY] = conditions.storage_apply_failed(storage)
         if problems:
             found[conditions.ACCEPTED] = conditions.partly_applied(problems)
-        governed, conflicted = self._triggers.index.pods(key, self._cache)
-        return PlanFacts(
+        pods = self._triggers.index.pods(key, self._cache)
+        return ReconcileInput(
             structural_hash=planned.structural_hash,
             live_generation=planned.live_generation,
             accepted=planned.accepted,
-            findings=tuple(found.values()),
-            pods=governed,
-            conflicted=conflicted,
+            conditions=tuple(found.values()),
+            pods=pods.governed,
+            governed_by_others=pods.governed_by_others,
             claims=planned.claims,
             token=token,
         )
@@ -154,28 +156,18 @@ class Reconciler:
     async def _report_refused(self, known: CachedPolicy, planned: Plan, key: Key) -> float | None:
         """Nothing is applied, and what is there stays for the pods that run with it."""
         if known.policy is None:
-            status = plain_status(known, planned, self._clock())
+            status = invalid_policy_status(known, planned.conditions, self._clock())
             await self._write_status(known, status)
             return None
         # Pods of a policy that was accepted once are still asked how they are.
-        token = await self._tokens.of(known) if planned.live_generation else None
+        token = await self._tokens.get(known) if planned.live_generation else None
         facts = self._facts(key, planned, [], [], token.value if token is not None else None)
-        result = await self._look_after(known, facts)
+        result = await self._pods.reconcile(known.policy, facts)
         await self._write_status(known, result.status)
         return result.wake_seconds
 
-    async def _look_after(
-        self, known: CachedPolicy, facts: PlanFacts
-    ) -> pod_reconciler.StatusResult:
-        policy = known.policy
-        if policy is None:
-            raise ValueError("a policy that cannot be read has no pods to look after")
-        return await pod_reconciler.reconcile_pods(
-            policy, self._cache, self._client, self._reports, self._clock, self._settings, facts
-        )
-
     async def _write_status(self, known: CachedPolicy, status: PolicyStatus) -> None:
-        document = written(status)
+        document = to_dict(status)
         if document == (known.raw.get("status") or {}):
             return
         answer = await self._apply_status(known, document)
@@ -191,7 +183,7 @@ class Reconciler:
             version = str(current["metadata"].get("resourceVersion") or "")
             try:
                 return await self._client.apply(
-                    POLICIES, status_body(known, document, version), subresource="status"
+                    POLICIES, apply_body(known, document, version), subresource="status"
                 )
             except ApiError as error:
                 if error.status == 404:
@@ -233,16 +225,19 @@ class Controller:
         self.cache = WatchedCache(
             client, watches(settings), self._changed, pace=pace, on_restart=on_restart, clock=clock
         )
-        self._tokens = Tokens(client, settings.controller.resync_seconds, clock)
-        self._reports = pod_reconciler.PodReports(settings, self.queue.add)
-        PodMetrics(registry, self._reports)
+        self._tokens = PolicyTokens(client, settings.controller.resync_seconds, clock)
+        self._poller = PodPoller(settings, self.queue.add)
+        recorder = EventRecorder(client, clock)
+        cluster = ClusterAccess(self.cache, client, Lookups(client, clock))
+        self._pods = PodReconciler(cluster, settings, self._poller, recorder)
+        PodMetrics(registry, self._poller, recorder)
         self._reconciler = Reconciler(
-            self.cache, client, settings, self.triggers, self._tokens, self._reports, self._metrics
+            self.cache, client, settings, self.triggers, self._tokens, self._pods, self._metrics
         )
         self._left: asyncio.Queue[CachedPolicy] = asyncio.Queue(MAX_LEFT)
         self._numbers = itertools.count(1)
         self._seen = clock()
-        self._metrics.follow(lambda: len(self.queue), self._statuses)
+        PolicyMetrics(registry, lambda: len(self.queue), self._statuses)
 
     def problem(self) -> str:
         """Why the controller cannot do its work at the moment, or an empty text."""
@@ -260,7 +255,7 @@ class Controller:
         parts: list[Coroutine[Any, Any, None]] = [
             self.cache.run(),
             self._beat(),
-            self._reports.run(stop),
+            self._poller.run(stop),
             self._follow(),
         ]
         if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
@@ -362,7 +357,7 @@ class Controller:
     def _gone(self, key: Key, known: CachedPolicy) -> None:
         self.queue.forget(key)
         self._tokens.forget(known.uid)
-        self._reports.forget(key)
+        self._pods.forget(key)
         try:
             self._left.put_nowait(known)
         except asyncio.QueueFull:
@@ -373,25 +368,25 @@ class Controller:
 
     async def _tell_of_leavings(self) -> None:
         # A recorder of its own: what is told of policies that are gone takes no Events from those that live.
-        recorder = Recorder(self._clock)
+        recorder = EventRecorder(self._client, self._clock)
         while True:
             gone = await self._left.get()
             metadata = gone.raw["metadata"]
             with about(namespace=metadata["namespace"], policy=metadata["name"]):
                 try:
-                    notes = orphaned_data(gone, self._settings.allowed_volumes)
+                    notes = orphaned_data_events(gone, self._settings.allowed_volumes)
                     # The log as well: Events last an hour, and none can be made in a namespace that goes.
                     for note in notes:
                         logger.info("the policy is gone: %s", note.message)
-                    await recorder.post(self._client, notes, time.time())
+                    await recorder.post(notes, time.time())
                 except FAULTS:
                     self._metrics.errors.labels("Fault").inc()
                     logger.exception("a fault of the operator, while it told what a policy leaves")
 
     def _statuses(self) -> Iterable[tuple[Key, PolicyStatus]]:
         for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
-            known = self.triggers.index.known(key)
-            status = status_of(known) if known is not None else None
+            known = self.triggers.index.get(key)
+            status = parse_status(known) if known is not None else None
             if status is not None:
                 yield key, status
 

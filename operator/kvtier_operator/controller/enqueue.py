@@ -78,7 +78,7 @@ class Enqueuer:
 
     def lives(self, namespace: str, name: str, uid: str) -> bool:
         """Whether a policy of that uid is known."""
-        known = self.index.known((namespace, name))
+        known = self.index.get((namespace, name))
         return known is not None and known.uid == uid
 
     def changed(self, kind: Kind, found: Object, change: Change, cache: Cache) -> None:
@@ -98,7 +98,7 @@ class Enqueuer:
             if owner:
                 self._if_known((namespace, owner))
             if kind is CLAIMS:
-                self._all(self.index.naming_claim(namespace, name))
+                self._all(self.index.using_claim(namespace, name))
         elif kind is EVENTS:
             if not gone:
                 self._all(self.index.in_namespace(namespace), POD_SECONDS)
@@ -118,7 +118,7 @@ class Enqueuer:
     def _policy(self, found: Object, gone: bool, cache: Cache) -> None:
         metadata = found["metadata"]
         key = (metadata["namespace"], metadata["name"])
-        before = self.index.known(key)
+        before = self.index.get(key)
         if gone:
             self._all(self.index.drop_policy(*key))
             if before is not None:
@@ -131,14 +131,14 @@ class Enqueuer:
             self._add(key, AHEAD_SECONDS)
 
     def _restarts(self, key: Key) -> bool:
-        known = self.index.known(key)
+        known = self.index.get(key)
         policy = known.policy if known is not None else None
         return (
             policy is not None and policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
         )
 
     def _if_known(self, key: Key) -> None:
-        if self.index.known(key) is not None:
+        if self.index.get(key) is not None:
             self._add(key, 0.0)
 
     def _all(self, keys: Iterable[Key], after_seconds: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""Which policies there are, and which of them selects and governs which pod. Kept up with every change, so that nobody
-has to go through all pods and all policies.
+"""Which policies exist, and which pods each of them selects and governs.
 
-Of the policies that select a pod the oldest governs it: by creation time, then by uid.
+The index is updated with every change of a policy or a pod, so that no reconcile goes through all
+pods. The oldest policy that selects a pod governs it; ``injection/governing.py`` has the rule.
 """
 
 from __future__ import annotations
@@ -10,226 +10,237 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.selector import matches
-from kvtier_operator.controller.children.observe import CachedPolicy, claims_of, read
+from kvtier_operator.controller.children.observe import CachedPolicy, claims_of, parse_policy
+from kvtier_operator.injection.governing import NEVER_CREATED, precedence, selects
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, Cache, Object
 
-Age = tuple[str, str]
 Label = tuple[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class SelectedPods:
+    """The pods that a policy's selector matches. ``governed``: by this policy.
+    ``governed_by_others``: for each of the rest the name of the policy that governs it.
+    """
+
+    governed: tuple[Pod, ...] = ()
+    governed_by_others: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
-class _Space:
-    """One namespace. ``selected``: policy to names of pods; ``selecting``: pod to policies, oldest first. ``anchored``:
-    policies by one label that their pods must have (None: of those that demand none), ``labelled``: pods by each label,
-    so that nobody is compared with everybody.
+class _NamespaceIndex:
+    """One namespace.
+
+    ``selected``: pod names by policy. ``selecting``: policies by pod, oldest first. ``by_claim``:
+    policies by claim. ``by_required_label``: policies by one label that their selector requires
+    (None: it requires none), and ``pods_by_label``: these two keep a change from being compared
+    with every pod and every policy.
     """
 
     policies: dict[str, CachedPolicy] = field(default_factory=dict)
     selected: dict[str, set[str]] = field(default_factory=dict)
     selecting: dict[str, tuple[str, ...]] = field(default_factory=dict)
     labels: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    claims: dict[str, set[str]] = field(default_factory=dict)
-    anchored: dict[Label | None, set[str]] = field(default_factory=dict)
-    labelled: dict[Label, set[str]] = field(default_factory=dict)
+    by_claim: dict[str, set[str]] = field(default_factory=dict)
+    by_required_label: dict[Label | None, set[str]] = field(default_factory=dict)
+    pods_by_label: dict[Label, set[str]] = field(default_factory=dict)
 
     def set_labels(self, pod: str, labels: Mapping[str, str] | None) -> None:
-        """A pod's labels; None: the pod is gone."""
+        """Records a pod's labels; None: the pod is gone."""
         for label in (self.labels.pop(pod, None) or {}).items():
-            _discard(self.labelled, label, pod)
+            _discard(self.pods_by_label, label, pod)
         if labels is not None:
             self.labels[pod] = labels
             for label in labels.items():
-                self.labelled.setdefault(label, set()).add(pod)
+                self.pods_by_label.setdefault(label, set()).add(pod)
 
-    def may_select(self, policy: KVTierPolicy) -> Iterable[str]:
-        """Pods among which all that the policy selects are."""
-        anchor = _anchor(policy)
-        return list(self.labels) if anchor is None else list(self.labelled.get(anchor, ()))
+    def candidate_pods(self, policy: KVTierPolicy) -> Iterable[str]:
+        """A superset of the pods that the policy selects."""
+        label = _required_label(policy)
+        return list(self.labels) if label is None else list(self.pods_by_label.get(label, ()))
 
-    def may_be_selected(self, labels: Mapping[str, str]) -> Iterable[str]:
-        """Policies among which all that select such a pod are."""
-        anchors: list[Label | None] = [None, *labels.items()]
-        return [name for anchor in anchors for name in self.anchored.get(anchor, ())]
+    def candidate_policies(self, labels: Mapping[str, str]) -> Iterable[str]:
+        """A superset of the policies that select a pod with these labels."""
+        keys: list[Label | None] = [None, *labels.items()]
+        return [name for key in keys for name in self.by_required_label.get(key, ())]
 
+    def selects(self, name: str, labels: Mapping[str, str]) -> bool:
+        """Whether a policy selects a pod with these labels."""
+        policy = self.policies[name].policy
+        return policy is not None and selects(policy, policy.namespace, labels)
 
-def _anchor(policy: KVTierPolicy) -> Label | None:
-    return next(iter((policy.spec.pod_selector.match_labels or {}).items()), None)
+    def add_policy(self, name: str, cached: CachedPolicy) -> None:
+        """Adds a policy without assigning pods to it."""
+        self.policies[name] = cached
+        if cached.policy is not None:
+            for claim in claims_of(cached.policy).values():
+                self.by_claim.setdefault(claim, set()).add(name)
+            self.by_required_label.setdefault(_required_label(cached.policy), set()).add(name)
 
+    def remove_policy(self, name: str) -> CachedPolicy | None:
+        """Removes a policy and returns it. Pods stay assigned to it."""
+        cached = self.policies.pop(name, None)
+        if cached is not None and cached.policy is not None:
+            for claim in claims_of(cached.policy).values():
+                _discard(self.by_claim, claim, name)
+            _discard(self.by_required_label, _required_label(cached.policy), name)
+        return cached
 
-def _discard(sets: dict[Any, set[str]], key: Any, name: str) -> None:
-    held = sets.get(key, set())
-    held.discard(name)
-    if not held:
-        sets.pop(key, None)
+    def assign(self, pod: str, names: Iterable[str]) -> None:
+        """Records the policies that select a pod."""
+        for other in self.selecting.get(pod, ()):
+            self.selected.get(other, set()).discard(pod)
+        ordered = tuple(sorted(names, key=self._precedence))
+        for other in ordered:
+            self.selected.setdefault(other, set()).add(pod)
+        if ordered:
+            self.selecting[pod] = ordered
+        else:
+            self.selecting.pop(pod, None)
 
-
-def age(known: CachedPolicy) -> Age:
-    """What orders policies."""
-    metadata = known.raw["metadata"]
-    return str(metadata.get("creationTimestamp") or ""), known.uid
+    def _precedence(self, name: str) -> tuple[str, str]:
+        policy = self.policies[name].policy
+        return precedence(policy) if policy is not None else (NEVER_CREATED, "")
 
 
 class PolicyIndex:
-    """Fed by the changes of a cache; asked by the loop. Methods that take a change return the policies whose pods it
-    concerns.
+    """For one event loop. Methods that take a change return the policies to reconcile because of
+    it.
     """
 
     def __init__(self) -> None:
-        self._spaces: dict[str, _Space] = {}
+        self._namespaces: dict[str, _NamespaceIndex] = {}
 
-    def known(self, key: Key) -> CachedPolicy | None:
-        """The policy as last seen."""
-        space = self._spaces.get(key[0])
+    def get(self, key: Key) -> CachedPolicy | None:
+        """The policy as last received."""
+        space = self._namespaces.get(key[0])
         return space.policies.get(key[1]) if space is not None else None
 
     def keys(self) -> list[Key]:
         """All policies."""
         return [
             (namespace, name)
-            for namespace, space in self._spaces.items()
+            for namespace, space in self._namespaces.items()
             for name in space.policies
         ]
 
     def in_namespace(self, namespace: str) -> list[Key]:
-        """Policies of a namespace."""
-        space = self._spaces.get(namespace)
+        """The policies of a namespace."""
+        space = self._namespaces.get(namespace)
         return [(namespace, name) for name in space.policies] if space is not None else []
 
-    def naming_claim(self, namespace: str, claim: str) -> list[Key]:
+    def using_claim(self, namespace: str, claim: str) -> list[Key]:
         """Policies with a tier on that claim."""
-        space = self._spaces.get(namespace)
-        return (
-            [(namespace, name) for name in space.claims.get(claim, ())] if space is not None else []
-        )
+        space = self._namespaces.get(namespace)
+        names = space.by_claim.get(claim, ()) if space is not None else ()
+        return [(namespace, name) for name in names]
 
-    def pods(self, key: Key, cache: Cache) -> tuple[list[Object], list[tuple[Object, str]]]:
-        """Pods that the policy governs, and those that it selects but another governs, with that one's name."""
+    def pods(self, key: Key, cache: Cache) -> SelectedPods:
+        """The pods that a policy selects, decoded from the cache."""
         namespace, name = key
-        space = self._spaces.get(namespace)
-        governed: list[Object] = []
-        conflicted: list[tuple[Object, str]] = []
-        for pod_name in space.selected.get(name, ()) if space is not None else ():
+        space = self._namespaces.get(namespace)
+        if space is None:
+            return SelectedPods()
+        governed: list[Pod] = []
+        others: list[str] = []
+        for pod_name in space.selected.get(name, ()):
             pod = cache.get(PODS, namespace, pod_name)
-            if pod is None or space is None:
+            if pod is None:
                 continue
             oldest = space.selecting[pod_name][0]
             if oldest == name:
-                governed.append(pod)
+                governed.append(decode_pod(pod))
             else:
-                conflicted.append((pod, oldest))
-        return governed, conflicted
+                others.append(oldest)
+        return SelectedPods(tuple(governed), tuple(others))
 
     def put_policy(self, raw: Object, cache: Cache) -> set[Key]:
-        """A policy was made or changed."""
+        """A policy was created or changed."""
         namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
-        space = self._spaces.setdefault(namespace, _Space())
-        before, known = space.policies.get(name), read(raw)
-        if before is not None and before.policy is not None:
-            self._forget(space, name, before.policy)
-        space.policies[name] = known
-        if known.policy is not None:
-            for claim in claims_of(known.policy).values():
-                space.claims.setdefault(claim, set()).add(name)
-            space.anchored.setdefault(_anchor(known.policy), set()).add(name)
-        if (
-            before is not None
-            and age(before) == age(known)
-            and _selector(before) == _selector(known)
-        ):
+        space = self._namespaces.setdefault(namespace, _NamespaceIndex())
+        cached = parse_policy(raw)
+        before = space.remove_policy(name)
+        space.add_policy(name, cached)
+        if before is not None and _selection(before) == _selection(cached):
             return {(namespace, name)}
         if not space.labels:
             for pod in cache.list(PODS, namespace):
                 space.set_labels(pod["metadata"]["name"], pod["metadata"].get("labels") or {})
         affected = {name}
-        candidates = space.may_select(known.policy) if known.policy is not None else ()
-        for pod_name in {*candidates, *space.selected.get(name, ())}:
-            is_selected = known.policy is not None and matches(
-                known.policy.spec.pod_selector, space.labels[pod_name]
-            )
-            others = [other for other in space.selecting.get(pod_name, ()) if other != name]
-            if is_selected or pod_name in space.selected.get(name, ()):
+        candidates = space.candidate_pods(cached.policy) if cached.policy is not None else ()
+        selected_before = set(space.selected.get(name, ()))
+        for pod_name in {*candidates, *selected_before}:
+            is_selected = space.selects(name, space.labels[pod_name])
+            if is_selected or pod_name in selected_before:
+                others = [other for other in space.selecting.get(pod_name, ()) if other != name]
                 affected.update(others)
-                self._assign(space, pod_name, [*others, name] if is_selected else others)
+                space.assign(pod_name, [*others, name] if is_selected else others)
         return {(namespace, other) for other in affected}
 
     def drop_policy(self, namespace: str, name: str) -> set[Key]:
-        """A policy is gone. Returns the others."""
-        space = self._spaces.get(namespace)
-        known = space.policies.pop(name, None) if space is not None else None
-        if space is None or known is None:
+        """A policy is gone. Returns other policies only."""
+        space = self._namespaces.get(namespace)
+        if space is None or space.remove_policy(name) is None:
             return set()
-        if known.policy is not None:
-            self._forget(space, name, known.policy)
         affected: set[str] = set()
         for pod_name in list(space.selected.get(name, ())):
             others = [other for other in space.selecting[pod_name] if other != name]
             affected.update(others)
-            self._assign(space, pod_name, others)
+            space.assign(pod_name, others)
         space.selected.pop(name, None)
         if not space.policies:
-            del self._spaces[namespace]
+            del self._namespaces[namespace]
         return {(namespace, other) for other in affected}
 
     def put_pod(self, pod: Object) -> set[Key]:
-        """A pod was made or changed."""
+        """A pod was created or changed."""
         metadata = pod["metadata"]
-        namespace, name, labels = (
-            metadata["namespace"],
-            metadata["name"],
-            metadata.get("labels") or {},
-        )
-        space = self._spaces.get(namespace)
+        namespace, name = metadata["namespace"], metadata["name"]
+        labels = metadata.get("labels") or {}
+        space = self._namespaces.get(namespace)
         if space is None:
             return set()
-        old = space.selecting.get(name, ())
+        before = space.selecting.get(name, ())
         if space.labels.get(name) != labels:
             space.set_labels(name, labels)
-            self._assign(
-                space,
+            space.assign(
                 name,
                 [
                     other
-                    for other in space.may_be_selected(labels)
-                    if _selects(space, other, labels)
+                    for other in space.candidate_policies(labels)
+                    if space.selects(other, labels)
                 ],
             )
-        return {(namespace, other) for other in {*old, *space.selecting.get(name, ())}}
+        return {(namespace, other) for other in {*before, *space.selecting.get(name, ())}}
 
     def drop_pod(self, namespace: str, name: str) -> set[Key]:
         """A pod is gone."""
-        space = self._spaces.get(namespace)
+        space = self._namespaces.get(namespace)
         if space is None:
             return set()
-        old = space.selecting.get(name, ())
+        before = space.selecting.get(name, ())
         space.set_labels(name, None)
-        self._assign(space, name, ())
-        return {(namespace, other) for other in old}
-
-    def _assign(self, space: _Space, pod_name: str, names: Iterable[str]) -> None:
-        for other in space.selecting.get(pod_name, ()):
-            space.selected.get(other, set()).discard(pod_name)
-        ordered = tuple(sorted(names, key=lambda name: age(space.policies[name])))
-        for other in ordered:
-            space.selected.setdefault(other, set()).add(pod_name)
-        if ordered:
-            space.selecting[pod_name] = ordered
-        else:
-            space.selecting.pop(pod_name, None)
-
-    @staticmethod
-    def _forget(space: _Space, name: str, policy: KVTierPolicy) -> None:
-        for claim in claims_of(policy).values():
-            _discard(space.claims, claim, name)
-        _discard(space.anchored, _anchor(policy), name)
+        space.assign(name, ())
+        return {(namespace, other) for other in before}
 
 
-def _selects(space: _Space, name: str, labels: Mapping[str, str]) -> bool:
-    policy = space.policies[name].policy
-    return policy is not None and matches(policy.spec.pod_selector, labels)
+def _required_label(policy: KVTierPolicy) -> Label | None:
+    return next(iter((policy.spec.pod_selector.match_labels or {}).items()), None)
 
 
-def _selector(known: CachedPolicy) -> object:
-    return known.policy.spec.pod_selector if known.policy is not None else None
+def _discard(sets: dict[Any, set[str]], key: Any, name: str) -> None:
+    members = sets.get(key, set())
+    members.discard(name)
+    if not members:
+        sets.pop(key, None)
+
+
+def _selection(cached: CachedPolicy) -> object:
+    """What decides which pods a policy selects and governs."""
+    policy = cached.policy
+    if policy is None:
+        return None
+    return precedence(policy), policy.spec.pod_selector, policy.metadata.deletion_timestamp

@@ -1,5 +1,6 @@
-"""What is read from the API server only where something is wrong, and remembered for a while: Events of a pod that does not
-start, nodes, a namespace's label. An answer that does not come is "not known".
+"""Reads from the API server that are needed only while something is wrong: Events of a pod that
+does not start, nodes, the namespace's label. Answers are cached for ``FRESH_SECONDS``. A read that
+fails counts as "not known".
 """
 
 from __future__ import annotations
@@ -7,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import INJECT_LABEL
+from kvtier_operator.api.pods import OwnerReference, Pod, PodSpec, decode, decode_pod
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.objects import Owner
 from kvtier_operator.kube.resources import (
     EVENTS,
     NAMESPACES,
@@ -21,90 +23,107 @@ from kvtier_operator.kube.resources import (
     SECRETS,
     STATEFUL_SETS,
     ApiError,
+    Cache,
     Client,
     Object,
 )
 
 logger = logging.getLogger(__name__)
 FRESH_SECONDS = 30.0
-MAX_REMEMBERED = 1024
+MAX_CACHED = 1024
+TEMPLATE_OWNERS = {"ReplicaSet": REPLICA_SETS, "StatefulSet": STATEFUL_SETS}
+"""Owners of pods whose pod template the controller may read."""
 
 
 class Lookups:
     """For one event loop. ``clock``: monotonic."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, client: Client, clock: Callable[[], float]) -> None:
+        self._client = client
         self._clock = clock
-        self._known: OrderedDict[tuple[str, ...], tuple[float, Any]] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, ...], tuple[float, Any]] = OrderedDict()
 
-    async def namespace_asks(self, client: Client, namespace: str) -> bool | None:
-        """Whether the namespace has the label without which the webhook is not asked."""
-        found = await self._remembered(
-            ("namespace", namespace), lambda: client.get(NAMESPACES, None, namespace)
+    async def injection_enabled(self, namespace: str) -> bool | None:
+        """Whether the namespace has the label that makes the API server call the webhook; None: not
+        known.
+        """
+        found = await self._cached(
+            ("namespace", namespace), lambda: self._client.get(NAMESPACES, None, namespace)
         )
         return None if found is None else objects.labels(found).get(INJECT_LABEL) == "enabled"
 
-    async def nodes(self, client: Client) -> Sequence[Object]:
+    async def nodes(self) -> Sequence[Object]:
         """All nodes."""
-        return await self._remembered(("nodes",), lambda: client.list(NODES)) or ()
+        return await self._cached(("nodes",), lambda: self._client.list(NODES)) or ()
 
-    async def pod(self, client: Client, pod: Object) -> Object | None:
-        """The whole pod: the cache's has no tolerations."""
-        namespace, name = objects.namespace(pod), objects.name(pod)
-        key = ("pod", objects.uid(pod))
-        found: Object | None = await self._remembered(
-            key, lambda: client.get(PODS, namespace, name)
+    async def pod(self, pod: Pod) -> Pod | None:
+        """The complete pod: the one in the watch cache has no tolerations."""
+        namespace, name = pod.metadata.namespace, pod.metadata.name
+        found: Object | None = await self._cached(
+            ("pod", pod.metadata.uid), lambda: self._client.get(PODS, namespace, name)
         )
-        return found
+        return None if found is None else decode_pod(found)
 
-    async def events(self, client: Client, pod: Object) -> Sequence[Object]:
+    async def events(self, pod: Pod) -> Sequence[Object]:
         """Events about a pod."""
-        uid, namespace = objects.uid(pod), objects.namespace(pod)
+        uid, namespace = pod.metadata.uid, pod.metadata.namespace
         fields = f"involvedObject.uid={uid}"
-        found = (
-            await self._remembered(
-                ("events", uid), lambda: client.list(EVENTS, namespace, fields=fields)
-            )
-            or ()
+        found = await self._cached(
+            ("events", uid), lambda: self._client.list(EVENTS, namespace, fields=fields)
         )
-        return [event for event in found if (event.get("involvedObject") or {}).get("uid") == uid]
+        return [
+            event for event in found or () if (event.get("involvedObject") or {}).get("uid") == uid
+        ]
 
-    async def lacks_secret(self, client: Client, namespace: str, name: str) -> bool:
-        """Whether a Secret is known not to be there. Nothing of its content is kept."""
+    async def secret_missing(self, namespace: str, name: str) -> bool:
+        """Whether a Secret is known not to exist. Its content is not cached."""
 
-        async def ask() -> bool:
+        async def is_missing() -> bool:
             try:
-                await client.get(SECRETS, namespace, name)
+                await self._client.get(SECRETS, namespace, name)
             except ApiError as error:
                 if error.status == 404:
                     return True
                 raise
             return False
 
-        return await self._remembered(("secret", namespace, name), ask) is True
+        return await self._cached(("secret", namespace, name), is_missing) is True
 
-    async def template(self, client: Client, namespace: str, owner: Owner) -> Object | None:
-        """The pod template of an owner whose pod was refused; None where its kind is not one that may be read."""
-        kind = {"ReplicaSet": REPLICA_SETS, "StatefulSet": STATEFUL_SETS}.get(owner.kind)
+    async def pod_template(self, namespace: str, owner: OwnerReference) -> PodSpec | None:
+        """The spec of an owner's pod template; None if its kind is not in ``TEMPLATE_OWNERS``."""
+        kind = TEMPLATE_OWNERS.get(owner.kind)
         if kind is None:
             return None
-        found = await self._remembered(
-            ("owner", owner.uid), lambda: client.get(kind, namespace, owner.name)
+        found = await self._cached(
+            ("owner", owner.uid), lambda: self._client.get(kind, namespace, owner.name)
         )
-        return None if found is None else objects.spec(found).get("template")
+        if found is None:
+            return None
+        return decode(objects.spec(objects.spec(found).get("template") or {}), PodSpec)
 
-    async def _remembered(self, key: tuple[str, ...], ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _cached(self, key: tuple[str, ...], read: Callable[[], Awaitable[Any]]) -> Any:
         now = self._clock()
-        known = self._known.get(key)
+        known = self._answers.get(key)
         if known is not None and now - known[0] < FRESH_SECONDS:
             return known[1]
         try:
-            answer = await ask()
+            answer = await read()
         except ApiError as error:
-            logger.info("%s could not be read: %s", key[0], error)
+            logger.info("could not read %s: %s", key[0], error)
             answer = None
-        self._known[key] = (now, answer)
-        self._known.move_to_end(key)
-        while len(self._known) > MAX_REMEMBERED:
-            self._known.popitem(last=False)
+        self._answers[key] = (now, answer)
+        self._answers.move_to_end(key)
+        while len(self._answers) > MAX_CACHED:
+            self._answers.popitem(last=False)
         return answer
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """How a reconcile reads and changes the cluster: the watch cache, calls, and cached on-demand
+    reads.
+    """
+
+    cache: Cache
+    client: Client
+    lookups: Lookups

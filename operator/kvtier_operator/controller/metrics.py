@@ -1,6 +1,5 @@
-"""What the controller counts and measures.
-
-What is counted about asking pods and posting Events, read when metrics are.
+"""Prometheus metrics of the controller. Gauges about policies and pods are computed when they are
+scraped.
 """
 
 from __future__ import annotations
@@ -12,82 +11,89 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.controller.pods.poll import PodReports
+from kvtier_operator.controller.events import EventRecorder
+from kvtier_operator.controller.pods.poll import PodPoller
 from kvtier_operator.kube.queue import Key
 
-RECONCILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+RECONCILE_BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 POD_STATES = ("selected", "attached", "current", "outdated", "skipped", "tuned")
 
 
 class ControllerMetrics:
-    """``CertificateMetrics`` of the keeper of certificates too."""
+    """Metrics that the reconcile loop sets. Serves the certificate rotation too, as its
+    ``CertificateMetrics``.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
             "kvtier_operator_reconcile_seconds",
-            "Looking at one policy, from observing to its status.",
-            buckets=RECONCILE_SECONDS,
+            "Duration of one reconcile of a policy, from reading the cache to writing its status.",
+            buckets=RECONCILE_BUCKETS_SECONDS,
             registry=registry,
         )
         self.errors = Counter(
             "kvtier_operator_reconcile_errors",
-            "Reconciles that will be tried again, by what went wrong.",
+            "Failed reconciles, by reason. Each is retried.",
             ["reason"],
             registry=registry,
         )
         self.statuses = Counter(
             "kvtier_operator_status_writes",
-            "Statuses written because they had changed.",
+            "Policy statuses written, because they changed.",
             registry=registry,
         )
         self.removed = Counter(
             "kvtier_operator_removed_objects",
-            "Objects of dead policies removed by a resync.",
+            "Objects deleted by garbage collection, because their policy no longer exists.",
             registry=registry,
         )
         self.certificate = Gauge(
             "kvtier_operator_certificate_expiry_timestamp_seconds",
-            "When the webhook's self-managed certificate ends; 0 before it is known, and where certificates are mounted.",
+            "Expiry of the self-managed webhook certificate in seconds since 1970. "
+            "0 until it is known, and if the certificate is mounted.",
             registry=registry,
         )
         self.certificate_failures = Counter(
             "kvtier_operator_certificate_failures",
-            "Rounds of looking after it that failed.",
+            "Failed checks or renewals of the self-managed webhook certificate.",
             registry=registry,
         )
-        self._registry = registry
-
-    def follow(
-        self,
-        queue_depth: Callable[[], int],
-        statuses: Callable[[], Iterable[tuple[Key, PolicyStatus]]],
-    ) -> None:
-        """Asks these whenever metrics are read: policies that wait, and the statuses in force."""
-        depth = Gauge(
-            "kvtier_operator_queue_depth",
-            "Policies that wait to be looked at.",
-            registry=self._registry,
-        )
-        depth.set_function(queue_depth)
-        self._registry.register(_Policies(statuses))
 
     def certificate_ends(self, seconds: float) -> None:
-        """The serving certificate ends then (seconds since 1970)."""
+        """The serving certificate expires then (seconds since 1970)."""
         self.certificate.set(seconds)
 
     def certificate_failed(self) -> None:
-        """A round could not be finished."""
+        """A check or renewal of the certificate failed."""
         self.certificate_failures.inc()
 
 
-class _Policies(Collector):
-    """Policies by condition, and pods, summed up when asked: series of policies that are gone go with them."""
+class PolicyMetrics(Collector):
+    """Queue depth, policies by condition, and pods by state. Series of deleted policies disappear
+    with them.
 
-    def __init__(self, statuses: Callable[[], Iterable[tuple[Key, PolicyStatus]]]) -> None:
+    ``queue_depth``: policies that wait for a reconcile. ``statuses``: the current status of each
+    policy.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        queue_depth: Callable[[], int],
+        statuses: Callable[[], Iterable[tuple[Key, PolicyStatus]]],
+    ) -> None:
+        self._queue_depth = queue_depth
         self._statuses = statuses
+        registry.register(self)
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        conditions: dict[tuple[str, str], int] = {}
+    def collect(self) -> Iterable[Metric]:
+        """Called at each scrape."""
+        yield GaugeMetricFamily(
+            "kvtier_operator_queue_depth",
+            "Policies that wait for a reconcile.",
+            self._queue_depth(),
+        )
+        counts: dict[tuple[str, str], int] = {}
         pods = GaugeMetricFamily(
             "kvtier_operator_policy_pods",
             "Pods of a policy, by state: selected, attached, current, outdated, skipped, tuned.",
@@ -95,8 +101,8 @@ class _Policies(Collector):
         )
         for (namespace, name), status in self._statuses():
             for condition in status.conditions or ():
-                place = (condition.type, condition.status)
-                conditions[place] = conditions.get(place, 0) + 1
+                key = (condition.type, condition.status)
+                counts[key] = counts.get(key, 0) + 1
             if status.pods is not None:
                 for state in POD_STATES:
                     pods.add_metric([namespace, name, state], getattr(status.pods, state))
@@ -105,34 +111,39 @@ class _Policies(Collector):
             "Policies, by condition and its status.",
             labels=["condition", "status"],
         )
-        for (condition_type, verdict), count in sorted(conditions.items()):
-            policies.add_metric([condition_type, verdict], count)
+        for (condition_type, condition_status), count in sorted(counts.items()):
+            policies.add_metric([condition_type, condition_status], count)
         yield policies
         yield pods
 
 
 class PodMetrics(Collector):
-    """Registers itself."""
+    """Polls of pods, and Events."""
 
-    def __init__(self, registry: CollectorRegistry, reports: PodReports) -> None:
-        self._reports = reports
+    def __init__(
+        self, registry: CollectorRegistry, poller: PodPoller, recorder: EventRecorder
+    ) -> None:
+        self._poller = poller
+        self._recorder = recorder
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        reports = self._reports
+        """Called at each scrape."""
         polls = CounterMetricFamily(
             "kvtier_operator_polls",
-            "Questions to pods for their status, by whether they were answered.",
+            "Requests for a pod's /status, by result.",
             labels=["result"],
         )
-        polls.add_metric(["answered"], reports.answered)
-        polls.add_metric(["unanswered"], reports.unanswered)
+        polls.add_metric(["answered"], self._poller.answered)
+        polls.add_metric(["unanswered"], self._poller.unanswered)
         events = CounterMetricFamily(
-            "kvtier_operator_events", "Events, by what became of them.", labels=["result"]
+            "kvtier_operator_events", "Kubernetes Events, by result.", labels=["result"]
         )
-        events.add_metric(["posted"], reports.recorder.posted)
-        events.add_metric(["dropped"], reports.recorder.dropped)
+        events.add_metric(["posted"], self._recorder.posted)
+        events.add_metric(["dropped"], self._recorder.dropped)
         yield from (polls, events)
         yield GaugeMetricFamily(
-            "kvtier_operator_polled_pods", "Pods that are asked for their status.", reports.followed
+            "kvtier_operator_polled_pods",
+            "Pods whose /status is polled.",
+            self._poller.polled_pods,
         )

@@ -1,9 +1,10 @@
-"""Reading pods and their owners as the API server sends them. Whatever is absent reads as empty."""
+"""Reading Kubernetes objects: untyped ones as the cache holds them, and decoded pods. An absent
+field reads as empty.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,183 +14,133 @@ from kvtier_operator.api.names import (
     STRUCTURAL_ANNOTATION,
     TIERD_CONTAINER,
 )
+from kvtier_operator.api.pods import ContainerStatus, OwnerReference, Pod
 from kvtier_operator.kube.resources import Object
 
 GROUP_KEY_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 SET_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
-MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-ENDED_PHASES = ("Succeeded", "Failed")
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The controller owner of an object."""
-
-    api_version: str
-    kind: str
-    name: str
-    uid: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
+NO_STATUS = ContainerStatus()
 
 
 def metadata(found: Object) -> Mapping[str, Any]:
     """``metadata``."""
-    about: Mapping[str, Any] = found.get("metadata") or {}
-    return about
+    value: Mapping[str, Any] = found.get("metadata") or {}
+    return value
 
 
 def name(found: Object) -> str:
-    """Its name."""
+    """``metadata.name``."""
     return str(metadata(found).get("name") or "")
 
 
 def uid(found: Object) -> str:
-    """Its uid."""
+    """``metadata.uid``."""
     return str(metadata(found).get("uid") or "")
 
 
-def namespace(found: Object) -> str:
-    """Its namespace."""
-    return str(metadata(found).get("namespace") or "")
-
-
-def annotated(found: Object) -> Mapping[str, str]:
-    """Its annotations."""
-    return metadata(found).get("annotations") or {}
-
-
 def labels(found: Object) -> Mapping[str, str]:
-    """Its labels."""
+    """``metadata.labels``."""
     return metadata(found).get("labels") or {}
 
 
 def spec(found: Object) -> Mapping[str, Any]:
     """``spec``."""
-    described: Mapping[str, Any] = found.get("spec") or {}
-    return described
+    value: Mapping[str, Any] = found.get("spec") or {}
+    return value
 
 
 def status(found: Object) -> Mapping[str, Any]:
     """``status``."""
-    reported: Mapping[str, Any] = found.get("status") or {}
-    return reported
+    value: Mapping[str, Any] = found.get("status") or {}
+    return value
 
 
-def controller(found: Object) -> Owner | None:
-    """The owner that made it, if one did."""
+def is_terminating(found: Object) -> bool:
+    """Whether the object is being deleted."""
+    return bool(metadata(found).get("deletionTimestamp"))
+
+
+def controller_owner(found: Object) -> OwnerReference | None:
+    """The owner that manages the object, or None."""
     for owner in metadata(found).get("ownerReferences") or ():
         if owner.get("controller"):
-            return Owner(
-                *(str(owner.get(key) or "") for key in ("apiVersion", "kind", "name", "uid"))
-            )
+            return owner_reference(owner)
     return None
 
 
-def parse_time(text: Any) -> float | None:
-    """Seconds since 1970 of a time as Kubernetes writes it; None where it is none."""
-    if not isinstance(text, str) or not text:
+def owner_reference(reference: Mapping[str, Any]) -> OwnerReference:
+    """An owner from ``ownerReferences`` or ``involvedObject``."""
+    return OwnerReference(
+        api_version=str(reference.get("apiVersion") or ""),
+        kind=str(reference.get("kind") or ""),
+        name=str(reference.get("name") or ""),
+        uid=str(reference.get("uid") or ""),
+        controller=True,
+    )
+
+
+def owner_text(owner: OwnerReference) -> str:
+    """Kind and name, for messages."""
+    return f"{owner.kind} {owner.name}"
+
+
+def parse_time(value: object) -> float | None:
+    """Seconds since 1970 of a Kubernetes timestamp; None if it is not one."""
+    if not isinstance(value, str) or not value:
         return None
     try:
-        parsed = datetime.fromisoformat(text)
+        parsed = datetime.fromisoformat(value)
     except ValueError:
         return None
     return (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
 
 
 def format_time(seconds: float) -> str:
-    """A time as Kubernetes writes it."""
+    """A Kubernetes timestamp, from seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def condition(found: Object, kind: str) -> Mapping[str, Any]:
-    """One condition of its status; empty where there is none."""
-    for entry in status(found).get("conditions") or ():
-        if entry.get("type") == kind:
-            answer: Mapping[str, Any] = entry
-            return answer
-    return {}
+def is_injected(pod: Pod) -> bool:
+    """Whether the webhook added tiers to the pod when it was created."""
+    return STRUCTURAL_ANNOTATION in pod.metadata.annotations
 
 
-def container_statuses(pod: Object) -> Iterator[Mapping[str, Any]]:
-    """Of init containers, then of the others."""
-    for group in ("initContainerStatuses", "containerStatuses"):
-        yield from status(pod).get(group) or ()
+def is_injected_name(container_or_volume: str) -> bool:
+    """Whether the webhook added the container or volume of that name."""
+    return container_or_volume.startswith(INJECTED_NAMES)
 
 
-def container_status(pod: Object, container: str) -> Mapping[str, Any]:
-    """Of one container; empty where the kubelet has said nothing."""
-    for entry in container_statuses(pod):
-        if entry.get("name") == container:
-            return entry
-    return {}
+def has_tierd_sidecar(pod: Pod) -> bool:
+    """Whether a tierd sidecar was injected (``daemon: Sidecar``)."""
+    return any(each.name == TIERD_CONTAINER for each in pod.spec.init_containers)
 
 
-def injected(pod: Object) -> bool:
-    """Whether it was given tiers at its creation."""
-    return STRUCTURAL_ANNOTATION in annotated(pod)
-
-
-def ours(container: str) -> bool:
-    """Whether a container or volume of that name was injected."""
-    return container.startswith(INJECTED_NAMES)
-
-
-def has_tierd(pod: Object) -> bool:
-    """Whether a sidecar was injected (``daemon: Sidecar``)."""
-    return any(
-        each.get("name") == TIERD_CONTAINER for each in spec(pod).get("initContainers") or ()
-    )
-
-
-def has_daemon(pod: Object) -> bool:
-    """Whether tierd runs in it, wherever: the volume that engines and tierd share is there. With a connector that is not
-    KVTier's there is none, and nobody who could be asked.
+def has_tierd(pod: Pod) -> bool:
+    """Whether tierd runs in the pod, as a sidecar or in the engine's container: both share a volume
+    with the engine. Pods with another connector have none, and cannot be polled.
     """
-    return any(volume.get("name") == RUN_VOLUME for volume in spec(pod).get("volumes") or ())
+    return any(volume.name == RUN_VOLUME for volume in pod.spec.volumes)
 
 
-def engine(pod: Object, said: str | None) -> str:
-    """Name of the engine's container: the one that the policy says, else the one that was given a volume, else the first."""
-    containers = [
-        each for each in spec(pod).get("containers") or () if not ours(str(each.get("name")))
-    ]
-    names = [str(each.get("name")) for each in containers]
-    if said in names and said is not None:
-        return said
+def engine_container(pod: Pod, configured: str | None) -> str:
+    """Name of the engine's container: the one that the policy configures, else the one with an
+    injected volume, else the first.
+    """
+    containers = [each for each in pod.spec.containers if not is_injected_name(each.name)]
+    names = [each.name for each in containers]
+    if configured is not None and configured in names:
+        return configured
     for each in containers:
-        if any(ours(str(mount.get("name"))) for mount in each.get("volumeMounts") or ()):
-            return str(each.get("name"))
+        if any(is_injected_name(mount.name) for mount in each.volume_mounts):
+            return each.name
     return names[0] if names else ""
 
 
-def ever_ran(entry: Mapping[str, Any]) -> bool:
-    """Whether a container has run at any time, by its status."""
-    state = entry.get("state") or {}
-    return bool(
-        "running" in state
-        or "terminated" in state
-        or entry.get("lastState")
-        or (entry.get("restartCount") or 0) > 0
-    )
-
-
-def ended(pod: Object) -> bool:
-    """Whether all its containers have ended for good."""
-    return status(pod).get("phase") in ENDED_PHASES
-
-
-def terminating(pod: Object) -> bool:
-    """Whether its deletion was asked for."""
-    return bool(metadata(pod).get("deletionTimestamp"))
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """``a, b, c and 5 more``, in the order of the alphabet, so that the same set reads the same."""
-    known = sorted(set(names))
-    shown = ", ".join(known[:most])
-    return f"{shown} and {len(known) - most} more" if len(known) > most else shown
+def join_names(names: Iterable[str], most: int = 3) -> str:
+    """``a, b, c and 5 more``. Sorted, so that the same set gives the same text."""
+    ordered = sorted(set(names))
+    text = ", ".join(ordered[:most])
+    return f"{text} and {len(ordered) - most} more" if len(ordered) > most else text
 
 
 def plural(number: int, word: str, verb: str = "") -> str:
@@ -198,8 +149,3 @@ def plural(number: int, word: str, verb: str = "") -> str:
         third = {"have": "has"}.get(verb, f"{verb}s")
         return f"1 {word} {third}" if verb else f"1 {word}"
     return f"{number} {word}s {verb}" if verb else f"{number} {word}s"
-
-
-def is_terminating(found: Object) -> bool:
-    """Whether the object is being deleted: nothing is applied to such a one."""
-    return bool(found["metadata"].get("deletionTimestamp"))

@@ -1,298 +1,364 @@
-"""Looking after a policy's pods: what they say becomes status and Events, what keeps one from starting is undone, and
-workloads are restarted where the policy asks for it.
+"""Reconciles a policy's pods: status and Events from their reports, the injection breaker, and
+workload restarts.
 
-Called once per reconcile, after the plan was applied. Level-triggered: everything is decided from the objects, the
-status in force and the last answers of the pods; what is remembered beyond that (``PodReports``) only saves work.
+``PodReconciler.reconcile`` runs once per reconcile of the policy, after the plan was applied. It is
+level-triggered: it decides from the objects, from the status in force and from the pods' last
+reports. The history that it keeps of each policy only saves work and status writes; after a restart
+of the operator it is rebuilt.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvtier_operator.api.conditions import EventReason, Reason
+from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.status import PolicyStatus, SuspendedOwner
-from kvtier_operator.controller import events, objects
-from kvtier_operator.controller.injection_breaker import detectors
-from kvtier_operator.controller.injection_breaker.breaker import Search
+from kvtier_operator.controller import objects
+from kvtier_operator.controller.events import (
+    NORMAL,
+    WARNING,
+    Event,
+    EventRecorder,
+    pod_events,
+    pod_reference,
+    policy_events,
+    policy_reference,
+)
+from kvtier_operator.controller.injection_breaker.breaker import (
+    FailureDetector,
+    deletable_pods,
+    suspended_owners,
+)
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure
+from kvtier_operator.controller.lookups import ClusterAccess
 from kvtier_operator.controller.pods import pod_view, terminating
 from kvtier_operator.controller.pods.pod_view import PodState, PodView
-from kvtier_operator.controller.pods.poll import PodReports, target
-from kvtier_operator.controller.rollout import LOOK_AGAIN_SECONDS, Rollout, restart_body, rollout
-from kvtier_operator.controller.status.compute import StatusInputs, compute_status, settled
-from kvtier_operator.controller.status.conditions import PlanFacts, StatusResult
-from kvtier_operator.controller.status.pod_conditions import PodFacts
-from kvtier_operator.kube.resources import PODS, ApiError, Cache, Client, Object
+from kvtier_operator.controller.pods.poll import PodPoller, poll_target
+from kvtier_operator.controller.rollout import (
+    RECHECK_SECONDS,
+    Rollout,
+    plan_rollout,
+    restart_patch,
+)
+from kvtier_operator.controller.status.compute import (
+    StatusInputs,
+    compute_status,
+    defer_minor_changes,
+)
+from kvtier_operator.controller.status.conditions import ReconcileInput
+from kvtier_operator.controller.status.pod_conditions import ObservedPods
+from kvtier_operator.kube.queue import Key
+from kvtier_operator.kube.resources import PODS, ApiError
 from kvtier_operator.settings import Settings
 
-__all__ = ["PodReports", "StatusInputs", "StatusResult", "compute_status", "reconcile_pods"]
 logger = logging.getLogger(__name__)
 MAX_DELETIONS = 8
-"""Stuck pods deleted per look."""
-FAILED_SECONDS = 5.0
-"""After a deletion or a restart that the API server did not do."""
+"""Blocked pods that one reconcile deletes."""
+RETRY_SECONDS = 5.0
+"""After a deletion or a restart that the API server rejected."""
 
 
-async def reconcile_pods(
-    policy: KVTierPolicy,
-    cache: Cache,
-    client: Client,
-    reports: PodReports,
-    clock: Callable[[], float],
-    settings: Settings,
-    plan_facts: PlanFacts,
-) -> StatusResult:
-    """Looks at the pods of ``policy`` once. ``policy.status`` is the status in force; ``clock``: seconds since 1970.
-
-    The caller writes the returned status where it differs from the one in force; bytes and percentages in it are those
-    in force until they may change. Events are posted, stuck pods deleted and workloads restarted in here. A call that
-    fails is logged and tried again at ``wake_seconds``: ``ApiError`` is not raised.
+@dataclass(frozen=True, slots=True)
+class PodReconcileResult:
+    """``status``: the status to write if it differs from the one in force. ``wake_seconds``: until
+    the policy needs another reconcile without any event; None: at the next resync.
     """
-    look = _PodReconcile(policy, cache, client, reports, clock(), settings, plan_facts)
-    return await look.run()
+
+    status: PolicyStatus
+    wake_seconds: float | None = None
 
 
-class _PodReconcile:
-    """One look, so that its parts need not hand everything to one another."""
+@dataclass(slots=True)
+class _PolicyHistory:
+    """What is remembered of a policy between reconciles.
+
+    ``written_at``: when the status last changed (seconds since 1970; None: not known).
+    ``generation`` and ``changed_at``: the newest generation, and since when; 0 if it was in force
+    when this process started. ``pod_states``: by uid, as of the last reconcile; None before the
+    first.
+    """
+
+    written_at: float | None = None
+    generation: int | None = None
+    changed_at: float = 0.0
+    pod_states: dict[str, str] | None = None
+
+    def record_generation(self, generation: int, observed: int | None, now: float) -> None:
+        """``observed``: the generation that the status in force is about."""
+        if self.generation is None:
+            self.changed_at = 0.0 if observed in (None, generation) else now
+        elif self.generation != generation:
+            self.changed_at = now
+        self.generation = generation
+
+    def record_pod_states(self, views: Sequence[PodView]) -> None:
+        """Keeps the last known state of pods that have not been polled since."""
+        not_polled = {view.uid for view in views if view.state is PodState.NOT_POLLED}
+        known = {uid: each for uid, each in (self.pod_states or {}).items() if uid in not_polled}
+        states = {view.uid: view.state.value for view in views if view.uid not in not_polled}
+        self.pod_states = {**known, **states}
+
+
+class PodReconciler:
+    """For one event loop. ``clock``: seconds since 1970."""
 
     def __init__(
         self,
-        policy: KVTierPolicy,
-        cache: Cache,
-        client: Client,
-        reports: PodReports,
-        now: float,
+        cluster: ClusterAccess,
         settings: Settings,
-        facts: PlanFacts,
+        poller: PodPoller,
+        recorder: EventRecorder,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._policy = policy
-        self._cache = cache
-        self._client = client
-        self._reports = reports
-        self._now = now
-        self._settings = settings
-        self._facts = facts
-        self._key = (policy.namespace, policy.metadata.name)
-        self._memory = reports.memory(self._key)
-        self._wakes: list[float] = []
-        self._notes: list[events.Event] = []
+        self.cluster = cluster
+        self.settings = settings
+        self.poller = poller
+        self.recorder = recorder
+        self._clock = clock
+        self._histories: dict[Key, _PolicyHistory] = {}
 
-    async def run(self) -> StatusResult:
-        """Looks, acts, and answers with the status."""
-        previous, generation = self._policy.status, self._policy.metadata.generation or 0
-        reported = previous.observed_generation if previous is not None else None
-        self._memory.see(generation, reported, self._now)
-        pods = sorted((pod for pod in self._facts.pods if not objects.ended(pod)), key=objects.name)
-        living = [pod for pod in pods if not objects.terminating(pod)]
-        self._follow(pods)
-        views = await self._views(living)
-        overdue = self._overdue(pods)
-        # A changed policy is tried at once: whom an earlier one suspended is not suspended any more.
-        in_force = (
+    async def reconcile(self, policy: KVTierPolicy, inputs: ReconcileInput) -> PodReconcileResult:
+        """Reconciles the pods of ``policy`` once. ``policy.status`` is the status in force.
+
+        Posts Events, deletes blocked pods and restarts workloads. A call that fails is logged and
+        retried after ``wake_seconds``; ``ApiError`` is not raised. The caller writes the returned
+        status: bytes and percentages in it are those in force until they may change.
+        """
+        key = (policy.namespace, policy.metadata.name)
+        history = self._histories.setdefault(key, _PolicyHistory())
+        return await _PodReconcile(self, history, policy, inputs, self._clock()).run()
+
+    def forget(self, key: Key) -> None:
+        """Drops what is known of a policy, because it is gone."""
+        self._histories.pop(key, None)
+        self.poller.forget(key)
+
+
+@dataclass(slots=True)
+class _PodReconcile:
+    """One reconcile of one policy's pods: its inputs, and the Events and wake-ups that its steps
+    collect.
+    """
+
+    deps: PodReconciler
+    history: _PolicyHistory
+    policy: KVTierPolicy
+    inputs: ReconcileInput
+    now: float
+    wakes: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    async def run(self) -> PodReconcileResult:
+        previous, generation = self.policy.status, self.policy.metadata.generation or 0
+        observed = previous.observed_generation if previous is not None else None
+        self.history.record_generation(generation, observed, self.now)
+        pods = sorted(
+            (pod for pod in self.inputs.pods if not pod.has_ended),
+            key=lambda pod: pod.metadata.name,
+        )
+        self._set_poll_targets(pods)
+        views = await self._views([pod for pod in pods if not pod.is_terminating])
+        overdue = self._overdue_pods(pods)
+        # A changed policy ends all suspensions: it may have fixed the cause.
+        suspended_now = (
             list(previous.suspended_owners or ())
-            if previous is not None and reported == generation
+            if previous is not None and observed == generation
             else []
         )
-        troubles = await self._troubles(in_force)
-        new = [each for each in troubles if not detectors.older(each, self._memory.changed_at)]
-        suspended = detectors.suspensions(self._policy, in_force, new, self._now)
-        await self._free(in_force, troubles)
-        rolled = await self._roll_out(views, bool(troubles or suspended))
-        found = PodFacts(views, troubles, suspended, overdue, rolled)
-        status = compute_status(self._policy, StatusInputs(self._facts, self._now, previous, found))
-        if self._memory.written_at is None:
-            self._memory.written_at = self._now
-        period = self._settings.controller.status_bytes_seconds
-        held, wake = settled(previous, status, self._now - self._memory.written_at, period)
-        if held != previous:
-            self._memory.written_at = self._now
-        self._note(views, found, held)
-        await self._reports.recorder.post(self._client, self._notes, self._now)
-        self._schedule(views, pods, suspended, wake)
-        return StatusResult(held, min(self._wakes, default=None))
+        failures = await FailureDetector(
+            self.deps.cluster,
+            self.deps.settings,
+            self.policy,
+            self.inputs,
+            self.now,
+            self.history.changed_at,
+        ).detect(suspended_now)
+        current = [each for each in failures if not each.predates(self.history.changed_at)]
+        suspended = suspended_owners(self.policy, suspended_now, current, self.now)
+        await self._delete_blocked_pods(suspended_now, failures)
+        rollout = await self._roll_out(views, blocked=bool(failures or suspended))
+        observed_pods = ObservedPods(views, failures, suspended, overdue, rollout)
+        status = self._status(observed_pods)
+        self._collect_events(observed_pods, status)
+        await self.deps.recorder.post(self.events, self.now)
+        self._schedule(pods, observed_pods)
+        return PodReconcileResult(status, min(self.wakes, default=None))
 
-    def _follow(self, pods: Sequence[Object]) -> None:
-        """Asks those with tiers, also while they end: what they said last tells what they hang in."""
-        asked = [
+    def _set_poll_targets(self, pods: Sequence[Pod]) -> None:
+        """Terminating pods are polled too: their last report says which mount they may hang in."""
+        polled = [
             pod
             for pod in pods
-            if (objects.injected(pod) and objects.has_daemon(pod))
-            or pod_view.mounts_documents(self._policy, pod)
+            if (objects.is_injected(pod) and objects.has_tierd(pod))
+            or pod_view.mounts_config_maps(self.policy, pod)
         ]
-        targets = [found for found in map(target, asked) if found is not None]
-        self._reports.follow(self._key, targets, self._facts.token)
+        targets = [target for target in map(poll_target, polled) if target is not None]
+        key = (self.policy.namespace, self.policy.metadata.name)
+        self.deps.poller.set_targets(key, targets, self.inputs.token)
 
-    async def _views(self, living: Sequence[Object]) -> list[PodView]:
-        asks: bool | None = None
-        if self._policy.spec.attach.mode is AttachMode.WEBHOOK and not all(
-            map(objects.injected, living)
+    async def _views(self, pods: Sequence[Pod]) -> list[PodView]:
+        enabled: bool | None = None
+        if self.policy.spec.attach.mode is AttachMode.WEBHOOK and not all(
+            map(objects.is_injected, pods)
         ):
-            asks = await self._reports.lookups.namespace_asks(self._client, self._policy.namespace)
+            enabled = await self.deps.cluster.lookups.injection_enabled(self.policy.namespace)
+        last_report = self.deps.poller.last_report
         return [
-            pod_view.view(self._policy, pod, self._reports.said(objects.uid(pod)), self._now, asks)
-            for pod in living
+            pod_view.view(self.policy, pod, last_report(pod.metadata.uid), self.now, enabled)
+            for pod in pods
         ]
 
-    def _overdue(self, pods: Sequence[Object]) -> list[terminating.Overdue]:
-        tiers = [tier.name for tier in self._policy.spec.tiers if tier.file_system is not None]
-        found = (
-            terminating.overdue(pod, self._reports.said(objects.uid(pod)).report, tiers, self._now)
-            for pod in pods
-        )
-        overdue = [each for each in found if each is not None]
-        for each in overdue:
-            about = events.about_pod(each.pod)
-            self._notes.append(
-                events.Event(about, events.WARNING, Reason.STUCK_TERMINATING.value, each.message)
-            )
+    def _overdue_pods(self, pods: Sequence[Pod]) -> list[terminating.OverduePod]:
+        tiers = [tier.name for tier in self.policy.spec.tiers if tier.file_system is not None]
+        overdue = []
+        for pod in pods:
+            report = self.deps.poller.last_report(pod.metadata.uid).report
+            found = terminating.overdue_pod(pod, report, tiers, self.now)
+            if found is not None:
+                overdue.append(found)
+                self._pod_warning(pod, Reason.STUCK_TERMINATING.value, found.message)
         return overdue
 
-    async def _troubles(self, in_force: Sequence[SuspendedOwner]) -> list[InjectionFailure]:
-        search = Search(
-            self._policy,
-            self._facts,
-            self._cache,
-            self._client,
-            self._reports.lookups,
-            self._settings,
-            self._now,
-            self._memory.changed_at,
-        )
-        return await search.troubles(in_force)
-
-    async def _free(
-        self, in_force: Iterable[SuspendedOwner], troubles: Sequence[InjectionFailure]
+    async def _delete_blocked_pods(
+        self, suspended: Iterable[SuspendedOwner], failures: Sequence[InjectionFailure]
     ) -> None:
-        """Deletes stuck pods once their owner's next pods are left alone."""
-        due, wake = detectors.deletable(
-            self._policy, in_force, troubles, self._now, self._memory.changed_at
+        """Deletes blocked pods whose replacements will not be injected the same way."""
+        due, wake = deletable_pods(
+            self.policy, suspended, failures, self.now, self.history.changed_at
         )
         if wake is not None:
-            self._wakes.append(wake)
-        for trouble in due[:MAX_DELETIONS]:
-            if trouble.pod is None:
+            self.wakes.append(wake)
+        for failure in due[:MAX_DELETIONS]:
+            if failure.pod is None:
                 continue
-            name, uid = objects.name(trouble.pod), objects.uid(trouble.pod)
-            version = str(objects.metadata(trouble.pod).get("resourceVersion") or "")
+            metadata = failure.pod.metadata
             try:
-                # The version too: a pod that has started since is not stuck.
-                await self._client.delete(
-                    PODS, self._policy.namespace, name, uid=uid, resource_version=version
+                await self.deps.cluster.client.delete(
+                    PODS,
+                    metadata.namespace,
+                    metadata.name,
+                    uid=metadata.uid,
+                    resource_version=metadata.resource_version,
                 )
             except ApiError as error:
-                logger.info("pod %s, which does not start, was not deleted: %s", name, error)
-                self._wakes.append(FAILED_SECONDS)
+                logger.warning("could not delete blocked pod %s: %s", metadata.name, error)
+                self.wakes.append(RETRY_SECONDS)
                 continue
             logger.warning(
-                "pod %s was deleted: attaching kept it from starting: %s", name, trouble.message
+                "deleted pod %s: injection prevented it from starting: %s",
+                metadata.name,
+                failure.message,
             )
-            reason = EventReason.STUCK_POD_DELETED.value
-            message = f"Deleted, so that its owner makes another: {trouble.message}"
-            self._notes.append(
-                events.Event(events.about_pod(trouble.pod), events.WARNING, reason, message)
+            self._pod_warning(
+                failure.pod,
+                EventReason.STUCK_POD_DELETED.value,
+                f"Deleted, so that its owner replaces it: {failure.message}",
             )
         if len(due) > MAX_DELETIONS:
-            self._wakes.append(1.0)
+            self.wakes.append(1.0)
 
-    async def _roll_out(self, views: Sequence[PodView], trouble: bool) -> Rollout:
-        storage = {finding.type: finding.status for finding in self._facts.findings}.get(
-            "StorageReady"
-        )
-        held = ""
-        if not self._facts.accepted:
-            held = "the policy is not accepted"
-        elif storage == "False":
-            held = "StorageReady is False"
-        elif trouble:
-            held = "attaching keeps pods from starting"
-        namespace = self._policy.namespace
-        found = rollout(
-            self._policy,
+    async def _roll_out(self, views: Sequence[PodView], blocked: bool) -> Rollout:
+        client, cache = self.deps.cluster.client, self.deps.cluster.cache
+        namespace, structural_hash = self.policy.namespace, self.inputs.structural_hash
+        rollout = plan_rollout(
+            self.policy,
             views,
-            self._facts.structural_hash,
-            lambda kind, name: self._cache.get(kind, namespace, name),
-            held,
+            structural_hash,
+            lambda kind, name: cache.get(kind, namespace, name),
+            self._rollout_paused(blocked),
         )
-        if found.under_way:
-            self._wakes.append(LOOK_AGAIN_SECONDS)
-        chosen = found.restart
-        if chosen is None:
-            return found
-        body = restart_body(chosen.kind, chosen.found, self._facts.structural_hash)
+        if rollout.in_progress:
+            self.wakes.append(RECHECK_SECONDS)
+        workload = rollout.restart
+        if workload is None:
+            return rollout
+        patch = restart_patch(workload, structural_hash)
         try:
-            await self._client.patch(chosen.kind, namespace, objects.name(chosen.found), body)
+            await client.patch(workload.kind, namespace, objects.name(workload.body), patch)
         except ApiError as error:
-            logger.warning("%s was not restarted: %s", chosen, error)
-            self._wakes.append(FAILED_SECONDS)
-            return found
-        self._wakes.append(LOOK_AGAIN_SECONDS)
-        message = f"{chosen} is restarted for structure {self._facts.structural_hash}"
+            logger.warning("could not restart %s: %s", workload, error)
+            self.wakes.append(RETRY_SECONDS)
+            return rollout
+        self.wakes.append(RECHECK_SECONDS)
+        message = f"restarted {workload} for structure {structural_hash}"
         logger.info("%s", message)
-        reason = EventReason.WORKLOAD_RESTARTED.value
-        self._notes.append(
-            events.Event(events.about_policy(self._policy), events.NORMAL, reason, message)
+        self._policy_event(NORMAL, EventReason.WORKLOAD_RESTARTED.value, message)
+        return rollout
+
+    def _rollout_paused(self, blocked: bool) -> str:
+        """Why no workload may be restarted; empty: it may."""
+        if not self.inputs.accepted:
+            return "the policy is not accepted"
+        if any(
+            each.type == "StorageReady" and each.status == "False"
+            for each in self.inputs.conditions
+        ):
+            return "StorageReady is False"
+        return "injection prevents pods from starting" if blocked else ""
+
+    def _status(self, pods: ObservedPods) -> PolicyStatus:
+        previous = self.policy.status
+        computed = compute_status(self.policy, StatusInputs(self.inputs, pods, previous, self.now))
+        if self.history.written_at is None:
+            self.history.written_at = self.now
+        status, wake = defer_minor_changes(
+            previous,
+            computed,
+            self.now - self.history.written_at,
+            self.deps.settings.controller.status_bytes_seconds,
         )
-        return found
-
-    def _note(self, views: Sequence[PodView], found: PodFacts, status: PolicyStatus) -> None:
-        for trouble in found.troubles:
-            if trouble.pod is not None:
-                about = events.about_pod(trouble.pod)
-                self._notes.append(
-                    events.Event(about, events.WARNING, trouble.reason.value, trouble.message)
-                )
-        before = {
-            entry.uid
-            for entry in (self._policy.status.suspended_owners if self._policy.status else None)
-            or ()
-        }
-        for entry in found.suspended:
-            if entry.uid not in before:
-                message = f"{entry.kind} {entry.name}: its next pods get no tiers until {entry.until} ({entry.reason})"
-                about = events.about_policy(self._policy)
-                self._notes.append(
-                    events.Event(about, events.WARNING, EventReason.SUSPENDED.value, message)
-                )
-        self._notes += events.of_policy(self._policy, self._policy.status, status)
-        self._notes += events.of_pods(views, self._memory.pod_states)
-        states = {
-            view.uid: view.state.value for view in views if view.state is not PodState.UNASKED
-        }
-        self._memory.pod_states = {**_kept(self._memory.pod_states, views), **states}
-
-    def _schedule(
-        self,
-        views: Sequence[PodView],
-        pods: Sequence[Object],
-        suspended: Sequence[SuspendedOwner],
-        wake: float | None,
-    ) -> None:
-        """When time alone changes something."""
+        if status != previous:
+            self.history.written_at = self.now
         if wake is not None:
-            self._wakes.append(wake)
-        timeout = self._policy.spec.attach.start_timeout_seconds
-        for view in views:
-            if view.state in (PodState.STARTING, PodState.NOT_ATTACHED) and view.injected:
-                began = pod_view.waiting_since(self._policy, view.pod)
-                if began is not None and began + timeout > self._now:
-                    self._wakes.append(began + timeout - self._now + 0.5)
-                elif not pod_view.engine_ran(self._policy, view.pod):
-                    # It may be kept down by a part that did not say so yet.
-                    self._wakes.append(self._settings.controller.poll_seconds)
+            self.wakes.append(wake)
+        return status
+
+    def _collect_events(self, pods: ObservedPods, status: PolicyStatus) -> None:
+        previous = self.policy.status
+        for failure in pods.failures:
+            if failure.pod is not None:
+                self._pod_warning(failure.pod, failure.reason.value, failure.message)
+        known = {entry.uid for entry in (previous.suspended_owners if previous else None) or ()}
+        for entry in pods.suspended:
+            if entry.uid not in known:
+                self._policy_event(
+                    WARNING,
+                    EventReason.SUSPENDED.value,
+                    f"{entry.kind} {entry.name}: new pods get no tiers until {entry.until} "
+                    f"({entry.reason})",
+                )
+        self.events += policy_events(self.policy, previous, status)
+        self.events += pod_events(pods.views, self.history.pod_states)
+        self.history.record_pod_states(pods.views)
+
+    def _pod_warning(self, pod: Pod, reason: str, message: str) -> None:
+        self.events.append(Event(pod_reference(pod), WARNING, reason, message))
+
+    def _policy_event(self, event_type: str, reason: str, message: str) -> None:
+        self.events.append(Event(policy_reference(self.policy), event_type, reason, message))
+
+    def _schedule(self, pods: Sequence[Pod], observed: ObservedPods) -> None:
+        """Adds a wake-up for each change that only the passing of time causes."""
+        timeout = self.policy.spec.attach.start_timeout_seconds
+        for view in observed.views:
+            if view.state in (PodState.STARTING, PodState.NOT_ATTACHED) and view.has_tiers:
+                since = pod_view.waiting_since(self.policy, view.pod)
+                if since is not None and since + timeout > self.now:
+                    self.wakes.append(since + timeout - self.now + 0.5)
+                elif not pod_view.engine_status(self.policy, view.pod).has_run:
+                    # The cause may not be visible yet.
+                    self.wakes.append(self.deps.settings.controller.poll_seconds)
         for pod in pods:
-            due = terminating.due_seconds(pod, self._now)
-            if due is not None:
-                self._wakes.append(due + 0.5)
-        for entry in suspended:
+            remaining = terminating.seconds_until_overdue(pod, self.now)
+            if remaining is not None:
+                self.wakes.append(remaining + 0.5)
+        for entry in observed.suspended:
             until = objects.parse_time(entry.until)
             if until is not None:
-                self._wakes.append(max(0.5, until - self._now + 0.5))
-
-
-def _kept(states: dict[str, str] | None, views: Sequence[PodView]) -> dict[str, str]:
-    """What was known of pods that have not been asked again."""
-    unasked = {view.uid for view in views if view.state is PodState.UNASKED}
-    return {uid: state for uid, state in (states or {}).items() if uid in unasked}
+                self.wakes.append(max(0.5, until - self.now + 0.5))

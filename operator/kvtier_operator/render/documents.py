@@ -18,11 +18,11 @@ from pydantic import BaseModel
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.config.models import (
     SCHEMA_VERSION,
-    Breaker,
+    BreakerSettings,
     Daemon,
     FileSystemTierDocument,
     HttpEndpoint,
-    Isolation,
+    IsolationSettings,
     Live,
     LiveTier,
     LMCacheTierDocument,
@@ -195,7 +195,7 @@ def live(policy: KVTierPolicy, generation: int = 0) -> Live:
         generation=generation,
         selection=spec.selection,
         min_load_tokens=spec.min_load_tokens,
-        breaker=Breaker(
+        breaker=BreakerSettings(
             failure_threshold=spec.breaker.failure_threshold,
             period_seconds=spec.breaker.period_seconds,
         ),
@@ -243,7 +243,7 @@ def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) 
         hash_seed=spec.engine.hash_seed,
         local_ranks=spec.engine.local_ranks,
         tiers=[_tier(tier, placement) for tier in spec.tiers],
-        isolation=Isolation(
+        isolation=IsolationSettings(
             salt=spec.isolation.salt,
             model_revision=spec.isolation.model_revision,
             key_file=f"{placement.key_directory}/key" if key_secret else None,

@@ -1,4 +1,6 @@
-"""Caches: what they hold after lists, changes, failures and answers of calls. Against an API server in memory."""
+"""Caches: what they hold after lists, changes, failures and answers of calls. Against an API server
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,9 @@ def test_a_kind_that_the_cluster_does_not_know_is_waited_for_without_holding_up_
 
 
 def test_a_kind_that_is_not_known_is_asked_for_soon_and_then_less_and_less() -> None:
-    """A definition that is being installed is there a moment later, and its objects must not wait for a minute."""
+    """A definition that is being installed is there a moment later, and its objects must not wait
+    for a minute.
+    """
 
     class Without:
         async def page(self, kind: Kind, namespace: str | None = None, **options: Any) -> Page:

@@ -1,4 +1,6 @@
-"""The client of the API server: deadlines, retries, Retry-After, tokens that rotate. Against a small HTTP server."""
+"""The client of the API server: deadlines, retries, Retry-After, tokens that rotate. Against a
+small HTTP server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned for a policy, from values alone. What the API server makes of it is tested on a real one."""
+"""Planning from values. ``tests/cluster`` tests what a real API server does with a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier_operator.controller.children.observe import (
     UID_LABEL,
     CachedPolicy,
     Observed,
-    read,
+    parse_policy,
 )
 from kvtier_operator.controller.children.plan import Plan, plan
 from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, VOLUMES
@@ -29,12 +29,12 @@ SETTINGS = controllers.settings(
 )
 
 
-def known(
+def cached_policy(
     *, uid: str = "u-1", status: dict[str, Any] | None = None, tiers: Any = (), **spec: Any
 ) -> CachedPolicy:
     body = controllers.policy("n", tiers=tiers, **spec)
     body["metadata"] |= {"uid": uid, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
-    return read({**body, **({"status": status} if status else {})})
+    return parse_policy({**body, **({"status": status} if status else {})})
 
 
 def stored(planned: Plan, observed: Observed) -> Observed:
@@ -61,8 +61,8 @@ def settled(found: CachedPolicy, settings: Settings = SETTINGS) -> Observed:
     return stored(plan(observed, settings), observed)
 
 
-def test_what_was_applied_is_not_applied_again() -> None:
-    found = known(tiers=[EXPORT, CLAIM], attach={"mode": "ConfigMapOnly"})
+def test_applied_objects_are_not_applied_again() -> None:
+    found = cached_policy(tiers=[EXPORT, CLAIM], attach={"mode": "ConfigMapOnly"})
     planned = plan(Observed(found), SETTINGS)
     assert [each.kind.kind for each in planned.apply] == [
         "PersistentVolume",
@@ -75,8 +75,8 @@ def test_what_was_applied_is_not_applied_again() -> None:
     assert (again.apply, again.delete, again.live_generation) == ((), (), 1)
 
 
-def test_everything_has_the_policys_uid_and_all_but_volumes_its_owner() -> None:
-    for each in plan(Observed(known(tiers=[EXPORT])), SETTINGS).apply:
+def test_every_object_has_the_policys_uid_and_all_but_volumes_have_an_owner() -> None:
+    for each in plan(Observed(cached_policy(tiers=[EXPORT])), SETTINGS).apply:
         metadata = each.body["metadata"]
         assert metadata["labels"][UID_LABEL] == "u-1"
         if each.kind is VOLUMES:
@@ -87,9 +87,9 @@ def test_everything_has_the_policys_uid_and_all_but_volumes_its_owner() -> None:
             assert "blockOwnerDeletion" not in metadata["ownerReferences"][0]
 
 
-def test_another_policy_of_the_same_name_shares_no_claim_and_no_volume() -> None:
+def test_a_later_policy_of_the_same_name_gets_other_claims_and_volumes() -> None:
     def names(uid: str) -> set[str]:
-        planned = plan(Observed(known(uid=uid, tiers=[EXPORT, CLAIM])), SETTINGS)
+        planned = plan(Observed(cached_policy(uid=uid, tiers=[EXPORT, CLAIM])), SETTINGS)
         return {
             each.body["metadata"]["name"] for each in planned.apply if each.kind is not CONFIG_MAPS
         }
@@ -111,10 +111,10 @@ def test_another_policy_of_the_same_name_shares_no_claim_and_no_volume() -> None
         ([], None, 1),
     ],
 )
-def test_other_live_values_get_a_generation_that_was_never_given(
+def test_changed_live_values_get_an_unused_generation(
     held: Any, status: Any, expected: int
 ) -> None:
-    found = known(status=status)
+    found = cached_policy(status=status)
     observed = settled(found)
     if held is None:
         observed = replace(observed, config_maps={})
@@ -129,16 +129,16 @@ def test_other_live_values_get_a_generation_that_was_never_given(
 
 
 def test_the_same_live_values_keep_their_generation_whatever_the_status_says() -> None:
-    found = known()
+    found = cached_policy()
     (name, live), *_ = settled(found).config_maps.items()
     document = {**json.loads(live["data"]["live.json"]), "generation": 6}
     held = {name: {**live, "data": {"live.json": json.dumps(document)}}}
-    planned = plan(Observed(known(status={"liveGeneration": 5}), held), SETTINGS)
+    planned = plan(Observed(cached_policy(status={"liveGeneration": 5}), held), SETTINGS)
     assert planned.live_generation == 6
 
 
-def test_an_existing_claims_specification_is_applied_as_it_stands() -> None:
-    found = known(tiers=[CLAIM])
+def test_an_existing_claim_keeps_its_spec() -> None:
+    found = cached_policy(tiers=[CLAIM])
     observed = settled(found)
     (name, claim), *_ = observed.claims.items()
     spec = {**claim["spec"], "resources": {"requests": {"storage": "1Gi"}}, "volumeName": "pv"}
@@ -150,48 +150,48 @@ def test_an_existing_claims_specification_is_applied_as_it_stands() -> None:
     assert desired.body["metadata"]["labels"][UID_LABEL] == "u-1"
 
 
-def test_nothing_is_applied_to_what_is_being_deleted() -> None:
-    observed = settled(known(tiers=[EXPORT]))
-    leaving = {
+def test_nothing_is_applied_to_a_terminating_object() -> None:
+    observed = settled(cached_policy(tiers=[EXPORT]))
+    terminating = {
         name: {**each, "metadata": {**each["metadata"], "labels": {}, "deletionTimestamp": "now"}}
         for name, each in observed.claims.items()
     }
-    planned = plan(replace(observed, claims=leaving), SETTINGS)
+    planned = plan(replace(observed, claims=terminating), SETTINGS)
     assert planned.apply == ()
-    storage = next(each for each in planned.findings if each.type == "StorageReady")
+    storage = next(each for each in planned.conditions if each.type == "StorageReady")
     assert (storage.status, storage.reason) == ("False", "ClaimTerminating")
 
 
-def test_what_is_not_needed_any_more_goes_and_a_mounted_claim_waits() -> None:
-    observed = settled(known(tiers=[CLAIM, EXPORT], attach={"mode": "ConfigMapOnly"}))
-    less = replace(observed, known=known())
-    names = sorted(each.found["metadata"]["name"] for each in plan(less, SETTINGS).delete)
+def test_obsolete_objects_are_deleted_and_a_mounted_claim_waits() -> None:
+    observed = settled(cached_policy(tiers=[CLAIM, EXPORT], attach={"mode": "ConfigMapOnly"}))
+    less = replace(observed, cached=cached_policy())
+    names = sorted(each.existing["metadata"]["name"] for each in plan(less, SETTINGS).delete)
     assert names == sorted([*observed.claims, "chat-structural"])
     mounted = replace(less, mounted_claims=frozenset(observed.claims))
-    assert [each.found["metadata"]["name"] for each in plan(mounted, SETTINGS).delete] == [
+    assert [each.existing["metadata"]["name"] for each in plan(mounted, SETTINGS).delete] == [
         "chat-structural"
     ]
     claimless = replace(less, claims={})
     assert VOLUMES in [each.kind for each in plan(claimless, SETTINGS).delete], "its claim is gone"
 
 
-def test_what_was_made_for_another_policy_of_the_name_is_not_this_ones_to_delete() -> None:
-    theirs = settled(known(uid="u-2", tiers=[CLAIM]))
-    assert plan(replace(theirs, known=known(uid="u-1")), SETTINGS).delete == ()
+def test_objects_of_another_policy_of_the_same_name_are_not_deleted() -> None:
+    theirs = settled(cached_policy(uid="u-2", tiers=[CLAIM]))
+    assert plan(replace(theirs, cached=cached_policy(uid="u-1")), SETTINGS).delete == ()
 
 
-def test_a_released_volume_is_deleted_also_where_its_name_is_wanted() -> None:
-    observed = settled(known(tiers=[EXPORT]))
+def test_a_released_volume_is_deleted_even_if_its_name_is_needed() -> None:
+    observed = settled(cached_policy(tiers=[EXPORT]))
     (volume,) = observed.volumes
     released = replace(observed, volumes=[{**volume, "status": {"phase": "Released"}}])
     (deletion,) = plan(released, SETTINGS).delete
-    assert deletion.found["metadata"]["name"] == volume["metadata"]["name"]
+    assert deletion.existing["metadata"]["name"] == volume["metadata"]["name"]
 
 
-def test_a_policy_that_is_not_accepted_costs_its_pods_nothing() -> None:
-    observed = settled(known(tiers=[EXPORT, CLAIM]))
+def test_a_policy_that_is_not_accepted_keeps_its_objects() -> None:
+    observed = settled(cached_policy(tiers=[EXPORT, CLAIM]))
     planned = plan(
-        replace(observed, known=known(tiers=[EXPORT], status={"liveGeneration": 3})),
+        replace(observed, cached=cached_policy(tiers=[EXPORT], status={"liveGeneration": 3})),
         controllers.settings(),
     )
     assert (planned.accepted, planned.apply, planned.delete, planned.live_generation) == (
@@ -202,16 +202,16 @@ def test_a_policy_that_is_not_accepted_costs_its_pods_nothing() -> None:
     )
 
 
-def test_a_policy_that_cannot_be_read_is_left_as_it_is() -> None:
-    raw = dict(known(status={"liveGeneration": 3}).raw)
-    broken = read({**raw, "spec": {**raw["spec"], "later": 1}})
+def test_an_invalid_policy_keeps_its_objects() -> None:
+    raw = dict(cached_policy(status={"liveGeneration": 3}).raw)
+    broken = parse_policy({**raw, "spec": {**raw["spec"], "later": 1}})
     planned = plan(Observed(broken), SETTINGS)
     assert (planned.accepted, planned.apply, planned.delete) == (False, (), ())
-    assert planned.findings[0].reason == "Invalid"
+    assert planned.conditions[0].reason == "Invalid"
 
 
-def test_exports_are_left_to_the_administrator_where_no_volumes_may_be_made() -> None:
+def test_without_create_volumes_exports_get_no_volume_and_no_claim() -> None:
     settings = SETTINGS.model_copy(update={"storage": controllers.settings().storage})
-    planned = plan(Observed(known(tiers=[EXPORT, CLAIM])), settings)
+    planned = plan(Observed(cached_policy(tiers=[EXPORT, CLAIM])), settings)
     assert [each.kind for each in planned.apply] == [CLAIMS, CONFIG_MAPS]
     assert set(planned.claims) == {"shared", "disk"}

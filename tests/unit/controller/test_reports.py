@@ -1,4 +1,4 @@
-"""What a pod says is data: bounded in size, type and number, whoever wrote it."""
+"""Parsing of a pod's status: untrusted data, bounded in size, type and number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.pods import status_document, tier_document
 
 from kvtier_operator.api.status import TierState
 from kvtier_operator.controller.pods import reports
-from kvtier_operator.controller.pods.reports import MalformedError, read
+from kvtier_operator.controller.pods.reports import MalformedReportError, parse_report
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -48,7 +48,7 @@ def test_a_whole_document_is_read() -> None:
     tier = tier_document(
         "nvme", "Degraded", usedBytes=5, capacityBytes=10, hitTokens=3, lastError="slow"
     )
-    report = read(
+    report = parse_report(
         json.dumps(status_document(tier, contentHash="0123abcd", promptTokens=9)).encode()
     )
     assert report.attached
@@ -63,51 +63,51 @@ def test_a_whole_document_is_read() -> None:
 @pytest.mark.parametrize(
     ("sessions", "attached"), [("ready", True), ("unready", False), ("none", False)]
 )
-def test_an_engine_is_attached_when_its_scheduler_and_its_workers_are_there(
+def test_an_engine_is_attached_when_all_its_sessions_are_ready(
     sessions: str, attached: bool
 ) -> None:
-    assert read(body(sessions=sessions)).attached is attached
+    assert parse_report(body(sessions=sessions)).attached is attached
 
 
-def test_a_scheduler_alone_is_no_attached_engine() -> None:
+def test_an_engine_without_workers_is_not_attached() -> None:
     document = status_document()
     document["sessions"] = document["sessions"][:1]
-    assert not read(json.dumps(document).encode()).attached
+    assert not parse_report(json.dumps(document).encode()).attached
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "error"),
     [
-        (b"", "no JSON"),
-        (b"<html>", "no JSON"),
-        (b"[1]", "no JSON object"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"9" * 200_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"<html>", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"9" * 200_000, "not JSON"),
         (b" " * (reports.MAX_BODY_BYTES + 1), "more than 262144 bytes"),
     ],
 )
-def test_what_is_no_document_is_refused_with_a_reason_that_does_not_quote_it(
-    answer: bytes, why: str
+def test_an_invalid_document_is_rejected_with_an_error_that_does_not_quote_it(
+    answer: bytes, error: str
 ) -> None:
-    with pytest.raises(MalformedError, match=why):
-        read(answer)
+    with pytest.raises(MalformedReportError, match=error):
+        parse_report(answer)
 
 
 @settings(max_examples=60, deadline=None)
 @given(FIELDS)
 def test_any_json_object_reads_as_a_bounded_report(document: dict[str, Any]) -> None:
-    report = read(json.dumps(document).encode())
+    report = parse_report(json.dumps(document).encode())
     assert len(report.tiers) <= reports.MAX_TIERS
     assert 0 <= report.applied_generation <= reports.MAX_NUMBER
     assert all(0 <= tier.used_bytes <= reports.MAX_NUMBER for tier in report.tiers)
     assert len(report.content_hash) <= reports.MAX_TEXT
 
 
-def test_numbers_that_make_no_sense_read_as_absent() -> None:
+def test_invalid_numbers_read_as_absent() -> None:
     for wrong in (-1, 1 << 63, 1.5, "7", True, None, [1]):
         tier = tier_document("ram", usedBytes=wrong, capacityBytes=wrong, hitTokens=wrong)
-        report = read(
+        report = parse_report(
             json.dumps(status_document(tier, promptTokens=wrong, generation=wrong)).encode()
         )  # type: ignore[arg-type]
         assert (report.tiers[0].used_bytes, report.tiers[0].hit_tokens, report.prompt_tokens) == (
@@ -118,23 +118,23 @@ def test_numbers_that_make_no_sense_read_as_absent() -> None:
         assert report.applied_generation == 0
 
 
-def test_texts_are_short_and_of_one_line() -> None:
-    report = read(body(version="1\n\x1b[31mred" + "x" * 1000))
+def test_texts_are_bounded_and_of_one_line() -> None:
+    report = parse_report(body(version="1\n\x1b[31mred" + "x" * 1000))
     assert len(report.version) == reports.MAX_TEXT
     assert report.version.isprintable()
 
 
-def test_a_state_that_nobody_knows_is_unknown() -> None:
+def test_an_invalid_state_is_unknown() -> None:
     for strange in ("Splendid", 7, None, ["Healthy"], {"a": 1}):
-        report = read(json.dumps(status_document(tier_document("ram", strange))).encode())  # type: ignore[arg-type]
+        report = parse_report(json.dumps(status_document(tier_document("ram", strange))).encode())  # type: ignore[arg-type]
         assert report.tiers[0].state is TierState.UNKNOWN
 
 
-def test_a_tier_that_is_named_twice_counts_once_and_one_without_a_name_not_at_all() -> None:
+def test_a_duplicate_tier_and_one_without_a_name_are_ignored() -> None:
     tiers = [
         tier_document("ram", usedBytes=1),
         tier_document("ram", usedBytes=2),
         tier_document(""),
     ]
-    report = read(json.dumps(status_document(*tiers)).encode())
+    report = parse_report(json.dumps(status_document(*tiers)).encode())
     assert [(tier.name, tier.used_bytes) for tier in report.tiers] == [("ram", 1)]

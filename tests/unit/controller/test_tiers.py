@@ -1,4 +1,4 @@
-"""What pods say about tiers, summed up: what is shared is counted once."""
+"""Statuses of tiers: a directory that pods share is counted once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.support.pods import (
     status_document,
     tier_document,
 )
-from tests.unit.controller.world import looked_at, status
+from tests.unit.controller.builders import status, view_of
 
-from kvtier_operator.controller.status.tiers import percent, rounded
+from kvtier_operator.controller.status.tiers import rounded_bytes, rounded_percent
 
 GIB = 1 << 30
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 def pods(tier: str, *places: tuple[str, int]):  # type: ignore[no-untyped-def]
     """One pod per (node, used GiB), each with a capacity of 10 GiB in that tier."""
     return [
-        looked_at(
+        view_of(
             running(injected_pod(f"chat-{index}"), node=node),
             status_document(tier_document(tier, usedBytes=used * GIB, capacityBytes=10 * GIB)),
         )
@@ -35,7 +35,7 @@ def sums(of, found):  # type: ignore[no-untyped-def]
     return tier.used_bytes / GIB, tier.capacity_bytes / GIB
 
 
-def test_memory_is_each_pods_own_and_summed() -> None:
+def test_memory_is_summed_over_pods() -> None:
     assert sums(policy(), pods("ram", ("a", 2), ("a", 4), ("b", 6))) == (12, 30)
 
 
@@ -61,7 +61,7 @@ def test_a_directory_of_a_pod_is_summed() -> None:
 @pytest.mark.parametrize(
     "volume", [{"emptyDir": {}}, {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}]
 )
-def test_a_volume_that_each_pod_has_for_itself_is_summed_whatever_sharing_says(
+def test_a_volume_of_the_pod_is_summed_whatever_sharing_is_set_to(
     volume: dict[str, object],
 ) -> None:
     assert sums(policy(file_tier("nvme", "Node", volume)), pods("nvme", ("a", 4), ("a", 4))) == (
@@ -70,19 +70,17 @@ def test_a_volume_that_each_pod_has_for_itself_is_summed_whatever_sharing_says(
     )
 
 
-def test_a_remote_store_is_one() -> None:
+def test_a_remote_store_is_counted_once() -> None:
     remote = policy(
         {"name": "remote", "lmcache": {"url": "redis://cache:6379", "capacity": "10Gi"}}
     )
     assert sums(remote, pods("remote", ("a", 3), ("b", 3))) == (3, 10)
 
 
-def test_the_worst_state_that_any_pod_reports_counts() -> None:
+def test_a_tier_has_the_worst_state_that_a_pod_reports() -> None:
     states = ("Healthy", "BreakerOpen", "Degraded", "Unknown")
     found = [
-        looked_at(
-            running(injected_pod(f"chat-{word}")), status_document(tier_document("ram", word))
-        )
+        view_of(running(injected_pod(f"chat-{word}")), status_document(tier_document("ram", word)))
         for word in states
     ]
     worst = [status(*found[:count]).tiers[0].state.value for count in (1, 2, 3, 4)]  # type: ignore[index]
@@ -91,8 +89,8 @@ def test_the_worst_state_that_any_pod_reports_counts() -> None:
     assert status(found[3], found[2]).tiers[0].state.value == "Degraded"  # type: ignore[index]
 
 
-def test_a_tier_of_which_nobody_speaks_is_unknown_and_has_no_numbers() -> None:
-    (tier,) = status(looked_at(running(injected_pod()))).tiers or ()
+def test_a_tier_that_no_pod_reports_is_unknown_and_has_no_numbers() -> None:
+    (tier,) = status(view_of(running(injected_pod()))).tiers or ()
     assert (tier.state.value, tier.reporting_pods, tier.used_bytes, tier.hit_tokens_percent) == (
         "Unknown",
         0,
@@ -101,10 +99,10 @@ def test_a_tier_of_which_nobody_speaks_is_unknown_and_has_no_numbers() -> None:
     )
 
 
-def test_hits_are_weighed_by_prompt_tokens_over_pods() -> None:
+def test_hits_are_weighted_by_prompt_tokens() -> None:
     def pod(name: str, prompt: int, ram: int, nvme: int):  # type: ignore[no-untyped-def]
         tiers = (tier_document("ram", hitTokens=ram), tier_document("nvme", hitTokens=nvme))
-        return looked_at(running(injected_pod(name)), status_document(*tiers, promptTokens=prompt))
+        return view_of(running(injected_pod(name)), status_document(*tiers, promptTokens=prompt))
 
     of = policy(file_tier("nvme", "Node"))
     found = status(pod("busy", 9000, 4500, 900), pod("idle", 1000, 0, 1000), of=of)
@@ -113,20 +111,27 @@ def test_hits_are_weighed_by_prompt_tokens_over_pods() -> None:
     assert found.summary.hit_tokens_percent == 65
 
 
-def test_no_prompt_tokens_are_no_percentage_and_nonsense_is_no_more_than_all() -> None:
-    assert percent(5, 0) is None
-    assert percent(50, 10) == 100
+def test_a_percentage_needs_prompt_tokens_and_is_at_most_100() -> None:
+    assert rounded_percent(5, 0) is None
+    assert rounded_percent(50, 10) == 100
 
 
-def test_bytes_go_in_steps_of_five_percent_of_the_capacity() -> None:
-    assert [rounded(used, 1000) for used in (0, 1, 49, 74, 76, 1000)] == [0, 50, 50, 50, 100, 1000]
-    assert rounded(7, 0) == 7
+def test_bytes_are_rounded_to_steps_of_five_percent_of_the_capacity() -> None:
+    assert [rounded_bytes(used, 1000) for used in (0, 1, 49, 74, 76, 1000)] == [
+        0,
+        50,
+        50,
+        50,
+        100,
+        1000,
+    ]
+    assert rounded_bytes(7, 0) == 7
 
 
-def test_what_pods_that_lie_add_up_to_still_fits_the_api() -> None:
+def test_the_sum_of_invalid_reports_fits_the_api() -> None:
     most = (1 << 63) - 1
     found = [
-        looked_at(
+        view_of(
             running(injected_pod(f"chat-{index}")),
             status_document(tier_document("ram", usedBytes=most, capacityBytes=most)),
         )
@@ -136,9 +141,9 @@ def test_what_pods_that_lie_add_up_to_still_fits_the_api() -> None:
     assert most - 20 <= (tier.used_bytes or 0) <= most == tier.capacity_bytes
 
 
-def test_the_claim_behind_a_tier_is_named() -> None:
-    from tests.unit.controller.world import facts
+def test_a_tier_status_has_the_name_of_its_claim() -> None:
+    from tests.unit.controller.builders import reconcile_input
 
     of = policy(file_tier("nas", "Cluster", {"nfs": {"server": "nas.example", "path": "/kv"}}))
-    found = status(of=of, planned=facts(claims={"nas": "chat-nas-0123"}))
+    found = status(of=of, plan=reconcile_input(claims={"nas": "chat-nas-0123"}))
     assert [tier.claim_name for tier in found.tiers or ()] == [None, "chat-nas-0123"]

@@ -21,7 +21,7 @@ from kvtier.config.loader import (
     load,
     load_live,
     load_structural,
-    load_with_refusals,
+    load_with_rejections,
     merge_live,
     read_bounded,
 )
@@ -38,7 +38,7 @@ BEFORE: Live = STRUCTURAL.live
 def _merged(document: Any) -> tuple[Live, dict[str, str]]:
     content = document if isinstance(document, bytes) else json.dumps(document).encode()
     live, refusals = merge_live(content, BEFORE, STRUCTURAL)
-    return live, {refusal.field: refusal.accepted for refusal in refusals}
+    return live, {rejected.field: rejected.requirement for rejected in refusals}
 
 
 class TestMerging:
@@ -223,12 +223,12 @@ class TestReading:
     def test_without_live_values_the_embedded_ones_hold(self, tmp_path: Path) -> None:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).unlink()
-        assert load_with_refusals(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
+        assert load_with_rejections(tmp_path) == (Topology(structural=STRUCTURAL, live=BEFORE), [])
 
     def test_live_values_are_laid_over_the_embedded_ones(self, tmp_path: Path) -> None:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"minLoadTokens": 7, "selection": 1}')
-        topology, refusals = load_with_refusals(tmp_path)
+        topology, refusals = load_with_rejections(tmp_path)
         assert topology.live == BEFORE.model_copy(update={"min_load_tokens": 7})
         assert [refusal.field for refusal in refusals] == ["selection"]
 
@@ -238,7 +238,7 @@ class TestReading:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
         (tmp_path / LIVE_FILE).write_text('{"selection": 1}')
         load(tmp_path)
-        assert "selection: 1 is not accepted" in caplog.text
+        assert "selection: Invalid value: 1: must be" in caplog.text
 
     def test_a_vanished_file_keeps_what_is_in_force(self, tmp_path: Path) -> None:
         assert load_live(tmp_path / "none.json", BEFORE, STRUCTURAL) == (BEFORE, [])
@@ -304,20 +304,20 @@ class TestStructural:
         [
             (
                 lambda document: document.update(schemaVersion=2),
-                "schemaVersion: 2 is not accepted; 1 is what",
+                "schemaVersion: Invalid value: 2: must be 1",
             ),
-            (lambda document: document.pop("schemaVersion"), "schemaVersion: None"),
+            (lambda document: document.pop("schemaVersion"), "schemaVersion: Invalid value: None"),
             (lambda document: document.update(unknown=1), "unknown"),
             (lambda document: document.update(chunkTokens=0), "chunkTokens"),
-            (lambda document: document["tiers"].reverse(), "memory first"),
-            (lambda document: document["tiers"].append(document["tiers"][0]), "name of its own"),
+            (lambda document: document["tiers"].reverse(), "only memory tier"),
+            (lambda document: document["tiers"].append(document["tiers"][0]), "must be unique"),
             (lambda document: document["tiers"][1].update(path="kv"), "tiers.nvme.path"),
             (lambda document: document["tiers"][1].update(path="/kv/../x"), "tiers.nvme.path"),
             (lambda document: document.update(runDirectory="run"), "runDirectory"),
             (lambda document: document["live"]["tiers"].pop("nvme"), "values for nvme"),
             (
                 lambda document: document["live"]["tiers"]["nvme"].pop("capacityBytes"),
-                "capacity is mandatory",
+                "required for a file tier",
             ),
             (
                 lambda document: document["live"]["tiers"]["nvme"].update(lowWatermarkPercent=99),

@@ -6,7 +6,15 @@ import pytest
 from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, Rig, topology
 
 from kvtier.engines.vllm.tierd_session import RESET_REASON
-from kvtier.tierd.wire import EvictionAck, Promote, Refused, Reserve, ResetCache, Resync, Settings
+from kvtier.tierd.wire import (
+    EvictionAck,
+    LiveSettings,
+    Promote,
+    Reserve,
+    ResetCache,
+    Resync,
+    SessionRefused,
+)
 
 
 def test_the_handshake_says_who_writes(rig: Rig) -> None:
@@ -40,7 +48,7 @@ def test_a_refusal_is_said_once_and_means_no_tiers(
 ) -> None:
     rig = Rig(attach=False)
     for _ in range(3):
-        rig.client.sink(Refused(reason="another version"))
+        rig.client.sink(SessionRefused(reason="another version"))
         assert rig.ask(rig.request(300)) == 0
     assert caplog.text.count("another version") == 1
     assert rig.scheduler.session.counters["refused"] == 3
@@ -62,7 +70,7 @@ def test_live_settings_are_taken_and_bad_ones_refused_value_by_value(rig: Rig) -
     request = rig.request(300)
     rig.hold(request.keys(0, 4))
     rig.client.sink(
-        Settings(settings='{"minLoadTokens": 100000, "tiers": {"disk": {"loadWeight": -3}}}')
+        LiveSettings(settings='{"minLoadTokens": 100000, "tiers": {"disk": {"loadWeight": -3}}}')
     )
     assert rig.ask(request) == 0
     assert rig.scheduler.session.live.tiers["disk"].load_weight == 100
@@ -74,7 +82,7 @@ def test_a_raised_limit_holds_for_the_next_promotion(rig: Rig) -> None:
     text = changed.model_dump_json(by_alias=True).replace(
         '"loadTimeoutSeconds":4', '"loadTimeoutSeconds":40'
     )
-    rig.client.sink(Settings(settings=text))
+    rig.client.sink(LiveSettings(settings=text))
     request = rig.request(300)
     rig.hold(request.keys(0, 4), DISK)
     assert rig.ask(request) is None

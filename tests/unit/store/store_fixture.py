@@ -13,7 +13,7 @@ from tests.support.dict_tier import DictTier
 from tests.support.manual_executor import ManualCall, ManualClock, ManualExecutor
 
 from kvtier.config.models import (
-    Breaker,
+    BreakerSettings,
     FileSystemTierDocument,
     Live,
     LiveTier,
@@ -133,7 +133,7 @@ def live(
     selection: Selection = Selection.COST, threshold: int = 5, period: int = 60, **tiers: LiveTier
 ) -> Live:
     """Live values for the memory tier and these."""
-    breaker = Breaker(failure_threshold=threshold, period_seconds=period)
+    breaker = BreakerSettings(failure_threshold=threshold, period_seconds=period)
     return Live(selection=selection, breaker=breaker, tiers={"ram": LiveTier(), **tiers})
 
 

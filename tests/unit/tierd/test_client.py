@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import zmq
 
 from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.tierd import client as module
-from kvtier.tierd.client import ClientState, TierdClient
+from kvtier.tierd.client import ClientOptions, ClientState, TierdClient
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -28,7 +28,7 @@ from kvtier.tierd.wire import (
     Hello,
     Message,
     Ready,
-    Refused,
+    SessionRefused,
     Welcome,
     decode_from_engine,
     encode,
@@ -62,7 +62,7 @@ def welcome(epoch: int = 3, protocol: str = PROTOCOL) -> Welcome:
 
 
 class Daemon:
-    """The other end. ``peer`` is whoever spoke last."""
+    """The other end. ``peer`` is the process that spoke last."""
 
     def __init__(self, directory: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -100,7 +100,15 @@ class Rig:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.said: queue.Queue[Message | str] = queue.Queue()
-        self.client = TierdClient(directory, hello, self.said.put, self.said.put, **options)
+        self.heartbeat: Callable[[], Heartbeat] = Heartbeat
+        self.client = TierdClient(
+            directory,
+            hello,
+            self.said.put,
+            self.said.put,
+            lambda: self.heartbeat(),
+            ClientOptions(**options),
+        )
         self.client.start()
 
     def next(self) -> Message | str:
@@ -185,7 +193,7 @@ def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(
 def test_a_client_that_copies_nothing_may_attach_again_by_itself(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, reattach="auto")
+    rig = Rig(directory, auto_reattach=True)
     daemon.attach(3)
     rig.next()
     daemon.send(Bye())
@@ -197,7 +205,7 @@ def test_a_client_that_copies_nothing_may_attach_again_by_itself(
 
 def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     first = Daemon(directory)
-    rig = Rig(directory, lost_seconds=1000)
+    rig = Rig(directory, session_timeout_seconds=1000)
     first.attach()
     rig.next()
     first.close()
@@ -210,8 +218,10 @@ def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     second.close()
 
 
-def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -> None:
-    rig = Rig(directory, lost_seconds=0.6)
+def test_silence_loses_the_session_and_a_heartbeat_keeps_it(
+    daemon: Daemon, directory: Path
+) -> None:
+    rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.attach()
     rig.next()
     for _ in range(5):
@@ -220,7 +230,7 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
     assert rig.client.attached
     reason = rig.next()
     assert isinstance(reason, str)
-    assert "no word" in reason
+    assert "no message" in reason
     assert rig.client.counters["lost"] == 1
     rig.client.close(5)
 
@@ -228,7 +238,7 @@ def test_silence_is_a_loss_and_a_word_is_none(daemon: Daemon, directory: Path) -
 def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, lost_seconds=0.6)
+    rig = Rig(directory, session_timeout_seconds=0.6)
     daemon.receive(Hello)
     for _ in range(6):
         time.sleep(0.2)
@@ -240,8 +250,8 @@ def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
 
 def test_a_refusal_is_reported_once_and_tried_again_much_later(daemon: Daemon, rig: Rig) -> None:
     daemon.receive(Hello)
-    daemon.send(Refused(reason="other version"))
-    assert rig.next() == Refused(reason="other version")
+    daemon.send(SessionRefused(reason="other version"))
+    assert rig.next() == SessionRefused(reason="other version")
     wait_for(lambda: rig.client.state is ClientState.REFUSED, "refused")
     assert rig.client.refusal == "other version"
     with pytest.raises(TimeoutError):
@@ -251,9 +261,9 @@ def test_a_refusal_is_reported_once_and_tried_again_much_later(daemon: Daemon, r
 def test_a_refused_client_tries_again_after_its_time(daemon: Daemon, directory: Path) -> None:
     rig = Rig(directory, refused_retry_seconds=0.3)
     daemon.receive(Hello)
-    daemon.send(Refused(reason="not yet"))
+    daemon.send(SessionRefused(reason="not yet"))
     daemon.attach()
-    assert rig.next() == Refused(reason="not yet")
+    assert rig.next() == SessionRefused(reason="not yet")
     assert rig.next() == welcome()
     assert rig.client.refusal == ""
     rig.client.close(5)
@@ -263,7 +273,7 @@ def test_a_welcome_of_another_version_is_refused_by_the_client(daemon: Daemon, r
     daemon.receive(Hello)
     daemon.send(welcome(protocol="9.9.9/1"))
     refused = rig.next()
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, SessionRefused)
     assert "9.9.9/1" in refused.reason
     assert PROTOCOL in refused.reason
 
@@ -271,7 +281,7 @@ def test_a_welcome_of_another_version_is_refused_by_the_client(daemon: Daemon, r
 def test_what_cannot_be_read_is_a_refusal(daemon: Daemon, rig: Rig) -> None:
     daemon.receive(Hello)
     daemon.socket.send_multipart((daemon.peer, b"\xc1 nonsense"))
-    assert isinstance(rig.next(), Refused)
+    assert isinstance(rig.next(), SessionRefused)
     assert rig.client.counters["undecodable"] == 1
 
 
@@ -279,7 +289,7 @@ def test_a_full_queue_is_a_loss_and_never_a_wait(
     daemon: Daemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUEUE_MESSAGES", 100)
-    rig = Rig(directory, lost_seconds=1000)
+    rig = Rig(directory, session_timeout_seconds=1000)
     daemon.attach()
     rig.next()
     big = Deliver(reservations=tuple(range(100_000)))
@@ -331,7 +341,7 @@ def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(daemon: Daemon
     def broken() -> Heartbeat:
         raise RuntimeError("no numbers")
 
-    rig.client.beat = broken
+    rig.heartbeat = broken
     daemon.receive(Heartbeat)
     daemon.receive(Heartbeat)
     assert rig.client.attached
@@ -342,7 +352,7 @@ def test_nothing_is_said_in_a_directory_that_others_may_write_to(
     daemon: Daemon, directory: Path
 ) -> None:
     directory.chmod(0o777)
-    rig = Rig(directory, private=True)
+    rig = Rig(directory, require_private=True)
     try:
         wait_for(lambda: rig.client.counters["foreign"] >= 2, "it looks again")
         assert not daemon.socket.poll(0)
@@ -368,7 +378,8 @@ def test_a_process_that_forgets_to_close_still_exits(daemon: Daemon, directory: 
         "import sys, time\n"
         "from kvtier.tierd.client import TierdClient\n"
         "from kvtier.tierd.wire import Hello\n"
-        "client = TierdClient(sys.argv[1], lambda: Hello(protocol='x', role='worker', engine='e', pid=1,"
+        "client = TierdClient(sys.argv[1], lambda: Hello(protocol='x', role='worker', engine='e',"
+        " pid=1,"
         " pid_namespace='n', process_start=1), print, print)\n"
         "client.start()\n"
         "time.sleep(0.3)\n"

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvtier.config.models import (
-    Breaker,
+    BreakerSettings,
     Daemon,
     HttpEndpoint,
     LiveTier,
@@ -31,7 +31,7 @@ from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
 from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
-from kvtier.tierd.daemon import Options, TierDaemon
+from kvtier.tierd.daemon import DaemonOptions, TierDaemon
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -40,16 +40,16 @@ from kvtier.tierd.wire import (
     Deliver,
     Delta,
     Hello,
+    LiveSettings,
     LoadReady,
     Message,
     Promote,
     Promoted,
     Ready,
-    Refused,
     Reserve,
     ResetCache,
     Resync,
-    Settings,
+    SessionRefused,
     Welcome,
     decode_from_daemon,
     encode,
@@ -107,7 +107,7 @@ def start(case: TierdTestbed) -> Iterator[Start]:
     running: list[tuple[TierDaemon, threading.Thread]] = []
 
     def begin(serves: bool = True, **options: Any) -> TierDaemon:
-        daemon = TierDaemon(Options(case.topology_directory, **options))
+        daemon = TierDaemon(DaemonOptions(case.topology_directory, **options))
         thread = threading.Thread(target=daemon.run, daemon=True)
         thread.start()
         running.append((daemon, thread))
@@ -179,14 +179,14 @@ def test_a_promotion_is_answered_also_where_the_engine_is_not_open(
     assert scheduler.receive(Promoted) == Promoted(promotion=4, usable=0, outcome="failed")
 
 
-def test_who_speaks_without_a_session_is_told_that_there_is_none(
+def test_a_message_without_a_session_is_answered_with_bye(
     start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
     peer = peers(role="scheduler", protocol="0/0")
-    assert isinstance(peer.receive(Refused), Refused)
+    assert isinstance(peer.receive(SessionRefused), SessionRefused)
     peer.send(Deliver(reservations=(1,)))
-    assert "no such session" in peer.receive(Bye).reason
+    assert "unknown session" in peer.receive(Bye).reason
 
 
 def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
@@ -195,8 +195,8 @@ def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
     start()
     scheduler = peers(role="scheduler", engine="bad", identity="[")
     worker = peers(role="worker", engine="bad", codec="c", shard_bytes=(65_536,))
-    assert "JSON" in worker.receive(Refused).reason
-    assert "JSON" in scheduler.receive(Refused).reason
+    assert "JSON" in worker.receive(SessionRefused).reason
+    assert "JSON" in scheduler.receive(SessionRefused).reason
     pair(peers, "good")[0].receive(Ready)
 
 
@@ -209,7 +209,7 @@ def test_an_identity_or_a_codec_nested_without_end_hurts_nobody(
     scheduler = peers(role="scheduler", identity=nested if part == "identity" else "{}")
     peers(role="worker", codec=nested if part == "codec" else "{}", shard_bytes=(4096,))
     if part == "identity":
-        assert "the identity" in scheduler.receive(Refused).reason
+        assert "the identity" in scheduler.receive(SessionRefused).reason
     else:
         scheduler.receive(Ready)
     another, _ = pair(peers, "another")
@@ -225,7 +225,7 @@ def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
 
     monkeypatch.setattr(host_pool, "PoolFile", fails)
     daemon = start(serves=False)
-    assert str(error) in peers(role="scheduler", identity="{}").receive(Refused).reason
+    assert str(error) in peers(role="scheduler", identity="{}").receive(SessionRefused).reason
     wait_for(
         lambda: [each.type for each in daemon.snapshot.conditions] == ["PoolMissing"],
         "a condition says so",
@@ -238,7 +238,7 @@ def test_objects_larger_than_the_pool_are_refused_with_the_numbers(
     start()
     scheduler = peers(role="scheduler", identity="{}")
     peers(role="worker", codec="c", shard_bytes=(1 << 30,))
-    assert str(1 << 30) in scheduler.receive(Refused).reason
+    assert str(1 << 30) in scheduler.receive(SessionRefused).reason
 
 
 def test_words_that_cannot_be_read_end_that_session_alone(
@@ -275,7 +275,7 @@ def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
             break
         if number % 100 == 0 and not case.status()["sessions"]:
             break
-    wait_for(lambda: not case.status()["sessions"], "the deaf one is not attached any more")
+    wait_for(lambda: not case.status()["sessions"], "the session that does not read is detached")
     pair(peers, "other")[0].receive(Ready)
 
 
@@ -286,7 +286,7 @@ def test_live_values_are_pushed_to_who_is_attached(
     scheduler, _ = pair(peers)
     scheduler.receive(Ready)
     case.retune(case.live.model_copy(update={"generation": 5}))
-    assert '"generation":5' in scheduler.receive(Settings).settings
+    assert '"generation":5' in scheduler.receive(LiveSettings).settings
 
 
 @pytest.mark.parametrize(
@@ -301,14 +301,15 @@ def test_a_port_in_use_is_a_condition_and_no_death(
             update={"http": endpoint, "daemon": daemon}
         )
         write(case.topology_directory, Topology(structural=structural, live=case.live))
-        served = TierDaemon(Options(case.topology_directory))
+        served = TierDaemon(DaemonOptions(case.topology_directory))
         thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
         pair(peers)[0].receive(Ready)
         wait_for(lambda: said in [each.type for each in served.snapshot.conditions], "it is said")
         if daemon is Daemon.SIDECAR:
-            # A pod of the host's network, or a port that the engine has: another port is served, and http.json says which.
+            # A pod of the host's network, or a port that the engine has: another port is served,
+            # and http.json says which.
             assert case.status()["conditions"][0]["type"] == said
         served.stop()
         thread.join(WAIT_SECONDS)
@@ -340,8 +341,8 @@ def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_fo
     case = TierdTestbed(tmp_path / "case", file_bytes=1 << 30)
     case.files.rmdir()
     case.files.write_text("a file, where the tier's directory has to be")
-    case.retune(case.live.model_copy(update={"breaker": Breaker(period_seconds=1)}))
-    daemon = TierDaemon(Options(case.topology_directory))
+    case.retune(case.live.model_copy(update={"breaker": BreakerSettings(period_seconds=1)}))
+    daemon = TierDaemon(DaemonOptions(case.topology_directory))
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
     try:
@@ -373,7 +374,7 @@ def test_a_second_daemon_in_the_same_directory_ends_at_once(
     case: TierdTestbed, start: Start
 ) -> None:
     start()
-    assert TierDaemon(Options(case.topology_directory)).run() == 3
+    assert TierDaemon(DaemonOptions(case.topology_directory)).run() == 3
     assert case.status()["started"]
 
 
@@ -393,7 +394,7 @@ def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
     assert worker.receive(LoadReady) == LoadReady(load=7, slots=(slot,), tiers=(0,))
     wait_for(lambda: case.pool("pinned") == 65_536, "it is pinned")
     worker.send(LoadReleased(load=7))
-    wait_for(lambda: case.pool("pinned") == 0, "it is not pinned any more")
+    wait_for(lambda: case.pool("pinned") == 0, "it is unpinned")
 
 
 def test_a_fake_engine_stores_and_loads_through_it(case: TierdTestbed, start: Start) -> None:

@@ -14,10 +14,10 @@ from kvtier.harness.tierd_testbed import wait_for
 from kvtier.tierd import http as module
 from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text_response
 from kvtier.tierd.status import (
-    Condition,
     SessionStatus,
     Snapshot,
-    TierStatus,
+    StatusCondition,
+    TierSnapshot,
     metrics_text,
     status_json,
 )
@@ -112,12 +112,12 @@ SNAPSHOT = Snapshot(
     prompt_tokens=400,
     prompt_tokens_total=900,
     tiers=(
-        TierStatus("ram", "memory", "Healthy", 10, 20, 3, hit_tokens=100, hit_tokens_total=300),
-        TierStatus("far", "lmcache", "Unknown"),
+        TierSnapshot("ram", "memory", "Healthy", 10, 20, 3, hit_tokens=100, hit_tokens_total=300),
+        TierSnapshot("far", "lmcache", "Unknown"),
     ),
     sessions=(SessionStatus("e", "worker", 0, 1, 4, True),),
     pool={"pool_bytes": 20, "free": 10},
-    conditions=(Condition("PoolSmaller", "why"),),
+    conditions=(StatusCondition("PoolSmaller", "why"),),
     events={("reads", "disk", "corrupt"): 5},
 )
 

@@ -45,12 +45,12 @@ def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgeme
 def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_once() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
-    assert not replica.wants_resync()
+    assert not replica.needs_resync()
     replica.apply(Delta(sequence=3, added=((b"b", 1),)))
     assert replica.stale
     assert (replica.get(b"a"), replica.get(b"b")) == (0, 0)
-    assert replica.wants_resync()
-    assert not replica.wants_resync()
+    assert replica.needs_resync()
+    assert not replica.needs_resync()
     replica.apply(Delta(sequence=4, added=((b"c", 1),)))
     assert replica.get(b"c") == 0
     replica.apply(Delta(sequence=5, snapshot=True, added=((b"d", 1),)))
@@ -87,7 +87,8 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
         found = [replica.get_bits(key, 0) for key in wanted]
         best = min(best, time.perf_counter() - begin)
         assert all(found)
-    # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any more.
+    # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any
+    # more.
     assert best < 0.002
 
 
@@ -97,7 +98,7 @@ def test_what_lies_only_in_tiers_that_may_not_be_used_is_not_there_until_they_ma
     removals = replica.removals
     assert replica.apply(Usable(bits=5)) is None
     assert [replica.get(key) for key in (b"a", b"b", b"c")] == [0, 1, 4]
-    # Answers that were given before do not hold any more.
+    # Earlier answers are outdated.
     assert replica.removals == removals + 1
     replica.apply(Delta(sequence=2, added=((b"d", 2),)))
     assert replica.get(b"d") == 0

@@ -38,16 +38,16 @@ def test_a_pods_volume_is_never_removed_and_belongs_to_both_containers(tmp_path:
 def test_one_daemon_at_a_time_and_looking_does_not_disturb_looking(tmp_path: Path) -> None:
     first, second = make(tmp_path), make(tmp_path)
     first.join()
-    assert not second.daemon_lives()
+    assert not second.is_daemon_running()
     lock = first.try_daemon_lock()
     assert lock is not None
     assert second.try_daemon_lock() is None
-    assert second.daemon_lives()
-    before = second.last_beat()
-    first.beat(lock)
-    assert second.last_beat() != before
+    assert second.is_daemon_running()
+    before = second.last_heartbeat()
+    first.heartbeat(lock)
+    assert second.last_heartbeat() != before
     lock.close()
-    assert not second.daemon_lives()
+    assert not second.is_daemon_running()
 
 
 def test_the_epoch_is_kept_and_a_broken_one_jumps_ahead(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) 
     assert dead._alive is not None
     dead._alive.close()  # what the kernel does when a process is killed
     foreign.path.mkdir()
-    (foreign.path / ALIVE_NAME).write_text("somebody else's")
+    (foreign.path / ALIVE_NAME).write_text("of another program")
     (tmp_path / "kvtier-file").write_text("")
     (tmp_path / "other").mkdir()
     assert remove_abandoned(own.path) == 1
@@ -130,7 +130,7 @@ def test_the_lock_of_a_living_tierd_is_never_set_aside(tmp_path: Path) -> None:
     for text in ("", "nonsense", "{}", '{"pid": 1, "processStart": 0, "pidNamespace": ""}'):
         (first.path / "tierd.lock").write_text(text)
         assert second.try_daemon_lock() is None
-        assert second.daemon_lives()
+        assert second.is_daemon_running()
     assert os.stat(first.path / "tierd.lock").st_ino == inode
     lock.close()
     taken = second.try_daemon_lock()
@@ -147,15 +147,15 @@ def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
     monkeypatch.setattr(
         "kvtier.tierd.run_directory.main_thread_exited", lambda holder: holder.pid == os.getpid()
     )
-    assert not second.daemon_lives()
+    assert not second.is_daemon_running()
     lock = second.try_daemon_lock()
     assert kept is not None
     assert lock is not None
     monkeypatch.undo()
-    assert first.daemon_lives()
+    assert first.is_daemon_running()
     assert first.try_daemon_lock() is None
     kept.close()
-    assert first.daemon_lives()
+    assert first.is_daemon_running()
     lock.close()
 
 
@@ -165,7 +165,7 @@ def test_a_directory_that_others_may_write_to_is_not_joined_unless_it_is_a_pods(
     directory = make(tmp_path)
     directory.path.mkdir()
     directory.path.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         directory.join()
     assert not list(directory.path.iterdir())
     volume = make(tmp_path, shared=True)
@@ -180,9 +180,9 @@ def test_a_directory_of_another_user_is_not_joined_and_a_link_to_one_neither(
     directory = make(tmp_path)
     directory.path.mkdir(mode=0o700)
     os.chown(directory.path, 65534, 65534)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         directory.join()
     link = make(tmp_path, "kvtier-link")
     link.path.symlink_to(tmp_path)
-    with pytest.raises(ConfigurationError, match="only this user may write to"):
+    with pytest.raises(ConfigurationError, match="must be writable by this user only"):
         link.join()

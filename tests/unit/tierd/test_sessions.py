@@ -11,9 +11,9 @@ import pytest
 from kvtier.errors import KVTierError
 from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import StoreCounters
-from kvtier.tierd.fencing import BLIND_SECONDS, SessionFiles, StartupFence
-from kvtier.tierd.sessions import EngineSessions, Session, Sessions
-from kvtier.tierd.wire import LOST_SECONDS, PROTOCOL, Bye, Hello, Message, Refused
+from kvtier.tierd.fencing import UNVERIFIABLE_TIMEOUT_SECONDS, SessionFiles, StartupFence
+from kvtier.tierd.sessions import EngineSessions, Session, SessionDependencies, Sessions
+from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
 
 
 def hello(
@@ -51,19 +51,21 @@ class World:
     def __post_init__(self) -> None:
         self.now = 100.0
         self.files = SessionFiles(self.directory, 0o600)
-        self.fence = StartupFence(self.files, self.now, self.fate)
+        self.fence = StartupFence(self.files, self.now, self.liveness)
         self.counters = StoreCounters()
         self.sessions = Sessions(
             self,
-            self.files,
-            self.fence,
-            lambda text, codecs: ("ab" * 16, text),
-            self.next_epoch,
-            self.fate,
+            SessionDependencies(
+                self.files,
+                self.fence,
+                lambda text, codecs: ("ab" * 16, text),
+                self.next_epoch,
+                self.liveness,
+            ),
             self.counters,
         )
 
-    def fate(self, process: ProcessIdentity) -> Liveness:
+    def liveness(self, process: ProcessIdentity) -> Liveness:
         if process.pid in self.gone:
             return Liveness.GONE
         return Liveness.UNKNOWN if process.pid in self.unseen else Liveness.ALIVE
@@ -72,7 +74,7 @@ class World:
         self.epoch += 1
         return self.epoch
 
-    # The host.
+    # The listener.
 
     def send(self, route: bytes, message: Message) -> None:
         self.sent.append((route, message))
@@ -80,18 +82,18 @@ class World:
     def welcome(self, session: Session) -> None:
         self.calls.append(("welcome", session.route, session.worker.epoch))
 
-    def opened(self, engine: EngineSessions) -> None:
+    def engine_opened(self, engine: EngineSessions) -> None:
         if self.rejects:
             raise KVTierError(self.rejects)
         self.calls.append(("opened", engine.name))
 
-    def closed(self, engine: EngineSessions, proven: bool) -> None:
+    def engine_closed(self, engine: EngineSessions, proven: bool) -> None:
         self.calls.append(("closed", engine.name, proven))
 
-    def proven_gone(self, name: str) -> None:
+    def engine_confirmed_dead(self, name: str) -> None:
         self.calls.append(("proven", name))
 
-    def dropped(self, session: Session) -> None:
+    def session_removed(self, session: Session) -> None:
         pass
 
     # Shorter.
@@ -108,7 +110,7 @@ class World:
         for route in alive:
             session = self.sessions.get(route)
             assert session is not None
-            self.sessions.heard(session, self.now)
+            self.sessions.touch(session, self.now)
         self.sessions.check(self.now)
 
     def to(self, route: bytes) -> list[Message]:
@@ -176,7 +178,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
 ) -> None:
     world.hello(b"x", message)
     (answer,) = world.to(b"x")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert word in answer.reason
     assert len(world.sessions) == 0
 
@@ -185,7 +187,7 @@ def test_members_that_contradict_each_other_are_all_refused(world: World) -> Non
     world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
     world.hello(b"w0", hello("worker", rank=0, pid=11))
     world.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(5000,)))
-    assert all(isinstance(world.to(route)[-1], Refused) for route in (b"s", b"w0", b"w1"))
+    assert all(isinstance(world.to(route)[-1], SessionRefused) for route in (b"s", b"w0", b"w1"))
     assert len(world.sessions) == 0
     assert world.files.read() == []
 
@@ -194,7 +196,7 @@ def test_what_the_store_does_not_take_is_refused(world: World) -> None:
     world.rejects = "too large"
     world.pair()
     (answer,) = world.to(b"w")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert "too large" in answer.reason
 
 
@@ -202,7 +204,7 @@ def test_an_engine_id_in_use_by_a_living_process_is_refused_to_another(world: Wo
     world.pair()
     world.hello(b"x", hello("worker", pid=99))
     (answer,) = world.to(b"x")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert "process 10" in answer.reason
     world.gone.add(10)
     world.hello(b"y", hello("worker", pid=99))
@@ -217,7 +219,7 @@ def test_byes_of_all_workers_prove_that_nothing_is_touched_any_more(world: World
     assert world.calls[-1] == ("closed", "e#11", True)
     world.sessions.bye(b"s")
     assert len(world.sessions) == world.sessions.quarantined == 0
-    assert world.sessions.left_in_order
+    assert world.sessions.last_left_cleanly
     assert world.files.read() == []
 
 
@@ -232,12 +234,12 @@ def test_a_scheduler_that_says_bye_first_does_not_hurry_its_workers(world: World
 
 def test_silence_ends_the_engine_without_proof_and_tells_the_others(world: World) -> None:
     world.pair()
-    world.pass_time(LOST_SECONDS + 0.1, b"s")
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"s")
     assert world.calls[-1] == ("closed", "e#11", False)
     assert isinstance(world.to(b"s")[-1], Bye)
     assert len(world.sessions) == 0
     assert world.sessions.quarantined == 1
-    assert not world.sessions.left_in_order
+    assert not world.sessions.last_left_cleanly
     assert len(world.files.read()) == 1
 
 
@@ -252,7 +254,7 @@ def test_a_process_that_is_gone_is_proof(world: World) -> None:
 
 def test_quarantine_ends_when_the_process_is_gone(world: World) -> None:
     world.pair()
-    world.pass_time(LOST_SECONDS + 0.1)
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
     world.pass_time(1e6)
     assert world.sessions.quarantined == 1
     world.gone.add(10)
@@ -264,8 +266,8 @@ def test_quarantine_ends_when_the_process_is_gone(world: World) -> None:
 def test_quarantine_of_a_process_that_cannot_be_seen_ends_after_a_minute(world: World) -> None:
     world.unseen.add(10)
     world.pair()
-    world.pass_time(LOST_SECONDS + 0.1)
-    world.pass_time(BLIND_SECONDS - 0.1)
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
+    world.pass_time(UNVERIFIABLE_TIMEOUT_SECONDS - 0.1)
     assert world.sessions.quarantined == 1
     world.pass_time(0.1)
     assert world.calls[-1] == ("proven", "e#11")
@@ -273,7 +275,7 @@ def test_quarantine_of_a_process_that_cannot_be_seen_ends_after_a_minute(world: 
 
 def test_a_worker_that_has_drained_attaches_again_and_ends_its_own_quarantine(world: World) -> None:
     world.pair()
-    world.pass_time(LOST_SECONDS + 0.1)
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
     world.hello(b"w2", hello("worker", drained=11))
     assert ("proven", "e#11") in world.calls
     world.hello(b"s2", hello("scheduler"))
@@ -325,7 +327,7 @@ def test_a_bye_that_crossed_with_ours_still_counts_as_proof(world: World) -> Non
 
 def test_a_forming_engine_that_loses_a_member_leaves_nothing_behind(world: World) -> None:
     world.hello(b"w", hello("worker"))
-    world.pass_time(LOST_SECONDS + 0.1)
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
     assert not any(call[0] == "closed" for call in world.calls)
     assert world.sessions.quarantined == 0
     assert world.files.read() == []
@@ -354,7 +356,7 @@ def test_after_a_bye_another_session_begins_a_fresh_engine(world: World) -> None
 def test_two_engines_do_not_touch_each_other(world: World) -> None:
     world.pair("a", 10, b"a")
     world.pair("b", 20, b"b")
-    world.pass_time(LOST_SECONDS + 0.1, b"sb", b"wb")
+    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"sb", b"wb")
     assert [call for call in world.calls if call[0] == "closed"] == [("closed", "a#11", False)]
     assert {session.route for session in world.sessions.all()} == {b"sb", b"wb"}
 
@@ -362,7 +364,7 @@ def test_two_engines_do_not_touch_each_other(world: World) -> None:
 def test_nobodys_silence_counts_while_this_process_slept(world: World) -> None:
     world.pair()
     world.now += 60
-    world.sessions.forgive(world.now)
+    world.sessions.reset_timeouts(world.now)
     world.sessions.check(world.now)
     assert len(world.sessions) == 2
 
@@ -371,8 +373,8 @@ def test_a_hello_of_a_drained_worker_opens_the_fence(tmp_path: Path) -> None:
     before = World(tmp_path)
     before.pair()
     world = World(tmp_path)
-    assert world.fence.closed
+    assert world.fence.is_active
     world.hello(b"w", hello("worker", drained=10))
-    assert world.fence.closed
+    assert world.fence.is_active
     world.hello(b"w2", hello("worker", drained=11))
-    assert not world.fence.closed
+    assert not world.fence.is_active

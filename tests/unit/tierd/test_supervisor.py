@@ -67,7 +67,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTes
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
+        lambda: first._run_directory.is_daemon_running() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     assert first.child
@@ -93,7 +93,7 @@ def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_o
 ) -> None:
     supervisor = make(case)
     supervisor.ensure()
-    wait_for(supervisor._run_directory.daemon_lives, "the daemon lives")
+    wait_for(supervisor._run_directory.is_daemon_running, "the daemon lives")
     assert supervisor.child not in {
         child.pid for child in psutil.Process().children(recursive=True)
     }
@@ -113,7 +113,7 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestb
     first.ensure()
     second.ensure()
     wait_for(
-        lambda: first._run_directory.daemon_lives() and not first._launcher.holds_spawn_lock,
+        lambda: first._run_directory.is_daemon_running() and not first._launcher.holds_spawn_lock,
         "the daemon lives",
     )
     first._stop.set()

@@ -24,7 +24,7 @@ from kvtier.engines.vllm import worker as worker_module
 from kvtier.engines.vllm import worker_thread
 from kvtier.engines.vllm.metadata import LoadJob, StepMetadata, StoreJob
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
-from kvtier.tierd.wire import PROTOCOL, Deliver, LoadReleased, Refused
+from kvtier.tierd.wire import PROTOCOL, Deliver, LoadReleased, SessionRefused
 from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
@@ -165,7 +165,7 @@ def test_a_refusal_leaves_the_engine_without_tiers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_rig(tmp_path, attach=False)
-    rig.tierd.say(Refused(reason="version 9 here, version 8 there"))
+    rig.tierd.say(SessionRefused(reason="version 9 here, version 8 there"))
     wait_until(lambda: "version 9 here" in caplog.text)
     rig.step()
     assert rig.epoch == 0

@@ -36,7 +36,7 @@ def register() -> None:
     if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
     try:
-        liveness.reserve()
+        liveness.reserve_descriptor()
         use_vllm_log_handlers()
         _wrap(directory)
     except Exception as error:  # a plugin that raises ends the engine's start

@@ -23,8 +23,8 @@ from kvtier.config.models import Daemon, Live, LiveTier, Topology
 from kvtier.engines.vllm.identity import EngineIdentity
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
-from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_lock
+from kvtier.tierd.client import ClientOptions, TierdClient
+from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import (
     PROTOCOL,
@@ -33,13 +33,13 @@ from kvtier.tierd.wire import (
     EvictionNotice,
     Heartbeat,
     Hello,
+    LiveSettings,
     Message,
     Promoted,
     Ready,
-    Refused,
     ResetCache,
     Resync,
-    Settings,
+    SessionRefused,
     Usable,
     Welcome,
 )
@@ -93,8 +93,7 @@ def connect_scheduler(
         sink=sink,
         on_lost=on_lost,
         heartbeat=heartbeat,
-        reattach="auto",
-        private=private,
+        options=ClientOptions(auto_reattach=True, require_private=private),
     )
 
 
@@ -183,7 +182,7 @@ class TierdSession:
             ephemeral_reason=self._sent_ephemeral_reason or identity.ephemeral_reason,
             writer_ranks=tuple(range(ranks)),
             ranks=ranks,
-            lock=own_lock(Path(self._structural.run_directory)),
+            lock=hold_peer_lock(Path(self._structural.run_directory)),
         )
 
     def receive(self, message: Message) -> None:
@@ -195,7 +194,7 @@ class TierdSession:
                 self._snapshot_epoch = self._client.epoch
             if acknowledgement is not None:
                 self._client.send(acknowledgement)
-            if self.replica.wants_resync():
+            if self.replica.needs_resync():
                 self._client.send(Resync())
             return
         if isinstance(message, Ready):
@@ -264,9 +263,9 @@ class TierdSession:
                 self._on_welcome(message)
             elif isinstance(message, Ready):
                 self._on_ready(message)
-            elif isinstance(message, Settings):
+            elif isinstance(message, LiveSettings):
                 self._apply_settings(message.settings)
-            elif isinstance(message, Refused):
+            elif isinstance(message, SessionRefused):
                 self._on_refused(message.reason)
             elif isinstance(message, SessionLost):
                 self._on_lost()

@@ -37,8 +37,8 @@ from kvtier.engines.vllm.worker_state import (
 from kvtier.engines.vllm.worker_thread import TransferThread
 from kvtier.errors import KVTierError
 from kvtier.processes import own_identity
-from kvtier.tierd.client import TierdClient
-from kvtier.tierd.liveness import own_lock
+from kvtier.tierd.client import ClientOptions, TierdClient
+from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import Codec, build_codec
@@ -69,9 +69,8 @@ def connect_worker(
     private: bool = False,
 ) -> WorkerClient:
     """Returns the real client."""
-    return TierdClient(
-        run_directory=run_directory, hello=hello, sink=sink, on_lost=on_lost, private=private
-    )
+    options = ClientOptions(require_private=private)
+    return TierdClient(run_directory, hello, sink, on_lost, options=options)
 
 
 class KVTierConnectorWorker:
@@ -188,7 +187,7 @@ class KVTierConnectorWorker:
             drained_epoch=thread.drained_epoch if thread is not None else 0,
             codec=codec.text if codec is not None else "",
             shard_bytes=codec.shard_bytes if codec is not None else (),
-            lock=own_lock(self._run_directory),
+            lock=hold_peer_lock(self._run_directory),
         )
 
     def start_load_kv(self, metadata: object) -> None:

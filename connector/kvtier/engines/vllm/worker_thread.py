@@ -23,7 +23,7 @@ from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import LoadReady, Message, Refused, Welcome
+from kvtier.tierd.wire import LoadReady, Message, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class TransferThread:
 
     def receive(self, message: Message) -> None:
         """Queues a message of tierd. The client's sink."""
-        if isinstance(message, LoadReady | Welcome | Refused):
+        if isinstance(message, LoadReady | Welcome | SessionRefused):
             self._put(message, always=not isinstance(message, LoadReady))
 
     def on_client_lost(self, reason: str) -> None:
@@ -215,7 +215,7 @@ class TransferThread:
                 self._on_pool(item)
             case _ClientLost():
                 self._on_lost(item.reason)
-            case Refused():
+            case SessionRefused():
                 self._counters.add("refused")
                 self._completions.epoch = 0
                 logger.warning("KVTier: serving without tiers: tierd refused: %s", item.reason)

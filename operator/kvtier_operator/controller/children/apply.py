@@ -1,8 +1,8 @@
-"""Carrying out a plan: server-side apply of what differs, deletion of what should not be.
+"""Applies a plan: server-side apply of the objects that differ, deletion of the obsolete ones.
 
-What the API server refuses for good (a quota, a policy of the cluster, a value it does not take) is reported and does
-not keep the rest from being applied; anything else is raised, and the whole is tried again later. Every step leaves a
-state from which the next look goes on, so it does not matter where the operator is killed.
+A permanent failure (a quota, an admission policy, an invalid value) is reported and does not stop
+the rest of the plan. Any other failure is raised, and the whole reconcile is retried. Every step
+leaves a state from which the next reconcile continues, so the operator can be killed at any point.
 """
 
 from __future__ import annotations
@@ -10,46 +10,67 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvtier_operator.controller.children.plan import Deletion, Desired, Plan, adapt, differs
+from kvtier_operator.controller.children.plan import (
+    Deletion,
+    Desired,
+    Plan,
+    differs,
+    with_current_spec,
+)
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.kube.resources import CONFIG_MAPS, ApiError, Client, Kind, NotingCache, Object
 from kvtier_operator.render.volumes import MANAGED_BY
 
 logger = logging.getLogger(__name__)
-REFUSED_FOR_GOOD = frozenset({400, 403, 405, 413, 422})
-"""The same call will be refused again until somebody changes something else."""
+PERMANENT_FAILURES = frozenset({400, 403, 405, 413, 422})
+"""HTTP statuses that a retry of the same call does not change: the policy or the cluster has to
+change first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Something that could not be applied: kind, and one sentence for people."""
+class ApplyFailure:
+    """An object that could not be applied. ``message``: one sentence that names the object and the
+    cause.
+    """
 
     kind: Kind
     message: str
 
+    @property
+    def affects_storage(self) -> bool:
+        """Whether a tier lacks its storage as a result. Live values do not: every pod has a copy of
+        them.
+        """
+        return self.kind is not CONFIG_MAPS
 
-async def carry_out(plan: Plan, client: Client, cache: NotingCache) -> list[Refused]:
-    """Applies and deletes, one call after the other. Raises ``ApiError`` for what may work later."""
-    refused: list[Refused] = []
+
+async def apply_plan(plan: Plan, client: Client, cache: NotingCache) -> list[ApplyFailure]:
+    """Applies and deletes, one call after another. Raises ``ApiError`` for failures that a retry
+    may solve.
+    """
+    failures: list[ApplyFailure] = []
     for desired in plan.apply:
         try:
             problem = await _apply(desired, client, cache)
         except ApiError as error:
-            if error.status not in REFUSED_FOR_GOOD:
+            if error.status not in PERMANENT_FAILURES:
                 raise
-            problem = f"the API server refused it: {error.message}"
+            problem = f"the API server rejected it: {error.message}"
         if problem:
-            named = _named(desired.kind, desired.body)
-            refused.append(Refused(desired.kind, f"{named}: {problem}"))
-            logger.warning("not applied: %s: %s", named, problem)
+            described = _described(desired.kind, desired.body)
+            failures.append(ApplyFailure(desired.kind, f"{described}: {problem}"))
+            logger.warning("could not apply %s: %s", described, problem)
     for deletion in plan.delete:
-        await delete(deletion, client)
-    return refused
+        await delete_object(deletion, client)
+    return failures
 
 
-async def delete(deletion: Deletion, client: Client) -> None:
-    """Deletes exactly what was seen, unless it has changed since."""
-    metadata = deletion.found["metadata"]
+async def delete_object(deletion: Deletion, client: Client) -> None:
+    """Deletes exactly the observed version of the object: one that has changed since stays until
+    the next reconcile.
+    """
+    metadata = deletion.existing["metadata"]
     try:
         await client.delete(
             deletion.kind,
@@ -61,31 +82,34 @@ async def delete(deletion: Deletion, client: Client) -> None:
     except ApiError as error:
         if error.status not in (404, 409):
             raise
-        # It has changed or gone: the watch brings what it is now, and with it another look.
+        # The watch delivers the change, which triggers another reconcile.
         return
-    logger.info("deleted %s: %s", _named(deletion.kind, deletion.found), deletion.why)
+    logger.info("deleted %s: %s", _described(deletion.kind, deletion.existing), deletion.reason)
 
 
 async def _apply(desired: Desired, client: Client, cache: NotingCache) -> str:
-    """Applies; returns why not, or an empty text."""
-    if desired.found is None:
-        # The cache may be behind, or the name taken by somebody else's: what is there is looked at once.
-        there = await existing(client, desired.kind, desired.body)
-        if there is not None:
-            if is_foreign(there):
-                return f"another {desired.kind.kind} has this name; rename or delete it, or rename the policy"
-            cache.note(desired.kind, there)
-            body = adapt(desired.body, there)
-            if is_terminating(there) or not differs(body, there):
+    """Applies one object. Returns why it could not, or an empty string."""
+    if desired.existing is None:
+        # The cache may be stale, or another application may own the name.
+        existing = await get_existing(client, desired.kind, desired.body)
+        if existing is not None:
+            if is_foreign(existing):
+                return (
+                    f"another {desired.kind.kind} has this name; rename or delete it, "
+                    "or rename the policy"
+                )
+            cache.note(desired.kind, existing)
+            body = with_current_spec(desired.body, existing)
+            if is_terminating(existing) or not differs(body, existing):
                 return ""
-            desired = Desired(desired.kind, body, there)
+            desired = Desired(desired.kind, body, existing)
     cache.note(desired.kind, await client.apply(desired.kind, desired.body))
-    logger.info("applied %s", _named(desired.kind, desired.body))
+    logger.info("applied %s", _described(desired.kind, desired.body))
     return ""
 
 
-async def existing(client: Client, kind: Kind, body: Object) -> Object | None:
-    """The object of that name as the API server has it, or None."""
+async def get_existing(client: Client, kind: Kind, body: Object) -> Object | None:
+    """The object of that name from the API server, or None."""
     metadata = body["metadata"]
     try:
         return await client.get(kind, metadata.get("namespace"), metadata["name"])
@@ -95,18 +119,13 @@ async def existing(client: Client, kind: Kind, body: Object) -> Object | None:
         return None
 
 
-def is_foreign(found: Object) -> bool:
-    """Whether KVTier neither made the object nor rendered it."""
-    labels = found["metadata"].get("labels") or {}
+def is_foreign(existing: Object) -> bool:
+    """Whether the object was created by something other than KVTier."""
+    labels = existing["metadata"].get("labels") or {}
     return any(labels.get(key) != value for key, value in MANAGED_BY.items())
 
 
-def concerns_storage(refused: Refused) -> bool:
-    """Whether a tier lacks its storage because of it; live values have their copy in the pods."""
-    return refused.kind is not CONFIG_MAPS
-
-
-def _named(kind: Kind, body: Object) -> str:
+def _described(kind: Kind, body: Object) -> str:
     metadata = body["metadata"]
     namespace = metadata.get("namespace")
     return f"{kind.kind} {f'{namespace}/' if namespace else ''}{metadata['name']}"

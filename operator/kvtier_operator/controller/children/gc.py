@@ -1,12 +1,15 @@
-"""What no deletion takes along: directories of nodes and exports in which a policy's pods stored.
+"""Garbage collection of objects whose policy is gone, and a notice about the data that stays
+behind.
 
-The operator mounts none of them, so it can neither look into them nor empty them; it says which they are, once, when a
-policy goes. A policy that goes while the controller is away is not told of; its directory has its uid for a name.
+Objects: PersistentVolumes have no namespaced owner, and an owner reference can be removed, so the
+cluster's own garbage collector does not delete everything. ``collect_garbage`` runs at every
+resync. A policy counts as gone only once the API server itself says so: a stale cache, or a CRD
+that was removed for a moment, must not delete anything.
 
-What dead policies left: volumes, which no owner takes with it, and whatever lost its owner. Removed at every resync.
-
-A policy counts as dead only once the API server itself has said so: a cache that lags, or a definition that was taken
-away for a moment, must not cost anybody anything.
+Data: a hostPath directory or an NFS export outlives its policy. The operator mounts neither, so it
+cannot delete the files; ``orphaned_data_events`` names the directories once, when the policy is
+deleted. A policy that is deleted while the controller is down gets no such Event; the directory's
+name contains the policy's uid.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.conditions import EventReason
 from kvtier_operator.api.volumes import Volume
-from kvtier_operator.controller.children.apply import delete
+from kvtier_operator.controller.children.apply import delete_object
 from kvtier_operator.controller.children.observe import (
     NAMESPACE_LABEL,
     UID_LABEL,
@@ -24,7 +27,7 @@ from kvtier_operator.controller.children.observe import (
     mounted_claims,
 )
 from kvtier_operator.controller.children.plan import Deletion
-from kvtier_operator.controller.events import NORMAL, Event, about_policy
+from kvtier_operator.controller.events import NORMAL, Event, policy_reference
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.injection.sidecar import sub_path
 from kvtier_operator.kube.resources import (
@@ -37,58 +40,40 @@ from kvtier_operator.kube.resources import (
     Cache,
     Client,
     Kind,
+    Object,
 )
-from kvtier_operator.kube.resources import Object as Found
 from kvtier_operator.render.volumes import POLICY_LABEL
 
+COLLECTED_KINDS: tuple[Kind, ...] = (VOLUMES, CLAIMS, CONFIG_MAPS)
+DELETION_REASON = "its policy no longer exists; the data is kept"
+IsLive = Callable[[str, str, str], bool]
+"""Whether a policy is known to exist, by namespace, name and uid."""
 
-def orphaned_data(gone: CachedPolicy, allowed: Sequence[AllowedVolume]) -> list[Event]:
-    """One note for each tier on a node's directory or an export. Pure. None of a policy that was never in force: no pod
-    has mounted anything for it.
+
+async def collect_garbage(cache: Cache, client: Client, is_live: IsLive) -> int:
+    """Deletes objects whose policy is gone; returns how many. Raises ``ApiError``; the next resync
+    continues.
     """
-    policy = gone.policy
-    if policy is None or not (gone.raw.get("status") or {}).get("liveGeneration"):
-        return []
-    notes = []
-    for tier in policy.spec.tiers:
-        place = _place(tier.file_system.volume) if tier.file_system is not None else ""
-        if not place:
+    gone: dict[tuple[str, str, str], bool] = {}
+    removed = 0
+    for deletion in list(garbage(cache, is_live)):
+        owner = owning_policy(deletion.existing)
+        if owner is None:
             continue
-        own = sub_path(policy, tier, allowed)
-        if own is None:
-            text = f"what it stored in {place} stays among what others store there, and is evicted like theirs"
-        else:
-            text = f"directory {own} in {place} stays with what it stored; remove it once no pod uses it any more"
-        notes.append(
-            Event(
-                about_policy(policy),
-                NORMAL,
-                EventReason.DATA_LEFT.value,
-                f"tier {tier.name}: {text}",
-            )
-        )
-    return notes
+        if owner not in gone:
+            gone[owner] = await policy_is_gone(client, *owner)
+        if gone[owner]:
+            await delete_object(deletion, client)
+            removed += 1
+    return removed
 
 
-def _place(volume: Volume) -> str:
-    if volume.host_path is not None:
-        return f"{volume.host_path.path} of each node where its pods ran"
-    if volume.nfs is not None:
-        return f"{volume.nfs.server}:{volume.nfs.path}"
-    return ""
-
-
-WHY = "its policy is gone; the data stay"
-SWEPT: tuple[Kind, ...] = (VOLUMES, CLAIMS, CONFIG_MAPS)
-"""Kinds in which something may be left behind."""
-
-
-def candidates(cache: Cache, is_live: Callable[[str, str, str], bool]) -> Iterator[Deletion]:
-    """What carries the uid of a policy that is not among those known to live. ``is_live``: namespace, name, uid."""
+def garbage(cache: Cache, is_live: IsLive) -> Iterator[Deletion]:
+    """Objects that carry the uid of a policy that is not known to exist, and that no pod needs."""
     mounted: dict[str, frozenset[str]] = {}
-    for kind in SWEPT:
+    for kind in COLLECTED_KINDS:
         for each in cache.list(kind):
-            owner = owner_of(each)
+            owner = owning_policy(each)
             if owner is None or is_terminating(each) or is_live(*owner):
                 continue
             namespace = owner[0]
@@ -102,29 +87,24 @@ def candidates(cache: Cache, is_live: Callable[[str, str, str], bool]) -> Iterat
                     mounted[namespace] = mounted_claims(cache.list(PODS, namespace))
                 if each["metadata"]["name"] in mounted[namespace]:
                     continue
-            yield Deletion(kind, each, WHY)
+            yield Deletion(kind, each, DELETION_REASON)
 
 
-async def collect_garbage(
-    cache: Cache, client: Client, is_live: Callable[[str, str, str], bool]
-) -> int:
-    """Removes them; returns how many. Raises ``ApiError``; the next sweep goes on."""
-    asked: dict[tuple[str, str, str], bool] = {}
-    removed = 0
-    for deletion in list(candidates(cache, is_live)):
-        owner = owner_of(deletion.found)
-        if owner is None:
-            continue
-        if owner not in asked:
-            asked[owner] = await is_dead(client, *owner)
-        if asked[owner]:
-            await delete(deletion, client)
-            removed += 1
-    return removed
+def owning_policy(found: Object) -> tuple[str, str, str] | None:
+    """Namespace, name and uid of the policy that the object was created for; None if its labels do
+    not say.
+    """
+    metadata = found["metadata"]
+    labels = metadata.get("labels") or {}
+    namespace = metadata.get("namespace") or labels.get(NAMESPACE_LABEL)
+    name, uid = labels.get(POLICY_LABEL), labels.get(UID_LABEL)
+    return (namespace, name, uid) if namespace and name and uid else None
 
 
-async def is_dead(client: Client, namespace: str, name: str, uid: str) -> bool:
-    """Whether the API server knows no such policy. Not where it does not know policies at all."""
+async def policy_is_gone(client: Client, namespace: str, name: str, uid: str) -> bool:
+    """Asks the API server. Raises ``ApiError`` if it does not know the kind at all: then nothing is
+    known.
+    """
     try:
         found = await client.get(POLICIES, namespace, name)
     except ApiError as error:
@@ -138,10 +118,43 @@ async def is_dead(client: Client, namespace: str, name: str, uid: str) -> bool:
     return bool(found["metadata"]["uid"] != uid)
 
 
-def owner_of(found: Found) -> tuple[str, str, str] | None:
-    """Namespace, name and uid of the policy that the object was made for; None where it does not say."""
-    metadata = found["metadata"]
-    labels = metadata.get("labels") or {}
-    namespace = metadata.get("namespace") or labels.get(NAMESPACE_LABEL)
-    name, uid = labels.get(POLICY_LABEL), labels.get(UID_LABEL)
-    return (namespace, name, uid) if namespace and name and uid else None
+def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]) -> list[Event]:
+    """One Event for each tier on a hostPath or an NFS export. Pure. None for a policy that was
+    never applied: no pod has mounted anything for it.
+    """
+    policy = deleted.policy
+    if policy is None or not (deleted.raw.get("status") or {}).get("liveGeneration"):
+        return []
+    found = []
+    for tier in policy.spec.tiers:
+        location = _location(tier.file_system.volume) if tier.file_system is not None else ""
+        if not location:
+            continue
+        directory = sub_path(policy, tier, allowed)
+        if directory is None:
+            message = (
+                f"its data stays in {location}, which it shared with others, "
+                "and is evicted with theirs"
+            )
+        else:
+            message = (
+                f"directory {directory} stays in {location} with its data; "
+                "delete it once no pod uses it"
+            )
+        found.append(
+            Event(
+                policy_reference(policy),
+                NORMAL,
+                EventReason.DATA_LEFT.value,
+                f"tier {tier.name}: {message}",
+            )
+        )
+    return found
+
+
+def _location(volume: Volume) -> str:
+    if volume.host_path is not None:
+        return f"{volume.host_path.path} on each node where its pods ran"
+    if volume.nfs is not None:
+        return f"{volume.nfs.server}:{volume.nfs.path}"
+    return ""

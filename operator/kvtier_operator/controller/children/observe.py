@@ -1,4 +1,4 @@
-"""What a plan is made from: a policy and the objects that exist because of it, as values. Answers from the cache."""
+"""What a plan is made from: a policy and the objects that exist for it, read from the cache."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from kvtier_operator.render.documents import live_name, structural_name
 from kvtier_operator.render.volumes import POLICY_LABEL, claim_name
 
 UID_LABEL = POLICY_UID_ANNOTATION
-"""On everything that was made for a policy: whose it is, also when another policy has the name."""
+"""On every object that the operator creates: the uid of the policy that it belongs to. Names can be
+reused, uids cannot.
+"""
 NAMESPACE_LABEL = "kvtier.io/policy-namespace"
-"""On volumes, which have no namespace themselves."""
+"""On PersistentVolumes, which have no namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPolicy:
-    """A policy as last seen. ``policy`` is None where it cannot be read, and ``refusals`` say why."""
+    """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then
+    says why.
+    """
 
     raw: Object
     policy: KVTierPolicy | None
-    refusals: tuple[FieldError, ...] = ()
+    errors: tuple[FieldError, ...] = ()
 
     @property
     def uid(self) -> str:
-        """Of this policy, and no other that ever has its name."""
+        """``metadata.uid``."""
         return str(self.raw["metadata"].get("uid", ""))
 
     @property
     def generation(self) -> int:
-        """Of the spec."""
+        """``metadata.generation``."""
         return int(self.raw["metadata"].get("generation", 0))
 
 
-def read(raw: Object) -> CachedPolicy:
-    """Parses a policy as the API server sends it."""
+def parse_policy(raw: Object) -> CachedPolicy:
+    """Parses a policy as the API server sends it. An invalid policy has ``errors``."""
     try:
         return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
     except InvalidDocumentError as error:
@@ -47,60 +51,70 @@ def read(raw: Object) -> CachedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """``config_maps`` and ``claims``: by name, those that the policy needs or that carry its label. ``volumes``: those
-    made for a policy of this name. ``mounted_claims``: claims that a pod of the namespace mounts.
+    """A policy and the objects around it.
+
+    ``config_maps`` and ``claims``: by name, those that the policy needs or that carry its label.
+    ``volumes``: those that were created for a policy of this name. ``mounted_claims``: claims that
+    a pod of the namespace mounts; filled only if there is a claim that might be deleted.
     """
 
-    known: CachedPolicy
+    cached: CachedPolicy
     config_maps: Mapping[str, Object] = field(default_factory=dict)
     claims: Mapping[str, Object] = field(default_factory=dict)
     volumes: Sequence[Object] = ()
     mounted_claims: frozenset[str] = frozenset()
 
 
-def observe(known: CachedPolicy, cache: Cache) -> Observed:
-    """Reads from the cache what concerns a policy; costs what the policy's namespace holds of claims."""
-    metadata = known.raw["metadata"]
+def observe(cached: CachedPolicy, cache: Cache) -> Observed:
+    """Reads what concerns a policy from the cache. The cost grows with the claims of the policy's
+    namespace.
+    """
+    metadata = cached.raw["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
-    needed = set(claims_of(known.policy).values())
+    needed = set(claims_of(cached.policy).values())
     claims: dict[str, Object] = {}
-    stale = False
+    has_obsolete_claim = False
     for claim in cache.list(CLAIMS, namespace):
-        about = claim["metadata"]
-        ours = (about.get("labels") or {}).get(POLICY_LABEL) == name
-        if ours or about["name"] in needed:
-            claims[about["name"]] = claim
-            stale = stale or (ours and about["name"] not in needed)
+        claim_metadata = claim["metadata"]
+        labelled = (claim_metadata.get("labels") or {}).get(POLICY_LABEL) == name
+        is_needed = claim_metadata["name"] in needed
+        if labelled or is_needed:
+            claims[claim_metadata["name"]] = claim
+            has_obsolete_claim = has_obsolete_claim or not is_needed
     names = (
-        [live_name(known.policy), structural_name(known.policy)] if known.policy is not None else []
+        [live_name(cached.policy), structural_name(cached.policy)]
+        if cached.policy is not None
+        else []
     )
-    maps = [cache.get(CONFIG_MAPS, namespace, each) for each in names]
+    config_maps = [cache.get(CONFIG_MAPS, namespace, each) for each in names]
     return Observed(
-        known,
-        {each["metadata"]["name"]: each for each in maps if each is not None},
+        cached,
+        {each["metadata"]["name"]: each for each in config_maps if each is not None},
         claims,
         [each for each in cache.list(VOLUMES) if volume_owner(each) == (namespace, name)],
-        # Only a claim that nobody needs any more makes it worth to look at every pod.
-        mounted_claims(cache.list(PODS, namespace)) if stale else frozenset(),
+        # Listing all pods of the namespace is only worth it if a claim might be deleted.
+        mounted_claims(cache.list(PODS, namespace)) if has_obsolete_claim else frozenset(),
     )
 
 
 def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:
-    """Tier to the claim behind it, of all tiers that have one."""
+    """The claim behind each tier that has one, by tier name."""
     if policy is None:
         return {}
-    named = {tier.name: claim_name(policy, tier) for tier in policy.spec.tiers}
-    return {tier: name for tier, name in named.items() if name is not None}
+    names = {tier.name: claim_name(policy, tier) for tier in policy.spec.tiers}
+    return {tier: name for tier, name in names.items() if name is not None}
 
 
 def volume_owner(volume: Object) -> tuple[str, str]:
-    """Namespace and name of the policy that a volume was made for."""
+    """Namespace and name of the policy that a PersistentVolume was created for; empty if it carries
+    no such labels.
+    """
     labels = volume["metadata"].get("labels") or {}
     return labels.get(NAMESPACE_LABEL, ""), labels.get(POLICY_LABEL, "")
 
 
 def mounted_claims(pods: Sequence[Object]) -> frozenset[str]:
-    """Claims in the volumes of pods that have not ended."""
+    """Claims that pods mount. Pods that have ended do not count."""
     return frozenset(
         volume["persistentVolumeClaim"]["claimName"]
         for pod in pods

@@ -1,14 +1,14 @@
-"""Whether an object says what it should, so that only what differs is written. Pure.
+"""From what is observed to what should exist. Pure: no call, no clock, no randomness.
 
-From what is observed to what should be. Pure: no call, no clock, no randomness.
+Objects of a policy: the live ConfigMap; with ``attach.mode: ConfigMapOnly`` also the structural
+one; a claim for each ``claimTemplate``; for each NFS export a PersistentVolume and a claim, if the
+operator may create volumes. Each carries the policy's uid as a label. Each but a volume has the
+policy as its owner, so the cluster deletes it with the policy. The token's Secret is not in a plan:
+it is random, and is never read from a cache.
 
-What belongs to a policy: the live ConfigMap; with ``attach.mode: ConfigMapOnly`` also the structural one; a claim for
-each ``claimTemplate``; for each NFS export a volume and a claim, where the operator may make volumes. Each has the
-policy's uid as a label and, but for volumes, the policy as its owner, so that the cluster itself removes it with the
-policy. The token's Secret is not in a plan: it is random, and never read from a cache.
-
-The specification of a claim or a volume that exists is never changed (it is immutable but for growth); another volume
-has another name. Nothing is applied to an object that is being deleted: it is made anew once it is gone.
+The spec of an existing claim or volume is never changed (it is immutable except for growth):
+another volume has another name. Nothing is applied to an object that is being deleted; it is
+recreated once it is gone.
 """
 
 from __future__ import annotations
@@ -48,54 +48,38 @@ from kvtier_operator.render.documents import (
 )
 from kvtier_operator.settings import Settings
 
-
-def differs(desired: Any, found: Any) -> bool:
-    """Whether ``found`` lacks anything of ``desired``. What others added (keys, owners) is theirs and no difference."""
-    if isinstance(desired, Mapping):
-        if not isinstance(found, Mapping):
-            return True
-        return any(
-            _owners_missing(value, found.get(key))
-            if key == "ownerReferences"
-            else differs(value, found.get(key))
-            for key, value in desired.items()
-        )
-    return bool(desired != found)
-
-
-def _owners_missing(desired: list[Object], found: Any) -> bool:
-    present = {owner.get("uid") for owner in found or ()}
-    return any(owner["uid"] not in present for owner in desired)
-
-
 MAX_GENERATION = (1 << 53) - 1
-"""A generation beyond it was not counted; the count goes on from the status. JSON numbers are exact up to here."""
+"""The largest live generation. JSON numbers are exact up to here; a larger one was not written by
+the operator.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """An object that differs from what it should be. ``found``: as it is now, None where the cache has none."""
+    """An object to apply. ``existing``: the object as it is now, None if the cache has none."""
 
     kind: Kind
     body: dict[str, Any]
-    found: Object | None
+    existing: Object | None
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """An object that should not be, exactly as it was seen; ``why`` in words, for the log."""
+    """An object to delete, exactly as it was observed. ``reason``: for the log."""
 
     kind: Kind
-    found: Object
-    why: str
+    existing: Object
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``apply`` in this order, then ``delete``. ``accepted`` False: nothing of it is followed, and nothing deleted."""
+    """``apply`` in this order, then ``delete``. If ``accepted`` is False, nothing is applied and
+    nothing is deleted.
+    """
 
     accepted: bool
-    findings: tuple[ConditionUpdate, ...]
+    conditions: tuple[ConditionUpdate, ...]
     apply: tuple[Desired, ...] = ()
     delete: tuple[Deletion, ...] = ()
     structural_hash: str = ""
@@ -104,22 +88,22 @@ class Plan:
 
 
 def plan(observed: Observed, settings: Settings) -> Plan:
-    """What to do about one policy."""
-    known = observed.known
-    previous = _status_number(known, "liveGeneration")
-    if known.policy is None:
+    """What to apply and delete for one policy, and its conditions."""
+    cached = observed.cached
+    previous = _status_number(cached, "liveGeneration")
+    if cached.policy is None:
         return Plan(
             False,
-            conditions.not_accepted(PolicyReason.INVALID, known.refusals),
+            conditions.not_accepted(PolicyReason.INVALID, cached.errors),
             live_generation=previous,
         )
-    policy = known.policy
+    policy = cached.policy
     structural_hash = content_hash(policy.spec)
-    refused = refusals(policy, settings)
-    if refused is not None:
+    invalid = validation_errors(policy, settings)
+    if invalid is not None:
         return Plan(
             False,
-            conditions.not_accepted(*refused),
+            conditions.not_accepted(*invalid),
             structural_hash=structural_hash,
             live_generation=previous,
             claims=claims_of(policy),
@@ -127,39 +111,41 @@ def plan(observed: Observed, settings: Settings) -> Plan:
     found_live = observed.config_maps.get(live_name(policy))
     generation, live_text = _live_document(policy, found_live, previous)
     bodies = _volumes(policy, settings)
-    made = frozenset(body["metadata"]["name"] for body in bodies if body["kind"] == CLAIMS.kind)
+    created_claims = frozenset(
+        body["metadata"]["name"] for body in bodies if body["kind"] == CLAIMS.kind
+    )
     bodies.append(_config_map(policy, live_name(policy), LIVE_FILE, live_text))
     if policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         text = _structural_text(
             policy, observed.config_maps.get(structural_name(policy)), generation
         )
         bodies.append(_config_map(policy, structural_name(policy), STRUCTURAL_FILE, text))
-    desired = [_owned(body, known) for body in bodies]
+    desired = [_with_owner(body, cached) for body in bodies]
     claims = claims_of(policy)
     return Plan(
         accepted=True,
-        findings=(
+        conditions=(
             conditions.accepted(connectors.unsupported_fields(policy)),
-            conditions.storage(policy, claims, dict(observed.claims), made),
+            conditions.storage_ready(policy, claims, dict(observed.claims), created_claims),
         ),
         apply=tuple(_differing(desired, observed)),
-        delete=tuple(_superfluous(desired, observed)),
+        delete=tuple(_obsolete(desired, observed)),
         structural_hash=structural_hash,
         live_generation=generation,
         claims=claims,
     )
 
 
-def refusals(
+def validation_errors(
     policy: KVTierPolicy, settings: Settings
 ) -> tuple[PolicyReason, list[FieldError]] | None:
-    """Why a policy that can be read is not followed, or None."""
-    outside = allowlist.volume_errors(policy, settings.allowed_volumes)
-    if outside:
-        return PolicyReason.VOLUME_NOT_ALLOWED, outside
-    impossible = connectors.policy_errors(policy)
-    if impossible:
-        return PolicyReason.UNSUPPORTED, impossible
+    """Why a policy with a valid document cannot be applied, or None."""
+    not_allowed = allowlist.volume_errors(policy, settings.allowed_volumes)
+    if not_allowed:
+        return PolicyReason.VOLUME_NOT_ALLOWED, not_allowed
+    unsupported = connectors.policy_errors(policy)
+    if unsupported:
+        return PolicyReason.UNSUPPORTED, unsupported
     try:
         structural_text(structural(policy, pod_placement(policy)))
     except InvalidDocumentError as error:
@@ -167,36 +153,42 @@ def refusals(
     return None
 
 
-def _live_document(policy: KVTierPolicy, found: Object | None, previous: int) -> tuple[int, str]:
-    """Generation and text. The same values keep their generation; others get the next one after all that were given."""
-    held = _document(found, LIVE_FILE)
+def _live_document(policy: KVTierPolicy, existing: Object | None, previous: int) -> tuple[int, str]:
+    """Generation and text. Unchanged values keep their generation; changed ones get the next one,
+    which was never used.
+    """
+    held = _document(existing, LIVE_FILE)
     generation = held.get("generation")
-    counted = isinstance(generation, int) and 0 < generation <= MAX_GENERATION
-    last = max(previous, generation if counted and isinstance(generation, int) else 0)
+    valid = isinstance(generation, int) and 0 < generation <= MAX_GENERATION
+    last = max(previous, generation if valid and isinstance(generation, int) else 0)
     text = document_text(live(policy, last))
-    if counted and _without(json.loads(text), "generation") == _without(held, "generation"):
+    if valid and _without(json.loads(text), "generation") == _without(held, "generation"):
         return last, text
     return last + 1, document_text(live(policy, last + 1))
 
 
-def _structural_text(policy: KVTierPolicy, found: Object | None, generation: int) -> str:
-    """The document for pods that people write. Its copy of the live values is of when it was written: a pod that mounts
-    the file should see it change only when the structure does.
+def _structural_text(policy: KVTierPolicy, existing: Object | None, generation: int) -> str:
+    """The document for pods with ``attach.mode: ConfigMapOnly``. Its copy of the live values is not
+    updated: a pod that mounts the file should see it change only when the structure does.
     """
     text = structural_text(structural(policy, pod_placement(policy), generation))
-    held = _document(found, STRUCTURAL_FILE)
-    if held and found is not None and _without(held, "live") == _without(json.loads(text), "live"):
-        return str(found["data"][STRUCTURAL_FILE])
+    held = _document(existing, STRUCTURAL_FILE)
+    if (
+        held
+        and existing is not None
+        and _without(held, "live") == _without(json.loads(text), "live")
+    ):
+        return str(existing["data"][STRUCTURAL_FILE])
     return text
 
 
-def _document(found: Object | None, file: str) -> dict[str, Any]:
-    """A JSON object of a ConfigMap; empty where there is none."""
-    text = ((found or {}).get("data") or {}).get(file)
+def _document(config_map: Object | None, file: str) -> dict[str, Any]:
+    """The JSON object in a ConfigMap; empty if there is none."""
+    text = ((config_map or {}).get("data") or {}).get(file)
     try:
         document = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
-        # Whoever may edit ConfigMaps can have written it.
+        # Anyone with the right to edit ConfigMaps may have changed it.
         return {}
     return document if isinstance(document, dict) else {}
 
@@ -205,13 +197,13 @@ def _without(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != key}
 
 
-def _status_number(known: CachedPolicy, name: str) -> int:
-    value = (known.raw.get("status") or {}).get(name)
+def _status_number(cached: CachedPolicy, name: str) -> int:
+    value = (cached.raw.get("status") or {}).get(name)
     return value if isinstance(value, int) and 0 <= value <= MAX_GENERATION else 0
 
 
 def _volumes(policy: KVTierPolicy, settings: Settings) -> list[dict[str, Any]]:
-    """Claims and volumes that the operator makes, volumes first."""
+    """Claims and volumes that the operator creates, volumes first."""
     bodies = volumes.objects(policy)
     if settings.storage.create_volumes:
         return bodies
@@ -238,24 +230,26 @@ def _config_map(policy: KVTierPolicy, name: str, file: str, text: str) -> dict[s
     }
 
 
-def _owned(body: dict[str, Any], known: CachedPolicy) -> dict[str, Any]:
-    """With the labels and the owner by which it is known to belong to this policy and no other of its name."""
+def _with_owner(body: dict[str, Any], cached: CachedPolicy) -> dict[str, Any]:
+    """Adds the labels and the owner reference that tie the object to this policy, and not to
+    another of its name.
+    """
     metadata = dict(body["metadata"])
-    labels = {**metadata["labels"], UID_LABEL: known.uid}
+    labels = {**metadata["labels"], UID_LABEL: cached.uid}
     if body["kind"] == VOLUMES.kind:
-        labels[NAMESPACE_LABEL] = known.raw["metadata"]["namespace"]
+        labels[NAMESPACE_LABEL] = cached.raw["metadata"]["namespace"]
     else:
-        metadata["ownerReferences"] = [owner_reference(known)]
+        metadata["ownerReferences"] = [owner_reference(cached)]
     return {**body, "metadata": {**metadata, "labels": labels}}
 
 
-def owner_reference(known: CachedPolicy) -> dict[str, Any]:
-    """Of a policy, for what goes with it. It blocks no deletion."""
+def owner_reference(cached: CachedPolicy) -> dict[str, Any]:
+    """An owner reference to a policy. It does not block the policy's deletion."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "name": known.raw["metadata"]["name"],
-        "uid": known.uid,
+        "name": cached.raw["metadata"]["name"],
+        "uid": cached.uid,
     }
 
 
@@ -267,20 +261,41 @@ def _differing(desired: list[dict[str, Any]], observed: Observed) -> list[Desire
     needed = []
     for body in desired:
         kind = _KINDS[body["kind"]]
-        found = existing.get((kind, body["metadata"]["name"]))
-        if found is not None and is_terminating(found):
+        current = existing.get((kind, body["metadata"]["name"]))
+        if current is not None and is_terminating(current):
             continue
-        adapted = adapt(body, found)
-        if found is None or differs(adapted, found):
-            needed.append(Desired(kind, adapted, found))
+        body = with_current_spec(body, current)
+        if current is None or differs(body, current):
+            needed.append(Desired(kind, body, current))
     return needed
 
 
-def adapt(body: dict[str, Any], found: Object | None) -> dict[str, Any]:
-    """A claim or volume that exists keeps its specification: applied are the values that stand there."""
-    if found is None or "spec" not in body:
+def differs(desired: Any, existing: Any) -> bool:
+    """Whether ``existing`` lacks anything of ``desired``. Keys and owners that others added do not
+    count.
+    """
+    if isinstance(desired, Mapping):
+        if not isinstance(existing, Mapping):
+            return True
+        return any(
+            _lacks_owner(value, existing.get(key))
+            if key == "ownerReferences"
+            else differs(value, existing.get(key))
+            for key, value in desired.items()
+        )
+    return bool(desired != existing)
+
+
+def _lacks_owner(desired: list[Object], existing: Any) -> bool:
+    present = {owner.get("uid") for owner in existing or ()}
+    return any(owner["uid"] not in present for owner in desired)
+
+
+def with_current_spec(body: dict[str, Any], existing: Object | None) -> dict[str, Any]:
+    """An existing claim or volume keeps its spec: the current values are applied."""
+    if existing is None or "spec" not in body:
         return body
-    present = found.get("spec") or {}
+    present = existing.get("spec") or {}
     return {**body, "spec": {key: present[key] for key in body["spec"] if key in present}}
 
 
@@ -292,13 +307,13 @@ def _existing(observed: Observed) -> dict[tuple[Kind, str], Object]:
     }
 
 
-def _superfluous(desired: list[dict[str, Any]], observed: Observed) -> list[Deletion]:
-    """What was made for this very policy and is not wanted any more. A claim stays while a pod mounts it, a volume
-    while its claim is there; data stay in any case.
+def _obsolete(desired: list[dict[str, Any]], observed: Observed) -> list[Deletion]:
+    """Objects of this policy that it no longer needs. A claim stays while a pod mounts it, a volume
+    while its claim exists. The data is kept in any case.
     """
-    wanted = {(_KINDS[body["kind"]], body["metadata"]["name"]) for body in desired}
-    uid = observed.known.uid
-    found: list[Deletion] = []
+    needed = {(_KINDS[body["kind"]], body["metadata"]["name"]) for body in desired}
+    uid = observed.cached.uid
+    obsolete: list[Deletion] = []
     for (kind, name), each in _existing(observed).items():
         if (each["metadata"].get("labels") or {}).get(UID_LABEL) != uid or is_terminating(each):
             continue
@@ -306,17 +321,16 @@ def _superfluous(desired: list[dict[str, Any]], observed: Observed) -> list[Dele
             phase = (each.get("status") or {}).get("phase")
             claim = (each["spec"].get("claimRef") or {}).get("name", "")
             if phase in ("Released", "Failed"):
-                # Also of a claim that is wanted: a claim made anew under the same name would wait for it for ever.
-                found.append(Deletion(kind, each, f"it is {phase}; the data stay"))
-            elif (kind, name) not in wanted and claim not in observed.claims:
-                found.append(
-                    Deletion(kind, each, "no tier names this export any more; the data stay")
-                )
-        elif (kind, name) in wanted:
+                # Also if its claim is needed: a recreated claim of the same name could never bind
+                # to this volume.
+                obsolete.append(Deletion(kind, each, f"it is {phase}; the data is kept"))
+            elif (kind, name) not in needed and claim not in observed.claims:
+                obsolete.append(Deletion(kind, each, "no tier uses this export; the data is kept"))
+        elif (kind, name) in needed:
             continue
         elif kind is CLAIMS:
             if name not in observed.mounted_claims:
-                found.append(Deletion(kind, each, "no tier needs it any more and no pod mounts it"))
+                obsolete.append(Deletion(kind, each, "no tier needs it and no pod mounts it"))
         else:
-            found.append(Deletion(kind, each, "the policy does not need it any more"))
-    return found
+            obsolete.append(Deletion(kind, each, "the policy does not need it"))
+    return obsolete

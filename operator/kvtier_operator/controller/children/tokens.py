@@ -1,7 +1,9 @@
-"""The bearer token of each policy's pods: a Secret that is made once, and its content in the controller's memory.
+"""The bearer token of each policy's pods: created once in a Secret, and cached in the controller's
+memory.
 
-The controller may not list Secrets. It reads the one of a policy by its name when it first needs it and again at every
-resync, so a Secret that was deleted is made anew, with another token, within a resync.
+The controller has no right to list Secrets. It reads a policy's Secret by name when it first needs
+the token and again at every resync, so a deleted Secret is recreated, with another token, within
+one resync period.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import token_secret
-from kvtier_operator.controller.children.apply import REFUSED_FOR_GOOD, existing, is_foreign
+from kvtier_operator.controller.children.apply import (
+    PERMANENT_FAILURES,
+    get_existing,
+    is_foreign,
+)
 from kvtier_operator.controller.children.observe import UID_LABEL, CachedPolicy
 from kvtier_operator.controller.children.plan import owner_reference
 from kvtier_operator.controller.objects import is_terminating
@@ -25,101 +31,108 @@ from kvtier_operator.render.volumes import MANAGED_BY, POLICY_LABEL
 logger = logging.getLogger(__name__)
 KEY = "token"
 TOKEN_BYTES = 32
+MAX_TRIES = 3
+"""Attempts to read or create the Secret while something else changes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """``value`` is None where there is none, and ``problem`` says why. ``read_at``: when the Secret was looked at."""
+    """``value`` is None if there is no usable Secret; ``error`` then says why. ``read_at``: by the
+    monotonic clock.
+    """
 
     value: str | None
-    problem: str
+    error: str
     read_at: float
 
 
-def new_token() -> str:
-    """Random, and safe in a header."""
+def generate_token() -> str:
+    """A random token that is safe in an HTTP header."""
     return secrets.token_urlsafe(TOKEN_BYTES)
 
 
-class Tokens:
-    """Tokens by the uid of the policy. For one event loop."""
+class PolicyTokens:
+    """Tokens by policy uid. For one event loop. ``clock``: monotonic."""
 
     def __init__(
         self,
         client: Client,
-        keep_seconds: float,
+        max_age_seconds: float,
         clock: Callable[[], float],
-        make: Callable[[], str] = new_token,
+        generate: Callable[[], str] = generate_token,
     ) -> None:
         self._client = client
-        self._keep_seconds = keep_seconds
+        self._max_age_seconds = max_age_seconds
         self._clock = clock
-        self._make = make
-        self._known: dict[str, Token] = {}
+        self._generate = generate
+        self._tokens: dict[str, Token] = {}
 
     def forget(self, uid: str) -> None:
-        """The policy is gone, or its token was refused and should be read again."""
-        self._known.pop(uid, None)
+        """Drops the cached token of a policy, because the policy is gone."""
+        self._tokens.pop(uid, None)
 
-    async def of(self, known: CachedPolicy) -> Token:
-        """The token, made if there is none. Raises ``ApiError`` for what may work later."""
-        held = self._known.get(known.uid)
+    async def get(self, cached: CachedPolicy) -> Token:
+        """The policy's token; creates the Secret if there is none. Raises ``ApiError`` if a retry
+        may succeed.
+        """
+        held = self._tokens.get(cached.uid)
         if (
             held is not None
             and held.value is not None
-            and self._clock() - held.read_at < self._keep_seconds
+            and self._clock() - held.read_at < self._max_age_seconds
         ):
             return held
-        body = _body(known, self._make())
+        body = _secret(cached, self._generate())
         try:
-            value, problem = await self._read_or_make(known, body)
-        except ApiError as error:
-            if error.status not in REFUSED_FOR_GOOD:
+            value, error = await self._read_or_create(cached, body)
+        except ApiError as failure:
+            if failure.status not in PERMANENT_FAILURES:
                 raise
-            value, problem = None, f"the API server refused it: {error.message}"
-        if problem:
+            value, error = None, f"the API server rejected it: {failure.message}"
+        if error:
             metadata = body["metadata"]
-            problem = f"Secret {metadata['namespace']}/{metadata['name']}: {problem}"
-            logger.warning("no token: %s", problem)
-        token = Token(value, problem, self._clock())
-        self._known[known.uid] = token
+            error = f"Secret {metadata['namespace']}/{metadata['name']}: {error}"
+            logger.warning("no token for the policy's pods: %s", error)
+        token = Token(value, error, self._clock())
+        self._tokens[cached.uid] = token
         return token
 
-    async def _read_or_make(
-        self, known: CachedPolicy, body: dict[str, Any]
+    async def _read_or_create(
+        self, cached: CachedPolicy, body: dict[str, Any]
     ) -> tuple[str | None, str]:
-        for _ in range(3):
-            found = await existing(self._client, SECRETS, body)
-            if found is not None:
-                if is_foreign(found):
+        """The token, or None and the reason."""
+        for _ in range(MAX_TRIES):
+            existing = await get_existing(self._client, SECRETS, body)
+            if existing is not None:
+                if is_foreign(existing):
                     return (
                         None,
                         "another Secret has this name; rename or delete it, or rename the policy",
                     )
-                if is_terminating(found):
+                if is_terminating(existing):
                     return None, "it is being deleted"
-                value = _value(found)
-                owner = (found["metadata"].get("labels") or {}).get(UID_LABEL)
-                if value is not None and owner == known.uid:
+                value = _token(existing)
+                owner = (existing["metadata"].get("labels") or {}).get(UID_LABEL)
+                if value is not None and owner == cached.uid:
                     return value, ""
-                # A predecessor's, which goes with it, or one that somebody emptied.
-                metadata = found["metadata"]
+                # It belongs to an earlier policy of the same name, or it holds no token.
+                metadata = existing["metadata"]
                 await self._client.delete(
                     SECRETS, metadata["namespace"], metadata["name"], uid=metadata["uid"]
                 )
             try:
-                made = await self._client.create(SECRETS, body["metadata"]["namespace"], body)
+                created = await self._client.create(SECRETS, body["metadata"]["namespace"], body)
             except ApiError as error:
                 if error.status != 409:
                     raise
-                continue  # Somebody was faster: what is there now is read.
-            logger.info("made the token's Secret")
-            return _value(made), ""
-        return None, "it changes while it is looked at"
+                continue  # Another client created it first: read that one.
+            logger.info("created the Secret of the policy's token")
+            return _token(created), ""
+        return None, f"it changed during each of {MAX_TRIES} attempts to read it"
 
 
-def _value(found: Object) -> str | None:
-    encoded = (found.get("data") or {}).get(KEY)
+def _token(secret: Object) -> str | None:
+    encoded = (secret.get("data") or {}).get(KEY)
     if not isinstance(encoded, str):
         return None
     try:
@@ -128,16 +141,16 @@ def _value(found: Object) -> str | None:
         return None
 
 
-def _body(known: CachedPolicy, token: str) -> dict[str, Any]:
-    metadata = known.raw["metadata"]
+def _secret(cached: CachedPolicy, token: str) -> dict[str, Any]:
+    metadata = cached.raw["metadata"]
     return {
         "apiVersion": "v1",
         "kind": SECRETS.kind,
         "metadata": {
             "name": token_secret(metadata["name"]),
             "namespace": metadata["namespace"],
-            "labels": {**MANAGED_BY, POLICY_LABEL: metadata["name"], UID_LABEL: known.uid},
-            "ownerReferences": [owner_reference(known)],
+            "labels": {**MANAGED_BY, POLICY_LABEL: metadata["name"], UID_LABEL: cached.uid},
+            "ownerReferences": [owner_reference(cached)],
         },
         "type": "Opaque",
         "data": {KEY: base64.b64encode(token.encode()).decode()},

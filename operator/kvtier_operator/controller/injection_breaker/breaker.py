@@ -1,170 +1,236 @@
-"""Looking for pods that attaching keeps from starting: what is asked of the caches and the API server, for ``injection`` to
-judge. Costs nothing where every pod starts.
+"""The injection breaker: injection must never prevent a pod from starting.
+
+Each reconcile detects failures (``FailureDetector``), suspends the owners of the affected pods
+(``suspended_owners``), and deletes blocked pods (``deletable_pods``), so that their owner replaces
+them with pods that are not injected.
+
+A suspended owner is listed in the policy's status with its uid. New pods name that uid in
+``ownerReferences``, so the webhook needs nothing else to skip them. The owner of a Deployment's
+pods is a ReplicaSet: a changed pod template is another ReplicaSet, and is injected at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvtier_operator.api.conditions import Reason
+from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.selector import matches
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.status import SuspendedOwner
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.children.observe import read
-from kvtier_operator.controller.index import age
+from kvtier_operator.controller.children.observe import parse_policy
 from kvtier_operator.controller.injection_breaker import detectors, quota_messages
-from kvtier_operator.controller.injection_breaker.detectors import (
-    DetectionContext,
-    InjectionFailure,
-)
+from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure, PodContext
 from kvtier_operator.controller.injection_breaker.insufficient_resources import (
     insufficient_resources,
 )
-from kvtier_operator.controller.lookups import Lookups
-from kvtier_operator.controller.status.conditions import PlanFacts
-from kvtier_operator.kube.resources import (
-    CLAIMS,
-    EVENTS,
-    PODS,
-    POLICIES,
-    REPLICA_SETS,
-    STATEFUL_SETS,
-    Cache,
-    Client,
-    Object,
-)
+from kvtier_operator.controller.lookups import TEMPLATE_OWNERS, ClusterAccess
+from kvtier_operator.controller.status.conditions import ReconcileInput
+from kvtier_operator.injection.governing import governing
+from kvtier_operator.kube.resources import CLAIMS, EVENTS, PODS, POLICIES, Object
 from kvtier_operator.settings import Settings
 
-MAX_LOOKED_INTO = 8
-"""Pods and refusals that are looked into per look; the others' turn comes when these are settled."""
+MAX_EXAMINED = 8
+"""Blocked pods, and rejections, that one reconcile examines. The next ones follow once these are
+resolved.
+"""
+MAX_SUSPENDED = 16
+SETTLE_SECONDS = 2.0
+"""Between writing a suspension to the status and deleting the blocked pod: the webhook has seen the
+suspension by then.
+"""
 
 
-class Search:
-    """One search, for one policy. ``changed_at``: when the policy last changed; what was refused before says nothing."""
+class FailureDetector:
+    """Detects injection failures of one policy in one reconcile. Makes no calls while every pod
+    starts.
+
+    ``now``: seconds since 1970. ``changed_at``: when the policy last changed; earlier rejections
+    are ignored.
+    """
 
     def __init__(
         self,
-        policy: KVTierPolicy,
-        facts: PlanFacts,
-        cache: Cache,
-        client: Client,
-        lookups: Lookups,
+        cluster: ClusterAccess,
         settings: Settings,
+        policy: KVTierPolicy,
+        inputs: ReconcileInput,
         now: float,
         changed_at: float,
     ) -> None:
-        self._policy = policy
-        self._facts = facts
-        self._cache = cache
-        self._client = client
-        self._lookups = lookups
+        self._cluster = cluster
         self._settings = settings
+        self._policy = policy
+        self._inputs = inputs
         self._now = now
         self._changed_at = changed_at
 
-    async def troubles(self, in_force: Sequence[SuspendedOwner]) -> list[InjectionFailure]:
-        """Pods that are kept down, then owners whose pods were refused. Owners in ``in_force`` are not searched for
-        refusals again.
+    async def detect(self, suspended: Sequence[SuspendedOwner]) -> list[InjectionFailure]:
+        """Blocked pods, then rejections. Rejections are not looked up again for owners that are
+        ``suspended`` already.
         """
         if self._policy.spec.attach.mode is not AttachMode.WEBHOOK:
             return []
-        waiting = [pod for pod in self._facts.pods if detectors.waits(self._policy, pod, self._now)]
-        found = []
-        for pod in sorted(waiting, key=objects.name)[:MAX_LOOKED_INTO]:
-            trouble = await self._kept_down(pod)
-            if trouble is not None:
-                found.append(await self._with_pull_secret(trouble))
-        return [*found, *await self._refused({entry.uid for entry in in_force})]
+        blocked = [
+            pod for pod in self._inputs.pods if detectors.is_blocked(self._policy, pod, self._now)
+        ]
+        failures = []
+        for pod in sorted(blocked, key=lambda pod: pod.metadata.name)[:MAX_EXAMINED]:
+            failure = await self._blocked(pod)
+            if failure is not None:
+                failures.append(await self._with_pull_secret(failure))
+        return [*failures, *await self._rejected({entry.uid for entry in suspended})]
 
-    async def _kept_down(self, pod: Object) -> InjectionFailure | None:
-        namespace = objects.namespace(pod)
-        scheduled = objects.condition(pod, "PodScheduled").get("status") == "True"
-        around = DetectionContext(claim=lambda name: self._cache.get(CLAIMS, namespace, name))
-        trouble = detectors.kept_down(self._policy, pod, around, self._now)
-        if trouble is not None:
-            return trouble
-        if scheduled:
-            around = DetectionContext(around.claim, await self._lookups.events(self._client, pod))
-        elif "Insufficient" in str(objects.condition(pod, "PodScheduled").get("message")):
-            around = DetectionContext(around.claim, crowded_out=await self._crowded_out(pod))
-        return detectors.kept_down(self._policy, pod, around, self._now)
+    async def _blocked(self, pod: Pod) -> InjectionFailure | None:
+        """Decides from the caches if it can; else from the pod's Events or the nodes, which cost
+        calls.
+        """
+        namespace, cache = pod.metadata.namespace, self._cluster.cache
+        context = PodContext(get_claim=lambda name: cache.get(CLAIMS, namespace, name))
+        failure = detectors.blocked_pod_failure(self._policy, pod, context, self._now)
+        if failure is not None:
+            return failure
+        scheduled = pod.status.condition("PodScheduled")
+        if scheduled is not None and scheduled.status == "True":
+            context = replace(context, events=await self._cluster.lookups.events(pod))
+        elif scheduled is not None and "Insufficient" in scheduled.message:
+            message = await self._insufficient_resources(pod)
+            context = replace(context, insufficient_resources=message)
+        return detectors.blocked_pod_failure(self._policy, pod, context, self._now)
 
-    async def _with_pull_secret(self, trouble: InjectionFailure) -> InjectionFailure:
-        """Says so where an image is not pulled because the Secret for it was never put into this namespace."""
+    async def _with_pull_secret(self, failure: InjectionFailure) -> InjectionFailure:
+        """Adds to the message that the pull secret is missing, if it is."""
         secret, namespace = self._settings.images.pull_secret, self._policy.namespace
-        if not secret or trouble.reason is not Reason.IMAGE_NOT_PULLED:
-            return trouble
-        if not await self._lookups.lacks_secret(self._client, namespace, secret):
-            return trouble
-        message = f"{trouble.message} (the pull secret {secret} is not in namespace {namespace})"
-        return replace(trouble, message=message)
+        if not secret or failure.reason is not Reason.IMAGE_NOT_PULLED:
+            return failure
+        if not await self._cluster.lookups.secret_missing(namespace, secret):
+            return failure
+        message = f"{failure.message} (namespace {namespace} has no pull secret {secret})"
+        return replace(failure, message=message)
 
-    async def _crowded_out(self, pod: Object) -> str:
+    async def _insufficient_resources(self, pod: Pod) -> str:
         if self._settings.watch_namespaces:
-            # Of the other namespaces' pods nothing is known, so neither is what is free.
+            # The pods of the other namespaces are not known, so neither are the free resources of
+            # nodes.
             return ""
-        whole = await self._lookups.pod(self._client, pod)
-        nodes = await self._lookups.nodes(self._client)
-        return (
-            insufficient_resources(whole, nodes, self._cache.list(PODS))
-            if whole is not None
-            else ""
-        )
+        complete = await self._cluster.lookups.pod(pod)
+        if complete is None:
+            return ""
+        nodes = await self._cluster.lookups.nodes()
+        return insufficient_resources(complete, nodes, self._cluster.cache.list(PODS))
 
-    async def _refused(self, known: set[str]) -> list[InjectionFailure]:
-        namespace = self._policy.namespace
+    async def _rejected(self, known_owners: set[str]) -> list[InjectionFailure]:
+        namespace, lookups = self._policy.namespace, self._cluster.lookups
         since = max(self._changed_at, self._now - self._policy.spec.attach.retry_seconds)
-        found: dict[str, InjectionFailure] = {}
-        for event in sorted(
-            self._cache.list(EVENTS, namespace), key=detectors.happened, reverse=True
-        ):
-            if len(found) >= MAX_LOOKED_INTO or detectors.happened(event) <= since:
+        failures: dict[str, InjectionFailure] = {}
+        events = self._cluster.cache.list(EVENTS, namespace)
+        for event in sorted(events, key=detectors.event_time, reverse=True):
+            if len(failures) >= MAX_EXAMINED or detectors.event_time(event) <= since:
                 break
-            owner = detectors.refused_owner(event)
-            if event.get("reason") != "FailedCreate" or owner is None or owner.uid in known:
+            owner = detectors.event_owner(event)
+            if event.get("reason") != "FailedCreate" or owner is None or owner.uid in known_owners:
                 continue
-            known.add(owner.uid)
+            known_owners.add(owner.uid)
+            if not self._governs_pods_of(event) or not self._inputs.accepted:
+                continue
+            if await lookups.injection_enabled(namespace) is False:
+                continue
             message = str(event.get("message") or "")
-            if not self._governs(event) or not self._facts.accepted:
-                continue
-            if await self._lookups.namespace_asks(self._client, namespace) is False:
-                continue
-            by_added = False
-            if quota_messages.by_numbers(message):
-                template = await self._lookups.template(self._client, namespace, owner)
-                by_added = template is not None and quota_messages.ours(
-                    template.get("spec") or {}, message
+            caused_by_resources = False
+            if quota_messages.is_resource_rejection(message):
+                template = await lookups.pod_template(namespace, owner)
+                caused_by_resources = template is not None and quota_messages.caused_by_injection(
+                    template, message
                 )
-            trouble = detectors.refused(event, by_added)
-            if trouble is not None:
-                found[owner.uid] = trouble
-        return list(found.values())
+            failure = detectors.rejected_pod_failure(event, caused_by_resources)
+            if failure is not None:
+                failures[owner.uid] = failure
+        return list(failures.values())
 
-    def _governs(self, event: Object) -> bool:
-        """Whether the pods of the owner that an Event is about are, or would be, this policy's."""
-        owner = detectors.refused_owner(event)
+    def _governs_pods_of(self, event: Object) -> bool:
+        """Whether this policy governs the pods of the owner that an Event is about."""
+        owner = detectors.event_owner(event)
         if owner is None:
             return False
-        namespace = self._policy.namespace
-        kind = {"ReplicaSet": REPLICA_SETS, "StatefulSet": STATEFUL_SETS}.get(owner.kind)
-        made_by = self._cache.get(kind, namespace, owner.name) if kind is not None else None
-        if made_by is not None:
-            labels = objects.labels(objects.spec(made_by).get("template") or {})
+        namespace, cache = self._policy.namespace, self._cluster.cache
+        kind = TEMPLATE_OWNERS.get(owner.kind)
+        workload = cache.get(kind, namespace, owner.name) if kind is not None else None
+        cached = cache.list(POLICIES, namespace)
+        if workload is not None:
+            labels = objects.labels(objects.spec(workload).get("template") or {})
             if not matches(self._policy.spec.pod_selector, labels):
                 return False
-            policies = [read(raw) for raw in self._cache.list(POLICIES, namespace)]
-            selecting = [
-                known
-                for known in policies
-                if known.policy and matches(known.policy.spec.pod_selector, labels)
-            ]
-            return bool(selecting) and min(selecting, key=age).uid == self._policy.metadata.uid
-        siblings = (objects.controller(pod) for pod in self._facts.pods)
-        if any(other is not None and other.uid == owner.uid for other in siblings):
+            policies = [parse_policy(raw).policy for raw in cached]
+            chosen = governing(
+                [policy for policy in policies if policy is not None], namespace, labels
+            )
+            return chosen is not None and chosen.metadata.uid == self._policy.metadata.uid
+        siblings = (pod.controller for pod in self._inputs.pods)
+        if any(sibling is not None and sibling.uid == owner.uid for sibling in siblings):
             return True
-        # What such an owner's pods look like cannot be seen; with a single policy there is nobody else to have changed them.
-        alone = len(self._cache.list(POLICIES, namespace)) == 1
-        return alone and detectors.names_a_part(str(event.get("message") or ""))
+        # The pod template of such an owner cannot be read. With a single policy, only that one can
+        # have injected the pod.
+        message = str(event.get("message") or "")
+        return len(cached) == 1 and detectors.names_injected_part(message)
+
+
+def suspended_owners(
+    policy: KVTierPolicy,
+    current: Iterable[SuspendedOwner],
+    failures: Iterable[InjectionFailure],
+    now: float,
+) -> list[SuspendedOwner]:
+    """Owners whose new pods are not injected: the ``current`` ones until they expire, then those of
+    ``failures``. At most ``MAX_SUSPENDED``, the current ones first.
+    """
+    suspended: dict[str, SuspendedOwner] = {}
+    for entry in current:
+        until = objects.parse_time(entry.until)
+        if until is not None and until > now:
+            suspended.setdefault(entry.uid, entry)
+    until_text = objects.format_time(now + policy.spec.attach.retry_seconds)
+    for failure in failures:
+        owner = failure.owner
+        if owner is None or owner.uid in suspended or len(suspended) >= MAX_SUSPENDED:
+            continue
+        suspended[owner.uid] = SuspendedOwner(
+            kind=owner.kind,
+            name=owner.name,
+            uid=owner.uid,
+            reason=failure.reason.value,
+            until=until_text,
+        )
+    return list(suspended.values())
+
+
+def deletable_pods(
+    policy: KVTierPolicy,
+    current: Iterable[SuspendedOwner],
+    failures: Iterable[InjectionFailure],
+    now: float,
+    changed_at: float = 0.0,
+) -> tuple[list[InjectionFailure], float | None]:
+    """Failures whose blocked pod can be deleted: its replacement is not injected, because the owner
+    has been suspended for ``SETTLE_SECONDS``, or is injected according to a policy that changed
+    since. Also returns the seconds until the other owners' suspensions have settled; None if there
+    are none.
+    """
+    suspended_at = {
+        entry.uid: (objects.parse_time(entry.until) or now) - policy.spec.attach.retry_seconds
+        for entry in current
+    }
+    deletable: list[InjectionFailure] = []
+    wake: float | None = None
+    for failure in failures:
+        if failure.pod is None or failure.owner is None:
+            continue
+        since = suspended_at.get(failure.owner.uid)
+        settled = since is not None and now - since >= SETTLE_SECONDS
+        if failure.predates(changed_at) or settled:
+            deletable.append(failure)
+        else:
+            wake = SETTLE_SECONDS
+    return deletable, wake

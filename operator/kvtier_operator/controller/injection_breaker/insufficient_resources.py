@@ -1,8 +1,8 @@
-"""Whether a pod finds no node because of what was added to it: would it fit without that, and does
-not with it? Pure.
+"""Whether the resources of injected containers make a pod unschedulable: it fits without them, and
+does not fit with them. Pure.
 
-A cluster that is merely full, or waits for its autoscaler, answers no: then the pod would wait
-without tiers as well.
+In a cluster that is full, or that waits for its autoscaler, the pod would not fit without them
+either. That is not an injection failure.
 """
 
 from __future__ import annotations
@@ -14,93 +14,93 @@ from typing import Any
 
 import msgspec
 
-from kvtier_operator.api.pods import PodSpec, decode
+from kvtier_operator.api.pods import Pod, PodSpec, Toleration, decode
 from kvtier_operator.controller import objects
-from kvtier_operator.injection.resources import parse_amount, pod_limits, pod_requests
+from kvtier_operator.injection.resources import parse_amount, pod_requests
 from kvtier_operator.kube.resources import Object
 
 Amounts = Mapping[str, Fraction]
-KEEPING_OUT = ("NoSchedule", "NoExecute")
+BLOCKING_EFFECTS = ("NoSchedule", "NoExecute")
+NOTHING = Fraction(0)
 
 
-def asked(
-    described: Mapping[str, Any], with_injected: bool, which: str = "requests"
-) -> dict[str, Fraction]:
-    """Effective ``requests`` or ``limits`` of a pod's spec, with or without the injected
-    containers.
+def without_injected(spec: PodSpec) -> PodSpec:
+    """The spec without injected containers."""
+    own = tuple(each for each in spec.init_containers if not objects.is_injected_name(each.name))
+    return msgspec.structs.replace(spec, init_containers=own)
+
+
+def insufficient_resources(pod: Pod, nodes: Sequence[Object], pods: Iterable[Object]) -> str:
+    """A message with the node and the resource; empty if injection is not the cause. ``pods``: all
+    pods of the cluster.
     """
-    spec = decode(described, PodSpec)
-    if not with_injected:
-        own = tuple(each for each in spec.init_containers if not objects.ours(each.name))
-        spec = msgspec.structs.replace(spec, init_containers=own)
-    return pod_requests(spec) if which == "requests" else pod_limits(spec)
-
-
-def insufficient_resources(pod: Object, nodes: Sequence[Object], pods: Iterable[Object]) -> str:
-    """The resource and node that decide it, as words; empty where what was added does not.
-    ``pods``: all of the cluster.
-    """
-    described = objects.spec(pod)
-    bare, whole = asked(described, with_injected=False), asked(described, with_injected=True)
-    if bare == whole:
+    own, total = pod_requests(without_injected(pod.spec)), pod_requests(pod.spec)
+    if own == total:
         return ""
-    used: dict[str, defaultdict[str, Fraction]] = {}
-    for other in pods:
-        place = str(objects.spec(other).get("nodeName") or "")
-        if place and not objects.ended(other):
-            sums = used.setdefault(place, defaultdict(Fraction))
-            sums["pods"] += 1
-            for resource, value in asked(objects.spec(other), with_injected=True).items():
-                sums[resource] += value
-    crowded = ""
+    used = _used_by_node(pods)
+    message = ""
     for node in nodes:
-        if not _open_to(described, node):
+        if not _accepts(node, pod.spec):
             continue
-        taken: Amounts = used.get(objects.name(node), defaultdict(Fraction))
+        taken: Amounts = used.get(objects.name(node), {})
         free = {
-            resource: parse_amount(written) - taken.get(resource, Fraction(0))
-            for resource, written in (objects.status(node).get("allocatable") or {}).items()
+            resource: parse_amount(value) - taken.get(resource, NOTHING)
+            for resource, value in (objects.status(node).get("allocatable") or {}).items()
         }
-        if _lacking({**bare, "pods": Fraction(1)}, free):
+        if _exceeded({**own, "pods": Fraction(1)}, free):
             continue
-        lacking = _lacking(whole, free)
-        if not lacking:
-            # It fits as it is: whatever keeps it from being scheduled, it is not its size.
+        exceeded = _exceeded(total, free)
+        if not exceeded:
+            # The pod fits with tiers, so its size is not the cause.
             return ""
-        if not crowded:
-            crowded = f"node {objects.name(node)} has room for it without tiers, and too little {lacking[0]} with them"
-    return crowded
+        if not message:
+            message = (
+                f"node {objects.name(node)} has enough {exceeded[0]} for the pod without tiers, "
+                "and not enough with tiers"
+            )
+    return message
 
 
-def _lacking(wanted: Amounts, free: Amounts) -> list[str]:
+def _used_by_node(pods: Iterable[Object]) -> dict[str, dict[str, Fraction]]:
+    used: dict[str, dict[str, Fraction]] = {}
+    for pod in pods:
+        if objects.status(pod).get("phase") in ("Succeeded", "Failed"):
+            continue
+        spec = decode(objects.spec(pod), PodSpec)
+        if spec.node_name:
+            sums = used.setdefault(spec.node_name, defaultdict(Fraction))
+            sums["pods"] += 1
+            for resource, value in pod_requests(spec).items():
+                sums[resource] += value
+    return used
+
+
+def _exceeded(requests: Amounts, free: Amounts) -> list[str]:
     return sorted(
-        name for name, value in wanted.items() if value > 0 and value > free.get(name, Fraction(0))
+        name for name, value in requests.items() if value > 0 and value > free.get(name, NOTHING)
     )
 
 
-def _open_to(described: Mapping[str, Any], node: Object) -> bool:
-    """Whether the node takes pods with these selectors and tolerations. Affinity is not looked at."""
-    about = objects.spec(node)
-    if about.get("unschedulable"):
+def _accepts(node: Object, spec: PodSpec) -> bool:
+    """Whether the node matches the pod's node selector and tolerations. Affinity is ignored."""
+    node_spec = objects.spec(node)
+    if node_spec.get("unschedulable"):
         return False
-    wanted = described.get("nodeSelector") or {}
-    if any(objects.labels(node).get(key) != value for key, value in wanted.items()):
+    labels = objects.labels(node)
+    if any(labels.get(key) != value for key, value in spec.node_selector.items()):
         return False
-    tolerations = described.get("tolerations") or ()
     return all(
-        any(_tolerates(toleration, taint) for toleration in tolerations)
-        for taint in about.get("taints") or ()
-        if taint.get("effect") in KEEPING_OUT
+        any(_tolerates(toleration, taint) for toleration in spec.tolerations)
+        for taint in node_spec.get("taints") or ()
+        if taint.get("effect") in BLOCKING_EFFECTS
     )
 
 
-def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
-    if toleration.get("effect") not in (None, "", taint.get("effect")):
+def _tolerates(toleration: Toleration, taint: Mapping[str, Any]) -> bool:
+    if toleration.effect and toleration.effect != taint.get("effect"):
         return False
-    if toleration.get("key") in (None, ""):
-        return toleration.get("operator") == "Exists"
-    if toleration.get("key") != taint.get("key"):
+    if not toleration.key:
+        return toleration.operator == "Exists"
+    if toleration.key != taint.get("key"):
         return False
-    return toleration.get("operator") == "Exists" or (toleration.get("value") or "") == (
-        taint.get("value") or ""
-    )
+    return toleration.operator == "Exists" or toleration.value == (taint.get("value") or "")

@@ -1,8 +1,7 @@
-"""Whether a pod that a quota or a LimitRange refused would have been admitted without what was
-added to it. Pure.
+"""Whether a quota or a LimitRange rejected a pod because of the injected containers. Pure.
 
-The API server's messages have the numbers; the owner's template says what the pod asks for by
-itself.
+The API server's messages contain the numbers. The owner's pod template contains the resources of
+the pod without injected containers.
 """
 
 from __future__ import annotations
@@ -10,94 +9,99 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
-from kvtier_operator.controller.injection_breaker.insufficient_resources import asked
-from kvtier_operator.injection.resources import parse_amount
+from kvtier_operator.api.pods import Container, PodSpec
+from kvtier_operator.controller.injection_breaker.insufficient_resources import without_injected
+from kvtier_operator.injection.resources import parse_amount, pod_limits, pod_requests
 
 _QUOTA = re.compile(
-    r"exceeded quota: [^,]+, requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>[^;]+)"
+    r"exceeded quota: [^,]+, requested: (?P<requested>.+?), used: (?P<used>.+?), "
+    r"limited: (?P<limited>[^;]+)"
 )
 _RANGE = re.compile(
-    r"(?P<bound>maximum|minimum) (?P<resource>[a-z-]+) usage per (?P<scope>Container|Pod) is (?P<allowed>[0-9.A-Za-z]+), "
-    r"but (?P<which>limit|request) is (?P<given>[0-9.A-Za-z]+)"
+    r"(?P<bound>maximum|minimum) (?P<resource>[a-z-]+) usage per (?P<scope>Container|Pod) "
+    r"is (?P<allowed>[0-9.A-Za-z]+), but (?P<which>limit|request) is (?P<given>[0-9.A-Za-z]+)"
 )
 _RATIO = re.compile(
-    r"(?P<resource>[a-z-]+) max limit to request ratio per (?:Container|Pod) is (?P<allowed>[0-9.A-Za-z]+)"
+    r"(?P<resource>[a-z-]+) max limit to request ratio per (?:Container|Pod) "
+    r"is (?P<allowed>[0-9.A-Za-z]+)"
 )
-ADDED = ("cpu", "memory", "ephemeral-storage")
-"""Of these the injected containers ask for something."""
+INJECTED_RESOURCES = ("cpu", "memory", "ephemeral-storage")
+"""Resources that injected containers request."""
+NOTHING = Fraction(0)
 
 
-def by_numbers(message: str) -> bool:
-    """Whether a quota or a LimitRange refused."""
+def is_resource_rejection(message: str) -> bool:
+    """Whether a quota or a LimitRange rejected the pod."""
     return any(pattern.search(message) for pattern in (_QUOTA, _RANGE, _RATIO))
 
 
-def ours(described: Mapping[str, Any], message: str) -> bool:
-    """Whether the refusal goes away without the injected parts. ``described``: the spec of the
-    owner's pod template.
+def caused_by_injection(template: PodSpec, message: str) -> bool:
+    """Whether the pod would have been admitted without the injected containers. ``template``: the
+    spec of the owner's pod template.
     """
     verdicts = [
-        *(_quota_is_ours(described, found) for found in _QUOTA.finditer(message)),
-        *(_range_is_ours(described, found) for found in _RANGE.finditer(message)),
-        *(_ratio_is_ours(described, found) for found in _RATIO.finditer(message)),
+        *(_quota_is_cause(template, found) for found in _QUOTA.finditer(message)),
+        *(_range_is_cause(template, found) for found in _RANGE.finditer(message)),
+        *(_ratio_is_cause(template, found) for found in _RATIO.finditer(message)),
     ]
     return bool(verdicts) and all(verdicts)
 
 
-def _amounts(written: str) -> dict[str, Fraction]:
-    pairs = (pair.split("=", 1) for pair in written.split(",") if "=" in pair)
-    return {name.strip(): parse_amount(value.strip()) for name, value in pairs}
-
-
-def _quota_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
-    requested, used, limited = (_amounts(found[part]) for part in ("requested", "used", "limited"))
+def _quota_is_cause(template: PodSpec, found: re.Match[str]) -> bool:
+    requested, used, limited = (
+        _parse_amounts(found[part]) for part in ("requested", "used", "limited")
+    )
     exceeded = [
         name
         for name in limited
-        if requested.get(name, Fraction(0)) + used.get(name, Fraction(0)) > limited[name]
+        if requested.get(name, NOTHING) + used.get(name, NOTHING) > limited[name]
     ]
     for name in exceeded:
-        which, _, resource = (
-            name.rpartition(".")
-            if name.startswith(("requests.", "limits."))
-            else ("requests", "", name)
-        )
-        if resource not in ADDED:
+        which, resource = "requests", name
+        if name.startswith(("requests.", "limits.")):
+            which, _, resource = name.partition(".")
+        if resource not in INJECTED_RESOURCES:
             return False
-        own = asked(described, with_injected=False, which=which).get(resource, Fraction(0))
-        if own + used.get(name, Fraction(0)) > limited[name]:
+        own = _own_amounts(template, which).get(resource, NOTHING)
+        if own + used.get(name, NOTHING) > limited[name]:
             return False
     return bool(exceeded)
 
 
-def _range_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
-    which = f"{found['which']}s"
+def _range_is_cause(template: PodSpec, found: re.Match[str]) -> bool:
+    which, resource = f"{found['which']}s", found["resource"]
     if found["scope"] == "Pod":
-        own = asked(described, with_injected=False, which=which).get(found["resource"], Fraction(0))
+        own = _own_amounts(template, which).get(resource, NOTHING)
         return found["bound"] == "maximum" and own <= parse_amount(found["allowed"])
     given = parse_amount(found["given"])
     return all(
-        _of(container, which, found["resource"]) != given for container in _containers(described)
+        _amount(container, which, resource) != given for container in template.all_containers
     )
 
 
-def _ratio_is_ours(described: Mapping[str, Any], found: re.Match[str]) -> bool:
-    allowed = parse_amount(found["allowed"])
-    for container in _containers(described):
-        limit, request = (
-            _of(container, which, found["resource"]) for which in ("limits", "requests")
-        )
+def _ratio_is_cause(template: PodSpec, found: re.Match[str]) -> bool:
+    allowed, resource = parse_amount(found["allowed"]), found["resource"]
+    for container in template.all_containers:
+        limit = _amount(container, "limits", resource)
+        request = _amount(container, "requests", resource)
         if limit is not None and request and limit / request > allowed:
             return False
     return True
 
 
-def _containers(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [*(described.get("initContainers") or ()), *(described.get("containers") or ())]
+def _own_amounts(template: PodSpec, which: str) -> Mapping[str, Fraction]:
+    own = without_injected(template)
+    return pod_requests(own) if which == "requests" else pod_limits(own)
 
 
-def _of(container: Mapping[str, Any], which: str, resource: str) -> Fraction | None:
-    written = ((container.get("resources") or {}).get(which) or {}).get(resource)
-    return None if written is None else parse_amount(written)
+def _amount(container: Container, which: str, resource: str) -> Fraction | None:
+    resources = container.resources
+    value = (resources.requests if which == "requests" else resources.limits).get(resource)
+    return None if value is None else parse_amount(value)
+
+
+def _parse_amounts(text: str) -> dict[str, Fraction]:
+    """Amounts by name, from ``limits.cpu=16,limits.memory=98Gi``."""
+    pairs = (pair.split("=", 1) for pair in text.split(",") if "=" in pair)
+    return {name.strip(): parse_amount(value.strip()) for name, value in pairs}

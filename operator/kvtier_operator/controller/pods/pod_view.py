@@ -1,42 +1,43 @@
-"""One pod as its policy sees it: attached, starting, left alone, or in trouble, and why. Pure.
+"""The state of one pod from its policy's point of view: attached, starting, skipped or failed, and
+why. Pure.
 
-A pod that does not answer is unreachable, never "not attached": what an engine did is known from tierd's sessions or not at
-all.
-
-Groups of pods that make up one engine (LeaderWorkerSet): all of a group get the same structure, or none. Pure.
+A pod that does not answer is unreachable, never "not attached": only tierd knows which engines have
+attached.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from kvtier_operator.api.conditions import Reason, SkipReason
 from kvtier_operator.api.names import (
     HASH_ANNOTATION,
+    MIRROR_ANNOTATION,
     POLICY_ANNOTATION,
     POLICY_UID_ANNOTATION,
     SKIPPED_ANNOTATION,
     STRUCTURAL_ANNOTATION,
     TIERD_CONTAINER,
 )
+from kvtier_operator.api.pods import ContainerStatus, Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.pods.reports import LastReport, Report, text
-from kvtier_operator.kube.resources import Object
+from kvtier_operator.controller.pods.reports import LastReport, PodReport, bounded_text
 from kvtier_operator.render.documents import live_name, structural_name
 
-PATIENCE = 3
-"""Unanswered polls before a pod that never answered is called unreachable; one that did has one less."""
-CRASHES = 2
-"""Restarts of an engine's container that is not ready after which it is said to crash."""
+UNREACHABLE_FAILURES = 3
+"""Failed polls after which a pod that never answered is unreachable. One that has answered gets one
+fewer.
+"""
+CRASH_RESTARTS = 2
+"""Restarts after which an engine's container that is not ready counts as crashing."""
 CRASH_SECONDS = 600.0
-"""A crash longer ago does not count."""
-FAILED_WAITING = (
+"""An older crash does not count."""
+FAILED_WAITING_REASONS = (
     "CrashLoopBackOff",
     "ErrImagePull",
     "ImagePullBackOff",
@@ -47,7 +48,9 @@ MAX_ANNOTATION = 4096
 
 
 class PodState(StrEnum):
-    """What a pod is counted as. ``UNASKED``: it has not had time to answer since this process started or it did."""
+    """What a pod counts as. ``NOT_POLLED``: it has not had the time to answer since this process,
+    or the pod, started.
+    """
 
     ATTACHED = "Attached"
     STARTING = "Starting"
@@ -56,263 +59,276 @@ class PodState(StrEnum):
     TIERD_FAILED = "TierdFailed"
     UNREACHABLE = "Unreachable"
     SKIPPED = "Skipped"
-    UNASKED = "Unasked"
+    NOT_POLLED = "NotPolled"
 
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod that is selected and lives. ``report``: its last answer, if it still counts. ``reason`` and ``message``: why it is
-    in this state. ``structural_hash``: of the structure it was given; empty: none. ``same_policy``: that structure is of
-    this policy and not of a predecessor of the same name, or another one.
+    """A selected pod that is not terminating. ``reason`` and ``message``: why it is in this state.
+
+    ``has_tiers``: it was injected, or mounts the policy's ConfigMaps. ``structural_hash``: of the
+    structure that it runs with; empty if it has none. ``same_policy``: that structure comes from
+    this policy, and not from another one or an earlier one of the same name. ``report``: its last
+    answer, unless too many polls have failed since.
     """
 
-    pod: Object
+    pod: Pod
     state: PodState
     reason: str
     message: str
-    injected: bool = False
+    has_tiers: bool = False
     structural_hash: str = ""
     same_policy: bool = True
-    report: Report | None = None
+    report: PodReport | None = None
 
     @property
     def name(self) -> str:
-        """Its name."""
-        return objects.name(self.pod)
+        """Name of the pod."""
+        return self.pod.metadata.name
 
     @property
     def uid(self) -> str:
-        """Its uid."""
-        return objects.uid(self.pod)
-
-    @property
-    def silent(self) -> bool:
-        """Whether nobody in it can be asked: its connector is not KVTier's."""
-        return self.injected and objects.injected(self.pod) and not objects.has_daemon(self.pod)
+        """Uid of the pod."""
+        return self.pod.metadata.uid
 
     @property
     def node(self) -> str:
-        """Where it runs; empty: nowhere yet."""
-        return str(objects.spec(self.pod).get("nodeName") or "")
+        """Name of its node; empty if it is not scheduled."""
+        return self.pod.spec.node_name
+
+    @property
+    def cannot_report(self) -> bool:
+        """Whether it cannot be polled, because its connector is not KVTier's."""
+        return self.has_tiers and objects.is_injected(self.pod) and not objects.has_tierd(self.pod)
 
 
 def view(
     policy: KVTierPolicy,
-    pod: Object,
-    said: LastReport,
+    pod: Pod,
+    last: LastReport,
     now: float,
-    namespace_asks: bool | None = None,
+    injection_enabled: bool | None = None,
 ) -> PodView:
-    """Looks at one pod. ``namespace_asks``: whether the namespace has the label without which the webhook is not asked;
-    None: not known.
+    """The state of one pod. ``injection_enabled``: whether the namespace has the label that makes
+    the API server call the webhook; None: not known.
     """
-    by_hand = policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY and mounts_documents(
+    by_hand = policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY and mounts_config_maps(
         policy, pod
     )
-    if not objects.injected(pod) and not by_hand:
-        return _left_alone(policy, pod, namespace_asks)
-    notes = objects.annotated(pod)
-    answers = said.report is not None and said.failures < PATIENCE - 1
-    report = said.report if answers else None
-    state, reason, message = _attached(policy, pod, said, report, now)
-    # tierd keeps the structure that it began with, whatever becomes of the annotation.
-    given = (report.content_hash if report is not None else "") or notes.get(HASH_ANNOTATION) or ""
-    policy_uid, policy_name = notes.get(POLICY_UID_ANNOTATION), notes.get(POLICY_ANNOTATION)
+    if not objects.is_injected(pod) and not by_hand:
+        return _skipped(policy, pod, injection_enabled)
+    annotations = pod.metadata.annotations
+    answers = last.report is not None and last.failures < UNREACHABLE_FAILURES - 1
+    report = last.report if answers else None
+    state, reason, message = _state(policy, pod, last, report, now)
+    # tierd keeps the structure that it started with, even if the annotation is edited.
+    structural_hash = (report.content_hash if report is not None else "") or annotations.get(
+        HASH_ANNOTATION, ""
+    )
+    policy_uid = annotations.get(POLICY_UID_ANNOTATION)
+    policy_name = annotations.get(POLICY_ANNOTATION)
     same = policy_uid in (None, "", policy.metadata.uid) and policy_name in (
         None,
         "",
         policy.metadata.name,
     )
-    return PodView(pod, state, reason, message, True, given, same, report)
+    return PodView(pod, state, reason, message, True, structural_hash, same, report)
 
 
-def mounts_documents(policy: KVTierPolicy, pod: Object) -> bool:
-    """Whether a person wrote the policy's ConfigMaps into the pod."""
+def mounts_config_maps(policy: KVTierPolicy, pod: Pod) -> bool:
+    """Whether the pod mounts one of the policy's ConfigMaps."""
     names = {live_name(policy), structural_name(policy)}
-    for volume in objects.spec(pod).get("volumes") or ():
-        sources = [volume, *((volume.get("projected") or {}).get("sources") or ())]
-        if any((source.get("configMap") or {}).get("name") in names for source in sources):
+    for volume in pod.spec.volumes:
+        projected = volume.projected.sources if volume.projected is not None else ()
+        sources = (volume.config_map, *(source.config_map for source in projected))
+        if any(source is not None and source.name in names for source in sources):
             return True
     return False
 
 
-def _left_alone(policy: KVTierPolicy, pod: Object, namespace_asks: bool | None) -> PodView:
-    skipped = _skipped(objects.annotated(pod).get(SKIPPED_ANNOTATION))
-    if skipped is not None:
-        return PodView(pod, PodState.SKIPPED, *skipped)
-    owner = objects.controller(pod)
+def engine_status(policy: KVTierPolicy, pod: Pod) -> ContainerStatus:
+    """The kubelet's status of the engine's container."""
+    container = objects.engine_container(pod, policy.spec.engine.container_name)
+    return pod.status.container(container) or objects.NO_STATUS
+
+
+def waiting_since(policy: KVTierPolicy, pod: Pod) -> float | None:
+    """Start (seconds since 1970) of the pod's current wait: for its engine to start, or, once the
+    engine's container is ready, for the engine to attach. None while the engine initializes.
+    """
+    engine = engine_status(policy, pod)
+    if engine.ready:
+        ready = pod.status.condition("ContainersReady")
+        running = engine.state.running
+        times = (
+            objects.parse_time(ready.last_transition_time if ready is not None else None),
+            objects.parse_time(running.started_at if running is not None else None),
+        )
+        return max((time for time in times if time is not None), default=None)
+    if engine.has_run:
+        return None
+    scheduled = pod.status.condition("PodScheduled")
+    scheduled_at = None
+    if scheduled is not None and scheduled.status == "True":
+        scheduled_at = objects.parse_time(scheduled.last_transition_time)
+    return scheduled_at or objects.parse_time(pod.metadata.creation_timestamp)
+
+
+def mixed_groups(pods: Sequence[PodView]) -> list[str]:
+    """One message for each group of pods that make up one engine (LeaderWorkerSet) and do not have
+    the same structure.
+    """
+    groups: dict[str, list[PodView]] = {}
+    for pod in pods:
+        key = pod.pod.metadata.labels.get(objects.GROUP_KEY_LABEL)
+        if key:
+            groups.setdefault(key, []).append(pod)
+    messages = []
+    for members in groups.values():
+        structures = {each.pod.metadata.annotations.get(STRUCTURAL_ANNOTATION) for each in members}
+        if len(structures) > 1:
+            names = objects.join_names(each.name for each in members)
+            difference = (
+                "some have tiers and some have none"
+                if None in structures
+                else "they have different structures"
+            )
+            messages.append(f"{names}: {difference}")
+    return sorted(messages)
+
+
+def _skipped(policy: KVTierPolicy, pod: Pod, injection_enabled: bool | None) -> PodView:
+    """A pod without tiers: the reason is in the webhook's annotation, or follows from the pod."""
+    annotation = pod.metadata.annotations.get(SKIPPED_ANNOTATION)
+    if annotation is not None:
+        return PodView(pod, PodState.SKIPPED, *_annotated_reason(annotation))
+    owner = pod.controller
     if owner is not None and owner.kind == "DaemonSet":
-        message = "pods of a DaemonSet are left alone"
+        message = "pods of a DaemonSet are not supported"
         return PodView(pod, PodState.SKIPPED, SkipReason.UNSUPPORTED_OWNER.value, message)
-    if objects.MIRROR_ANNOTATION in objects.annotated(pod):
-        message = "static pods are left alone: they are not made by the API server"
+    if MIRROR_ANNOTATION in pod.metadata.annotations:
+        message = "static pods are not supported: the API server does not create them"
         return PodView(pod, PodState.SKIPPED, SkipReason.UNSUPPORTED_OWNER.value, message)
-    created = objects.parse_time(objects.metadata(pod).get("creationTimestamp"))
-    since = objects.parse_time(policy.metadata.creation_timestamp)
+    created = objects.parse_time(pod.metadata.creation_timestamp)
+    policy_created = objects.parse_time(policy.metadata.creation_timestamp)
     if policy.spec.attach.mode is AttachMode.CONFIG_MAP_ONLY:
         message = (
-            f"attach.mode is ConfigMapOnly and the pod mounts neither {live_name(policy)} nor "
+            "attach.mode is ConfigMapOnly, and the pod mounts neither ConfigMap "
+            f"{live_name(policy)} nor {structural_name(policy)}"
         )
-        message += structural_name(policy)
-    elif namespace_asks is False:
-        message = f"the namespace {objects.namespace(pod)} is not labelled kvtier.io/inject=enabled, so the webhook is not "
-        message += "asked; label it and replace the pod"
-    elif created is not None and since is not None and created <= since:
+    elif injection_enabled is False:
+        message = (
+            f"namespace {pod.metadata.namespace} does not have the label kvtier.io/inject=enabled, "
+            "so the API server does not call the webhook; add the label and replace the pod"
+        )
+    elif created is not None and policy_created is not None and created <= policy_created:
         message = "the pod is older than the policy; replace it to attach it"
     else:
-        message = "the webhook was not asked, did not answer, or did not know the policy when the pod was created; replace the pod"
+        message = (
+            "when the pod was created, the webhook was not called, did not answer, "
+            "or did not know the policy yet; replace the pod"
+        )
     return PodView(pod, PodState.SKIPPED, Reason.MISSED.value, message)
 
 
-def _skipped(annotation: str | None) -> tuple[str, str] | None:
-    """Reason and message of the webhook's annotation, which whoever edits pods may have written."""
-    if annotation is None:
-        return None
+def _annotated_reason(annotation: str) -> tuple[str, str]:
+    """Reason and message of the webhook's annotation. Anyone who may edit pods can change it."""
     try:
         found = json.loads(annotation[:MAX_ANNOTATION])
     except (ValueError, RecursionError):
         found = {}
     found = found if isinstance(found, dict) else {}
-    reason = text(found.get("reason"))
+    reason = bounded_text(found.get("reason"))
     known = reason in {each.value for each in SkipReason}
-    return (reason if known else "Skipped"), text(
-        found.get("message")
-    ) or "the webhook left it alone"
+    message = bounded_text(found.get("message")) or "the webhook skipped it"
+    return (reason if known else "Skipped"), message
 
 
-def _attached(
-    policy: KVTierPolicy, pod: Object, said: LastReport, report: Report | None, now: float
+def _state(
+    policy: KVTierPolicy, pod: Pod, last: LastReport, report: PodReport | None, now: float
 ) -> tuple[PodState, str, str]:
-    container = objects.engine(pod, policy.spec.engine.container_name)
-    entry = objects.container_status(pod, container)
+    """State, reason and message of a pod with tiers."""
+    container = objects.engine_container(pod, policy.spec.engine.container_name)
+    engine = pod.status.container(container) or objects.NO_STATUS
+    starting = f"container {container} is starting"
     if report is not None and report.attached:
-        return (
-            PodState.ATTACHED,
-            Reason.ATTACHED.value,
-            "the engine's scheduler and workers have attached",
-        )
-    crash = _crashes(entry, now)
+        message = "the engine's scheduler and workers have attached"
+        return PodState.ATTACHED, Reason.ATTACHED.value, message
+    crash = _crash(engine, now)
     if crash:
-        message = f"the engine's container {container} does not stay up: {crash}"
+        message = f"the engine's container {container} keeps crashing: {crash}"
         return PodState.ENGINE_CRASHED, Reason.ENGINE_CRASHED.value, message
-    if objects.injected(pod) and not objects.has_daemon(pod):
-        if entry.get("ready"):
-            return (
-                PodState.ATTACHED,
-                Reason.ATTACHED.value,
-                "the engine runs with another connector, which cannot be asked",
-            )
-        return PodState.STARTING, Reason.STARTING.value, f"the container {container} is starting"
-    tierd = _failed_tierd(pod)
-    if tierd and objects.ever_ran(entry):
-        message = f"{TIERD_CONTAINER} does not run ({tierd}); the engine serves without tiers"
-        return PodState.TIERD_FAILED, Reason.TIERD_FAILED.value, message
-    if report is None and said.failures and (entry.get("ready") or said.report is not None):
-        if said.failures < (PATIENCE if said.report is None else PATIENCE - 1):
-            return PodState.UNASKED, Reason.STARTING.value, "has not answered yet"
-        return PodState.UNREACHABLE, Reason.UNREACHABLE.value, said.why
-    if report is None:
-        running = "running" in (entry.get("state") or {}) and objects.status(pod).get("podIP")
-        if running and entry.get("ready") and not said.failures:
-            return PodState.UNASKED, Reason.STARTING.value, "has not been asked yet"
-        return PodState.STARTING, Reason.STARTING.value, f"the container {container} is starting"
-    since = waiting_since(policy, pod) if entry.get("ready") else None
-    if since is None or now - since < policy.spec.attach.start_timeout_seconds:
-        return PodState.STARTING, Reason.STARTING.value, f"the container {container} is starting"
-    return PodState.NOT_ATTACHED, Reason.NOT_ATTACHED.value, _not_attached(container, report)
-
-
-def _not_attached(container: str, report: Report) -> str:
-    if report.sessions_refused:
-        return "tierd refused the engine's sessions; its log says why (another version, most often)"
-    if not report.started:
-        return "tierd has no host pool yet: " + (
-            report.conditions[0][1] if report.conditions else "its log says why"
+    if objects.is_injected(pod) and not objects.has_tierd(pod):
+        if engine.ready:
+            message = "the engine runs with another connector, which does not report"
+            return PodState.ATTACHED, Reason.ATTACHED.value, message
+        return PodState.STARTING, Reason.STARTING.value, starting
+    tierd_failure = _tierd_failure(pod)
+    if tierd_failure and engine.has_run:
+        message = (
+            f"{TIERD_CONTAINER} is not running ({tierd_failure}); the engine serves without tiers"
         )
+        return PodState.TIERD_FAILED, Reason.TIERD_FAILED.value, message
+    if report is None and last.failures and (engine.ready or last.report is not None):
+        never_answered = last.report is None
+        if last.failures < (UNREACHABLE_FAILURES if never_answered else UNREACHABLE_FAILURES - 1):
+            return PodState.NOT_POLLED, Reason.STARTING.value, "it has not answered yet"
+        return PodState.UNREACHABLE, Reason.UNREACHABLE.value, last.error
+    if report is None:
+        running = engine.state.running is not None and pod.status.pod_ip
+        if running and engine.ready and not last.failures:
+            return PodState.NOT_POLLED, Reason.STARTING.value, "it has not been polled yet"
+        return PodState.STARTING, Reason.STARTING.value, starting
+    since = waiting_since(policy, pod) if engine.ready else None
+    if since is None or now - since < policy.spec.attach.start_timeout_seconds:
+        return PodState.STARTING, Reason.STARTING.value, starting
+    message = _not_attached_message(container, report)
+    return PodState.NOT_ATTACHED, Reason.NOT_ATTACHED.value, message
+
+
+def _not_attached_message(container: str, report: PodReport) -> str:
+    if report.sessions_refused:
+        return (
+            "tierd rejected the engine's sessions, most often because of a version mismatch; "
+            "see tierd's log"
+        )
+    if not report.started:
+        cause = report.conditions[0][1] if report.conditions else "see its log"
+        return f"tierd has no host pool yet: {cause}"
     if report.schedulers + report.workers + report.unready == 0:
         return (
-            f"tierd serves and {container} is ready, but no engine process has attached: the plugin was not loaded, "
-            "or this vLLM version is not supported; the engine's log has lines that name kvtier"
+            f"tierd is running and {container} is ready, but no engine process has attached: "
+            "the plugin was not loaded, or this vLLM version is not supported; "
+            "search the engine's log for kvtier"
         )
-    return "not all of the engine's processes have attached; the engine's log has lines that name kvtier"
+    return "some of the engine's processes have not attached; search the engine's log for kvtier"
 
 
-def _crashes(entry: Mapping[str, Any], now: float) -> str:
-    """How an engine's container ends, if it does so again and again."""
-    if entry.get("ready") or (entry.get("restartCount") or 0) < CRASHES:
+def _crash(engine: ContainerStatus, now: float) -> str:
+    """How the engine's container ends, if it crashes repeatedly; else empty."""
+    if engine.ready or engine.restart_count < CRASH_RESTARTS:
         return ""
-    state = entry.get("state") or {}
-    last = state.get("terminated") or (entry.get("lastState") or {}).get("terminated") or {}
-    waiting = (state.get("waiting") or {}).get("reason")
-    finished = objects.parse_time(last.get("finishedAt"))
+    last = engine.state.terminated or engine.last_state.terminated
+    waiting = engine.state.waiting.reason if engine.state.waiting is not None else ""
+    finished = objects.parse_time(last.finished_at) if last is not None else None
     if waiting != "CrashLoopBackOff" and (finished is None or now - finished > CRASH_SECONDS):
         return ""
-    code = last.get("exitCode")
-    why = text(last.get("reason"))
-    return f"it ends with exit code {code}" + (f" ({why})" if why and why != "Error" else "")
+    if last is None:
+        return "its exit code is not known"
+    why = bounded_text(last.reason)
+    suffix = f" ({why})" if why and why != "Error" else ""
+    return f"it exits with code {last.exit_code}{suffix}"
 
 
-def _failed_tierd(pod: Object) -> str:
-    if not objects.has_tierd(pod):
+def _tierd_failure(pod: Pod) -> str:
+    """Why the tierd sidecar is not running; empty if it is, or if it is about to."""
+    if not objects.has_tierd_sidecar(pod):
         return ""
-    entry = objects.container_status(pod, TIERD_CONTAINER)
-    state = entry.get("state") or {}
-    waiting = text((state.get("waiting") or {}).get("reason"))
-    if waiting in FAILED_WAITING:
+    status = pod.status.container(TIERD_CONTAINER) or objects.NO_STATUS
+    waiting = bounded_text(status.state.waiting.reason) if status.state.waiting is not None else ""
+    if waiting in FAILED_WAITING_REASONS:
         return waiting
-    ended = state.get("terminated")
-    if ended is not None and (entry.get("restartCount") or 0) > 0:
-        return f"ended with exit code {ended.get('exitCode')}"
+    terminated = status.state.terminated
+    if terminated is not None and status.restart_count > 0:
+        return f"exited with code {terminated.exit_code}"
     return ""
-
-
-def engine_ran(policy: KVTierPolicy, pod: Object) -> bool:
-    """Whether the engine's container has run at any time."""
-    container = objects.engine(pod, policy.spec.engine.container_name)
-    return objects.ever_ran(objects.container_status(pod, container))
-
-
-def waiting_since(policy: KVTierPolicy, pod: Object) -> float | None:
-    """Since when (seconds since 1970) something is due of a pod: that its engine starts, or, once its container is ready,
-    that it attaches. None while the engine initialises.
-    """
-    container = objects.engine(pod, policy.spec.engine.container_name)
-    entry = objects.container_status(pod, container)
-    if entry.get("ready"):
-        since = objects.parse_time(
-            objects.condition(pod, "ContainersReady").get("lastTransitionTime")
-        )
-        started = objects.parse_time(
-            ((entry.get("state") or {}).get("running") or {}).get("startedAt")
-        )
-        return max((when for when in (since, started) if when is not None), default=None)
-    if objects.ever_ran(entry):
-        return None
-    scheduled = objects.condition(pod, "PodScheduled")
-    created = objects.parse_time(objects.metadata(pod).get("creationTimestamp"))
-    return (
-        objects.parse_time(scheduled.get("lastTransitionTime"))
-        if scheduled.get("status") == "True"
-        else None
-    ) or created
-
-
-def mixed_groups(pods: Sequence[PodView]) -> list[str]:
-    """One pod of each group whose pods differ, and in what, as words."""
-    groups: dict[str, list[PodView]] = {}
-    for pod in pods:
-        key = objects.labels(pod.pod).get(objects.GROUP_KEY_LABEL)
-        if key:
-            groups.setdefault(key, []).append(pod)
-    found = []
-    for members in groups.values():
-        structures = {objects.annotated(each.pod).get(STRUCTURAL_ANNOTATION) for each in members}
-        if len(structures) > 1:
-            names = objects.listed(each.name for each in members)
-            what = (
-                "some have tiers and some have none"
-                if None in structures
-                else "they have different structures"
-            )
-            found.append(f"{names}: {what}")
-    return sorted(found)

@@ -1,7 +1,8 @@
-"""What a pod's ``/status`` says, read as what it is: data from a process that others can influence.
+"""Parsing of a pod's ``/status``: untrusted data, since others can influence the process that sends
+it.
 
-Sizes, types, counts and texts are bounded; whatever is not as it should be reads as absent, and a document that is none
-at all is refused.
+Sizes, types, counts and text lengths are bounded. An invalid field reads as absent; an invalid
+document raises ``MalformedReportError``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from kvtier_operator.api.status import TierState
 
 MAX_BODY_BYTES = 256 << 10
-"""A document with eight tiers, 64 ranks and all counters has some 30 KiB."""
+"""A document with eight tiers, 64 ranks and all counters has about 30 KiB."""
 MAX_TEXT = 256
 MAX_NUMBER = (1 << 63) - 1
 MAX_TIERS = 8
@@ -24,8 +25,8 @@ MAX_ENGINES = 4
 MAX_COUNTERS = 4096
 
 
-class MalformedError(ValueError):
-    """An answer that is no status document; the text says why, without quoting it."""
+class MalformedReportError(ValueError):
+    """The answer is not a status document. The message says why, without quoting the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,19 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a pod says. ``schedulers`` and ``workers``: how many of its sessions are ready; ``unready``: how many are not.
+class PodReport:
+    """The content of a pod's ``/status``.
 
-    ``engines``: names and versions, as far as sessions tell. ``conditions``: type and message.
+    ``schedulers`` and ``workers``: numbers of ready sessions; ``unready``: number of the others.
+    ``engines``: name and version of each engine that reports them. ``conditions``: type and
+    message. ``prompt_tokens``: of the last five minutes.
     """
 
     version: str = ""
     content_hash: str = ""
     started: bool = False
     applied_generation: int = 0
-    live_refusals: tuple[str, ...] = ()
+    live_errors: tuple[str, ...] = ()
     tiers: tuple[TierReport, ...] = ()
     schedulers: int = 0
     workers: int = 0
@@ -63,82 +66,82 @@ class Report:
 
     @property
     def attached(self) -> bool:
-        """Whether an engine is there, with its scheduler and workers. One that is still gathering its ranks, beside
-        others that have theirs, counts as not yet."""
+        """Whether all engines of the pod have attached, each with its scheduler and workers."""
         return self.schedulers > 0 and self.workers > 0 and self.unready == 0
 
 
 @dataclass(frozen=True, slots=True)
 class LastReport:
-    """What is known of a pod by asking. ``report``: its last answer; ``failures``: unanswered polls since; ``why``: of the
-    last one. Neither: it has not been asked yet.
+    """The result of polling a pod. ``report``: its last answer; ``failures``: polls without an
+    answer since; ``error``: of the last failed poll. Without a report and without failures the pod
+    has not been polled yet.
     """
 
-    report: Report | None = None
+    report: PodReport | None = None
     failures: int = 0
-    why: str = ""
+    error: str = ""
 
 
-NOTHING_SAID = LastReport()
+NO_REPORT = LastReport()
 
 
-def text(value: Any) -> str:
-    """A text of one line and bounded length; empty where it is none."""
+def bounded_text(value: Any) -> str:
+    """The value as one line of at most ``MAX_TEXT`` characters; empty if it is not a string."""
     if not isinstance(value, str):
         return ""
     return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
 
 
-def number(value: Any) -> int | None:
-    """A count or a size; None where it is none."""
+def bounded_number(value: Any) -> int | None:
+    """A count or a size; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_NUMBER:
         return None
     return value
 
 
 def entries(value: Any, most: int) -> list[Mapping[str, Any]]:
-    """The mappings in a list, up to so many."""
+    """The JSON objects among the first ``most`` entries of a list."""
     if not isinstance(value, list):
         return []
     return [entry for entry in value[:most] if isinstance(entry, dict)]
 
 
-def read(body: bytes) -> Report:
-    """Reads a document. Raises ``MalformedError``."""
+def parse_report(body: bytes) -> PodReport:
+    """Parses the body of an answer. Raises ``MalformedReportError``."""
     if len(body) > MAX_BODY_BYTES:
-        raise MalformedError(f"more than {MAX_BODY_BYTES} bytes")
+        raise MalformedReportError(f"more than {MAX_BODY_BYTES} bytes")
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        raise MalformedError("no JSON") from None
+        raise MalformedReportError("not JSON") from None
     if not isinstance(document, dict):
-        raise MalformedError("no JSON object")
+        raise MalformedReportError("not a JSON object")
     sessions = entries(document.get("sessions"), MAX_SESSIONS)
     ready = [entry for entry in sessions if entry.get("ready") is True]
-    refusals = document.get("liveRefusals")
-    return Report(
-        version=text(document.get("version")),
-        content_hash=text(document.get("contentHash")),
+    live_errors = document.get("liveRefusals")
+    return PodReport(
+        version=bounded_text(document.get("version")),
+        content_hash=bounded_text(document.get("contentHash")),
         started=document.get("started") is True,
-        applied_generation=number(document.get("appliedGeneration")) or 0,
-        live_refusals=tuple(filter(None, map(text, refusals[:MAX_TIERS])))
-        if isinstance(refusals, list)
+        applied_generation=bounded_number(document.get("appliedGeneration")) or 0,
+        live_errors=tuple(filter(None, map(bounded_text, live_errors[:MAX_TIERS])))
+        if isinstance(live_errors, list)
         else (),
         tiers=_tiers(document.get("tiers")),
         schedulers=sum(entry.get("role") == "scheduler" for entry in ready),
         workers=sum(entry.get("role") == "worker" for entry in ready),
         unready=len(sessions) - len(ready),
         sessions_refused=sum(
-            number(entry.get("value")) or 0
+            bounded_number(entry.get("value")) or 0
             for entry in entries(document.get("counters"), MAX_COUNTERS)
             if entry.get("name") == "sessions_refused"
         ),
-        prompt_tokens=number(document.get("promptTokens")),
-        engines=tuple(sorted({text(entry.get("engineVersion")) for entry in ready} - {""}))[
+        prompt_tokens=bounded_number(document.get("promptTokens")),
+        engines=tuple(sorted({bounded_text(entry.get("engineVersion")) for entry in ready} - {""}))[
             :MAX_ENGINES
         ],
         conditions=tuple(
-            (text(entry.get("type")), text(entry.get("message")))
+            (bounded_text(entry.get("type")), bounded_text(entry.get("message")))
             for entry in entries(document.get("conditions"), MAX_CONDITIONS)
         ),
     )
@@ -147,16 +150,16 @@ def read(body: bytes) -> Report:
 def _tiers(value: Any) -> tuple[TierReport, ...]:
     found: dict[str, TierReport] = {}
     for entry in entries(value, MAX_TIERS):
-        name = text(entry.get("name"))
+        name = bounded_text(entry.get("name"))
         if not name or name in found:
             continue
         found[name] = TierReport(
             name=name,
             state=_state(entry.get("state")),
-            used_bytes=number(entry.get("usedBytes")) or 0,
-            capacity_bytes=number(entry.get("capacityBytes")) or 0,
-            hit_tokens=number(entry.get("hitTokens")),
-            last_error=text(entry.get("lastError")),
+            used_bytes=bounded_number(entry.get("usedBytes")) or 0,
+            capacity_bytes=bounded_number(entry.get("capacityBytes")) or 0,
+            hit_tokens=bounded_number(entry.get("hitTokens")),
+            last_error=bounded_text(entry.get("lastError")),
         )
     return tuple(found.values())
 

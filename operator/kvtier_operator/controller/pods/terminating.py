@@ -1,71 +1,81 @@
-"""Pods that should be gone and are not: a wait that SIGKILL cannot end, in a mount of a tier most often. Pure."""
+"""Pods that outlive their grace period, most often because a process hangs in a tier's mount, where
+SIGKILL has no effect. Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvtier_operator.api.names import tier_volume
+from kvtier_operator.api.pods import Pod, PodVolume
 from kvtier_operator.api.status import TierState
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.pods.reports import Report
-from kvtier_operator.kube.resources import Object
+from kvtier_operator.controller.pods.reports import PodReport
 
 OVERDUE_SECONDS = 60.0
-"""After ``deletionTimestamp``, which is when the grace period ends: a kubelet needs some seconds to take a pod apart."""
+"""After ``deletionTimestamp``, which is the end of the grace period: a kubelet needs some seconds
+to remove a pod.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
-    """A pod that should be gone, where it is, and what it may hang in."""
+class OverduePod:
+    """A pod that should be gone. ``mounts``: of tiers, in which it may hang."""
 
-    pod: Object
-    node: str
+    pod: Pod
     mounts: tuple[str, ...]
 
     @property
     def message(self) -> str:
-        """For people. A lost node and a finalizer are likelier reasons than a mount."""
-        finalizers = objects.metadata(self.pod).get("finalizers")
+        """For people. A lost node or a finalizer is a likelier reason than a mount."""
+        metadata = self.pod.metadata
         if _node_is_lost(self.pod):
-            why = "its node does not answer"
-        elif finalizers:
-            why = f"it has the finalizer {objects.listed(map(str, finalizers))}"
+            cause = "its node does not respond"
+        elif metadata.finalizers:
+            cause = f"it has the finalizer {objects.join_names(metadata.finalizers)}"
+        elif self.mounts:
+            cause = f"it may hang in {' or '.join(self.mounts)}"
         else:
-            why = f"it may hang in {' or '.join(self.mounts) if self.mounts else 'no mount of a tier'}"
-        return f"pod {objects.name(self.pod)} on node {self.node or 'none'} should be gone and is not; {why}"
+            cause = "it mounts no tier"
+        node = self.pod.spec.node_name or "none"
+        return f"pod {metadata.name} on node {node} still exists after its grace period; {cause}"
 
 
-def overdue(pod: Object, report: Report | None, tiers: Sequence[str], now: float) -> Overdue | None:
-    """Looks at one pod. ``report``: its last answer, however old; ``tiers``: names of the policy's file tiers."""
-    ends = objects.parse_time(objects.metadata(pod).get("deletionTimestamp"))
-    if ends is None or now - ends < OVERDUE_SECONDS or not objects.injected(pod):
+def overdue_pod(
+    pod: Pod, report: PodReport | None, tiers: Sequence[str], now: float
+) -> OverduePod | None:
+    """The pod, if it should be gone. ``report``: its last answer, however old; ``tiers``: the
+    policy's file tiers.
+    """
+    grace_ends = objects.parse_time(pod.metadata.deletion_timestamp)
+    if grace_ends is None or now - grace_ends < OVERDUE_SECONDS or not objects.is_injected(pod):
         return None
-    ill = (
+    unhealthy = (
         {tier.name for tier in report.tiers if tier.state is not TierState.HEALTHY}
         if report is not None
         else set()
     )
-    mounts = _mounts(pod, [tier for tier in tiers if tier in ill]) or _mounts(pod, tiers)
-    return Overdue(pod, str(objects.spec(pod).get("nodeName") or ""), mounts)
+    suspects = _mounts(pod, [tier for tier in tiers if tier in unhealthy])
+    return OverduePod(pod, suspects or _mounts(pod, tiers))
 
 
-def due_seconds(pod: Object, now: float) -> float | None:
-    """In how many seconds a terminating pod is overdue; None where it is not terminating, or overdue already."""
-    ends = objects.parse_time(objects.metadata(pod).get("deletionTimestamp"))
-    if ends is None or now - ends >= OVERDUE_SECONDS:
+def seconds_until_overdue(pod: Pod, now: float) -> float | None:
+    """None if the pod is not terminating, or overdue already."""
+    grace_ends = objects.parse_time(pod.metadata.deletion_timestamp)
+    if grace_ends is None or now - grace_ends >= OVERDUE_SECONDS:
         return None
-    return ends + OVERDUE_SECONDS - now
+    return grace_ends + OVERDUE_SECONDS - now
 
 
-def _node_is_lost(pod: Object) -> bool:
-    evicted = objects.condition(pod, "DisruptionTarget").get("reason") == "DeletionByTaintManager"
-    return evicted or objects.status(pod).get("reason") == "NodeLost"
+def _node_is_lost(pod: Pod) -> bool:
+    disruption = pod.status.condition("DisruptionTarget")
+    evicted = disruption is not None and disruption.reason == "DeletionByTaintManager"
+    return evicted or pod.status.reason == "NodeLost"
 
 
-def _mounts(pod: Object, tiers: Sequence[str]) -> tuple[str, ...]:
-    volumes = {str(volume.get("name")): volume for volume in objects.spec(pod).get("volumes") or ()}
+def _mounts(pod: Pod, tiers: Sequence[str]) -> tuple[str, ...]:
+    volumes = {volume.name: volume for volume in pod.spec.volumes}
     return tuple(
         f"{_source(volumes[tier_volume(tier)])} (tier {tier})"
         for tier in tiers
@@ -73,11 +83,11 @@ def _mounts(pod: Object, tiers: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _source(volume: Any) -> str:
-    if "hostPath" in volume:
-        return f"hostPath {volume['hostPath'].get('path')}"
-    if "persistentVolumeClaim" in volume:
-        return f"claim {volume['persistentVolumeClaim'].get('claimName')}"
-    if "nfs" in volume:
-        return f"nfs {volume['nfs'].get('server')}:{volume['nfs'].get('path')}"
-    return f"volume {volume.get('name')}"
+def _source(volume: PodVolume) -> str:
+    if volume.host_path is not None:
+        return f"hostPath {volume.host_path.path}"
+    if volume.persistent_volume_claim is not None:
+        return f"claim {volume.persistent_volume_claim.claim_name}"
+    if volume.nfs is not None:
+        return f"nfs {volume.nfs.server}:{volume.nfs.path}"
+    return f"volume {volume.name}"

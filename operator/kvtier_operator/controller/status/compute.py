@@ -1,7 +1,9 @@
-"""From what is known of a policy and its pods to its status. Pure.
+"""Computes a policy's status from its plan and its pods, and decides how much of it is written now.
+Pure.
 
-A status is written rarely: a condition's status or reason, a state, a number of pods or the first hits change it at once;
-bytes, percentages and the words of messages wait (``settled``).
+Status writes are rare. A changed condition status or reason, tier state, number of pods, or the
+first hits are written at once; changed bytes, percentages and messages wait
+(``defer_minor_changes``).
 """
 
 from __future__ import annotations
@@ -18,65 +20,73 @@ from kvtier_operator.controller.status import pod_conditions
 from kvtier_operator.controller.status.conditions import (
     READY_MESSAGE,
     ConditionUpdate,
-    PlanFacts,
+    ReconcileInput,
     ready,
-    stamped,
 )
-from kvtier_operator.controller.status.pod_conditions import PodFacts
-from kvtier_operator.controller.status.tiers import tier_statuses, total_percent
+from kvtier_operator.controller.status.pod_conditions import ObservedPods
+from kvtier_operator.controller.status.serialize import to_conditions
+from kvtier_operator.controller.status.tiers import hit_percent, tier_statuses
 
 MAX_SKIPPED = 16
-MESSAGE_SECONDS = 30.0
-"""Words of a condition about pods that change while its status and reason stay: an error's text, say."""
-OF_PODS = ("Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy")
-FROM_ANSWERS = ("Attached", "Tuned", "EnginesCompatible", "TiersHealthy")
-"""What cannot be said before the pods were asked."""
 MAX_TIERS_TEXT = 1024
+MESSAGE_SECONDS = 30.0
+"""How long a changed message of a condition about pods waits while the condition's status and
+reason stay the same.
+"""
+POD_CONDITIONS = ("Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy")
+REPORTED_CONDITIONS = ("Attached", "Tuned", "EnginesCompatible", "TiersHealthy")
+"""Conditions that depend on reports: they are not known before the pods were polled."""
+REPORTED_COUNTS = ("attached", "current", "outdated", "tuned")
+USAGE_FIELDS = ("used_bytes", "capacity_bytes", "hit_tokens_percent")
 
 
 @dataclass(frozen=True, slots=True)
 class StatusInputs:
-    """Everything a status is made of. ``now``: seconds since 1970; ``previous``: the status in force."""
+    """Everything that a status depends on. ``previous``: the status in force; ``now``: seconds
+    since 1970.
+    """
 
-    facts: PlanFacts
-    now: float
+    plan: ReconcileInput
+    pods: ObservedPods = field(default_factory=ObservedPods)
     previous: PolicyStatus | None = None
-    found: PodFacts = field(default_factory=PodFacts)
+    now: float = 0.0
 
 
 def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
-    """The whole status, as if it could be written at any time.
+    """The complete status, with all current values.
 
-    While pods have not been asked yet (just after a start), what their answers decide stays as it is in force.
+    While some pods have not been polled yet (after a start of the operator), the values that depend
+    on reports stay as they are in force.
     """
-    facts, found, previous = inputs.facts, inputs.found, inputs.previous
+    plan, pods, previous = inputs.plan, inputs.pods, inputs.previous
     generation = policy.metadata.generation or 0
-    unasked = previous is not None and bool(found.in_state(PodState.UNASKED)) and not found.troubles
-    if not unasked and found.in_state(PodState.UNASKED):
-        found = replace(found, pods=tuple(_starting(pod) for pod in found.pods))
-    tiers = tier_statuses(policy, found.pods, facts.claims)
-    findings = [
-        *facts.findings,
-        pod_conditions.attached(policy, facts, found),
-        pod_conditions.up_to_date(policy, facts, found),
-        pod_conditions.tuned(facts, found),
-        pod_conditions.engines_compatible(found),
-        pod_conditions.tiers_healthy(found, tiers),
+    some_not_polled = bool(pods.in_state(PodState.NOT_POLLED))
+    keep_reported = previous is not None and some_not_polled and not pods.failures
+    if some_not_polled and not keep_reported:
+        pods = replace(pods, views=tuple(_as_starting(pod) for pod in pods.views))
+    tiers = tier_statuses(policy, pods.views, plan.claims)
+    conditions = [
+        *plan.conditions,
+        pod_conditions.attached(policy, plan, pods),
+        pod_conditions.up_to_date(policy, plan, pods),
+        pod_conditions.tuned(plan, pods),
+        pod_conditions.engines_compatible(pods),
+        pod_conditions.tiers_healthy(pods, tiers),
     ]
-    counts = _counts(policy, facts, found)
-    hits = total_percent(found.pods)
-    if unasked and previous is not None:
-        findings = _kept(findings, previous)
-        counts = _kept_counts(counts, previous)
-        tiers = _kept_tiers(tiers, previous)
+    counts = _counts(policy, plan, pods)
+    hits = hit_percent(pods.views)
+    if keep_reported and previous is not None:
+        conditions = _previous_conditions(conditions, previous)
+        counts = _previous_counts(counts, previous)
+        tiers = _previous_tiers(tiers, previous)
         hits = _hits(previous)
-    findings.append(_ready(findings, all(pod.silent for pod in found.in_state(PodState.ATTACHED))))
-    skipped = [pod for pod in found.pods if pod.state is PodState.SKIPPED][:MAX_SKIPPED]
+    no_reports = all(pod.cannot_report for pod in pods.in_state(PodState.ATTACHED))
+    conditions.append(_ready(conditions, no_reports))
     return PolicyStatus.model_validate(
         {
             "observedGeneration": generation,
-            "structuralHash": facts.structural_hash or None,
-            "liveGeneration": facts.live_generation,
+            "structuralHash": plan.structural_hash or None,
+            "liveGeneration": plan.live_generation,
             "summary": {
                 "pods": f"{counts.attached}/{counts.selected}",
                 "tiers": ",".join(_tier_text(tier) for tier in tiers)[:MAX_TIERS_TEXT],
@@ -85,13 +95,13 @@ def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
             "pods": counts,
             "skippedPods": [
                 {"name": pod.name, "reason": pod.reason, "message": pod.message[:1024]}
-                for pod in skipped
+                for pod in pods.in_state(PodState.SKIPPED)[:MAX_SKIPPED]
             ]
             or None,
-            "suspendedOwners": list(found.suspended) or None,
+            "suspendedOwners": list(pods.suspended) or None,
             "tiers": tiers,
-            "conditions": stamped(
-                findings,
+            "conditions": to_conditions(
+                conditions,
                 previous.conditions if previous is not None else None,
                 generation,
                 inputs.now,
@@ -100,95 +110,97 @@ def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
     )
 
 
-def settled(
-    before: PolicyStatus | None, after: PolicyStatus, seconds_since: float, period_seconds: float
+def defer_minor_changes(
+    previous: PolicyStatus | None,
+    computed: PolicyStatus,
+    seconds_since: float,
+    period_seconds: float,
 ) -> tuple[PolicyStatus, float | None]:
-    """What of a computed status is written, and in how many seconds the rest may be. ``seconds_since``: since the status
-    last changed; ``period_seconds``: how often bytes and percentages may.
+    """The part of a computed status to write now, and the seconds until the rest may be written.
+    ``seconds_since``: the last change of the status; ``period_seconds``: between changes of bytes
+    and percentages.
     """
-    if before is None or _weighty(before) != _weighty(after) or _first_hits(before, after):
-        return after, None
-    held, wake = after, None
-    if seconds_since < period_seconds and _bytes(before) != _bytes(after):
-        held = _with_bytes(held, before)
+    if previous is None or _major(previous) != _major(computed) or _first_hits(previous, computed):
+        return computed, None
+    status, wake = computed, None
+    if seconds_since < period_seconds and _usage(previous) != _usage(computed):
+        status = _with_usage(status, previous)
         wake = period_seconds - seconds_since
-    patience = min(MESSAGE_SECONDS, period_seconds)
-    if seconds_since < patience and _messages(before) != _messages(after):
-        held = _with_messages(held, before)
-        wake = min(wake or patience, patience - seconds_since)
-    return held, wake
+    message_seconds = min(MESSAGE_SECONDS, period_seconds)
+    if seconds_since < message_seconds and _messages(previous) != _messages(computed):
+        status = _with_messages(status, previous)
+        wake = min(wake or message_seconds, message_seconds - seconds_since)
+    return status, wake
 
 
-def _ready(findings: Sequence[ConditionUpdate], silent: bool) -> ConditionUpdate:
-    """The summary with the most useful reason: what is wrong, else what is not as wanted yet, else that all is well.
-    ``silent``: no attached pod can be asked.
+def _ready(conditions: Sequence[ConditionUpdate], no_reports: bool) -> ConditionUpdate:
+    """Ready with the most useful reason: what is wrong, else what is in progress, else that the
+    policy is in force. ``no_reports``: no attached pod can be polled.
     """
-    by_type = {finding.type: finding for finding in findings}
+    by_type = {condition.type: condition for condition in conditions}
     attached = by_type["Attached"]
-    # Without an engine that can be asked, that nothing is known of tiers is a consequence, not the reason.
-    ours = {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" or silent else set()
-    summed = ready(each for each in findings if each.type not in ours or each.status != "Unknown")
-    if summed.status != "True":
-        return summed
-    for finding in (by_type["UpToDate"], by_type["Tuned"]):
-        if finding.status == "False":
-            return ConditionUpdate(
-                "Ready",
-                "True",
-                finding.reason,
-                f"{READY_MESSAGE} {finding.type}: {finding.message}",
-            )
+    # Without an engine that reports, the state of tiers is unknown. That is a consequence and not
+    # the cause.
+    consequences = (
+        {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" or no_reports else set()
+    )
+    summary = ready(
+        each for each in conditions if each.type not in consequences or each.status != "Unknown"
+    )
+    if summary.status != "True":
+        return summary
+    for condition in (by_type["UpToDate"], by_type["Tuned"]):
+        if condition.status == "False":
+            message = f"{READY_MESSAGE} {condition.type}: {condition.message}"
+            return ConditionUpdate("Ready", "True", condition.reason, message)
     if attached.reason != Reason.ATTACHED.value:
-        return ConditionUpdate(
-            "Ready", "True", attached.reason, f"{READY_MESSAGE} {attached.message}"
-        )
-    return summed
+        message = f"{READY_MESSAGE} {attached.message}"
+        return ConditionUpdate("Ready", "True", attached.reason, message)
+    return summary
 
 
-def _starting(pod: PodView) -> PodView:
-    return replace(pod, state=PodState.STARTING) if pod.state is PodState.UNASKED else pod
+def _as_starting(pod: PodView) -> PodView:
+    return replace(pod, state=PodState.STARTING) if pod.state is PodState.NOT_POLLED else pod
 
 
-def _counts(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> PodCounts:
-    attached = found.in_state(PodState.ATTACHED)
-    late = len(outdated(policy, attached, facts.structural_hash))
-    return PodCounts.model_validate(
-        {
-            "selected": len(found.pods),
-            "attached": len(attached),
-            "current": len(attached) - late,
-            "outdated": late,
-            "skipped": len(found.in_state(PodState.SKIPPED)),
-            "tuned": sum(pod_conditions.is_tuned(pod, facts) for pod in attached),
-        }
+def _counts(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> PodCounts:
+    attached = pods.in_state(PodState.ATTACHED)
+    number_outdated = len(outdated(policy, attached, plan.structural_hash))
+    return PodCounts(
+        selected=len(pods.views),
+        attached=len(attached),
+        current=len(attached) - number_outdated,
+        outdated=number_outdated,
+        skipped=len(pods.in_state(PodState.SKIPPED)),
+        tuned=sum(pod_conditions.is_tuned(pod, plan) for pod in attached),
     )
 
 
-def _kept(findings: Sequence[ConditionUpdate], previous: PolicyStatus) -> list[ConditionUpdate]:
+def _previous_conditions(
+    conditions: Sequence[ConditionUpdate], previous: PolicyStatus
+) -> list[ConditionUpdate]:
     before = {condition.type: condition for condition in previous.conditions or ()}
-    kept = []
-    for finding in findings:
-        old = before.get(finding.type) if finding.type in FROM_ANSWERS else None
-        kept.append(
-            finding
+    result = []
+    for condition in conditions:
+        old = before.get(condition.type) if condition.type in REPORTED_CONDITIONS else None
+        result.append(
+            condition
             if old is None
             else ConditionUpdate(old.type, old.status, old.reason, old.message)
         )
-    return kept
+    return result
 
 
-def _kept_counts(counts: PodCounts, previous: PolicyStatus) -> PodCounts:
+def _previous_counts(counts: PodCounts, previous: PolicyStatus) -> PodCounts:
     old = previous.pods
     if old is None:
         return counts
-    kept = {
-        name: min(getattr(old, name), counts.selected)
-        for name in ("attached", "current", "outdated", "tuned")
-    }
-    return counts.model_copy(update=kept)
+    return counts.model_copy(
+        update={name: min(getattr(old, name), counts.selected) for name in REPORTED_COUNTS}
+    )
 
 
-def _kept_tiers(tiers: Sequence[TierStatus], previous: PolicyStatus) -> list[TierStatus]:
+def _previous_tiers(tiers: Sequence[TierStatus], previous: PolicyStatus) -> list[TierStatus]:
     before = {tier.name: tier for tier in previous.tiers or ()}
     return [
         before[tier.name].model_copy(update={"claim_name": tier.claim_name})
@@ -198,29 +210,26 @@ def _kept_tiers(tiers: Sequence[TierStatus], previous: PolicyStatus) -> list[Tie
     ]
 
 
-def _first_hits(before: PolicyStatus, after: PolicyStatus) -> bool:
-    """Whether there are hits where none were: "is it working" is asked just then, and hits of a short test would be over
-    before their turn came. That they are no more has to wait, so this comes no oftener than once between two turns."""
-    return not _hits(before) and bool(_hits(after))
+def _tier_text(tier: TierStatus) -> str:
+    if tier.state in (TierState.HEALTHY, TierState.UNKNOWN):
+        return tier.name
+    return f"{tier.name}({tier.state.value})"
+
+
+def _first_hits(previous: PolicyStatus, computed: PolicyStatus) -> bool:
+    """Whether there are hits after a time without: people test whether tiers work, and a short test
+    is over before the next period. That hits stop is written after a period, so this does not write
+    more than once a period.
+    """
+    return not _hits(previous) and bool(_hits(computed))
 
 
 def _hits(status: PolicyStatus) -> int | None:
     return status.summary.hit_tokens_percent if status.summary is not None else None
 
 
-def _tier_text(tier: TierStatus) -> str:
-    return (
-        tier.name
-        if tier.state in (TierState.HEALTHY, TierState.UNKNOWN)
-        else f"{tier.name}({tier.state.value})"
-    )
-
-
-def _bytes(status: PolicyStatus) -> object:
-    tiers = [
-        (tier.used_bytes, tier.capacity_bytes, tier.hit_tokens_percent)
-        for tier in status.tiers or ()
-    ]
+def _usage(status: PolicyStatus) -> object:
+    tiers = [tuple(getattr(tier, name) for name in USAGE_FIELDS) for tier in status.tiers or ()]
     return tiers, _hits(status)
 
 
@@ -229,47 +238,51 @@ def _messages(status: PolicyStatus) -> object:
     return [(each.type, each.message) for each in status.conditions or ()], skipped
 
 
-def _weighty(status: PolicyStatus) -> PolicyStatus:
-    """The status without what may wait."""
-    return _with_messages(_with_bytes(status, None), None)
+def _major(status: PolicyStatus) -> PolicyStatus:
+    """The status without the parts that may wait."""
+    return _with_messages(_with_usage(status, None), None)
 
 
-def _with_bytes(status: PolicyStatus, other: PolicyStatus | None) -> PolicyStatus:
-    theirs = {tier.name: tier for tier in (other.tiers if other is not None else None) or ()}
-    nothing = TierStatus.model_validate({"name": "-"})
+def _with_usage(status: PolicyStatus, source: PolicyStatus | None) -> PolicyStatus:
+    """``status`` with the bytes and percentages of ``source``; None: without."""
+    source_tiers = {
+        tier.name: tier for tier in (source.tiers if source is not None else None) or ()
+    }
+    empty = TierStatus(name="-")
     tiers = []
     for tier in status.tiers or ():
-        old = theirs.get(tier.name, nothing)
-        update = {
-            name: getattr(old, name)
-            for name in ("used_bytes", "capacity_bytes", "hit_tokens_percent")
-        }
-        tiers.append(tier.model_copy(update=update))
+        other = source_tiers.get(tier.name, empty)
+        tiers.append(tier.model_copy(update={name: getattr(other, name) for name in USAGE_FIELDS}))
     summary = status.summary
     if summary is not None:
-        summary = summary.model_copy(
-            update={"hit_tokens_percent": _hits(other) if other is not None else None}
-        )
+        hits = _hits(source) if source is not None else None
+        summary = summary.model_copy(update={"hit_tokens_percent": hits})
     return status.model_copy(update={"tiers": tiers, "summary": summary})
 
 
-def _with_messages(status: PolicyStatus, other: PolicyStatus | None) -> PolicyStatus:
-    theirs = {
-        each.type: each.message for each in (other.conditions if other is not None else None) or ()
+def _with_messages(status: PolicyStatus, source: PolicyStatus | None) -> PolicyStatus:
+    """``status`` with the messages of ``source`` in conditions about pods and in skipped pods;
+    None: without.
+    """
+    messages = {
+        each.type: each.message
+        for each in (source.conditions if source is not None else None) or ()
     }
     conditions = [
-        _worded(each, theirs.get(each.type, "")) if each.type in (*OF_PODS, "Ready") else each
+        _with_message(each, messages.get(each.type, ""))
+        if each.type in (*POD_CONDITIONS, "Ready")
+        else each
         for each in status.conditions or ()
     ]
-    reasons = {
-        pod.name: pod.message for pod in (other.skipped_pods if other is not None else None) or ()
+    skipped_messages = {
+        pod.name: pod.message for pod in (source.skipped_pods if source is not None else None) or ()
     }
     skipped = [
-        pod.model_copy(update={"message": reasons.get(pod.name)})
+        pod.model_copy(update={"message": skipped_messages.get(pod.name)})
         for pod in status.skipped_pods or ()
     ] or None
     return status.model_copy(update={"conditions": conditions, "skipped_pods": skipped})
 
 
-def _worded(condition: Condition, message: str) -> Condition:
+def _with_message(condition: Condition, message: str) -> Condition:
     return condition.model_copy(update={"message": message})

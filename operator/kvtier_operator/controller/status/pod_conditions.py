@@ -1,6 +1,7 @@
-"""Conditions that are about pods: Attached, UpToDate, Tuned, EnginesCompatible, TiersHealthy. Pure.
+"""Conditions about pods: Attached, UpToDate, Tuned, EnginesCompatible, TiersHealthy. Pure.
 
-Messages hold nothing that changes while the state does not, since a changed message is a written status.
+A message contains nothing that changes while the state does not, since a changed message is a
+status write.
 """
 
 from __future__ import annotations
@@ -15,225 +16,235 @@ from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import SuspendedOwner, TierState, TierStatus
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure
-from kvtier_operator.controller.objects import listed, plural
+from kvtier_operator.controller.objects import join_names, owner_text, plural
 from kvtier_operator.controller.pods.pod_view import PodState, PodView, mixed_groups
-from kvtier_operator.controller.pods.terminating import Overdue
+from kvtier_operator.controller.pods.terminating import OverduePod
 from kvtier_operator.controller.rollout import NO_ROLLOUT, Rollout, outdated
-from kvtier_operator.controller.status.conditions import ConditionUpdate, PlanFacts, Verdict
+from kvtier_operator.controller.status.conditions import (
+    ConditionStatus,
+    ConditionUpdate,
+    ReconcileInput,
+)
 
 NO_PODS_MESSAGE = "The selector matches no running pod."
 NOT_SERVED = {"PoolMissing": Reason.POOL_MISSING, "TierNotServed": Reason.TIER_NOT_SERVED}
-"""Conditions of tierd that are about its tiers."""
+"""Conditions of tierd about its tiers."""
 ENGINE_CONDITIONS = "Engine"
-"""Conditions of tierd whose type begins so are about an engine that it, or the connector, cannot serve."""
+"""Prefix of the conditions of tierd about an engine that tierd or the connector cannot serve."""
 
 
 @dataclass(frozen=True, slots=True)
-class PodFacts:
-    """Everything that is known of a policy's pods. ``pods``: those that live, in the order of their names."""
+class ObservedPods:
+    """What a reconcile found out about a policy's pods. ``views``: pods that are not terminating,
+    sorted by name.
+    """
 
-    pods: Sequence[PodView] = ()
-    troubles: Sequence[InjectionFailure] = ()
+    views: Sequence[PodView] = ()
+    failures: Sequence[InjectionFailure] = ()
     suspended: Sequence[SuspendedOwner] = ()
-    overdue: Sequence[Overdue] = ()
+    overdue: Sequence[OverduePod] = ()
     rollout: Rollout = NO_ROLLOUT
 
     def in_state(self, state: PodState) -> list[PodView]:
-        """Those pods."""
-        return [pod for pod in self.pods if pod.state is state]
+        """The pods in that state."""
+        return [pod for pod in self.views if pod.state is state]
 
 
-def attached(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> ConditionUpdate:
-    """Whether pods have tiers. What is wrong comes first, the gravest first."""
-    has = f"{len(found.in_state(PodState.ATTACHED))} of {plural(len(found.pods), 'pod')} attached"
+def attached(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> ConditionUpdate:
+    """Whether the engines of all pods have attached. Problems come first, the most severe first."""
+    number_attached = len(pods.in_state(PodState.ATTACHED))
+    progress = f"{number_attached} of {plural(len(pods.views), 'pod')} attached"
 
-    def answer(status: Verdict, reason: str, message: str) -> ConditionUpdate:
+    def answer(status: ConditionStatus, reason: str, message: str) -> ConditionUpdate:
         return ConditionUpdate("Attached", status, reason, message)
 
-    if found.troubles:
-        first = found.troubles[0]
-        more = f" (and {len(found.troubles) - 1} more)" if len(found.troubles) > 1 else ""
-        left = f"; the next pods of {first.owner} are left alone" if first.owner is not None else ""
-        return answer(
-            "False",
-            first.reason.value,
-            f"Attaching keeps a pod from starting: {first.message}{more}{left}.",
-        )
-    if found.suspended:
-        entry = found.suspended[0]
-        whom = listed(f"{each.kind} {each.name} until {each.until}" for each in found.suspended)
-        message = f"Attaching kept pods from starting, so new ones are left alone: {whom}. {has}."
-        return answer("False", entry.reason or Reason.CONTAINER_NOT_STARTED.value, message)
-    if not found.pods:
-        if facts.conflicted:
-            return answer("False", Reason.CONFLICTED.value, _conflict(facts))
-        return answer("Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
-    for state in (PodState.ENGINE_CRASHED, PodState.NOT_ATTACHED, PodState.TIERD_FAILED):
-        pods = found.in_state(state)
-        if pods:
-            return answer("False", pods[0].reason, f"{has}; {_names(pods)}: {pods[0].message}.")
-    skipped = found.in_state(PodState.SKIPPED)
-    if skipped:
-        reason = _most_common(pod.reason for pod in skipped)
-        those = [pod for pod in skipped if pod.reason == reason]
-        others = (
-            f" ({len(skipped) - len(those)} more were left alone for other reasons)"
-            if len(skipped) > len(those)
+    if pods.failures:
+        first = pods.failures[0]
+        more = f" (and {len(pods.failures) - 1} more)" if len(pods.failures) > 1 else ""
+        consequence = (
+            f"; new pods of {owner_text(first.owner)} get no tiers"
+            if first.owner is not None
             else ""
         )
-        return answer("False", reason, f"{has}; {_names(those)}: {those[0].message}{others}.")
-    silent = found.in_state(PodState.UNREACHABLE)
-    if silent:
-        return answer(
-            "Unknown",
-            Reason.UNREACHABLE.value,
-            f"{has}; {_names(silent)} cannot be asked: {silent[0].message}.",
+        message = f"Injection prevents a pod from starting: {first.message}{more}{consequence}."
+        return answer("False", first.reason.value, message)
+    if pods.suspended:
+        entry = pods.suspended[0]
+        owners = join_names(
+            f"{each.kind} {each.name} until {each.until}" for each in pods.suspended
         )
-    starting = [pod for pod in found.pods if pod.state is not PodState.ATTACHED]
-    if len(starting) == len(found.pods):
-        return answer(
-            "False", Reason.STARTING.value, f"{has}; {_names(starting)}: {starting[0].message}."
+        message = (
+            f"Injection prevented pods from starting, so new pods get no tiers: {owners}. "
+            f"{progress}."
         )
+        return answer("False", entry.reason or Reason.CONTAINER_NOT_STARTED.value, message)
+    if not pods.views:
+        if plan.governed_by_others:
+            return answer("False", Reason.CONFLICTED.value, _conflict(plan))
+        return answer("Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
+    for state in (PodState.ENGINE_CRASHED, PodState.NOT_ATTACHED, PodState.TIERD_FAILED):
+        failed = pods.in_state(state)
+        if failed:
+            message = f"{progress}; {_names(failed)}: {failed[0].message}."
+            return answer("False", failed[0].reason, message)
+    skipped = pods.in_state(PodState.SKIPPED)
+    if skipped:
+        reason = _most_common(pod.reason for pod in skipped)
+        same_reason = [pod for pod in skipped if pod.reason == reason]
+        others = len(skipped) - len(same_reason)
+        more = f" ({others} more skipped for other reasons)" if others else ""
+        message = f"{progress}; {_names(same_reason)}: {same_reason[0].message}{more}."
+        return answer("False", reason, message)
+    unreachable = pods.in_state(PodState.UNREACHABLE)
+    if unreachable:
+        message = f"{progress}; {_names(unreachable)} cannot be polled: {unreachable[0].message}."
+        return answer("Unknown", Reason.UNREACHABLE.value, message)
+    starting = [pod for pod in pods.views if pod.state is not PodState.ATTACHED]
+    if len(starting) == len(pods.views):
+        message = f"{progress}; {_names(starting)}: {starting[0].message}."
+        return answer("False", Reason.STARTING.value, message)
     caveat = _caveat(policy)
     if starting:
-        return answer(
-            "True", Reason.STARTING.value, f"{has}; starting: {_names(starting)}.{caveat}"
-        )
-    if facts.conflicted:
-        return answer("True", Reason.CONFLICTED.value, f"{has}. {_conflict(facts)}{caveat}")
-    return answer("True", Reason.ATTACHED.value, f"{has}.{caveat}")
+        message = f"{progress}; starting: {_names(starting)}.{caveat}"
+        return answer("True", Reason.STARTING.value, message)
+    if plan.governed_by_others:
+        message = f"{progress}. {_conflict(plan)}{caveat}"
+        return answer("True", Reason.CONFLICTED.value, message)
+    return answer("True", Reason.ATTACHED.value, f"{progress}.{caveat}")
 
 
 def _caveat(policy: KVTierPolicy) -> str:
-    """What does not hold where the engine's own container mounts the storage."""
+    """A warning if the engine's own container mounts the storage."""
     engine = policy.spec.engine
     mounts = any(tier.memory is None for tier in policy.spec.tiers)
     if not mounts or (engine.connector is Connector.KVTIER and engine.daemon is Daemon.SIDECAR):
         return ""
-    return " The engine's own container mounts the tiers, so a mount that hangs can keep it from ending."
+    return (
+        " The engine's container mounts the tiers, "
+        "so a hanging mount can prevent it from terminating."
+    )
 
 
-def _conflict(facts: PlanFacts) -> str:
-    others = listed(name for _, name in facts.conflicted)
-    belonging = "belongs" if len(facts.conflicted) == 1 else "belong"
-    return f"{plural(len(facts.conflicted), 'pod')} that the selector matches {belonging} to an older policy: {others}."
+def _conflict(plan: ReconcileInput) -> str:
+    others = join_names(plan.governed_by_others)
+    number = len(plan.governed_by_others)
+    verb = "is" if number == 1 else "are"
+    return (
+        f"{plural(number, 'pod')} that the selector matches {verb} governed "
+        f"by an older policy: {others}."
+    )
 
 
-def up_to_date(policy: KVTierPolicy, facts: PlanFacts, found: PodFacts) -> ConditionUpdate:
+def up_to_date(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> ConditionUpdate:
     """Whether every pod with tiers has the policy's structure."""
-    given = [pod for pod in found.pods if pod.injected]
-    mixed = mixed_groups(found.pods)
+    with_tiers = [pod for pod in pods.views if pod.has_tiers]
+    mixed = mixed_groups(pods.views)
     if mixed:
-        message = (
-            f"Pods of one group differ, which KVTier cannot serve: {mixed[0]}. Restart the group."
-        )
+        message = f"Pods of a group must have the same structure: {mixed[0]}. Restart the group."
         return ConditionUpdate("UpToDate", "False", Reason.MIXED_GROUP.value, message)
-    if not given:
+    if not with_tiers:
         return ConditionUpdate("UpToDate", "Unknown", Reason.NO_PODS.value, "No pod has tiers.")
-    late = outdated(policy, found.pods, facts.structural_hash)
-    old = f"{len(late)} of {plural(len(given), 'pod', 'have')} an older structure than {facts.structural_hash}"
-    rollout = found.rollout
-    if rollout.under_way:
-        left = f"; {plural(rollout.remaining, 'workload', 'wait')}" if rollout.remaining else ""
-        return ConditionUpdate(
-            "UpToDate", "False", Reason.ROLLING_OUT.value, f"Restarting, {rollout.under_way}{left}."
-        )
+    late = outdated(policy, pods.views, plan.structural_hash)
+    number = plural(len(with_tiers), "pod", "have")
+    old = f"{len(late)} of {number} an older structure than {plan.structural_hash}"
+    rollout = pods.rollout
+    if rollout.in_progress:
+        waiting = f"; {plural(rollout.waiting, 'workload', 'wait')}" if rollout.waiting else ""
+        message = f"Restarting {rollout.in_progress}{waiting}."
+        return ConditionUpdate("UpToDate", "False", Reason.ROLLING_OUT.value, message)
     if rollout.restart is not None:
-        return ConditionUpdate(
-            "UpToDate", "False", Reason.ROLLING_OUT.value, f"Restarting {rollout.restart}."
-        )
+        message = f"Restarting {rollout.restart}."
+        return ConditionUpdate("UpToDate", "False", Reason.ROLLING_OUT.value, message)
     if not late:
-        return ConditionUpdate(
-            "UpToDate",
-            "True",
-            Reason.CURRENT.value,
-            f"Every pod with tiers has structure {facts.structural_hash}.",
-        )
+        message = f"Every pod with tiers has structure {plan.structural_hash}."
+        return ConditionUpdate("UpToDate", "True", Reason.CURRENT.value, message)
     if rollout.unsupported:
-        whom, why = rollout.unsupported[0]
-        message = f"{old}; {whom} is not restarted: {why}. Restart it yourself."
+        first = rollout.unsupported[0]
+        message = (
+            f"{old}; KVTier does not restart {first.owner}: {first.reason}. Restart it manually."
+        )
         return ConditionUpdate("UpToDate", "False", Reason.RESTART_UNSUPPORTED.value, message)
-    if rollout.held:
-        message = f"{old}. Nothing is restarted while {rollout.held}."
+    if rollout.paused:
+        message = f"{old}. Restarts are paused: {rollout.paused}."
         return ConditionUpdate("UpToDate", "False", Reason.OUTDATED.value, message)
-    if rollout.tried:
-        message = f"{old}, although {listed(rollout.tried)} was restarted for it."
+    if rollout.ineffective:
+        message = f"{old}, although {join_names(rollout.ineffective)} was restarted for it."
         return ConditionUpdate("UpToDate", "False", Reason.OUTDATED.value, message)
     return ConditionUpdate(
         "UpToDate",
         "False",
         Reason.OUTDATED.value,
-        f"{old}: {_names(late)}. They change when they are replaced.",
+        f"{old}: {_names(late)}. Replace the pods to update them.",
     )
 
 
-def tuned(facts: PlanFacts, found: PodFacts) -> ConditionUpdate:
+def tuned(plan: ReconcileInput, pods: ObservedPods) -> ConditionUpdate:
     """Whether attached pods have applied the live values in force."""
-    pods = found.in_state(PodState.ATTACHED)
-    if not pods:
+    attached_pods = pods.in_state(PodState.ATTACHED)
+    if not attached_pods:
         return ConditionUpdate("Tuned", "Unknown", Reason.NO_PODS.value, "No pod is attached.")
-    pods = [pod for pod in pods if not pod.silent]
-    if not pods:
-        message = "The connector of these pods follows no live values."
+    reporting = [pod for pod in attached_pods if not pod.cannot_report]
+    if not reporting:
+        message = "The connector of these pods does not apply live values."
         return ConditionUpdate("Tuned", "Unknown", Reason.NOT_REPORTED.value, message)
-    refusing = [pod for pod in pods if pod.report is not None and pod.report.live_refusals]
-    if refusing and refusing[0].report is not None:
-        message = f"{_names(refusing)} refused live values: {refusing[0].report.live_refusals[0]}"
+    rejecting = [pod for pod in reporting if pod.report is not None and pod.report.live_errors]
+    if rejecting and rejecting[0].report is not None:
+        message = f"{_names(rejecting)} rejected live values: {rejecting[0].report.live_errors[0]}"
         return ConditionUpdate("Tuned", "False", Reason.LIVE_VALUES_REFUSED.value, message)
-    done = [pod for pod in pods if is_tuned(pod, facts)]
-    text = f"{len(done)} of {plural(len(pods), 'attached pod', 'have')} applied live generation {facts.live_generation}"
-    if len(done) < len(pods):
-        message = f"{text}; a kubelet passes changes on within about two minutes."
+    done = [pod for pod in reporting if is_tuned(pod, plan)]
+    number = plural(len(reporting), "attached pod", "have")
+    progress = f"{len(done)} of {number} applied live generation {plan.live_generation}"
+    if len(done) < len(reporting):
+        message = f"{progress}; the kubelet updates mounted ConfigMaps within about two minutes."
         return ConditionUpdate("Tuned", "False", Reason.APPLYING.value, message)
-    return ConditionUpdate("Tuned", "True", Reason.APPLIED.value, f"{text}.")
+    return ConditionUpdate("Tuned", "True", Reason.APPLIED.value, f"{progress}.")
 
 
-def is_tuned(pod: PodView, facts: PlanFacts) -> bool:
-    """Whether a pod says that it has applied the live values in force."""
-    return pod.report is not None and pod.report.applied_generation == facts.live_generation
+def is_tuned(pod: PodView, plan: ReconcileInput) -> bool:
+    """Whether a pod reports that it has applied the live values in force."""
+    return pod.report is not None and pod.report.applied_generation == plan.live_generation
 
 
-def engines_compatible(found: PodFacts) -> ConditionUpdate:
-    """Whether tierd and the engines can work with each other."""
+def engines_compatible(pods: ObservedPods) -> ConditionUpdate:
+    """Whether tierd and the engines are compatible."""
     kind = "EnginesCompatible"
-    refused = [
+    rejecting = [
         pod
-        for pod in found.in_state(PodState.NOT_ATTACHED)
+        for pod in pods.in_state(PodState.NOT_ATTACHED)
         if pod.report is not None and pod.report.sessions_refused
     ]
-    for pod in found.pods:
+    for pod in pods.views:
         for condition, message in pod.report.conditions if pod.report is not None else ():
             if condition.startswith(ENGINE_CONDITIONS):
                 return ConditionUpdate(
                     kind, "False", Reason.ENGINE_UNSUPPORTED.value, f"{pod.name}: {message}"
                 )
-    if refused:
-        message = f"{_names(refused)}: {refused[0].message}."
+    if rejecting:
+        message = f"{_names(rejecting)}: {rejecting[0].message}."
         return ConditionUpdate(kind, "False", Reason.SESSIONS_REFUSED.value, message)
-    if not found.pods:
+    if not pods.views:
         return ConditionUpdate(kind, "Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
-    if not found.in_state(PodState.ATTACHED):
+    if not pods.in_state(PodState.ATTACHED):
         return ConditionUpdate(
             kind, "Unknown", Reason.NOT_REPORTED.value, "No engine has attached yet."
         )
     engines = {
-        engine for pod in found.pods if pod.report is not None for engine in pod.report.engines
+        engine for pod in pods.views if pod.report is not None for engine in pod.report.engines
     }
-    which = f": {listed(engines)}" if engines else ""
-    return ConditionUpdate(
-        kind, "True", Reason.COMPATIBLE.value, f"Every engine that attached was accepted{which}."
-    )
+    versions = f": {join_names(engines)}" if engines else ""
+    message = f"Every engine that attached is compatible{versions}."
+    return ConditionUpdate(kind, "True", Reason.COMPATIBLE.value, message)
 
 
-def tiers_healthy(found: PodFacts, tiers: Sequence[TierStatus]) -> ConditionUpdate:
-    """Whether all tiers are well everywhere, and whether one keeps a pod from ending."""
+def tiers_healthy(pods: ObservedPods, tiers: Sequence[TierStatus]) -> ConditionUpdate:
+    """Whether all tiers of all pods are healthy, and none prevents a pod from terminating."""
     kind = "TiersHealthy"
-    if found.overdue:
-        more = f" (and {len(found.overdue) - 1} more)" if len(found.overdue) > 1 else ""
+    if pods.overdue:
+        more = f" (and {len(pods.overdue) - 1} more)" if len(pods.overdue) > 1 else ""
         return ConditionUpdate(
-            kind, "False", Reason.STUCK_TERMINATING.value, f"{found.overdue[0].message}{more}."
+            kind, "False", Reason.STUCK_TERMINATING.value, f"{pods.overdue[0].message}{more}."
         )
-    for pod in found.pods:
+    for pod in pods.views:
         for condition, message in pod.report.conditions if pod.report is not None else ():
             if condition in NOT_SERVED:
                 return ConditionUpdate(
@@ -243,22 +254,26 @@ def tiers_healthy(found: PodFacts, tiers: Sequence[TierStatus]) -> ConditionUpda
         (TierState.BREAKER_OPEN, Reason.BREAKER_OPEN),
         (TierState.DEGRADED, Reason.DEGRADED),
     ):
-        ill = [tier.name for tier in tiers if tier.state is state]
-        if ill:
-            return ConditionUpdate(kind, "False", reason.value, _ill(found.pods, state, ill))
-    if not found.pods:
+        unhealthy = [tier.name for tier in tiers if tier.state is state]
+        if unhealthy:
+            message = _unhealthy(pods.views, state, unhealthy)
+            return ConditionUpdate(kind, "False", reason.value, message)
+    if not pods.views:
         return ConditionUpdate(kind, "Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
     unknown = [tier.name for tier in tiers if tier.state is TierState.UNKNOWN]
     if unknown:
         return ConditionUpdate(
-            kind, "Unknown", Reason.NOT_REPORTED.value, f"No pod says how {listed(unknown)} is."
+            kind,
+            "Unknown",
+            Reason.NOT_REPORTED.value,
+            f"No pod reports the state of {join_names(unknown)}.",
         )
     return ConditionUpdate(
-        kind, "True", Reason.HEALTHY.value, "Every tier of every pod that answers is healthy."
+        kind, "True", Reason.HEALTHY.value, "Every tier of every reporting pod is healthy."
     )
 
 
-def _ill(pods: Sequence[PodView], state: TierState, tiers: Sequence[str]) -> str:
+def _unhealthy(pods: Sequence[PodView], state: TierState, tiers: Sequence[str]) -> str:
     affected = [
         pod
         for pod in pods
@@ -271,12 +286,15 @@ def _ill(pods: Sequence[PodView], state: TierState, tiers: Sequence[str]) -> str
         for tier in (pod.report.tiers if pod.report is not None else ())
         if tier.state is state and tier.last_error
     ]
-    why = f": {errors[0]}" if errors else ""
-    return f"{listed(tiers)} is {state.value} in {_names(affected)}{why}. Its hits are recomputed meanwhile."
+    error = f": {errors[0]}" if errors else ""
+    return (
+        f"{join_names(tiers)} is {state.value} in {_names(affected)}{error}. "
+        "Engines recompute what the tier cannot serve."
+    )
 
 
 def _names(pods: Sequence[PodView]) -> str:
-    return listed(pod.name for pod in pods)
+    return join_names(pod.name for pod in pods)
 
 
 def _most_common(words: Iterable[str]) -> str:

@@ -1,21 +1,35 @@
-"""The status of a policy as it stands and as it is written. Pure."""
+"""Status serialization: from a policy document to its status, and back to what is applied. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from kvtier_operator.api.policy import API_VERSION, KIND
-from kvtier_operator.api.status import PolicyStatus
+from kvtier_operator.api.status import Condition, PolicyStatus
 from kvtier_operator.controller.children.observe import CachedPolicy
-from kvtier_operator.controller.children.plan import Plan
-from kvtier_operator.controller.status.conditions import stamped
+from kvtier_operator.controller.objects import format_time
+from kvtier_operator.controller.status.conditions import ConditionUpdate, ready
+
+CONDITION_ORDER = (
+    "Ready",
+    "Accepted",
+    "StorageReady",
+    "Attached",
+    "UpToDate",
+    "Tuned",
+    "EnginesCompatible",
+    "TiersHealthy",
+)
+"""Order of the conditions in a status."""
+MAX_MESSAGE = 1024
 
 
-def status_of(known: CachedPolicy) -> PolicyStatus | None:
-    """The status in force; one that cannot be read counts as none."""
-    raw = known.raw.get("status")
+def parse_status(cached: CachedPolicy) -> PolicyStatus | None:
+    """The status in force; None if there is none, or if it is invalid."""
+    raw = cached.raw.get("status")
     if not raw:
         return None
     try:
@@ -24,37 +38,80 @@ def status_of(known: CachedPolicy) -> PolicyStatus | None:
         return None
 
 
-def plain_status(known: CachedPolicy, planned: Plan, now: float) -> PolicyStatus:
-    """Of a policy that cannot be read: what is wrong with it, and what was known of it before."""
-    before = status_of(known)
-    return (before or PolicyStatus()).model_copy(
+def invalid_policy_status(
+    cached: CachedPolicy, conditions: Iterable[ConditionUpdate], now: float
+) -> PolicyStatus:
+    """The status of a policy whose document is invalid: ``conditions`` say why, the rest stays as
+    it is in force.
+    """
+    previous = parse_status(cached)
+    return (previous or PolicyStatus()).model_copy(
         update={
-            "observed_generation": known.generation,
-            "conditions": stamped(
-                planned.findings, before.conditions if before else None, known.generation, now
+            "observed_generation": cached.generation,
+            "conditions": to_conditions(
+                conditions, previous.conditions if previous else None, cached.generation, now
             ),
         }
     )
 
 
-def written(status: PolicyStatus) -> dict[str, Any]:
-    """As the API server keeps it."""
+def to_conditions(
+    updates: Iterable[ConditionUpdate],
+    previous: Sequence[Condition] | None,
+    generation: int,
+    now: float,
+) -> list[Condition]:
+    """Conditions as the API defines them; adds ``Ready`` if it is missing. ``now``: seconds since
+    1970.
+
+    A condition whose status does not change keeps its transition time, so equal input gives equal
+    conditions.
+    """
+    found = {update.type: update for update in updates}
+    if "Ready" not in found:
+        found["Ready"] = ready(found.values())
+    before = {condition.type: condition for condition in previous or ()}
+    names = [name for name in CONDITION_ORDER if name in found]
+    names += sorted(set(found) - set(CONDITION_ORDER))
+    conditions = []
+    for name in names:
+        update, old = found[name], before.get(name)
+        unchanged = old is not None and old.status == update.status
+        message = update.message
+        if len(message) > MAX_MESSAGE:
+            message = message[: MAX_MESSAGE - 1] + "…"
+        conditions.append(
+            Condition.model_validate(
+                {
+                    "type": name,
+                    "status": update.status,
+                    "reason": update.reason,
+                    "message": message,
+                    "observedGeneration": generation,
+                    "lastTransitionTime": old.last_transition_time
+                    if unchanged and old is not None
+                    else format_time(now),
+                }
+            )
+        )
+    return conditions
+
+
+def to_dict(status: PolicyStatus) -> dict[str, Any]:
+    """The status as the API server stores it."""
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def status_body(
-    known: CachedPolicy, document: dict[str, Any], resource_version: str
+def apply_body(
+    cached: CachedPolicy, status: dict[str, Any], resource_version: str
 ) -> dict[str, Any]:
-    """What is applied to the status of exactly this policy, as it was when it had that version.
+    """The body of a status apply that succeeds only if the policy still has that version.
 
-    The uid alone is not enough: the API server does not look at it where a status is applied, and another policy of the
-    same name would get this one's.
+    The uid alone does not suffice: the API server ignores it in an apply to the status, and would
+    write the status to another policy of the same name.
     """
-    metadata = known.raw["metadata"]
-    about = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": known.uid}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {**about, "resourceVersion": resource_version} if resource_version else about,
-        "status": document,
-    }
+    source = cached.raw["metadata"]
+    metadata = {"name": source["name"], "namespace": source["namespace"], "uid": cached.uid}
+    if resource_version:
+        metadata["resourceVersion"] = resource_version
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}

@@ -1,8 +1,8 @@
-"""From what pods say about their tiers to what a status says about each tier. Pure.
+"""Combines the pods' reports about a tier into the tier's status. Pure.
 
-A directory that pods share is one directory: every pod reports all of it. So with ``sharing: Cluster`` used and capacity
-are the largest that a pod reports, with ``sharing: Node`` the largest per node, summed over nodes; what each pod has for
-itself is summed.
+Pods that share a directory all report the whole directory. Used and capacity bytes are therefore
+the largest that a pod reports with ``sharing: Cluster``, the largest of each node, summed over
+nodes, with ``sharing: Node``, and the sum over all pods otherwise.
 """
 
 from __future__ import annotations
@@ -16,51 +16,55 @@ from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import MAX_NUMBER, TierReport
 
 STEP_PERCENT = 5
-"""Bytes and percentages are shown in such steps, so that a status is not written for every object stored."""
+"""Bytes and percentages are rounded to such steps, so that not every stored object leads to a
+status write.
+"""
 SEVERITY = (TierState.HEALTHY, TierState.UNKNOWN, TierState.DEGRADED, TierState.BREAKER_OPEN)
 
 
-def worst(states: Iterable[TierState]) -> TierState:
-    """The worst; UNKNOWN where there is none."""
+def worst_state(states: Iterable[TierState]) -> TierState:
+    """The most severe state; UNKNOWN if there is none."""
     return max(states, key=SEVERITY.index, default=TierState.UNKNOWN)
 
 
 def tier_statuses(
     policy: KVTierPolicy, pods: Sequence[PodView], claims: Mapping[str, str]
 ) -> list[TierStatus]:
-    """One entry per tier of the policy, in its order. Outdated pods count too: what they have is in use."""
+    """One entry per tier, in the policy's order. Outdated pods count: their bytes are in use."""
     prompt_tokens = sum(pod.report.prompt_tokens or 0 for pod in pods if pod.report is not None)
     return [
-        _status(tier, _said(tier.name, pods), prompt_tokens, claims.get(tier.name))
+        _status(tier, _reports(tier.name, pods), prompt_tokens, claims.get(tier.name))
         for tier in policy.spec.tiers
     ]
 
 
-def total_percent(pods: Sequence[PodView]) -> int | None:
-    """Of prompt tokens of the last five minutes, those loaded from any tier; None while there are none."""
+def hit_percent(pods: Sequence[PodView]) -> int | None:
+    """Share of the prompt tokens of the last five minutes that were loaded from any tier; None if
+    there were none.
+    """
     prompt_tokens = sum(pod.report.prompt_tokens or 0 for pod in pods if pod.report is not None)
     hits = sum(
         tier.hit_tokens or 0 for pod in pods if pod.report is not None for tier in pod.report.tiers
     )
-    return percent(hits, prompt_tokens)
+    return rounded_percent(hits, prompt_tokens)
 
 
-def percent(part: int, whole: int) -> int | None:
-    """In steps of ``STEP_PERCENT``; None of nothing."""
+def rounded_percent(part: int, whole: int) -> int | None:
+    """In steps of ``STEP_PERCENT``; None if ``whole`` is 0."""
     if whole <= 0:
         return None
     return min(100, STEP_PERCENT * round(100 * part / whole / STEP_PERCENT))
 
 
-def rounded(used: int, capacity: int) -> int:
-    """Bytes in steps of ``STEP_PERCENT`` of the capacity; what is there at all is not shown as nothing."""
+def rounded_bytes(used: int, capacity: int) -> int:
+    """In steps of ``STEP_PERCENT`` of the capacity. A small amount is not rounded to 0."""
     if capacity <= 0:
         return used
     steps = round(100 * used / (STEP_PERCENT * capacity)) or (1 if used else 0)
     return min(MAX_NUMBER, capacity * steps * STEP_PERCENT // 100)
 
 
-def _said(name: str, pods: Sequence[PodView]) -> list[tuple[PodView, TierReport]]:
+def _reports(name: str, pods: Sequence[PodView]) -> list[tuple[PodView, TierReport]]:
     return [
         (pod, tier)
         for pod in pods
@@ -71,39 +75,41 @@ def _said(name: str, pods: Sequence[PodView]) -> list[tuple[PodView, TierReport]
 
 
 def _status(
-    tier: Tier, said: list[tuple[PodView, TierReport]], prompt_tokens: int, claim: str | None
+    tier: Tier, reports: list[tuple[PodView, TierReport]], prompt_tokens: int, claim: str | None
 ) -> TierStatus:
     found: dict[str, object] = {
         "name": tier.name,
-        "state": worst(report.state for _, report in said),
-        "reportingPods": len(said),
+        "state": worst_state(report.state for _, report in reports),
+        "reportingPods": len(reports),
         "claimName": claim,
     }
-    if said:
-        used, capacity = _bytes(tier, said)
-        found["usedBytes"] = rounded(used, capacity)
+    if reports:
+        used, capacity = _bytes(tier, reports)
+        found["usedBytes"] = rounded_bytes(used, capacity)
         found["capacityBytes"] = capacity
-        if any(report.hit_tokens is not None for _, report in said):
-            found["hitTokensPercent"] = percent(
-                sum(report.hit_tokens or 0 for _, report in said), prompt_tokens
+        if any(report.hit_tokens is not None for _, report in reports):
+            found["hitTokensPercent"] = rounded_percent(
+                sum(report.hit_tokens or 0 for _, report in reports), prompt_tokens
             )
     return TierStatus.model_validate(found)
 
 
-def _bytes(tier: Tier, said: list[tuple[PodView, TierReport]]) -> tuple[int, int]:
-    """Used and capacity over all pods."""
-    places: dict[str, tuple[int, int]] = {}
-    for pod, report in said:
-        place = _place(tier, pod)
-        used, capacity = places.get(place, (0, 0))
-        places[place] = max(used, report.used_bytes), max(capacity, report.capacity_bytes)
-    used = sum(each[0] for each in places.values())
-    capacity = sum(each[1] for each in places.values())
+def _bytes(tier: Tier, reports: list[tuple[PodView, TierReport]]) -> tuple[int, int]:
+    """Used and capacity bytes over all pods."""
+    locations: dict[str, tuple[int, int]] = {}
+    for pod, report in reports:
+        location = _location(tier, pod)
+        used, capacity = locations.get(location, (0, 0))
+        locations[location] = max(used, report.used_bytes), max(capacity, report.capacity_bytes)
+    used = sum(each[0] for each in locations.values())
+    capacity = sum(each[1] for each in locations.values())
     return min(used, MAX_NUMBER), min(capacity, MAX_NUMBER)
 
 
-def _place(tier: Tier, pod: PodView) -> str:
-    """Where the tier's bytes of this pod lie: pods with the same answer share them."""
+def _location(tier: Tier, pod: PodView) -> str:
+    """Identifies where the pod's bytes of the tier are stored: pods with the same location share
+    them.
+    """
     if tier.memory is not None:
         return pod.uid
     if tier.lmcache is not None:

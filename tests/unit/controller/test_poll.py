@@ -1,4 +1,4 @@
-"""Asking pods, over real sockets."""
+"""Polling of pods, over real sockets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.support.memory_cluster import MemoryCluster
 from tests.support.pods import injected_pod, running, status_document
 
-from kvtier_operator.controller.pods.poll import HOST_PORTS, PodReports, Target, target
+from kvtier_operator.api.pods import decode_pod
+from kvtier_operator.controller.events import EventRecorder
+from kvtier_operator.controller.pods.poll import HOST_PORTS, PodPoller, PollTarget, poll_target
 from kvtier_operator.controller.pods.reports import MAX_BODY_BYTES, LastReport
 from kvtier_operator.settings import Settings
 
@@ -29,7 +32,7 @@ def chosen(**controller: Any) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def pod(handler: Handler) -> AsyncIterator[Target]:
+async def pod(handler: Handler) -> AsyncIterator[PollTarget]:
     """A pod that answers with ``handler``."""
     application = web.Application()
     application.router.add_get("/status", handler)
@@ -38,20 +41,18 @@ async def pod(handler: Handler) -> AsyncIterator[Target]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield Target(f"uid-{runner.addresses[0][1]}", "127.0.0.1", runner.addresses[0][1])
+        yield PollTarget(f"uid-{runner.addresses[0][1]}", "127.0.0.1", runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
 
 @contextlib.asynccontextmanager
-async def polling(
-    settings: Settings, changes: list[Any] | None = None
-) -> AsyncIterator[PodReports]:
+async def polling(settings: Settings, changes: list[Any] | None = None) -> AsyncIterator[PodPoller]:
     stop = asyncio.Event()
-    reports = PodReports(settings, (changes if changes is not None else []).append)
-    task = asyncio.ensure_future(reports.run(stop))
+    poller = PodPoller(settings, (changes if changes is not None else []).append)
+    task = asyncio.ensure_future(poller.run(stop))
     try:
-        yield reports
+        yield poller
     finally:
         stop.set()
         await task
@@ -63,12 +64,12 @@ async def until(check: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def said(handler: Handler, token: str | None = "secret", **controller: Any) -> LastReport:
-    """What is known of a pod with that handler after it was asked."""
-    async with pod(handler) as asked, polling(chosen(**controller)) as reports:
-        reports.follow(KEY, [asked], token)
-        await until(lambda: reports.said(asked.uid) != LastReport())
-        return reports.said(asked.uid)
+async def polled(handler: Handler, token: str | None = "secret", **controller: Any) -> LastReport:
+    """The result of polling a pod with that handler."""
+    async with pod(handler) as target, polling(chosen(**controller)) as poller:
+        poller.set_targets(KEY, [target], token)
+        await until(lambda: poller.last_report(target.uid) != LastReport())
+        return poller.last_report(target.uid)
 
 
 async def healthy(request: web.Request) -> web.Response:
@@ -77,27 +78,30 @@ async def healthy(request: web.Request) -> web.Response:
     return web.json_response(status_document())
 
 
-def test_a_pod_is_asked_with_the_policys_token() -> None:
-    found = asyncio.run(said(healthy))
+def test_a_pod_is_polled_with_the_policys_token() -> None:
+    found = asyncio.run(polled(healthy))
     assert found.report is not None
     assert found.report.attached
 
 
-def test_a_token_that_is_refused_or_missing_is_no_answer_and_says_so() -> None:
-    wrong, none = asyncio.run(said(healthy, "wrong")), asyncio.run(said(healthy, None))
-    assert (wrong.report, wrong.why) == (None, "HTTP 401: the policy's token is not accepted (yet)")
-    assert (none.report, none.why) == (None, "HTTP 401: the policy's token is missing")
+def test_a_rejected_or_missing_token_is_a_failure_with_its_cause() -> None:
+    wrong, none = asyncio.run(polled(healthy, "wrong")), asyncio.run(polled(healthy, None))
+    assert (wrong.report, wrong.error) == (
+        None,
+        "HTTP 401: the pod does not accept the policy's token (yet)",
+    )
+    assert (none.report, none.error) == (None, "HTTP 401: the policy's token is missing")
 
 
-def test_a_pod_that_does_not_answer_in_time_is_given_up() -> None:
+def test_a_pod_that_does_not_answer_in_time_is_a_timeout() -> None:
     async def never(request: web.Request) -> web.Response:
         await asyncio.sleep(60)
         return web.Response()
 
-    assert asyncio.run(said(never, pollTimeoutSeconds=0.2)).why == "no answer in time"
+    assert asyncio.run(polled(never, pollTimeoutSeconds=0.2)).error == "timeout"
 
 
-def test_a_pod_that_sends_for_ever_is_given_up_in_time() -> None:
+def test_a_pod_that_sends_without_end_is_a_timeout() -> None:
     async def drips(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -107,28 +111,28 @@ def test_a_pod_that_sends_for_ever_is_given_up_in_time() -> None:
                 await asyncio.sleep(0.05)
         return response
 
-    assert asyncio.run(said(drips, pollTimeoutSeconds=0.4)).why == "no answer in time"
+    assert asyncio.run(polled(drips, pollTimeoutSeconds=0.4)).error == "timeout"
 
 
-def test_nobody_listening_is_no_connection() -> None:
+def test_a_closed_port_is_a_failed_connection() -> None:
     async def story() -> LastReport:
-        async with polling(chosen()) as reports:
-            reports.follow(KEY, [Target("uid", "127.0.0.1", 1)], None)
-            await until(lambda: reports.said("uid").failures >= 2)
-            return reports.said("uid")
+        async with polling(chosen()) as poller:
+            poller.set_targets(KEY, [PollTarget("uid", "127.0.0.1", 1)], None)
+            await until(lambda: poller.last_report("uid").failures >= 2)
+            return poller.last_report("uid")
 
-    assert asyncio.run(story()).why == "no connection"
+    assert asyncio.run(story()).error == "connection failed"
 
 
-@pytest.mark.parametrize("unfolded", [False, True])
-def test_an_answer_that_is_too_long_is_not_read_whole_also_if_it_comes_folded(
-    unfolded: bool,
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_answer_that_is_too_long_is_not_read_to_its_end_even_if_it_is_compressed(
+    compressed: bool,
 ) -> None:
     sent = 0
 
     async def floods(request: web.Request) -> web.StreamResponse:
         nonlocal sent
-        if unfolded:
+        if compressed:
             bomb = gzip.compress(b" " * (64 << 20))
             return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
         response = web.StreamResponse()
@@ -139,8 +143,8 @@ def test_an_answer_that_is_too_long_is_not_read_whole_also_if_it_comes_folded(
                 sent += 64 << 10
         return response
 
-    found = asyncio.run(said(floods))
-    assert found.why.startswith("malformed answer")
+    found = asyncio.run(polled(floods))
+    assert found.error.startswith("malformed answer")
     assert sent < 32 * MAX_BODY_BYTES
 
 
@@ -153,7 +157,7 @@ def test_a_redirect_is_not_followed() -> None:
             followed = True
         return web.Response(status=302, headers={"Location": "/status?followed"})
 
-    assert asyncio.run(said(elsewhere)).why == "HTTP 302"
+    assert asyncio.run(polled(elsewhere)).error == "HTTP 302"
     assert not followed
 
 
@@ -164,16 +168,16 @@ def test_garbage_instead_of_http_is_a_malformed_answer() -> None:
             writer.close()
 
         server = await asyncio.start_server(garbage, "127.0.0.1", 0)
-        asked = Target("uid", "127.0.0.1", server.sockets[0].getsockname()[1])
-        async with server, polling(chosen()) as reports:
-            reports.follow(KEY, [asked], None)
-            await until(lambda: reports.said("uid").failures)
-            return reports.said("uid")
+        target = PollTarget("uid", "127.0.0.1", server.sockets[0].getsockname()[1])
+        async with server, polling(chosen()) as poller:
+            poller.set_targets(KEY, [target], None)
+            await until(lambda: poller.last_report("uid").failures)
+            return poller.last_report("uid")
 
-    assert asyncio.run(story()).why.startswith("malformed answer")
+    assert asyncio.run(story()).error.startswith("malformed answer")
 
 
-def test_no_more_pods_are_asked_at_once_than_is_set() -> None:
+def test_polls_are_bounded_by_poll_concurrency() -> None:
     most = now = answered = 0
 
     async def slow(request: web.Request) -> web.Response:
@@ -186,10 +190,10 @@ def test_no_more_pods_are_asked_at_once_than_is_set() -> None:
         return web.json_response(status_document())
 
     async def story() -> None:
-        async with pod(slow) as asked, polling(chosen(pollConcurrency=3)) as reports:
-            reports.follow(
+        async with pod(slow) as target, polling(chosen(pollConcurrency=3)) as poller:
+            poller.set_targets(
                 KEY,
-                [Target(f"uid-{index}", asked.address, asked.port) for index in range(20)],
+                [PollTarget(f"uid-{index}", target.address, target.port) for index in range(20)],
                 None,
             )
             await until(lambda: answered >= 40)
@@ -198,7 +202,7 @@ def test_no_more_pods_are_asked_at_once_than_is_set() -> None:
     assert most <= 3
 
 
-def test_an_answer_that_stops_coming_is_kept_and_the_failures_are_counted() -> None:
+def test_the_last_answer_is_kept_while_failures_are_counted() -> None:
     calls = 0
 
     async def dies(request: web.Request) -> web.Response:
@@ -207,17 +211,17 @@ def test_an_answer_that_stops_coming_is_kept_and_the_failures_are_counted() -> N
         return web.json_response(status_document()) if calls == 1 else web.Response(status=500)
 
     async def story() -> LastReport:
-        async with pod(dies) as asked, polling(chosen()) as reports:
-            reports.follow(KEY, [asked], None)
-            await until(lambda: reports.said(asked.uid).failures >= 2)
-            return reports.said(asked.uid)
+        async with pod(dies) as target, polling(chosen()) as poller:
+            poller.set_targets(KEY, [target], None)
+            await until(lambda: poller.last_report(target.uid).failures >= 2)
+            return poller.last_report(target.uid)
 
     found = asyncio.run(story())
     assert found.report is not None
-    assert found.why == "HTTP 500"
+    assert found.error == "HTTP 500"
 
 
-def test_a_policy_is_looked_at_again_when_a_state_changes_and_not_when_bytes_do() -> None:
+def test_a_policy_is_reconciled_when_a_state_changes_and_not_when_bytes_do() -> None:
     used, state = 0, "Healthy"
 
     async def answers(request: web.Request) -> web.Response:
@@ -229,8 +233,8 @@ def test_a_policy_is_looked_at_again_when_a_state_changes_and_not_when_bytes_do(
     async def story() -> tuple[int, int]:
         nonlocal state
         changes: list[Any] = []
-        async with pod(answers) as asked, polling(chosen(), changes) as reports:
-            reports.follow(KEY, [asked], None)
+        async with pod(answers) as target, polling(chosen(), changes) as poller:
+            poller.set_targets(KEY, [target], None)
             await until(lambda: used >= 10_000)
             quiet = len(changes)
             state = "BreakerOpen"
@@ -240,7 +244,7 @@ def test_a_policy_is_looked_at_again_when_a_state_changes_and_not_when_bytes_do(
     assert asyncio.run(story()) == (1, 2)
 
 
-def test_a_pod_that_is_followed_no_more_is_asked_no_more() -> None:
+def test_a_pod_that_is_no_target_is_not_polled() -> None:
     calls = 0
 
     async def counts(request: web.Request) -> web.Response:
@@ -249,67 +253,71 @@ def test_a_pod_that_is_followed_no_more_is_asked_no_more() -> None:
         return web.json_response(status_document())
 
     async def story() -> int:
-        async with pod(counts) as asked, polling(chosen()) as reports:
-            reports.follow(KEY, [asked], None)
+        async with pod(counts) as target, polling(chosen()) as poller:
+            poller.set_targets(KEY, [target], None)
             await until(lambda: calls > 1)
-            reports.follow(KEY, [], None)
+            poller.set_targets(KEY, [], None)
             await asyncio.sleep(0.1)
             before = calls
             await asyncio.sleep(0.3)
-            assert reports.said(asked.uid) == LastReport()
-            reports.follow(KEY, [asked], None)
+            assert poller.last_report(target.uid) == LastReport()
+            poller.set_targets(KEY, [target], None)
             await until(lambda: calls > before)
-            reports.forget(KEY)
+            poller.forget(KEY)
             return calls - before
 
     assert asyncio.run(story()) >= 1
 
 
-def test_another_token_is_used_at_once() -> None:
+def test_a_changed_token_is_used_at_once() -> None:
     async def story() -> None:
-        async with pod(healthy) as asked, polling(chosen(pollSeconds=600)) as reports:
-            reports.follow(KEY, [asked], "old")
-            await until(lambda: reports.said(asked.uid).failures)
-            reports.follow(KEY, [asked], "secret")
-            await until(lambda: reports.said(asked.uid).report is not None)
+        async with pod(healthy) as target, polling(chosen(pollSeconds=600)) as poller:
+            poller.set_targets(KEY, [target], "old")
+            await until(lambda: poller.last_report(target.uid).failures)
+            poller.set_targets(KEY, [target], "secret")
+            await until(lambda: poller.last_report(target.uid).report is not None)
 
     asyncio.run(story())
 
 
 LONG = json.dumps({"http": {"port": 9411}, "more": "x" * (16 << 10)})
-"""As KVTier writes none; a thousand of 256 KiB, as the API server takes them, would stay in memory."""
+"""Longer than any that KVTier writes. A thousand of 256 KiB, which the API server accepts, would
+stay in memory.
+"""
 
 
 def test_the_port_is_the_one_in_the_pods_structure() -> None:
-    assert target(running(injected_pod(port=9411))) == Target("uid-of-chat-1", "10.1.2.3", 9411)
+    assert poll_target(decode_pod(running(injected_pod(port=9411)))) == PollTarget(
+        "uid-of-chat-1", "10.1.2.3", 9411
+    )
 
 
 @pytest.mark.parametrize(
     "annotation", ["", "no json", "[]", json.dumps({"http": {"port": "x"}}), "[" * 9000, LONG]
 )
-def test_a_structure_that_names_no_port_means_the_usual_one(annotation: str) -> None:
+def test_a_structure_without_a_port_means_the_default_port(annotation: str) -> None:
     pod_object = running(injected_pod())
     pod_object["metadata"]["annotations"]["kvtier.io/structural"] = annotation
-    found = target(pod_object)
+    found = poll_target(decode_pod(pod_object))
     assert found is not None
     assert found.port == 9400
 
 
-def test_on_the_nodes_address_only_ports_that_kvtier_gives_are_asked() -> None:
-    for port, asked in ((22, 9400), (10250, 9400), (HOST_PORTS.start, HOST_PORTS.start)):
+def test_on_the_nodes_address_only_ports_of_kvtier_are_polled() -> None:
+    for port, expected in ((22, 9400), (10250, 9400), (HOST_PORTS.start, HOST_PORTS.start)):
         pod_object = running(injected_pod(port=port))
         pod_object["spec"]["hostNetwork"] = True
-        found = target(pod_object)
+        found = poll_target(decode_pod(pod_object))
         assert found is not None
-        assert found.port == asked
+        assert found.port == expected
 
 
-def test_an_address_of_ipv6_goes_into_brackets_and_a_pod_without_one_is_not_asked() -> None:
-    found = target(running(injected_pod(), address="fd00::7"))
+def test_an_ipv6_address_is_in_brackets_and_a_pod_without_address_is_not_polled() -> None:
+    found = poll_target(decode_pod(running(injected_pod(), address="fd00::7")))
     assert found is not None
     assert found.url == "http://[fd00::7]:9400/status"
     for wrong in ("", "evil.example", "10.0.0.1/../../"):
-        assert target(running(injected_pod(), address=wrong)) is None
+        assert poll_target(decode_pod(running(injected_pod(), address=wrong))) is None
 
 
 def test_polls_and_events_are_counted_in_metrics() -> None:
@@ -319,10 +327,10 @@ def test_polls_and_events_are_counted_in_metrics() -> None:
 
     async def story() -> CollectorRegistry:
         registry = CollectorRegistry()
-        async with pod(healthy) as asked, polling(chosen()) as reports:
-            PodMetrics(registry, reports)
-            reports.follow(KEY, [asked, Target("nobody", "127.0.0.1", 1)], "secret")
-            await until(lambda: reports.answered and reports.unanswered)
+        async with pod(healthy) as target, polling(chosen()) as poller:
+            PodMetrics(registry, poller, EventRecorder(MemoryCluster(), lambda: 0.0))
+            poller.set_targets(KEY, [target, PollTarget("closed", "127.0.0.1", 1)], "secret")
+            await until(lambda: poller.answered and poller.unanswered)
         return registry
 
     registry = asyncio.run(story())
@@ -334,25 +342,23 @@ def test_polls_and_events_are_counted_in_metrics() -> None:
     assert registry.get_sample_value("kvtier_operator_events_total", {"result": "posted"}) == 0
 
 
-@pytest.mark.parametrize(
-    "asked", [False, True], ids=["while nobody is asked", "while a pod is asked"]
-)
-def test_polling_that_is_cancelled_leaves_no_task_behind(asked: bool) -> None:
+@pytest.mark.parametrize("in_flight", [False, True], ids=["while idle", "during a poll"])
+def test_a_cancelled_poller_leaves_no_task(in_flight: bool) -> None:
     async def never(request: web.Request) -> web.Response:
-        questions.append(request)
+        requests.append(request)
         await asyncio.sleep(60)
         return web.Response()
 
-    questions: list[web.Request] = []
+    requests: list[web.Request] = []
 
     async def story() -> None:
         async with pod(never) as found:
             before = asyncio.all_tasks()
-            reports = PodReports(chosen(), lambda key: None)
-            task = asyncio.ensure_future(reports.run(asyncio.Event()))
-            if asked:
-                reports.follow(KEY, [found], "secret")
-                await until(lambda: questions)
+            poller = PodPoller(chosen(), lambda key: None)
+            task = asyncio.ensure_future(poller.run(asyncio.Event()))
+            if in_flight:
+                poller.set_targets(KEY, [found], "secret")
+                await until(lambda: requests)
             else:
                 await until(lambda: len(asyncio.all_tasks() - before) > 1)
             ours = asyncio.all_tasks() - before

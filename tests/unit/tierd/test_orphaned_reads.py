@@ -12,15 +12,15 @@ import pytest
 
 from kvtier.harness.tierd_testbed import environment
 from kvtier.store.slot_table import SlotLocation
-from kvtier.tierd.fencing import ReadsFile, find_orphaned_reads
+from kvtier.tierd.fencing import ReadLogFile, find_orphaned_reads
 
 PLACES = [SlotLocation(number * 8192, 8192, 0, 10) for number in range(4)]
 _DYING = """
 import sys
 from pathlib import Path
 from kvtier.store.slot_table import SlotLocation
-from kvtier.tierd.fencing import ReadsFile
-log = ReadsFile(Path(sys.argv[1]), 7, 0o600)
+from kvtier.tierd.fencing import ReadLogFile
+log = ReadLogFile(Path(sys.argv[1]), 7, 0o600)
 for number in range(3):
     log.begin(SlotLocation(number * 8192, 8192, 0, 10))
 log.end(8192)
@@ -58,36 +58,36 @@ def test_slots_of_reads_that_have_not_returned_are_kept_until_every_thread_is_go
 ) -> None:
     (hung,) = find_orphaned_reads(tmp_path)
     assert hung.places == (PLACES[0], PLACES[2])
-    assert not hung.over()
+    assert not hung.is_released()
     other.kill()
     other.wait()
-    assert hung.over()
+    assert hung.is_released()
     assert find_orphaned_reads(tmp_path) == []
     assert list((tmp_path / "reads").iterdir()) == []
 
 
 def test_the_own_file_is_nobody_elses(tmp_path: Path) -> None:
-    log = ReadsFile(tmp_path, 1, 0o600)
+    log = ReadLogFile(tmp_path, 1, 0o600)
     log.begin(PLACES[0])
     assert find_orphaned_reads(tmp_path, log.path) == []
     assert log.path.exists()
 
 
 def test_a_process_without_reads_leaves_no_file(tmp_path: Path) -> None:
-    log = ReadsFile(tmp_path, 1, 0o600)
+    log = ReadLogFile(tmp_path, 1, 0o600)
     for place in PLACES:
         assert log.begin(place)
     for place in PLACES[:3]:
         log.end(place.offset)
-    log.leave()
+    log.close()
     assert log.path.exists()
     log.end(PLACES[3].offset)
-    log.leave()
+    log.close()
     assert not log.path.exists()
 
 
 def test_places_are_used_again(tmp_path: Path) -> None:
-    log = ReadsFile(tmp_path, 1, 0o600)
+    log = ReadLogFile(tmp_path, 1, 0o600)
     for _ in range(100):
         log.begin(PLACES[0])
         log.begin(PLACES[1])

@@ -1,5 +1,6 @@
-"""What was seen to keep an engine from starting, or to hurt one that runs, on a real node: each ends with the engine serving, and
-with the reason told. The engine is a stand-in that starts in a second and attaches as vLLM's connector does.
+"""Injection on a real node under conditions that could prevent an engine from starting or harm a running
+one: each test ends with a serving engine and a reported reason. A stub engine starts in a second and
+attaches as vLLM's connector does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def engines() -> ModuleType:
-    """The module ``standing_in``."""
-    import standing_in
+    """The module ``stub_engine_pods``."""
+    import stub_engine_pods
 
-    return standing_in
+    return stub_engine_pods
 
 
 def test_an_attached_engine_stores_and_loads(operator_on_node: Any, engines: ModuleType) -> None:
@@ -39,7 +40,7 @@ def test_an_attached_engine_stores_and_loads(operator_on_node: Any, engines: Mod
 # Storage
 
 
-def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
+def test_an_unreachable_storage_server_delays_only_the_first_pod(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("server-away") as place:
@@ -56,7 +57,7 @@ def test_storage_whose_server_is_away_delays_the_first_pod_and_not_the_next(
         nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
 
 
-def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
+def test_a_pod_without_a_tiers_claim_gets_the_other_tiers(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("claim-missing") as place:
@@ -75,7 +76,7 @@ def test_a_claim_that_is_missing_leaves_the_pod_its_other_tiers(
 # The sidecar
 
 
-def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
+def test_a_missing_sidecar_image_delays_only_the_first_pod(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     operator_on_node.upgrade(images={"tierd": "registry.local/none:1"})
@@ -95,7 +96,7 @@ def test_a_sidecar_image_that_is_missing_delays_the_first_pod_and_not_the_next(
         operator_on_node.upgrade()
 
 
-def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
+def test_a_crashing_sidecar_does_not_prevent_the_engine_from_starting(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType, tmp_path: Path
 ) -> None:
     archive = images.crashing(tmp_path)
@@ -120,20 +121,20 @@ def test_a_sidecar_that_crashes_does_not_keep_the_engine_from_starting(
         operator_on_node.upgrade()
 
 
-# What the API server would refuse
+# Pods that the API server would reject
 
 
-def _refused(
+def _rejected(
     place: Any, engines: ModuleType, nodes: ModuleType, body: dict[str, Any], *words: str
 ) -> None:
-    """The engine starts without tiers, and pod and policy say what would have been refused."""
+    """The engine starts without tiers; pod and policy report what would have been rejected."""
     place.apply(body)
     pod = place.ready()
     assert not engines.injected(pod)
-    told = engines.skip_annotation(pod)
-    assert told["reason"] == "WouldBeRefused"
+    annotation = engines.skip_annotation(pod)
+    assert annotation["reason"] == "WouldBeRefused"
     for word in words:
-        assert word in told["message"]
+        assert word in annotation["message"]
     skipped = nodes.wait_for("the policy names the pod", place.skipped, 30)
     assert skipped[0]["name"] == pod["metadata"]["name"]
     assert skipped[0]["reason"] == "WouldBeRefused"
@@ -153,7 +154,7 @@ def test_a_limit_range_that_the_sidecar_exceeds(
             }
         )
         place.apply_policy(engines.policy())
-        _refused(place, engines, nodes, engines.deployment(), "small", "512Mi")
+        _rejected(place, engines, nodes, engines.deployment(), "small", "512Mi")
 
 
 def test_a_quota_on_limits_without_headroom(
@@ -170,7 +171,7 @@ def test_a_quota_on_limits_without_headroom(
             }
         )
         place.apply_policy(engines.policy())
-        _refused(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
+        _rejected(place, engines, nodes, engines.deployment(), "tight", "limits.memory")
 
 
 def test_pod_level_memory_without_headroom(
@@ -179,7 +180,7 @@ def test_pod_level_memory_without_headroom(
     with operator_on_node.namespace("pod-level") as place:
         place.apply_policy(engines.policy())
         resources = {"limits": {"memory": "512Mi"}, "requests": {"memory": "128Mi"}}
-        _refused(place, engines, nodes, engines.deployment(pod={"resources": resources}), "512Mi")
+        _rejected(place, engines, nodes, engines.deployment(pod={"resources": resources}), "512Mi")
 
 
 def test_a_host_path_under_the_baseline_pod_security_standard(
@@ -190,7 +191,7 @@ def test_a_host_path_under_the_baseline_pod_security_standard(
     ) as place:
         volume = {"hostPath": {"path": str(operator_on_node.directory("baseline"))}}
         place.apply_policy(engines.policy(engines.memory(), engines.files(volume)))
-        _refused(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
+        _rejected(place, engines, nodes, engines.deployment(), "baseline", "hostPath")
 
 
 RESTRICTED = {
@@ -221,7 +222,7 @@ def test_ram_under_the_restricted_pod_security_standard_is_attached(
 # Memory
 
 
-def test_a_killed_daemon_comes_back_with_its_ram_while_the_engine_is_at_its_memory_limit(
+def test_a_killed_tierd_recovers_its_memory_tier_while_the_engine_is_at_its_memory_limit(
     operator_on_node: Any, engines: ModuleType, nodes: ModuleType
 ) -> None:
     with operator_on_node.namespace("pressure") as place:
@@ -287,7 +288,7 @@ def test_files_belong_to_the_storage_group_and_the_run_volume_to_both(
 # Policies
 
 
-def test_a_deleted_policy_leaves_running_pods_alone_and_a_new_one_of_its_name_serves_new_pods(
+def test_a_deleted_policy_does_not_affect_running_pods_and_its_successor_serves_new_pods(
     operator_on_node: Any, engines: ModuleType
 ) -> None:
     with operator_on_node.namespace("again") as place:

@@ -1,5 +1,5 @@
-"""For tests of what the controller says about pods: real workloads on a node that nobody runs, with pods whose kubelet is
-played, and whose tierd is a small HTTP server or the real one on loopback.
+"""Fixtures for tests of a policy's status: real workloads on a fake node. The tests set the state of
+pods as a kubelet would; tierd is a small HTTP server, or the real one on loopback.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ QUICK = {"pollSeconds": 0.3, "pollTimeoutSeconds": 2, "statusBytesSeconds": 1}
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 
 
-class PlayedTierd:
-    """Answers ``/status`` with ``document`` (or raw ``body``) for who has the policy's token."""
+class FakeTierdServer:
+    """Answers ``/status`` with ``document``, or with ``body`` if it is set. Records the tokens."""
 
     def __init__(self) -> None:
         self.document: dict[str, Any] = status_document(generation=1)
@@ -56,7 +56,7 @@ class PlayedTierd:
         await self.stop()
 
     async def stop(self) -> None:
-        """Nobody answers any more."""
+        """Stops the server."""
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -67,8 +67,8 @@ class PlayedTierd:
 
 
 @dataclass
-class Place:
-    """A namespace of its own, a policy ``chat`` in it, and a node. ``api`` and ``nodes`` play the kubelet."""
+class StatusNamespace:
+    """A namespace with a policy ``chat`` and a fake node. ``api`` and ``nodes`` set the state of pods."""
 
     client: ApiClient
     api: Any
@@ -79,7 +79,7 @@ class Place:
     made: list[tuple[Kind, str]] = field(default_factory=list)
 
     async def policy(self, **spec: Any) -> Object:
-        """Makes or changes the policy."""
+        """Creates or changes the policy."""
         body = controllers.policy(self.namespace, **spec)
         found = await self.client.apply(POLICIES, body)
         self.uid = found["metadata"]["uid"]
@@ -105,11 +105,11 @@ class Place:
         return await self.client.create(DEPLOYMENTS, self.namespace, body)
 
     def injected(self, port: int, structural_hash: str, **more: Any) -> dict[str, Any]:
-        """A pod as the webhook would have made it for this policy."""
+        """A pod as the webhook injects it for this policy."""
         return injected_pod(port=port, structural_hash=structural_hash, policy_uid=self.uid, **more)
 
     async def bare(self, name: str, **annotations: str) -> Object:
-        """A selected pod without an owner, to which nothing was added."""
+        """A selected pod without owner and without tiers."""
         pod = bare_pod(name, owner="")
         body = {
             "metadata": {
@@ -128,7 +128,7 @@ class Place:
         }
 
     async def pods(self, count: int = 1) -> list[Object]:
-        """The living pods of the namespace, once there are so many and each has its node."""
+        """The pods that are not terminating, once there are ``count`` and each has a node."""
 
         async def placed() -> list[Object] | None:
             found = [
@@ -146,31 +146,31 @@ class Place:
         return found
 
     async def run(self, name: str) -> None:
-        """Plays the kubelet: the pod runs."""
+        """Sets the pod's status to running."""
         await asyncio.to_thread(self.nodes.run_pod, self.api, self.namespace, name)
 
     async def hold(self, name: str, container: str, reason: str, message: str = "") -> None:
-        """Plays the kubelet: the pod waits."""
+        """Sets the pod's status to waiting."""
         await asyncio.to_thread(
             self.nodes.hold_pod, self.api, self.namespace, name, container, reason, message
         )
 
     async def finish(self, name: str) -> None:
-        """Plays the kubelet: a deleted pod is gone."""
+        """Removes a terminating pod."""
         await asyncio.to_thread(self.nodes.finish_deletion, self.api, self.namespace, name)
 
     async def until(self, kind: str, status: str, reason: str, seconds: float = 30) -> Object:
-        """The policy, once a condition is so."""
+        """The policy, once a condition has this status and reason."""
         last: dict[str, Any] = {}
 
-        async def so() -> Object | None:
+        async def reached() -> Object | None:
             found = await self.client.get(POLICIES, self.namespace, "chat")
             last.clear()
             last.update(condition(found, kind))
             return found if (last.get("status"), last.get("reason")) == (status, reason) else None
 
         try:
-            found: Object = await until(f"{kind} is {status}, {reason}", so, seconds)
+            found: Object = await until(f"{kind} is {status}, {reason}", reached, seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}; it is {last}") from None
         return found
@@ -192,7 +192,7 @@ class Place:
     async def events(self, reason: str) -> list[Object]:
         """Events of KVTier with that reason, once there is one."""
 
-        async def told() -> list[Object]:
+        async def posted() -> list[Object]:
             found = await self.client.list(EVENTS, self.namespace)
             return [
                 each
@@ -200,11 +200,11 @@ class Place:
                 if each["reason"] == reason and each["source"].get("component") == "kvtier"
             ]
 
-        found: list[Object] = await until(f"an Event {reason}", told)
+        found: list[Object] = await until(f"an Event {reason}", posted)
         return found
 
     async def columns(self, wide: bool = False) -> dict[str, Any]:
-        """What ``kubectl get kvtp chat`` prints."""
+        """The columns of ``kubectl get kvtp chat``."""
         path = f"/apis/kvtier.io/v1alpha1/namespaces/{self.namespace}/kvtierpolicies/chat"
         status, table = await asyncio.to_thread(self.api.request, "GET", path, None, TABLE)
         if status != 200:
@@ -218,9 +218,9 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def place(
+async def status_namespace(
     cluster: Any, api: Any, nodes: ModuleType, labels: Mapping[str, str] | None = None
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[StatusNamespace]:
     """A namespace and a node, removed at the end."""
     name = f"status-{secrets.token_hex(4)}"
     async with connect(cluster.kubeconfig, cluster.context) as client:
@@ -230,7 +230,7 @@ async def place(
         node = nodes.FakeNode(api, f"{name}-node")
         await asyncio.to_thread(node.__enter__)
         try:
-            yield Place(client, api, nodes, name, node.name)
+            yield StatusNamespace(client, api, nodes, name, node.name)
         finally:
             await asyncio.to_thread(node.__exit__, None, None, None)
             await controllers.drop_namespace(client, name)
@@ -239,23 +239,25 @@ async def place(
 
 
 @contextlib.asynccontextmanager
-async def controlled(where: Place, sections: Mapping[str, Any] | None = None) -> AsyncIterator[Any]:
-    """The controller, working on that namespace. ``sections``: of its settings."""
+async def running_controller(
+    where: StatusNamespace, sections: Mapping[str, Any] | None = None
+) -> AsyncIterator[Any]:
+    """Runs the controller for that namespace. ``sections``: of its settings."""
     chosen = controllers.settings(where.namespace, **{"controller": QUICK, **(sections or {})})
     async with controllers.running(where.client, chosen) as found:
         yield found
 
 
-def told(
-    story: Callable[[Place], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any
+def run_story(
+    story: Callable[[StatusNamespace], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any
 ) -> None:
-    """Runs a story in a place of its own."""
+    """Runs a test in a new namespace."""
 
-    async def whole() -> None:
-        async with place(cluster, api, nodes, **more) as where:
+    async def main() -> None:
+        async with status_namespace(cluster, api, nodes, **more) as where:
             await story(where)
 
-    asyncio.run(whole())
+    asyncio.run(main())
 
 
 def skipped(reason: str, message: str) -> dict[str, str]:

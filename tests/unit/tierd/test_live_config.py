@@ -18,12 +18,12 @@ from kvtier.config.models import (
     PolicyIdentity,
     Structural,
 )
-from kvtier.tierd.live_config import LiveFollower
+from kvtier.tierd.live_config import LiveConfigWatcher
 
 TIERS = {"ram": LiveTier(), "disk": LiveTier(capacity_bytes=1000)}
 
 
-def make(directory: Path) -> LiveFollower:
+def make(directory: Path) -> LiveConfigWatcher:
     structural = Structural(
         policy=PolicyIdentity(namespace="n", name="p"),
         content_hash="h",
@@ -34,7 +34,7 @@ def make(directory: Path) -> LiveFollower:
         ],
         live=Live(generation=1, tiers=TIERS),
     )
-    return LiveFollower(directory, structural)
+    return LiveConfigWatcher(directory, structural)
 
 
 def swap(directory: Path, version: str, document: Any) -> None:
@@ -126,7 +126,8 @@ def test_no_depth_of_nesting_ends_the_following(tmp_path: Path, around: str) -> 
     follower = make(tmp_path)
     live = follower.live
     path = tmp_path / "live.json"
-    # From what can be read to what cannot: at the border reading succeeds and the next step may not.
+    # From what can be read to what cannot: at the border reading succeeds and the next step may
+    # not.
     for depth in range(sys.getrecursionlimit() - 100, sys.getrecursionlimit()):
         path.write_text(around % ("[" * depth + "]" * depth))
         assert not follower.poll()

@@ -1,4 +1,4 @@
-"""Pods of the stand-in engine, and the policies that give them tiers."""
+"""Pods of the stub engine, and policies for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def deployment(
                             # A command that tells of vLLM, as an engine's does.
                             "command": [
                                 "/usr/local/bin/python3",
-                                "/stand-in/stand_in_engine.py",
+                                "/stand-in/stub_engine.py",
                                 "vllm",
                                 "serve",
                             ],
@@ -110,13 +110,13 @@ class Place:
 
     def prepare(self) -> None:
         """Gives the namespace what pods of the stand-in engine mount."""
-        text = Path(__file__).with_name("stand_in_engine.py").read_text(encoding="utf-8")
+        text = Path(__file__).with_name("stub_engine.py").read_text(encoding="utf-8")
         self.apply(
             {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
                 "metadata": {"name": "stand-in"},
-                "data": {"stand_in_engine.py": text},
+                "data": {"stub_engine.py": text},
             }
         )
 
@@ -197,7 +197,7 @@ class Place:
 
     def explain(self) -> str:
         """What a person would look at first."""
-        told = [
+        parts = [
             self._cluster.kubectl("-n", self.namespace, "describe", "pods,kvtp", check=False)[
                 -8000:
             ]
@@ -213,8 +213,10 @@ class Place:
                 container,
                 "--tail=30",
             )
-            told.append(f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-4000:])
-        return "\n".join(told)
+            parts.append(
+                f"--- {container}\n" + self._cluster.kubectl(*options, check=False)[-4000:]
+            )
+        return "\n".join(parts)
 
 
 def seen(pod: Mapping[str, Any]) -> dict[str, Any]:

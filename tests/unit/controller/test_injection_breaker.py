@@ -1,4 +1,6 @@
-"""The injection breaker: what is traced to an injected part, and what is not."""
+"""The injection breaker: which failures are traced to an injected part, and what is done about
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from tests.support.pods import (
 )
 
 from kvtier_operator.api.conditions import Reason
+from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.api.status import SuspendedOwner
-from kvtier_operator.controller.injection_breaker import detectors
+from kvtier_operator.controller.injection_breaker import breaker, detectors
 from kvtier_operator.controller.injection_breaker.detectors import (
-    DetectionContext,
     InjectionFailure,
+    PodContext,
 )
 
 NAS = {"name": "kvtier-tier-nas", "persistentVolumeClaim": {"claimName": "chat-nas-0123"}}
@@ -32,28 +35,31 @@ MODEL = {"name": "model", "persistentVolumeClaim": {"claimName": "models"}}
 INJECTED = injected_pod(volumes=[NAS])
 
 
-def around(
-    *events: Mapping[str, Any], claims: Mapping[str, Any] | None = None, crowded_out: str = ""
-) -> DetectionContext:
-    return DetectionContext((claims or {}).get, events, crowded_out)
+def context(
+    *events: Mapping[str, Any],
+    claims: Mapping[str, Any] | None = None,
+    insufficient_resources: str = "",
+) -> PodContext:
+    return PodContext((claims or {}).get, events, insufficient_resources)
 
 
 def event(reason: str, message: str, age: float = 10) -> dict[str, Any]:
     return {"reason": reason, "message": message, "lastTimestamp": at(NOON - age)}
 
 
-def found(
-    pod: Mapping[str, Any], *events: Mapping[str, Any], **more: Any
+def failure_of(
+    document: Mapping[str, Any], *events: Mapping[str, Any], **more: Any
 ) -> InjectionFailure | None:
-    """Why the pod is kept down, if it waits and an injected part is the reason."""
-    if not detectors.waits(policy(), pod, NOON):
+    """The failure of a pod that is blocked because of an injected part."""
+    pod = decode_pod(document)
+    if not detectors.is_blocked(policy(), pod, NOON):
         return None
-    return detectors.kept_down(policy(), pod, around(*events, **more), NOON)
+    return detectors.blocked_pod_failure(policy(), pod, context(*events, **more), NOON)
 
 
 def reason(pod: Mapping[str, Any], *events: Mapping[str, Any], **more: Any) -> Reason | None:
-    trouble = found(pod, *events, **more)
-    return None if trouble is None else trouble.reason
+    failure = failure_of(pod, *events, **more)
+    return None if failure is None else failure.reason
 
 
 def waiting(container: str, word: str, message: str = "") -> dict[str, Any]:
@@ -75,28 +81,29 @@ def waiting(container: str, word: str, message: str = "") -> dict[str, Any]:
         ("ContainerCreating", None),
     ],
 )
-def test_an_injected_container_that_cannot_begin_is_the_reason(
+def test_an_injected_container_that_cannot_start_is_the_reason(
     container: str, word: str, expected: Reason | None
 ) -> None:
     assert reason(waiting(container, word)) is expected
 
 
 def test_the_message_names_pod_container_and_cause() -> None:
-    trouble = found(
+    failure = failure_of(
         waiting(
             "kvtier-payload",
             "ImagePullBackOff",
             'Back-off pulling image "registry.example/payload:1"',
         )
     )
-    assert trouble is not None
-    assert trouble.message == (
+    assert failure is not None
+    assert failure.message == (
         'pod chat-1: kvtier-payload is in ImagePullBackOff: Back-off pulling image "registry.example/payload:1"'
     )
-    assert str(trouble.owner) == "ReplicaSet chat-5d"
+    assert failure.owner is not None
+    assert (failure.owner.kind, failure.owner.name) == ("ReplicaSet", "chat-5d")
 
 
-def test_the_engines_own_image_is_not_our_reason() -> None:
+def test_the_engines_own_image_is_not_an_injection_failure() -> None:
     for word in (
         "ErrImagePull",
         "ImagePullBackOff",
@@ -106,7 +113,7 @@ def test_the_engines_own_image_is_not_our_reason() -> None:
         assert reason(waiting("vllm", word)) is None
 
 
-def test_an_image_volume_that_is_not_pulled_shows_at_the_container_that_mounts_it() -> None:
+def test_an_image_volume_that_is_not_pulled_is_found_at_the_container_that_mounts_it() -> None:
     pod = injected_pod(
         volumes=[{"name": "kvtier-payload", "image": {"reference": "registry.example/payload:1"}}]
     )
@@ -117,7 +124,7 @@ def test_an_image_volume_that_is_not_pulled_shows_at_the_container_that_mounts_i
     assert reason(held) is Reason.IMAGE_NOT_PULLED
 
 
-def test_a_payload_that_crashes_or_does_not_end_is_the_reason() -> None:
+def test_a_payload_that_crashes_or_hangs_is_the_reason() -> None:
     crash = {"waiting": {"reason": "CrashLoopBackOff"}, "restarts": 3, "last": {"exitCode": 2}}
     assert (
         reason(with_state(scheduled(INJECTED), "kvtier-payload", **crash))
@@ -132,13 +139,13 @@ def test_a_crashing_sidecar_is_the_reason_only_while_the_engine_waits_for_it() -
     crash = {"waiting": {"reason": "CrashLoopBackOff"}, "restarts": 3, "last": {"exitCode": 2}}
     crashing = with_state(scheduled(INJECTED), "kvtier-tierd", **crash)
     assert reason(crashing) is Reason.CONTAINER_NOT_STARTED
-    # Initialised: from here on the engine's own image is what takes so long.
+    # Initialized: from here on the engine's own image is the cause.
     assert reason(with_state(crashing, "vllm", waiting={"reason": "ContainerCreating"})) is None
     serving = with_state(scheduled(INJECTED), "kvtier-tierd", running={"startedAt": at(NOON - 999)})
     assert reason(serving) is None
 
 
-def test_nothing_is_said_before_the_start_timeout_and_nothing_of_who_has_run() -> None:
+def test_a_pod_is_not_blocked_before_the_start_timeout_or_once_its_engine_has_run() -> None:
     held = waiting("kvtier-tierd", "ImagePullBackOff")
     young = with_state(
         scheduled(INJECTED, since=NOON - 119),
@@ -169,7 +176,7 @@ UNMOUNTED = "Unable to attach or mount volumes: unmounted volumes=[{}], unattach
         (UNMOUNTED.format("model"), False),
     ],
 )
-def test_a_mount_that_fails_is_ours_if_the_volume_is(message: str, ours: bool) -> None:
+def test_a_failed_mount_of_an_injected_volume_is_the_reason(message: str, ours: bool) -> None:
     claims = {"chat-nas-0123": {"spec": {"volumeName": "pv-nas"}}}
     held = scheduled(injected_pod(volumes=[NAS, MODEL]))
     assert reason(held, event("FailedMount", message), claims=claims) is (
@@ -177,12 +184,12 @@ def test_a_mount_that_fails_is_ours_if_the_volume_is(message: str, ours: bool) -
     )
 
 
-def test_a_mount_that_failed_long_ago_has_succeeded_since() -> None:
+def test_an_old_failed_mount_is_ignored() -> None:
     old = event("FailedMount", MOUNT.format("kvtier-tier-nas"), age=400)
     assert reason(scheduled(INJECTED), old) is None
 
 
-def test_a_sandbox_that_cannot_be_made_is_ours_only_if_it_names_us() -> None:
+def test_a_failed_sandbox_is_the_reason_only_if_it_names_an_injected_part() -> None:
     failed = "Failed to create pod sandbox: {}: not allowed"
     for what, expected in (("kvtier-run", Reason.CONTAINER_NOT_STARTED), ("cni plugin", None)):
         assert (
@@ -191,9 +198,7 @@ def test_a_sandbox_that_cannot_be_made_is_ours_only_if_it_names_us() -> None:
         )
 
 
-def test_an_image_that_is_still_being_pulled_after_all_this_time_is_ours_if_it_is_our_image() -> (
-    None
-):
+def test_a_pull_of_an_injected_image_that_exceeds_the_start_timeout_is_the_reason() -> None:
     pulling = 'Pulling image "{}"'
     ours, theirs = pulling.format("registry.example/payload:1"), pulling.format("vllm")
     assert reason(scheduled(INJECTED), event("Pulling", ours, 500)) is Reason.IMAGE_NOT_PULLED
@@ -225,7 +230,7 @@ def test_an_image_that_is_still_being_pulled_after_all_this_time_is_ours_if_it_i
         ("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "Bound", False),
     ],
 )
-def test_a_pod_without_a_node_is_ours_if_our_claim_is_the_reason(
+def test_an_unschedulable_pod_is_a_failure_if_an_injected_claim_is_the_cause(
     message: str, phase: str | None, ours: bool
 ) -> None:
     claims = {"chat-nas-0123": {"status": {"phase": phase}}} if phase else {}
@@ -233,20 +238,23 @@ def test_a_pod_without_a_node_is_ours_if_our_claim_is_the_reason(
     assert reason(held, claims=claims) is (Reason.UNSCHEDULABLE if ours else None)
 
 
-def test_a_volume_that_no_node_can_mount_is_ours_if_the_pod_has_no_other() -> None:
+def test_a_volume_that_no_node_can_mount_is_the_reason_if_the_pod_has_no_other() -> None:
     message = "0/3 nodes are available: 3 node(s) had volume node affinity conflict."
     bound = {"chat-nas-0123": {"status": {"phase": "Bound"}}}
     assert reason(unschedulable(INJECTED, message), claims=bound) is Reason.UNSCHEDULABLE
     assert reason(unschedulable(injected_pod(volumes=[NAS, MODEL]), message), claims=bound) is None
 
 
-def test_a_pod_that_our_requests_crowd_out_is_ours() -> None:
+def test_insufficient_resources_are_the_reason() -> None:
     held = unschedulable(INJECTED, "0/1 nodes are available: 1 Insufficient memory.")
-    assert reason(held, crowded_out="node a has room for it without tiers") is Reason.UNSCHEDULABLE
+    assert (
+        reason(held, insufficient_resources="node a has room for it without tiers")
+        is Reason.UNSCHEDULABLE
+    )
     assert reason(held) is None
 
 
-def refusal(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dict[str, Any]:
+def failed_create(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dict[str, Any]:
     about = {"apiVersion": "apps/v1", "kind": kind, "name": "chat-5d", "uid": uid}
     return {
         "reason": "FailedCreate",
@@ -266,17 +274,19 @@ def refusal(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dict[str,
         ('pods "x" is forbidden: exceeded quota: gold, requested: pods=1, used: pods=4, limited: pods=4', False),
     ],
 )  # fmt: skip
-def test_a_refusal_is_ours_if_it_names_an_injected_part(message: str, ours: bool) -> None:
-    trouble = detectors.refused(refusal(message), False)
-    assert (trouble is not None) is ours
-    if trouble is not None:
-        assert (trouble.reason, trouble.pod) == (Reason.REFUSED, None)
+def test_a_rejection_is_a_failure_if_it_names_an_injected_part(message: str, ours: bool) -> None:
+    failure = detectors.rejected_pod_failure(failed_create(message), False)
+    assert (failure is not None) is ours
+    if failure is not None:
+        assert (failure.reason, failure.pod) == (Reason.REFUSED, None)
 
 
-def test_a_refusal_by_numbers_is_ours_if_the_numbers_are() -> None:
+def test_a_rejection_by_quota_or_limit_range_is_a_failure_if_the_injected_resources_cause_it() -> (
+    None
+):
     message = 'pods "x" is forbidden: maximum memory usage per Container is 1Gi, but limit is 64Gi'
-    assert detectors.refused(refusal(message), True) is not None
-    assert detectors.refused(refusal(message), False) is None
+    assert detectors.rejected_pod_failure(failed_create(message), True) is not None
+    assert detectors.rejected_pod_failure(failed_create(message), False) is None
 
 
 def entry(uid: str, until: float) -> SuspendedOwner:
@@ -290,18 +300,16 @@ def entry(uid: str, until: float) -> SuspendedOwner:
     return SuspendedOwner.model_validate(found)
 
 
-def kept_down() -> InjectionFailure:
-    trouble = found(waiting("kvtier-tierd", "ImagePullBackOff"))
-    if trouble is None:
-        raise AssertionError("a pod without its sidecar's image is not kept down")
-    return trouble
+def image_failure() -> InjectionFailure:
+    failure = failure_of(waiting("kvtier-tierd", "ImagePullBackOff"))
+    if failure is None:
+        raise AssertionError("a pod without its sidecar's image is not blocked")
+    return failure
 
 
-def test_an_owner_in_trouble_is_suspended_for_the_retry_time_under_the_uid_that_its_next_pods_name() -> (
-    None
-):
-    (suspended,) = detectors.suspensions(
-        policy(attach={"retrySeconds": 77}), [], [kept_down()], NOON
+def test_the_owner_of_a_blocked_pod_is_suspended_by_uid_for_the_retry_time() -> None:
+    (suspended,) = breaker.suspended_owners(
+        policy(attach={"retrySeconds": 77}), [], [image_failure()], NOON
     )
     assert (suspended.kind, suspended.name, suspended.uid) == (
         "ReplicaSet",
@@ -311,39 +319,39 @@ def test_an_owner_in_trouble_is_suspended_for_the_retry_time_under_the_uid_that_
     assert (suspended.reason, suspended.until) == ("ImageNotPulled", at(NOON + 77))
 
 
-def test_a_suspension_ends_with_its_time_and_is_not_prolonged_before() -> None:
-    there = [entry("uid-of-chat-5d", NOON + 50), entry("old", NOON - 1)]
-    assert detectors.suspensions(policy(), there, [kept_down()], NOON) == there[:1]
+def test_a_suspension_expires_and_is_not_extended() -> None:
+    current = [entry("uid-of-chat-5d", NOON + 50), entry("old", NOON - 1)]
+    assert breaker.suspended_owners(policy(), current, [image_failure()], NOON) == current[:1]
 
 
 def test_at_most_sixteen_owners_are_suspended() -> None:
-    there = [entry(f"u{index}", NOON + 50) for index in range(16)]
-    assert detectors.suspensions(policy(), there, [kept_down()], NOON) == there
+    current = [entry(f"u{index}", NOON + 50) for index in range(16)]
+    assert breaker.suspended_owners(policy(), current, [image_failure()], NOON) == current
 
 
-def test_a_bare_pod_is_nobodys_and_is_neither_suspended_nor_deleted() -> None:
+def test_a_blocked_pod_without_owner_is_neither_suspended_nor_deleted() -> None:
     held = with_state(
         scheduled(injected_pod(owner="")), "kvtier-tierd", waiting={"reason": "ErrImagePull"}
     )
-    trouble = found(held)
-    assert trouble is not None
-    assert trouble.owner is None
-    assert detectors.suspensions(policy(), [], [trouble], NOON) == []
-    assert detectors.deletable(policy(), [], [trouble], NOON) == ([], None)
+    failure = failure_of(held)
+    assert failure is not None
+    assert failure.owner is None
+    assert breaker.suspended_owners(policy(), [], [failure], NOON) == []
+    assert breaker.deletable_pods(policy(), [], [failure], NOON) == ([], None)
 
 
-def test_a_stuck_pod_is_deleted_only_when_its_owner_is_known_to_be_suspended() -> None:
-    trouble = kept_down()
-    assert detectors.deletable(policy(), [], [trouble], NOON) == ([], detectors.SETTLE_SECONDS)
+def test_a_blocked_pod_is_deleted_once_its_owners_suspension_has_settled() -> None:
+    failure = image_failure()
+    assert breaker.deletable_pods(policy(), [], [failure], NOON) == ([], breaker.SETTLE_SECONDS)
     just = [entry("uid-of-chat-5d", NOON + 600 - 1)]
-    assert detectors.deletable(policy(), just, [trouble], NOON) == ([], detectors.SETTLE_SECONDS)
+    assert breaker.deletable_pods(policy(), just, [failure], NOON) == ([], breaker.SETTLE_SECONDS)
     settled = [entry("uid-of-chat-5d", NOON + 600 - 3)]
-    assert detectors.deletable(policy(), settled, [trouble], NOON) == ([trouble], None)
+    assert breaker.deletable_pods(policy(), settled, [failure], NOON) == ([failure], None)
 
 
-def test_a_stuck_pod_from_before_a_change_of_the_policy_is_deleted_at_once() -> None:
-    trouble = kept_down()
-    assert detectors.deletable(policy(), [], [trouble], NOON, changed_at=NOON - 5) == (
-        [trouble],
+def test_a_blocked_pod_that_predates_a_policy_change_is_deleted_at_once() -> None:
+    failure = image_failure()
+    assert breaker.deletable_pods(policy(), [], [failure], NOON, changed_at=NOON - 5) == (
+        [failure],
         None,
     )

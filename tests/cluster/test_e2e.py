@@ -1,4 +1,4 @@
-"""The whole loop, for real: `make demo-cluster` does the same and shows it."""
+"""End-to-end test. `make demo-cluster` runs the same steps and prints the results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def loop(node_cluster: Any, node_images: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The loop, run once; and its result."""
-    from whole_loop import WholeLoop
+    from e2e import EndToEndRun
 
     from kvtier.cli.demo_display import Display
 
-    done = WholeLoop(
+    done = EndToEndRun(
         node_cluster, tmp_path_factory.mktemp("loop"), Display(fancy=False), images_loaded=True
     )
     return done, done.run()
 
 
-def test_tokens_are_those_of_an_engine_without_kvtier_at_every_step(loop: Any) -> None:
+def test_tokens_equal_those_of_an_engine_without_kvtier_at_every_step(loop: Any) -> None:
     assert [(row.stage, row.prompt) for row in loop[0].rows if not row.equal] == []
     assert loop[1]["identical_tokens"]
 
@@ -43,11 +43,11 @@ def test_the_engine_is_attached_with_its_command_and_its_memory_limit_untouched(
     assert loop[1]["engine_memory_limit_unchanged"]
 
 
-def test_an_emptied_cache_is_filled_from_ram(loop: Any) -> None:
+def test_an_empty_cache_is_filled_from_memory(loop: Any) -> None:
     assert loop[1]["loaded_tokens_ram"] == 2 * 768
 
 
-def test_ram_outlives_the_engines_container(loop: Any) -> None:
+def test_the_memory_tier_outlives_the_engines_container(loop: Any) -> None:
     assert loop[1]["loaded_tokens_ram_after_container_restart"] == 2 * 768
 
 
@@ -70,10 +70,10 @@ def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untou
     ) == (512, 0)
 
 
-def test_kubectl_tells_all_of_it(loop: Any) -> None:
-    headings, row = loop[0].told.get.splitlines()
+def test_kubectl_shows_the_result(loop: Any) -> None:
+    headings, row = loop[0].output.get.splitlines()
     assert headings.split()[:4] == ["NAME", "READY", "REASON", "PODS"]
     assert row.split()[1] == "True"
     assert "1/1" in row
     for word in ("Attached", "StorageReady", "TiersHealthy", "Tuned", "disk", "ram", "Events"):
-        assert word in loop[0].told.describe
+        assert word in loop[0].output.describe

@@ -1,4 +1,4 @@
-"""The webhook works with exactly the rights that ship, and says which one is missing."""
+"""The webhook works with the permissions of the chart, and reports a missing one."""
 
 from __future__ import annotations
 

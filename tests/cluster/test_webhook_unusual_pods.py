@@ -1,5 +1,5 @@
-"""Pods and policies as nobody should write them, beside a real API server: they pass as they would without KVTier, and the
-webhook goes on answering.
+"""Unusual pods and policies with a real API server: they are admitted as without KVTier, and the webhook
+keeps answering.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Space:
         """Makes a policy and waits until the webhook knows it."""
         made = self.nodes.ok(self.api.request("POST", self.policies, document))
         self.nodes.wait_for(
-            "the policy is known", lambda: self.told(self.create(pod(labels), dry_run=True))
+            "the policy is known", lambda: self.outcome(self.create(pod(labels), dry_run=True))
         )
         return made
 
@@ -60,7 +60,7 @@ class Space:
         return annotations
 
     @staticmethod
-    def told(annotations: dict[str, str]) -> str:
+    def outcome(annotations: dict[str, str]) -> str:
         """``attached``, the reason for which it was skipped, or nothing."""
         if STRUCTURAL_ANNOTATION in annotations:
             return "attached"
@@ -126,11 +126,15 @@ def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(
     HUGE[name](document)
     failures = [webhook.metric(ASKED % result) for result in ("Failed", "Malformed")]
     # The API server itself may need longer than the second that a decision is given; what counts is that it ends.
-    assert space.told(space.create(document, dry_run=True)) in ("attached", "", "NoEngineContainer")
+    assert space.outcome(space.create(document, dry_run=True)) in (
+        "attached",
+        "",
+        "NoEngineContainer",
+    )
     assert [webhook.metric(ASKED % result) for result in ("Failed", "Malformed")] == failures
     space.nodes.wait_for(
         "the next one is attached",
-        lambda: space.told(space.create(pod(), dry_run=True)) == "attached",
+        lambda: space.outcome(space.create(pod(), dry_run=True)) == "attached",
     )
     assert webhook.monitoring("/healthz")[0] == 200
 
@@ -206,7 +210,7 @@ def test_an_odd_pod_is_decided_about_like_any_other(
     change(document)
     failed = webhook.metric(ASKED % "Failed")
     annotations = space.create(document)
-    assert space.told(annotations) == expected, annotations
+    assert space.outcome(annotations) == expected, annotations
     assert webhook.metric(ASKED % "Failed") == failed
 
 
@@ -228,7 +232,7 @@ def test_a_pod_that_is_changed_later_is_not_asked_about(
     space.nodes.ok(
         space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic)
     )
-    assert not space.told(changed["metadata"].get("annotations") or {})
+    assert not space.outcome(changed["metadata"].get("annotations") or {})
     assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
 
 
@@ -268,7 +272,7 @@ def test_an_odd_policy_harms_no_pod(space: Space, webhook: WebhookProcess, name:
     failed = webhook.metric(ASKED % "Failed")
     space.apply(document)
     annotations = space.create(pod())
-    assert space.told(annotations) == expected, annotations
+    assert space.outcome(annotations) == expected, annotations
     assert (
         annotations.get(POLICY_ANNOTATION, document["metadata"]["name"])
         == document["metadata"]["name"]

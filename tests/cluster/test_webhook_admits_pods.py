@@ -1,6 +1,4 @@
-"""Whatever a pod looks like, whatever its namespace demands, whatever the policy asks for: a pod that the API server would
-take without KVTier is taken with it.
-"""
+"""A pod that the API server admits without KVTier is admitted with it, for any pod, namespace and policy."""
 
 from __future__ import annotations
 

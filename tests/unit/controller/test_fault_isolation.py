@@ -1,4 +1,4 @@
-"""What goes wrong about one policy, or while sweeping, does not stop the controller."""
+"""A fault in one reconcile, or in garbage collection, does not stop the controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.support import controllers
-from tests.unit.controller.test_plan import SETTINGS, known, settled
+from tests.unit.controller.test_plan import SETTINGS, cached_policy, settled
 
 from kvtier_operator.controller import controller as module
 from kvtier_operator.controller.children.observe import Observed
@@ -30,9 +30,7 @@ def counted(registry: CollectorRegistry, reason: str) -> float:
      (TimeoutError(), "Deadline")],
     ids=repr,
 )  # fmt: skip
-def test_a_look_that_fails_is_counted_and_its_policy_comes_again(
-    error: Exception, reason: str
-) -> None:
+def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str) -> None:
     async def story() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
@@ -50,9 +48,11 @@ def test_a_look_that_fails_is_counted_and_its_policy_comes_again(
     asyncio.run(story())
 
 
-def test_a_sweep_that_fails_is_counted_and_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_garbage_collection_is_counted_and_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def fails(*_: Any) -> int:
-        raise TypeError("not as it should be")
+        raise TypeError("unexpected")
 
     async def story() -> None:
         registry = CollectorRegistry()
@@ -64,8 +64,8 @@ def test_a_sweep_that_fails_is_counted_and_comes_again(monkeypatch: pytest.Monke
     asyncio.run(story())
 
 
-def test_a_config_map_that_somebody_filled_with_nesting_is_written_anew() -> None:
-    found = known(attach={"mode": "ConfigMapOnly"})
+def test_a_config_map_with_deeply_nested_json_is_overwritten() -> None:
+    found = cached_policy(attach={"mode": "ConfigMapOnly"})
     observed = settled(found)
     nested = "[" * 100_000 + "]" * 100_000
     maps = {
@@ -77,34 +77,34 @@ def test_a_config_map_that_somebody_filled_with_nesting_is_written_anew() -> Non
     assert all("[[" not in text for each in planned.apply for text in each.body["data"].values())
 
 
-def test_a_fault_while_telling_what_a_policy_leaves_is_counted_and_the_next_is_told(
+def test_a_fault_while_reporting_orphaned_data_is_counted_and_the_next_policy_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
+    reported: list[str] = []
 
     def fails_once(gone: Any, _allowed: Any) -> list[Any]:
-        asked.append(gone.uid)
-        if len(asked) == 1:
-            raise TypeError("not as it should be")
+        reported.append(gone.uid)
+        if len(reported) == 1:
+            raise TypeError("unexpected")
         return []
 
     async def story() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
-        monkeypatch.setattr(module, "orphaned_data", fails_once)
-        telling = asyncio.ensure_future(controller._tell_of_leavings())
+        monkeypatch.setattr(module, "orphaned_data_events", fails_once)
+        reporting = asyncio.ensure_future(controller._tell_of_leavings())
         for uid in ("u-1", "u-2"):
-            controller._gone(KEY, known(uid=uid))
-        while len(asked) < 2:
+            controller._gone(KEY, cached_policy(uid=uid))
+        while len(reported) < 2:
             await asyncio.sleep(0)
-            assert not telling.done()
-        telling.cancel()
+            assert not reporting.done()
+        reporting.cancel()
         assert counted(registry, "Fault") == 1.0
 
     asyncio.run(story())
 
 
-def test_policies_that_go_while_nothing_can_be_told_are_counted_beyond_a_bound(
+def test_unreported_deletions_beyond_the_bound_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_LEFT", 2)
@@ -113,7 +113,7 @@ def test_policies_that_go_while_nothing_can_be_told_are_counted_beyond_a_bound(
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         for number in range(5):
-            controller._gone(KEY, known(uid=f"u{number}"))
+            controller._gone(KEY, cached_policy(uid=f"u{number}"))
         return counted(registry, "LeavingsUntold")
 
     assert asyncio.run(story()) == 3

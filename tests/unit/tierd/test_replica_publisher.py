@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.tierd.replication import (
-    MAX_WAITING,
-    PIECES_PER_TURN,
+    MAX_DEFERRED,
+    PIECES_PER_CALL,
     SNAPSHOT_KEYS,
     Replica,
     ReplicaPublisher,
@@ -16,7 +16,7 @@ from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usabl
 
 @dataclass
 class World:
-    """A store's presence, feeds, and a replica for each scheduler."""
+    """A store's presence, publisher, and a replica for each scheduler."""
 
     present: dict[bytes, int] = field(default_factory=dict)
     sent: list[tuple[bytes, Message]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class World:
     usable: int = 3
 
     def __post_init__(self) -> None:
-        self.feeds = ReplicaPublisher(
+        self.publisher = ReplicaPublisher(
             lambda route, message: self.sent.append((route, message)),
             lambda _: list(self.present.items()),
             self.left.append,
@@ -33,11 +33,11 @@ class World:
 
     def set(self, key: bytes, bits: int) -> None:
         self.present[key] = self.present.get(key, 0) | bits
-        self.feeds.changed("ns", key, bits, True)
+        self.publisher.presence_changed("ns", key, bits, True)
 
     def clear(self, key: bytes, bits: int) -> None:
         self.present[key] = self.present.get(key, 0) & ~bits
-        self.feeds.changed("ns", key, bits, False)
+        self.publisher.presence_changed("ns", key, bits, False)
 
     def replica(self, route: bytes = b"r") -> Replica:
         found = Replica()
@@ -49,30 +49,30 @@ class World:
 
 def test_an_empty_store_still_gives_a_snapshot() -> None:
     world = World()
-    world.feeds.start(b"r", "ns")
-    world.feeds.turn(0.0)
+    world.publisher.start(b"r", "ns")
+    world.publisher.publish(0.0)
     assert world.sent == [(b"r", Usable(bits=3)), (b"r", Delta(sequence=1, snapshot=True))]
 
 
 def test_changes_of_one_turn_are_joined_per_key() -> None:
     world = World()
-    world.feeds.start(b"r", "ns")
-    world.feeds.turn(0.0)
+    world.publisher.start(b"r", "ns")
+    world.publisher.publish(0.0)
     world.sent.clear()
     world.set(b"a", 1)
     world.clear(b"a", 1)
     world.set(b"a", 1)
     world.set(b"b", 2)
-    world.feeds.turn(0.0)
+    world.publisher.publish(0.0)
     assert world.sent == [(b"r", Delta(sequence=2, added=((b"a", 1), (b"b", 2))))]
 
 
 def test_a_change_before_an_announcement_is_sent_before_it() -> None:
     world = World()
-    world.feeds.start(b"r", "ns")
-    world.feeds.turn(0.0)
+    world.publisher.start(b"r", "ns")
+    world.publisher.publish(0.0)
     world.set(b"a", 1)
-    world.feeds.leaving("ns", 5, (b"a",), 0.0)
+    world.publisher.evicting("ns", 5, (b"a",), 0.0)
     kinds = [type(message) for _, message in world.sent]
     assert kinds == [Usable, Delta, Delta, EvictionNotice]
     assert world.replica().get(b"a") == 0
@@ -81,37 +81,37 @@ def test_a_change_before_an_announcement_is_sent_before_it() -> None:
 def test_a_key_has_left_when_every_scheduler_of_the_namespace_said_so() -> None:
     world = World()
     for route in (b"r", b"s"):
-        world.feeds.start(route, "ns")
-    world.feeds.start(b"other", "elsewhere")
-    world.feeds.turn(0.0)
-    world.feeds.leaving("ns", 5, (b"a",), 0.0)
-    world.feeds.acknowledged(b"r", 5)
-    world.feeds.acknowledged(b"other", 5)
+        world.publisher.start(route, "ns")
+    world.publisher.start(b"other", "elsewhere")
+    world.publisher.publish(0.0)
+    world.publisher.evicting("ns", 5, (b"a",), 0.0)
+    world.publisher.acknowledge(b"r", 5)
+    world.publisher.acknowledge(b"other", 5)
     assert world.left == []
-    world.feeds.acknowledged(b"s", 5)
+    world.publisher.acknowledge(b"s", 5)
     assert world.left == [5]
 
 
 def test_a_scheduler_that_went_is_not_waited_for() -> None:
     world = World()
-    world.feeds.start(b"r", "ns")
-    world.feeds.turn(0.0)
-    world.feeds.leaving("ns", 5, (b"a",), 0.0)
-    world.feeds.stop(b"r")
-    world.feeds.leaving("ns", 6, (b"b",), 0.0)
+    world.publisher.start(b"r", "ns")
+    world.publisher.publish(0.0)
+    world.publisher.evicting("ns", 5, (b"a",), 0.0)
+    world.publisher.stop(b"r")
+    world.publisher.evicting("ns", 6, (b"b",), 0.0)
     assert world.left == [5, 6]
 
 
 def test_a_large_snapshot_takes_several_turns_and_changes_wait_behind_it() -> None:
-    count = SNAPSHOT_KEYS * PIECES_PER_TURN + 10
+    count = SNAPSHOT_KEYS * PIECES_PER_CALL + 10
     world = World({number.to_bytes(4, "big"): 1 for number in range(count)})
-    world.feeds.start(b"r", "ns")
-    assert world.feeds.turn(0.0)
+    world.publisher.start(b"r", "ns")
+    assert world.publisher.publish(0.0)
     first, last = (0).to_bytes(4, "big"), (count - 1).to_bytes(4, "big")
     world.clear(first, 1)
     world.set(last, 2)
-    world.feeds.leaving("ns", 1, (last,), 0.0)
-    while world.feeds.turn(0.0):
+    world.publisher.evicting("ns", 1, (last,), 0.0)
+    while world.publisher.publish(0.0):
         pass
     replica = world.replica()
     assert not replica.stale
@@ -121,29 +121,29 @@ def test_a_large_snapshot_takes_several_turns_and_changes_wait_behind_it() -> No
 
 
 def test_too_many_changes_behind_a_snapshot_begin_another_one() -> None:
-    count = SNAPSHOT_KEYS * PIECES_PER_TURN * 3
+    count = SNAPSHOT_KEYS * PIECES_PER_CALL * 3
     world = World({number.to_bytes(4, "big"): 1 for number in range(count)})
-    world.feeds.start(b"r", "ns")
-    world.feeds.turn(0.0)
-    for number in range(MAX_WAITING + 1):
+    world.publisher.start(b"r", "ns")
+    world.publisher.publish(0.0)
+    for number in range(MAX_DEFERRED + 1):
         world.set(b"new" + number.to_bytes(4, "big"), 1)
-        world.feeds.flush()
-    while world.feeds.turn(0.0):
+        world.publisher.flush()
+    while world.publisher.publish(0.0):
         pass
     replica = world.replica()
     assert not replica.stale
-    assert len(replica) == count + MAX_WAITING + 1
+    assert len(replica) == count + MAX_DEFERRED + 1
     assert EvictionAck(token=1) not in world.sent
 
 
 def test_a_tier_that_is_given_up_costs_one_message_however_many_keys_it_has() -> None:
     world = World({number.to_bytes(4, "big"): 2 for number in range(10_000)})
     for route in (b"r", b"s"):
-        world.feeds.start(route, "ns")
-    while world.feeds.turn(0.0):
+        world.publisher.start(route, "ns")
+    while world.publisher.publish(0.0):
         pass
     world.sent.clear()
     world.usable = 1
-    world.feeds.usable()
-    world.feeds.turn(0.0)
+    world.publisher.usable_tiers_changed()
+    world.publisher.publish(0.0)
     assert world.sent == [(b"r", Usable(bits=1)), (b"s", Usable(bits=1))]

@@ -1,4 +1,4 @@
-"""The whole loop on a real cluster: from `helm install` to an engine that reloads what it computed, whatever happened to it.
+"""End-to-end run on a real cluster: from `helm install` to an engine that reloads its cache after failures.
 
 1. The chart is installed; the operator runs as pods with the chart's own rights.
 2. A policy with a RAM tier and a file tier on a directory of the node is applied.
@@ -8,7 +8,7 @@
 5. The engine's container is killed and started again inside its pod: from RAM again.
 6. The pod is deleted and replaced: from the file tier.
 7. `kubectl apply` of another weight and time limit: the running engine decides otherwise, its pod untouched.
-8. `kubectl get kvtp` and `kubectl describe kvtp` tell all of it.
+8. `kubectl get kvtp` and `kubectl describe kvtp` show the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from charts import Release, without_definition
 from nodes import make_namespace, ok, wait_for
 from rest import Api
 from serving import EnginePod, ask, container_status, engine_deployment
-from standing_in import STORAGE_GID
+from stub_engine_pods import STORAGE_GID
 
 from kvtier.cli.demo_display import Display
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Told:
+class KubectlOutput:
     """What `kubectl` says at the end."""
 
     get: str = ""
@@ -63,7 +63,7 @@ class Told:
 
 
 @dataclass(slots=True)
-class WholeLoop:
+class EndToEndRun:
     """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images_loaded``: they
     are on the node already."""
 
@@ -72,7 +72,7 @@ class WholeLoop:
     display: Display
     images_loaded: bool = False
     rows: list[Row] = field(default_factory=list)
-    told: Told = field(default_factory=Told)
+    output: KubectlOutput = field(default_factory=KubectlOutput)
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -203,13 +203,13 @@ class WholeLoop:
         with self.display.step("kubectl get kvtp, kubectl describe kvtp"):
             wait_for("the policy is Ready", lambda: self._condition(api, "Ready") == "True", 60)
             wait_for(
-                "the pod is told to be tuned",
+                "the pod counts as tuned",
                 lambda: self._policy(api)["status"]["pods"].get("tuned") == 1,
                 60,
             )
             options = ("-n", WITH_TIERS)
-            self.told.get = self.cluster.kubectl(*options, "get", "kvtp", "-o", "wide")
-            self.told.describe = self.cluster.kubectl(*options, "describe", "kvtp", POLICY)
+            self.output.get = self.cluster.kubectl(*options, "get", "kvtp", "-o", "wide")
+            self.output.describe = self.cluster.kubectl(*options, "describe", "kvtp", POLICY)
             self.facts["attached_pods"] = self._policy(api)["status"]["pods"]["attached"]
 
     def _remove(self, release: Release, api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Namespaces and policies that go, come back or are called otherwise while the controller works."""
+"""Namespaces and policies that are deleted, recreated or renamed while the controller runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import (
+    FakeTierdServer,
+    StatusNamespace,
+    run_story,
+    running_controller,
+)
 from tests.support import controllers
 from tests.support.controllers import condition, file_tier, policy, running, settings, until
 from tests.support.pods import status_document
@@ -24,7 +29,7 @@ from kvtier_operator.kube.resources import (
     ApiError,
 )
 
-Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
 ALLOWED = {
     "storage": {"createVolumes": True},
@@ -35,9 +40,9 @@ ALLOWED = {
 
 
 @pytest.fixture
-def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
     """Runs a story in a labelled namespace of its own."""
-    return lambda story: told(story, full_cluster, full_api, nodes)
+    return lambda story: run_story(story, full_cluster, full_api, nodes)
 
 
 async def _is_gone(client: ApiClient, namespace: str) -> bool:
@@ -51,7 +56,7 @@ async def _is_gone(client: ApiClient, namespace: str) -> bool:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3, 2.0], ids=["at once", "in the middle", "at rest"])
-def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_leaves_nothing(
+def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
     full_cluster: Any, pause: float
 ) -> None:
     async def story() -> None:
@@ -97,11 +102,11 @@ def test_a_namespace_that_is_deleted_while_its_policies_are_looked_at_goes_and_l
     asyncio.run(story())
 
 
-def test_a_policy_that_is_renamed_takes_over_the_pods_as_outdated_ones(tell: Tell) -> None:
+def test_a_renamed_policy_takes_over_the_pods_as_outdated(run: RunStory) -> None:
     """There is no renaming: another is made and the first is deleted. Running pods stay as they are."""
 
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             first = await where.policy()
             found = await where.until("Attached", "Unknown", "NoPods")
             tierd.document = status_document(generation=1)
@@ -141,4 +146,4 @@ def test_a_policy_that_is_renamed_takes_over_the_pods_as_outdated_ones(tell: Tel
             }
             assert "renamed-token" in names
 
-    tell(story)
+    run(story)

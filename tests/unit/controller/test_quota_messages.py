@@ -1,4 +1,4 @@
-"""Quota and LimitRange: would the pod have been admitted without what was added?"""
+"""Resources of injected containers: rejections by quota and LimitRange, and pods that fit no node."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 from tests.support.pods import injected_pod
 
-from kvtier_operator.controller.injection_breaker import insufficient_resources, quota_messages
+from kvtier_operator.api.pods import PodSpec, decode, decode_pod
+from kvtier_operator.controller.injection_breaker import quota_messages
+from kvtier_operator.controller.injection_breaker.insufficient_resources import (
+    insufficient_resources,
+    without_injected,
+)
+from kvtier_operator.injection.resources import pod_requests
 
-TEMPLATE: dict[str, Any] = {
+TEMPLATE_DOCUMENT: dict[str, Any] = {
     "containers": [
         {
             "name": "vllm",
@@ -20,6 +26,7 @@ TEMPLATE: dict[str, Any] = {
         }
     ]
 }
+TEMPLATE = decode(TEMPLATE_DOCUMENT, PodSpec)
 QUOTA = 'pods "x" is forbidden: exceeded quota: gold, requested: {}, used: {}, limited: {}'
 RANGE = 'pods "x" is forbidden: {}'
 
@@ -51,12 +58,12 @@ RANGE = 'pods "x" is forbidden: {}'
         ),
     ],
 )
-def test_a_quota_is_our_matter_if_the_pod_alone_would_fit(
+def test_injection_is_the_cause_of_an_exceeded_quota_if_the_pod_alone_would_fit(
     requested: str, used: str, limited: str, ours: bool
 ) -> None:
     message = QUOTA.format(requested, used, limited)
-    assert quota_messages.by_numbers(message)
-    assert quota_messages.ours(TEMPLATE, message) is ours
+    assert quota_messages.is_resource_rejection(message)
+    assert quota_messages.caused_by_injection(TEMPLATE, message) is ours
 
 
 @pytest.mark.parametrize(
@@ -77,16 +84,16 @@ def test_a_quota_is_our_matter_if_the_pod_alone_would_fit(
         ),
     ],
 )
-def test_a_limit_range_is_our_matter_if_the_pods_own_containers_keep_it(
+def test_injection_is_the_cause_of_a_limit_range_rejection_if_the_pods_own_containers_comply(
     message: str, ours: bool
 ) -> None:
-    assert quota_messages.ours(TEMPLATE, RANGE.format(message)) is ours
+    assert quota_messages.caused_by_injection(TEMPLATE, RANGE.format(message)) is ours
 
 
-def test_another_refusal_is_none_by_numbers() -> None:
+def test_another_rejection_is_not_about_resources() -> None:
     message = 'pods "x" is forbidden: error looking up service account'
-    assert not quota_messages.by_numbers(message)
-    assert not quota_messages.ours(TEMPLATE, message)
+    assert not quota_messages.is_resource_rejection(message)
+    assert not quota_messages.caused_by_injection(TEMPLATE, message)
 
 
 def node(name: str, memory: str = "64Gi", **spec: Any) -> dict[str, Any]:
@@ -112,29 +119,29 @@ def engine(
     return pod
 
 
-def test_a_pod_is_crowded_out_where_it_would_fit_without_tiers() -> None:
-    words = insufficient_resources.insufficient_resources(engine(), [node("a")], [])
-    assert words == "node a has room for it without tiers, and too little memory with them"
+def test_a_pod_that_fits_only_without_tiers_has_insufficient_resources() -> None:
+    message = insufficient_resources(decode_pod(engine()), [node("a")], [])
+    assert message == (
+        "node a has enough memory for the pod without tiers, and not enough with tiers"
+    )
 
 
-def test_a_cluster_that_is_full_or_waits_for_its_autoscaler_is_not_our_matter() -> None:
+def test_a_full_cluster_or_one_that_waits_for_its_autoscaler_is_not_caused_by_injection() -> None:
     other = engine("other", tiers="1Gi")
     other["spec"]["nodeName"] = "a"
-    assert insufficient_resources.insufficient_resources(engine(), [node("a")], [other]) == ""
-    assert insufficient_resources.insufficient_resources(engine(), [], []) == ""
+    assert insufficient_resources(decode_pod(engine()), [node("a")], [other]) == ""
+    assert insufficient_resources(decode_pod(engine()), [], []) == ""
 
 
-def test_a_pod_that_fits_with_tiers_waits_for_something_else() -> None:
+def test_a_pod_that_fits_with_tiers_waits_for_another_reason() -> None:
     assert (
-        insufficient_resources.insufficient_resources(
-            engine(), [node("small"), node("large", "256Gi")], []
-        )
+        insufficient_resources(decode_pod(engine()), [node("small"), node("large", "256Gi")], [])
         == ""
     )
 
 
 @pytest.mark.parametrize(
-    ("spec", "where", "crowded"),
+    ("spec", "node_spec", "expected"),
     [
         ({}, {"unschedulable": True}, False),
         ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
@@ -153,20 +160,17 @@ def test_a_pod_that_fits_with_tiers_waits_for_something_else() -> None:
         ({"nodeSelector": {"zone": "b"}}, {}, False),
     ],
 )
-def test_nodes_that_would_not_take_the_pod_anyway_do_not_count(
-    spec: dict[str, Any], where: dict[str, Any], crowded: bool
+def test_nodes_that_do_not_accept_the_pod_are_ignored(
+    spec: dict[str, Any], node_spec: dict[str, Any], expected: bool
 ) -> None:
     assert (
-        bool(
-            insufficient_resources.insufficient_resources(engine(**spec), [node("a", **where)], [])
-        )
-        is crowded
+        bool(insufficient_resources(decode_pod(engine(**spec)), [node("a", **node_spec)], []))
+        is expected
     )
 
 
 def test_requests_are_counted_with_and_without_the_injected_containers() -> None:
-    described = engine()["spec"]
-    with_tiers = insufficient_resources.asked(described, with_injected=True)
-    without = insufficient_resources.asked(described, with_injected=False)
+    spec = decode_pod(engine()).spec
+    with_tiers, without = pod_requests(spec), pod_requests(without_injected(spec))
     assert (without["memory"], with_tiers["memory"]) == (32 << 30, 72 << 30)
     assert "cpu" not in without

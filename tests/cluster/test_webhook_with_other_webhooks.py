@@ -1,4 +1,4 @@
-"""Other webhooks change pods before and after KVTier's; neither spoils what the other did."""
+"""Other mutating webhooks before and after KVTier's: neither reverts the changes of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller with exactly the rights that the code names: nothing is forbidden, and without any one rule something is."""
+"""The controller with the permissions that the code declares: all are sufficient, and each is needed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Limited:
             await self._admin.delete(kind, None, self._namespace, uid=found["metadata"]["uid"])
 
 
-def test_with_exactly_these_rights_nothing_that_it_does_is_forbidden(full_cluster: Any) -> None:
+def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
     """A policy's whole life: made, changed, its claims replaced, deleted, and what it left removed."""
 
     async def story() -> None:
@@ -153,9 +153,7 @@ def test_with_exactly_these_rights_nothing_that_it_does_is_forbidden(full_cluste
 @pytest.mark.parametrize(
     "cut", ALWAYS_CALLED, ids=lambda cut: "-".join(cut.resources).replace("/", "-")
 )
-def test_without_one_rule_a_call_is_forbidden_and_the_controller_says_so(
-    full_cluster: Any, cut: Permission
-) -> None:
+def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) -> None:
     async def story() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)

@@ -1,4 +1,4 @@
-"""A policy that is deleted: the directory that it leaves is told of, on a real API server."""
+"""Deleting a policy on a real API server: its orphaned directory is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPORT = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
 
 
-def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log(
+def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_log(
     kubernetes_cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
@@ -33,13 +33,13 @@ def test_the_directory_of_a_policy_that_goes_is_named_in_an_event_and_in_the_log
                     uids[name] = found["metadata"]["uid"]
                     await client.delete(POLICIES, namespace, name, uid=uids[name])
 
-                async def told() -> list[Any]:
+                async def posted() -> list[Any]:
                     events = await client.list(EVENTS, namespace)
                     return [each for each in events if each["reason"] == "DataLeft"]
 
-                (event,) = await until("an Event says what stays", told)
+                (event,) = await until("an Event says what stays", posted)
             words = (
-                f"tier shared: directory {namespace}/{uids['chat']} in nas.example:/kv/chat stays"
+                f"tier shared: directory {namespace}/{uids['chat']} stays in nas.example:/kv/chat"
             )
             assert event["message"].startswith(words)
             assert event["involvedObject"]["uid"] == uids["chat"]

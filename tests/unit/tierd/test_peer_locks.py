@@ -13,16 +13,16 @@ import pytest
 
 from kvtier.harness.tierd_testbed import environment, wait_for
 from kvtier.processes import Liveness, ProcessIdentity, own_identity
-from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, is_held, own_lock
+from kvtier.tierd.liveness import PEERS_NAME, PeerLiveness, hold_peer_lock, is_lock_held
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from kvtier.tierd import liveness
 if "reserve" in sys.argv:
-    liveness.reserve()
+    liveness.reserve_descriptor()
 fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
-name = liveness.own_lock(Path(sys.argv[1]))
+name = liveness.hold_peer_lock(Path(sys.argv[1]))
 if "fork" in sys.argv:
     child = os.fork()
     if not child:
@@ -31,7 +31,8 @@ if "fork" in sys.argv:
     print(child, flush=True)
 elif "exec" in sys.argv:
     print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
-number = next(n for n in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{n}").endswith(name))
+fds = os.listdir("/proc/self/fd")
+number = next(n for n in fds if os.path.realpath(f"/proc/self/fd/{n}").endswith(name))
 print(f"lock {name} {number} {fillers[0]}", flush=True)
 time.sleep(60)
 """
@@ -84,9 +85,9 @@ def far(name: str) -> ProcessIdentity:
 def test_a_lock_is_held_until_its_process_is_killed(tmp_path: Path, holders: list[Holder]) -> None:
     holder = Holder(tmp_path)
     holders.append(holder)
-    assert is_held(tmp_path / PEERS_NAME, holder.name) is True
+    assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is True
     holder.kill()
-    assert is_held(tmp_path / PEERS_NAME, holder.name) is False
+    assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is False
 
 
 @pytest.mark.parametrize("how", ["fork", "exec"])
@@ -95,10 +96,10 @@ def test_children_that_outlive_their_parent_do_not_keep_its_lock(
 ) -> None:
     holder = Holder(tmp_path, how)
     holders.append(holder)
-    assert is_held(tmp_path / PEERS_NAME, holder.name) is True
+    assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is True
     holder.kill()
     os.kill(holder.child, 0)
-    assert is_held(tmp_path / PEERS_NAME, holder.name) is False
+    assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is False
 
 
 def test_a_child_that_ends_does_not_take_its_parents_lock_along(
@@ -108,7 +109,7 @@ def test_a_child_that_ends_does_not_take_its_parents_lock_along(
     holders.append(holder)
     os.kill(holder.child, signal.SIGKILL)
     wait_for(lambda: _state(holder.child) == "Z", "the child has ended")
-    assert is_held(tmp_path / PEERS_NAME, holder.name) is True
+    assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is True
 
 
 def test_the_lock_lies_below_what_is_opened_after_the_reservation(
@@ -154,7 +155,7 @@ def test_a_process_that_can_be_seen_is_judged_by_its_id(tmp_path: Path) -> None:
     fates = PeerLiveness(tmp_path)
     assert fates(ProcessIdentity(me.pid, me.start, me.pid_namespace, "0123")) is Liveness.ALIVE
     assert (
-        fates(ProcessIdentity(me.pid, me.start + 1, me.pid_namespace, own_lock(tmp_path)))
+        fates(ProcessIdentity(me.pid, me.start + 1, me.pid_namespace, hold_peer_lock(tmp_path)))
         is Liveness.GONE
     )
 
@@ -162,12 +163,12 @@ def test_a_process_that_can_be_seen_is_judged_by_its_id(tmp_path: Path) -> None:
 def test_a_process_has_one_lock_in_a_directory_and_takes_another_if_the_file_is_gone(
     tmp_path: Path,
 ) -> None:
-    name = own_lock(tmp_path)
-    assert own_lock(tmp_path) == name
+    name = hold_peer_lock(tmp_path)
+    assert hold_peer_lock(tmp_path) == name
     (tmp_path / PEERS_NAME / name).unlink()
-    other = own_lock(tmp_path)
+    other = hold_peer_lock(tmp_path)
     assert other != name
-    assert is_held(tmp_path / PEERS_NAME, other) is True
+    assert is_lock_held(tmp_path / PEERS_NAME, other) is True
 
 
 def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(
@@ -189,7 +190,7 @@ def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(
 def test_a_lock_can_be_tried_by_every_user_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        name = own_lock(tmp_path)
+        name = hold_peer_lock(tmp_path)
     finally:
         os.umask(before)
     assert (tmp_path / PEERS_NAME).stat().st_mode & 0o777 == 0o777

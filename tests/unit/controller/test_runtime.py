@@ -17,7 +17,7 @@ from tests.support.processes import ended_while_importing
 from kvtier import __version__
 from kvtier_operator import runtime
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.controller.metrics import ControllerMetrics
+from kvtier_operator.controller.metrics import PolicyMetrics
 from kvtier_operator.kube.resources import CONFIG_MAPS
 from kvtier_operator.runtime import ApiMetrics, new_registry
 from kvtier_operator.settings import Monitoring
@@ -112,7 +112,7 @@ def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
     asyncio.run(story())
 
 
-def test_policies_are_counted_by_condition_and_pods_by_state_and_go_with_their_policy() -> None:
+def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_exists() -> None:
     condition = {"type": "Ready", "reason": "R", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     statuses = {
         ("n", name): PolicyStatus.model_validate(
@@ -124,7 +124,7 @@ def test_policies_are_counted_by_condition_and_pods_by_state_and_go_with_their_p
         for name, verdict in (("a", "True"), ("b", "True"), ("c", "False"))
     }
     registry = new_registry()
-    ControllerMetrics(registry).follow(lambda: 4, statuses.items)
+    PolicyMetrics(registry, lambda: 4, statuses.items)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -139,7 +139,9 @@ def test_policies_are_counted_by_condition_and_pods_by_state_and_go_with_their_p
 
 
 def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    """In a container nobody does it for a first process that has no handler: its pod stays for its grace period."""
+    """In a container nobody does it for a first process that has no handler: its pod stays for its
+    grace period.
+    """
     assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0
 
 

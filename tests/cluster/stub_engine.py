@@ -1,5 +1,6 @@
-"""An engine that starts in a second: it attaches to tierd as vLLM's connector does (with ``kvtier.harness.stub_engine``) and is
-asked over HTTP. For tests of what happens around an engine's container; what an engine computes is no matter there.
+"""A stub engine that starts in a second: it attaches to tierd as vLLM's connector does (with
+``kvtier.harness.stub_engine``) and is controlled over HTTP. For tests of the engine's container; it
+computes nothing.
 
     GET /health        200 once it listens: it serves whether or not there are tiers
     GET /seen          {"configured", "attached", "stored", "loaded", "promoted", "wrong", "lost", ...}
@@ -60,10 +61,10 @@ class StandIn:
         """What happened so far."""
         if self._engine is None:
             return {"configured": False, "attached": False, "problem": self.problem}
-        told = asdict(self._engine.seen)
+        state = asdict(self._engine.seen)
         held = {"credits": self._engine.credits, "refusal": self._engine.client.refusal}
         return {
-            **told,
+            **state,
             **held,
             "configured": True,
             "attached": self._engine.usable,

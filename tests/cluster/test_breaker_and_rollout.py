@@ -1,5 +1,5 @@
-"""What the controller does about pods, on a real API server with controllers and scheduler: it frees what attaching keeps
-from starting, tells of pods that do not end, and restarts workloads when it is asked to.
+"""The injection breaker, overdue pods and workload restarts on a real API server with controllers and
+scheduler.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.cluster.status_world import Place, PlayedTierd, controlled, told
+from tests.cluster.status_fixtures import (
+    FakeTierdServer,
+    StatusNamespace,
+    run_story,
+    running_controller,
+)
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document
 
@@ -25,22 +30,22 @@ from kvtier_operator.kube.resources import (
     Object,
 )
 
-Tell = Callable[[Callable[[Place], Awaitable[None]]], None]
+RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 20}}
 RESTARTING = {"rollout": {"strategy": "RestartWorkloads"}}
 
 
 @pytest.fixture
-def tell(full_cluster: Any, full_api: Any, nodes: ModuleType) -> Tell:
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
     """Runs a story in a labelled namespace of its own."""
-    return lambda story: told(story, full_cluster, full_api, nodes)
+    return lambda story: run_story(story, full_cluster, full_api, nodes)
 
 
-def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_ends_with_its_time(
-    tell: Tell,
+def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
+    run: RunStory,
 ) -> None:
-    async def story(where: Place) -> None:
-        async with controlled(where):
+    async def story(where: StatusNamespace) -> None:
+        async with running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -72,16 +77,16 @@ def test_a_mount_that_fails_is_told_by_the_kubelets_events_and_the_suspension_en
             )
             await where.until("Attached", "Unknown", "NoPods", seconds=60)
 
-    tell(story)
+    run(story)
 
 
-def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner(
-    tell: Tell,
+def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
+    run: RunStory,
 ) -> None:
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         quota = {"metadata": {"name": "gold"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
         await where.client.create(QUOTAS, where.namespace, quota)
-        async with controlled(where):
+        async with running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -96,12 +101,12 @@ def test_pods_that_a_quota_refuses_because_of_what_was_added_suspend_their_owner
             assert (suspended["kind"], suspended["reason"]) == ("ReplicaSet", "Refused")
             assert "exceeded quota: gold" in condition(found, "Attached")["message"]
 
-    tell(story)
+    run(story)
 
 
-def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with controlled(where):
+def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -113,24 +118,24 @@ def test_a_pod_that_no_node_takes_because_of_its_tiers_claim_is_freed(tell: Tell
                 'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
             )
 
-    tell(story)
+    run(story)
 
 
-def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
-    tell: Tell, monkeypatch: pytest.MonkeyPatch
+def test_an_overdue_pod_is_reported_with_node_and_mount(
+    run: RunStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtier_operator.controller.pods import terminating
 
     monkeypatch.setattr(terminating, "OVERDUE_SECONDS", 2.0)
 
-    async def story(where: Place) -> None:
+    async def story(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
             "fileSystem": {"capacity": "64Mi", "sharing": "Node", "volume": volume},
         }
         allowed = {"allowedVolumes": [{"namespaces": ["*"], "hostPath": "/mnt"}]}
-        async with PlayedTierd() as tierd, controlled(where, allowed):
+        async with FakeTierdServer() as tierd, running_controller(where, allowed):
             await where.policy(tiers=[disk])
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -149,7 +154,7 @@ def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
             await where.pods()
             status = await where.until("TiersHealthy", "False", "StuckTerminating")
             message = condition(status, "TiersHealthy")["message"]
-            assert f"pod {name} on node {where.node} should be gone" in message
+            assert f"pod {name} on node {where.node} still exists" in message
             assert "hostPath /mnt/disk (tier disk)" in message
             told_about = {
                 event["involvedObject"]["name"] for event in await where.events("StuckTerminating")
@@ -158,17 +163,17 @@ def test_a_pod_that_does_not_end_is_reported_with_node_and_mount(
             await where.finish(name)
             await where.until("Attached", "False", "Starting")
 
-    tell(story)
+    run(story)
 
 
-async def replica_sets(where: Place, name: str) -> list[Object]:
+async def replica_sets(where: StatusNamespace, name: str) -> list[Object]:
     found = await where.client.list(REPLICA_SETS, where.namespace)
     return [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == name]
 
 
-def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             first = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
             for name in ("a", "b"):
@@ -210,7 +215,7 @@ def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: T
                 assert len(await replica_sets(where, name)) == 2
             assert len(await where.events("WorkloadRestarted")) == 2
 
-    async def roll(where: Place, name: str, structural_hash: str) -> None:
+    async def roll(where: StatusNamespace, name: str, structural_hash: str) -> None:
         """The new pod of a Deployment runs with another structure, and the old one ends."""
         sets = await replica_sets(where, name)
         marks = {
@@ -239,12 +244,12 @@ def test_outdated_deployments_are_restarted_one_after_the_other_and_once(tell: T
 
         await until(f"the old pod of {name} ends", old_goes)
 
-    tell(story)
+    run(story)
 
 
-def test_what_is_not_restarted_says_why(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**RESTARTING)
             await where.until("Attached", "Unknown", "NoPods")
             pod = where.injected(tierd.port, "older000")
@@ -258,16 +263,16 @@ def test_what_is_not_restarted_says_why(tell: Tell) -> None:
             await where.client.create(PODS, where.namespace, body)
             found = await where.until("UpToDate", "False", "RestartUnsupported")
             assert (
-                "pod alone is not restarted: nobody would replace it"
+                "KVTier does not restart pod alone: it has no owner that would replace it"
                 in condition(found, "UpToDate")["message"]
             )
 
-    tell(story)
+    run(story)
 
 
-def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where):
+def test_a_group_with_different_structures_is_mixed(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -288,12 +293,15 @@ def test_a_group_whose_pods_differ_is_mixed(tell: Tell) -> None:
                 in condition(found, "UpToDate")["message"]
             )
 
-    tell(story)
+    run(story)
 
 
-def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
-    async def story(where: Place) -> None:
-        async with PlayedTierd() as tierd, controlled(where, {"controller": {"pollSeconds": 0.1}}):
+def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
+    async def story(where: StatusNamespace) -> None:
+        async with (
+            FakeTierdServer() as tierd,
+            running_controller(where, {"controller": {"pollSeconds": 0.1}}),
+        ):
             await where.policy()
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
                 "structuralHash"
@@ -317,15 +325,15 @@ def test_statuses_are_written_rarely_while_bytes_flow(tell: Tell) -> None:
             after = await where.client.get(POLICIES, where.namespace, "chat")
             assert after["metadata"]["resourceVersion"] == version
 
-    tell(story)
+    run(story)
 
 
-def test_the_status_is_refused_by_nobody(tell: Tell) -> None:
+def test_the_api_server_accepts_the_status(run: RunStory) -> None:
     """Every field that is written fits the definition: the API server prunes what it does not know, so what was written is read
     back whole."""
 
-    async def story(where: Place) -> None:
-        async with controlled(where):
+    async def story(where: StatusNamespace) -> None:
+        async with running_controller(where):
             await where.policy(**SHORT)
             await where.until("Attached", "Unknown", "NoPods")
             found = await where.client.get(POLICIES, where.namespace, "chat")
@@ -336,4 +344,4 @@ def test_the_status_is_refused_by_nobody(tell: Tell) -> None:
             with pytest.raises(ApiError, match="404"):
                 await where.client.get(POLICIES, where.namespace, "nobody")
 
-    tell(story)
+    run(story)

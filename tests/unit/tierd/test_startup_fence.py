@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.processes import Liveness, ProcessIdentity
-from kvtier.tierd.fencing import BLIND_SECONDS, AttachedWorker, SessionFiles, StartupFence
+from kvtier.tierd.fencing import (
+    UNVERIFIABLE_TIMEOUT_SECONDS,
+    AttachedWorker,
+    SessionFiles,
+    StartupFence,
+)
 
 FAR = ProcessIdentity(7, 70, "elsewhere")
 NEAR = ProcessIdentity(8, 80, "here")
@@ -35,7 +40,7 @@ def make(directory: Path, *workers: AttachedWorker) -> tuple[StartupFence, Sessi
 
 
 def test_without_predecessors_there_is_no_fence(tmp_path: Path) -> None:
-    assert not make(tmp_path)[0].closed
+    assert not make(tmp_path)[0].is_active
 
 
 def test_what_was_written_is_read_by_the_next_one(tmp_path: Path) -> None:
@@ -45,30 +50,30 @@ def test_what_was_written_is_read_by_the_next_one(tmp_path: Path) -> None:
 
 def test_it_opens_when_each_worker_has_drained_its_epoch(tmp_path: Path) -> None:
     fence, files, _ = make(tmp_path, worker(NEAR), worker(FAR, epoch=5))
-    fence.hello(worker(NEAR), 2)
+    fence.worker_attached(worker(NEAR), 2)
     assert len(fence.waiting) == 2
-    fence.hello(worker(NEAR), 3)
+    fence.worker_attached(worker(NEAR), 3)
     assert fence.waiting == [worker(FAR, epoch=5)]
-    fence.hello(worker(FAR), 9)
-    assert not fence.closed
+    fence.worker_attached(worker(FAR), 9)
+    assert not fence.is_active
     assert files.read() == []
 
 
 def test_another_process_or_rank_cannot_speak_for_it(tmp_path: Path) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR))
-    fence.hello(worker(ProcessIdentity(8, 81, "here")), 9)
-    fence.hello(worker(NEAR, rank=1), 9)
-    fence.hello(worker(NEAR, engine="f"), 9)
-    assert fence.closed
+    fence.worker_attached(worker(ProcessIdentity(8, 81, "here")), 9)
+    fence.worker_attached(worker(NEAR, rank=1), 9)
+    fence.worker_attached(worker(NEAR, engine="f"), 9)
+    assert fence.is_active
 
 
 def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
     fence, files, fates = make(tmp_path, worker(NEAR))
     fence.check(100.0)
-    assert fence.closed
+    assert fence.is_active
     fates.gone.add(NEAR)
     fence.check(100.5)
-    assert not fence.closed
+    assert not fence.is_active
     assert files.read() == []
 
 
@@ -76,18 +81,18 @@ def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_e
     tmp_path: Path,
 ) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR))
-    fence.check(100.0 + BLIND_SECONDS - 0.1)
+    fence.check(100.0 + UNVERIFIABLE_TIMEOUT_SECONDS - 0.1)
     assert len(fence.waiting) == 2
-    fence.check(100.0 + BLIND_SECONDS)
+    fence.check(100.0 + UNVERIFIABLE_TIMEOUT_SECONDS)
     assert fence.waiting == [worker(NEAR)]
     fence.check(1e9)
-    assert fence.closed
+    assert fence.is_active
 
 
 def test_a_file_that_cannot_be_read_stands_for_a_worker_that_cannot_be_seen(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     fence, _, _ = make(tmp_path)
     fence.check(100.0)
-    assert fence.closed
-    fence.check(100.0 + BLIND_SECONDS)
-    assert not fence.closed
+    assert fence.is_active
+    fence.check(100.0 + UNVERIFIABLE_TIMEOUT_SECONDS)
+    assert not fence.is_active
