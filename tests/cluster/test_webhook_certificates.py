@@ -24,13 +24,13 @@ from tests.cluster.admission import (
     pod,
     policy,
 )
+from tests.support import webhook_configurations as rendered
 
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.rotate import rotate_certificates
 from kvtier_operator.kube.client import ApiClient
 from kvtier_operator.kube.credentials import from_kubeconfig
-from kvtier_operator.render import admission as rendered
 
 LIFETIME_SECONDS, RENEW_BEFORE_SECONDS = 200, 40
 SETTLE_SECONDS = certificates.settle_seconds(RENEW_BEFORE_SECONDS)

@@ -21,7 +21,7 @@ from kvtier_operator.certs.serve import (
     UnusableCertificateError,
 )
 from kvtier_operator.injection.existing_config import GROUP_LABEL
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.kube import trim
 from kvtier_operator.kube.cache import Change, Watch, WatchedCache
 from kvtier_operator.kube.client import ApiClient
@@ -70,7 +70,7 @@ async def serve(
 
     cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
     lister = WebhookLister(cache, settings, wall_clock)
-    server = AdmissionServer(settings, lister, serving, metrics, attach)
+    server = AdmissionServer(settings, lister, serving, metrics, inject)
     state = runtime.Health()
     state.live("webhook", server.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))
