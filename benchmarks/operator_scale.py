@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -31,12 +32,16 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 import clusters
-from tests.support import controllers
 
-from common import options, progress, report
-from kvtier_operator.api import names
-from kvtier_operator.kube.client import ApiClient, connect
-from kvtier_operator.kube.resources import PODS, POLICIES, ApiError, Kind
+# The repository's tests, and not a package of that name that another distribution has installed.
+sys.modules["tests"] = ModuleType("tests")
+sys.modules["tests"].__path__ = [str(Path(__file__).resolve().parents[1] / "tests")]
+from tests.support import controllers  # noqa: E402
+
+from common import options, progress, report  # noqa: E402
+from kvtier_operator.api import names  # noqa: E402
+from kvtier_operator.kube.client import ApiClient, connect  # noqa: E402
+from kvtier_operator.kube.resources import PODS, POLICIES, ApiError, Kind  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW_PODS = 50

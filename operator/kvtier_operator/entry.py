@@ -1,8 +1,7 @@
 """Where the command ``kvtier-operator`` begins: it can be ended before it can do anything else.
 
 The first process of a container is not ended by a signal that it does not handle, and importing the rest takes a second or more.
-A pod that is told to go in that time would stay for its whole grace period of half a minute, and with it the controller that is
-to come after it: there is one at a time.
+A pod that is told to go in that time would stay for its whole grace period of half a minute.
 """
 
 from __future__ import annotations

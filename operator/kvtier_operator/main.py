@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -22,7 +22,8 @@ from typer.main import get_command
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier_operator import runtime
-from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube import credentials
+from kvtier_operator.kube.client import ApiClient, open_api
 from kvtier_operator.runtime import ApiMetrics, new_registry
 from kvtier_operator.settings import DEFAULT_FILE, Settings, load
 
@@ -59,10 +60,17 @@ class Surroundings:
     """What a part of the operator is given to run."""
 
     settings: Settings
-    client: ApiClient
+    access: credentials.Credentials
+    api: Any
     api_metrics: ApiMetrics
     registry: CollectorRegistry
     stop: asyncio.Event
+
+    def client(self, write_seconds: Callable[[], float] = lambda: float("inf")) -> ApiClient:
+        """A client; see there for ``write_seconds``."""
+        return ApiClient(
+            self.api, self.access, observer=self.api_metrics.call, write_seconds=write_seconds
+        )
 
 
 Part = Callable[[Surroundings], Awaitable[None]]
@@ -75,18 +83,27 @@ def controller(
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
-    """Follows policies: applies what they need, reports about them, re-tunes and restarts. One at a time."""
+    """Follows policies: applies what they need, reports about them, re-tunes and restarts. One replica works at a time."""
     from kvtier_operator.controller.controller import control
+    from kvtier_operator.controller.metrics import LeaderMetrics
+    from kvtier_operator.kube.election import Elector, elector_of
 
     async def part(given: Surroundings) -> None:
         state = runtime.Health()
+        chosen = given.settings.controller.leader_election
+        elector: Elector | None = None
+        if chosen.enabled:
+            on_change = LeaderMetrics(given.registry).changed
+            elector = elector_of(given.api, given.settings.namespace, chosen, on_change)
+        client = given.client() if elector is None else given.client(elector.remaining_seconds)
         async with runtime.serve(given.settings.monitoring, given.registry, state):
             await control(
                 given.settings,
-                given.client,
+                client,
                 given.stop,
                 registry=given.registry,
                 health=state,
+                elector=elector,
                 on_restart=given.api_metrics.restart,
             )
 
@@ -106,7 +123,7 @@ def webhook(
     async def part(given: Surroundings) -> None:
         await serve(
             given.settings,
-            given.client,
+            given.client(),
             given.stop,
             registry=given.registry,
             on_restart=given.api_metrics.restart,
@@ -155,9 +172,10 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     registry = new_registry()
     api_metrics = ApiMetrics(registry)
-    async with connect(kubeconfig, context, observer=api_metrics.call) as client:
+    access = await credentials.load(kubeconfig, context)
+    async with open_api(access) as api:
         running = asyncio.ensure_future(
-            part(Surroundings(settings, client, api_metrics, registry, stop))
+            part(Surroundings(settings, access, api, api_metrics, registry, stop))
         )
         asked = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)

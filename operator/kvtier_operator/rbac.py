@@ -127,6 +127,21 @@ CONTROLLER: tuple[Permission, ...] = (
         only_with=CREATE_VOLUMES,
     ),
     Permission(
+        "coordination.k8s.io",
+        ("leases",),
+        ("create",),
+        "leader election: creates the Lease",
+        scope=Scope.OWN,
+    ),
+    Permission(
+        "coordination.k8s.io",
+        ("leases",),
+        ("get", "update"),
+        "leader election: holds, renews and releases the Lease",
+        scope=Scope.OWN,
+        names=("kvtier-controller",),
+    ),
+    Permission(
         "",
         ("secrets",),
         ("create",),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvtier.errors import ConfigurationError
@@ -93,6 +93,25 @@ class Webhook(Section):
     certificates: Certificates = Certificates()
 
 
+class LeaderElection(Section):
+    """Leader election among the controller's replicas. Another replica takes over at most
+    ``lease_seconds + 2 * retry_seconds`` after the leader was killed. Without ``enabled``, run one replica only.
+    """
+
+    enabled: bool = True
+    lease_seconds: Annotated[int, Field(ge=5, le=300)] = 10
+    renew_deadline_seconds: Annotated[float, Field(ge=2)] = 6
+    retry_seconds: Annotated[float, Field(ge=1)] = 2
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LeaderElection:
+        if not 1.2 * self.retry_seconds < self.renew_deadline_seconds < self.lease_seconds - 1:
+            raise ValueError(
+                "must hold: 1.2 * retrySeconds < renewDeadlineSeconds < leaseSeconds - 1"
+            )
+        return self
+
+
 class Controller(Section):
     """Periods and bounds of the controller."""
 
@@ -107,6 +126,7 @@ class Controller(Section):
     Conditions, states and pod counts are written at once.
     """
     max_reconciles_per_second: Annotated[float, Field(gt=0)] = 20
+    leader_election: LeaderElection = LeaderElection()
 
 
 class Monitoring(Section):

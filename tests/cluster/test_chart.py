@@ -87,9 +87,9 @@ def test_an_installed_chart_is_a_definition_two_deployments_and_webhooks_that_fa
 
     def pods() -> Any:
         found = full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")[1]["items"]
-        return found if len(found) == 3 else None
+        return found if len(found) == 4 else None
 
-    nodes.wait_for("one controller's pod and two webhook's", pods)
+    nodes.wait_for("two pods of the controller and two of the webhook", pods)
     # Nothing answers behind the Service, and everything can be created and deleted nevertheless.
     assert full_api.request("POST", POLICIES.format("default"), policy("first"))[0] == 201
     namespace = nodes.make_namespace(full_api, "labelled", {"kvtier.io/inject": "enabled"})
@@ -116,10 +116,10 @@ def test_the_operators_pods_are_admitted_under_the_restricted_pod_security_stand
         )
         release.install()
         nodes.wait_for(
-            "three pods",
+            "four pods",
             lambda: (
                 len(full_api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")[1]["items"])
-                == 3
+                == 4
             ),
         )
     finally:

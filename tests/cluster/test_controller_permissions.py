@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tests.support import controllers
 from tests.support.controllers import file_tier, policy, running, settings, settled, until
 
-from kvtier_operator.kube.client import ApiClient, connect
+from kvtier_operator.kube.client import ApiClient, connect, open_client
 from kvtier_operator.kube.credentials import from_kubeconfig
 from kvtier_operator.kube.resources import CLAIMS, POLICIES, VOLUMES, Kind
 from kvtier_operator.rbac import CONTROLLER, Permission, Scope, rules
@@ -37,8 +38,9 @@ TIERS = [
     ),
 ]
 FOLLOWED = [each for each in CONTROLLER if each.scope is not Scope.OWN and not each.names]
-ALWAYS_CALLED = [each for each in FOLLOWED if each.resources not in (("namespaces",), ("nodes",))]
-"""Namespaces and nodes are only asked about when a pod was missed or finds no node."""
+SOMETIMES_CALLED = ("namespaces", "nodes", "leaderworkersets")
+"""Asked about only if a pod was missed, if one finds no node, and if the kind is served."""
+ALWAYS_CALLED = [each for each in FOLLOWED if not set(each.resources) & set(SOMETIMES_CALLED)]
 
 
 def _all_rules(permissions: Sequence[Permission]) -> list[dict[str, Any]]:
@@ -60,7 +62,7 @@ class Limited:
         self._permissions = permissions
         self.said: Counter[tuple[str, str, int]] = Counter()
 
-    async def client(self) -> ApiClient:
+    async def client(self) -> AbstractAsyncContextManager[ApiClient]:
         name, group = self._namespace, "rbac.authorization.k8s.io"
         await self._admin.apply(
             ROLES,
@@ -88,9 +90,9 @@ class Limited:
         tokens = replace(ACCOUNTS, plural="serviceaccounts/limited/token", kind="TokenRequest")
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         token = (await self._admin.create(tokens, self._namespace, request))["status"]["token"]
-        access = from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
-        access.read_token = lambda: token
-        return ApiClient(access, observer=self._observe)
+        access = await from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
+        access.configuration.api_key["BearerToken"] = f"Bearer {token}"
+        return open_client(access, observer=self._observe)
 
     def _observe(self, verb: str, kind: str, status: int, seconds: float) -> None:
         self.said[verb, kind, status] += 1

@@ -29,8 +29,7 @@ from tests.support import webhook_configurations as rendered
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.rotate import rotate_certificates
-from kvtier_operator.kube.client import ApiClient
-from kvtier_operator.kube.credentials import from_kubeconfig
+from kvtier_operator.kube.client import connect
 
 LIFETIME_SECONDS, RENEW_BEFORE_SECONDS = 200, 40
 SETTLE_SECONDS = certificates.settle_seconds(RENEW_BEFORE_SECONDS)
@@ -49,9 +48,7 @@ class Keeper:
         )
 
     async def _run(self) -> None:
-        async with ApiClient(
-            from_kubeconfig(self._cluster.kubeconfig, self._cluster.context)
-        ) as client:
+        async with connect(self._cluster.kubeconfig, self._cluster.context) as client:
             await rotate_certificates(
                 client, self._settings, self._stop, changed=self._changed, wall_clock=self.now
             )

@@ -17,8 +17,8 @@ from kvtier_operator.api import crd
 from kvtier_operator.controller.children.observe import NAMESPACE_LABEL
 from kvtier_operator.controller.controller import Controller
 from kvtier_operator.controller.enqueue import OURS
-from kvtier_operator.kube.cache import Pace
 from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.kopf_thread import Pace
 from kvtier_operator.kube.queue import Pauses
 from kvtier_operator.kube.resources import (
     CLAIMS,
@@ -37,17 +37,23 @@ DEFINITIONS = Kind(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
 )
 WAIT_SECONDS = 60.0
-QUICK = Pace(first_pause_seconds=0.05, last_pause_seconds=0.5, absent_seconds=5.0)
+QUICK = Pace(
+    first_pause_seconds=0.05, last_pause_seconds=0.5, restart_seconds=0.5, absent_seconds=5.0
+)
 QUICK_PAUSES = Pauses(first_seconds=0.05, last_seconds=0.5)
 
 
 def settings(namespace: str | None = None, **sections: Any) -> Settings:
-    """Settings for tests: only ``namespace`` is watched, certificates are somebody else's."""
+    """Settings for tests: only ``namespace`` is watched, without certificates and election."""
     return Settings.model_validate(
         {
             "watchNamespaces": [namespace] if namespace else [],
             "webhook": {"certificates": {"mode": "Mounted"}},
             "monitoring": {"host": "127.0.0.1", "port": 0},
+            "controller": {
+                "leaderElection": {"enabled": False},
+                **(sections.pop("controller", None) or {}),
+            },
             **sections,
         }
     )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvtier_operator.kube.cache import Change, Store, place
-from kvtier_operator.kube.client import Page, WatchEvent
+from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
+from kvtier_operator.kube.lister import Change, Lister, Store, place
 from kvtier_operator.kube.resources import ApiError, Client, Kind, NotingCache, Object
 
 LIST_KEYS = {
@@ -45,10 +45,9 @@ class MemoryCluster(Client):
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
         self._clock = clock
-        self._changes: list[tuple[int, Kind, Change, Object]] = []
-        self._moved = asyncio.Event()
         self.on_change = on_change
         self.version = 0
+        self.down = False
         for kind, each in objects:
             self.put(kind, each)
 
@@ -97,46 +96,6 @@ class MemoryCluster(Client):
             for each in self._store.of(kind, namespace)
             if _selected(each, labels)
         ]
-
-    async def page(
-        self,
-        kind: Kind,
-        namespace: str | None = None,
-        *,
-        labels: str = "",
-        fields: str = "",
-        next_page: str = "",
-        limit: int = 500,
-    ) -> Page:
-        """For ``WatchedCache``: pages of the state at the first page's time."""
-        start = int(next_page or 0)
-        items = [
-            dict(each) for each in await self.list(kind, namespace, labels=labels, fields=fields)
-        ]
-        rest = str(start + limit) if start + limit < len(items) else ""
-        return Page(items[start : start + limit], str(self.version), rest)
-
-    async def watch(
-        self,
-        kind: Kind,
-        namespace: str | None,
-        resource_version: str,
-        *,
-        labels: str = "",
-        fields: str = "",
-        seconds: int,
-        idle_seconds: float,
-    ) -> AsyncIterator[WatchEvent]:
-        """For ``WatchedCache``: all changes after a version, for ever."""
-        seen = int(resource_version)
-        while True:
-            self._moved.clear()
-            for number, changed, change, found in list(self._changes):
-                here = namespace is None or place(found)[0] == namespace
-                if number > seen and changed == kind and here and _selected(found, labels):
-                    seen = number
-                    yield WatchEvent(change.value, copy.deepcopy(dict(found)))
-            await self._moved.wait()
 
     async def create(self, kind: Kind, namespace: str | None, body: Object) -> Object:
         metadata = dict(body["metadata"])
@@ -227,8 +186,6 @@ class MemoryCluster(Client):
         return kept
 
     def _tell(self, kind: Kind, found: Object, change: Change) -> None:
-        self._changes.append((self.version, kind, change, found))
-        self._moved.set()
         if self.on_change is not None:
             self.on_change(kind, found, change)
 
@@ -236,6 +193,41 @@ class MemoryCluster(Client):
     def _missing(kind: Kind, name: str) -> ApiError:
         group = f".{kind.group}" if kind.group else ""
         return ApiError(404, "NotFound", f'{kind.plural}{group} "{name}" not found')
+
+
+class MemoryWatcher:
+    """Fills a lister from a ``MemoryCluster``, except while the cluster is ``down``."""
+
+    def __init__(
+        self,
+        client: MemoryCluster,
+        lister: Lister,
+        *,
+        pace: Pace = DEFAULT_PACE,
+        on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
+    ) -> None:
+        self._cluster = client
+        self._lister = lister
+
+    def stuck(self) -> str:
+        return ""
+
+    async def run(self) -> None:
+        seen = -1
+        while True:
+            if not self._cluster.down and seen != self._cluster.version:
+                seen = self._cluster.version
+                for source in self._lister.sources:
+                    kind, labels = source.watch.kind, source.watch.labels
+                    there = await self._cluster.list(kind, source.namespace, labels=labels)
+                    uids = {each["metadata"]["uid"] for each in there}
+                    for uid, held in self._lister.by_uid(source).items():
+                        if uid not in uids:
+                            self._lister.drop(kind, held)
+                    for each in there:
+                        self._lister.put(kind, source.watch.trim(dict(each)))
+                    self._lister.mark_synced(source)
+            await asyncio.sleep(0.005)
 
 
 class MemoryCache(NotingCache):

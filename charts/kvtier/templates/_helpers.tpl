@@ -40,6 +40,10 @@ controller:
   pollConcurrency: {{ .Values.controller.pollConcurrency | int64 }}
   statusBytesSeconds: {{ .Values.controller.statusBytesSeconds }}
   maxReconcilesPerSecond: {{ .Values.controller.maxReconcilesPerSecond }}
+  leaderElection:
+    leaseSeconds: {{ .Values.controller.leaderElection.leaseSeconds | int64 }}
+    renewDeadlineSeconds: {{ .Values.controller.leaderElection.renewDeadlineSeconds }}
+    retrySeconds: {{ .Values.controller.leaderElection.retrySeconds }}
 monitoring:
   port: {{ .Values.monitoring.port | int64 }}
 clusterDomain: {{ .Values.clusterDomain }}

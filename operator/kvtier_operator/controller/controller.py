@@ -46,10 +46,12 @@ from kvtier_operator.controller.status.serialize import (
     parse_status,
     to_dict,
 )
-from kvtier_operator.kube.cache import Change, Pace, WatchedCache
-from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.election import Elector
+from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
+from kvtier_operator.kube.lister import Change, Lister
 from kvtier_operator.kube.queue import Key, Pauses, WorkQueue
 from kvtier_operator.kube.resources import POLICIES, ApiError, Client, Kind, NotingCache, Object
+from kvtier_operator.kube.watcher import MakeWatcher, Watcher
 from kvtier_operator.runtime import Health, about
 from kvtier_operator.settings import CertificateMode, Settings
 
@@ -75,7 +77,6 @@ FAULTS = (
     KVTierError,
 )
 """What a fault of ours raises (``RecursionError`` is a ``RuntimeError``). It concerns the policy at hand, and must not stop the others."""
-DEFAULT_PACE = Pace()
 DEFAULT_PAUSES = Pauses()
 STUCK_SECONDS = 300.0
 """A worker that was not seen for so long is stuck."""
@@ -209,14 +210,20 @@ class Reconciler:
 
 
 class Controller:
-    """Caches, queue and workers around a ``Reconciler``."""
+    """Lister, queue and workers around a ``Reconciler``.
+
+    Without ``elector`` it always works; with one, for as long as this replica is the leader. The
+    lister is kept up to date in any case.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        client: ApiClient,
+        client: Any,
         registry: CollectorRegistry,
         *,
+        elector: Elector | None = None,
+        make_watcher: MakeWatcher = Watcher,
         on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
         pace: Pace = DEFAULT_PACE,
         pauses: Pauses = DEFAULT_PAUSES,
@@ -228,9 +235,10 @@ class Controller:
         self._metrics = ControllerMetrics(registry)
         self.queue = WorkQueue(settings.controller.max_reconciles_per_second, pauses, clock=clock)
         self.triggers = Enqueuer(self.queue.add, self._gone)
-        self.cache = WatchedCache(
-            client, watches(settings), self._changed, pace=pace, on_restart=on_restart, clock=clock
-        )
+        self.cache = Lister(watches(settings), self._changed, clock)
+        self._watcher = make_watcher(client, self.cache, pace=pace, on_restart=on_restart)
+        self._elector = elector
+        self._leads = False
         self._tokens = PolicyTokens(client, settings.controller.resync_seconds, clock)
         self._poller = PodPoller(settings, self.queue.add)
         recorder = EventRecorder(client, clock)
@@ -252,23 +260,21 @@ class Controller:
     def stuck(self) -> str:
         """Whether its loop has stopped turning."""
         silent = self._clock() - self._seen
-        return f"nothing was looked at for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+        if silent > STUCK_SECONDS:
+            return f"nothing was looked at for {silent:.0f} s"
+        return self._watcher.stuck()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until ``stop`` is set: then no policy is begun any more, and those that are being looked at are finished or
         left where they are; the next start goes on from there.
         """
-        parts: list[Coroutine[Any, Any, None]] = [
-            self.cache.run(),
-            self._beat(),
-            self._poller.run(stop),
-            self._follow(),
-        ]
-        if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
-            parts.append(
-                rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
-            )
-        running = [asyncio.ensure_future(each) for each in (*parts, _until(stop))]
+
+        async def work() -> None:
+            await self._work_as_leader(stop)
+
+        lead = work() if self._elector is None else self._elector.run(work)
+        parts = (self._watcher.run(), self._beat(), lead, _until(stop))
+        running = [asyncio.ensure_future(each) for each in parts]
         try:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for each in done:
@@ -278,8 +284,27 @@ class Controller:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
+    async def _work_as_leader(self, stop: asyncio.Event) -> None:
+        """Until it is cancelled. All policies are reconciled, because another leader may have been
+        interrupted at any point.
+        """
+        parts: list[Coroutine[Any, Any, None]] = [self._poller.run(stop), self._follow()]
+        if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
+            parts.append(
+                rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
+            )
+        self._leads = True
+        for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
+            self.queue.add(key)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for each in parts:
+                    group.create_task(each)
+        finally:
+            self._leads = False
+
     async def _follow(self) -> None:
-        """Works once the caches are complete: what is not known yet must not be taken for missing."""
+        """Works once the lister is synced: what is not known yet must not be taken for missing."""
         await self.cache.wait_synced()
         logger.info("caches are complete", extra={"policies": len(self.triggers.index.keys())})
         async with asyncio.TaskGroup() as group:
@@ -311,6 +336,9 @@ class Controller:
             logger.exception("a fault of the operator")
             self._failed(key, "Fault", repr(error), 0.0)
             return
+        except asyncio.CancelledError:
+            self.queue.done(key)
+            raise
         finally:
             self._metrics.seconds.observe(time.perf_counter() - began)
         self.queue.done(key)
@@ -364,6 +392,8 @@ class Controller:
         self.queue.forget(key)
         self._tokens.forget(known.uid)
         self._pods.forget(key)
+        if not self._leads:
+            return
         try:
             self._left.put_nowait(known)
         except asyncio.QueueFull:
@@ -403,15 +433,16 @@ async def _until(stop: asyncio.Event) -> None:
 
 async def control(
     settings: Settings,
-    client: ApiClient,
+    client: Client,
     stop: asyncio.Event,
     *,
     registry: CollectorRegistry,
     health: Health,
+    elector: Elector | None = None,
     on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
 ) -> None:
     """Follows policies until ``stop`` is set."""
-    controller = Controller(settings, client, registry, on_restart=on_restart)
+    controller = Controller(settings, client, registry, elector=elector, on_restart=on_restart)
     health.live("loop", controller.stuck)
     health.ready("caches", controller.problem)
     await controller.run(stop)

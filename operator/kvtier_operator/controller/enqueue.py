@@ -12,7 +12,7 @@ from kvtier_operator.api.settings import RolloutStrategy
 from kvtier_operator.controller.children.observe import CachedPolicy, volume_owner
 from kvtier_operator.controller.index import PolicyIndex
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.cache import Change, Watch
+from kvtier_operator.kube.lister import Change, Watch
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import (
     CLAIMS,

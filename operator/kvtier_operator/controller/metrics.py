@@ -147,3 +147,23 @@ class PodMetrics(Collector):
             "Pods whose /status is polled.",
             self._poller.polled_pods,
         )
+
+
+class LeaderMetrics:
+    """Leader election. ``changed`` is told of the start and the end of each term."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.leads = Gauge(
+            "kvtier_operator_leader", "1 while this replica is the leader.", registry=registry
+        )
+        self.lost = Counter(
+            "kvtier_operator_leader_lost",
+            "Terms that ended before the process did.",
+            registry=registry,
+        )
+
+    def changed(self, leads: bool) -> None:
+        """This replica became the leader, or no longer is."""
+        self.leads.set(int(leads))
+        if not leads:
+            self.lost.inc()

@@ -1,1 +1,1 @@
-"""The API server as the controller and the webhook see it: a client, and caches that watches keep true."""
+"""Access to the Kubernetes API: calls, watches, listers and leader election."""

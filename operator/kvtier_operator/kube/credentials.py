@@ -1,8 +1,8 @@
-"""How the API server is reached: address, TLS and bearer token, from inside a pod or from a kubeconfig.
+"""Credentials for the API server, shared by the Kubernetes client and kopf.
 
-In a pod the service account's token and CA are files that the kubelet replaces: the token is read again every minute
-and after a 401. A kubeconfig is loaded by Kubernetes' own library (exec plug-ins, all spellings of certificates), which
-is imported only then: a pod does not pay for it.
+In a pod the kubelet replaces the service account's token, so the token file is read again every
+minute and after a 401 response. A kubeconfig is loaded by the Kubernetes client library, which
+supports exec plug-ins and all spellings of certificates; it is loaded again after a 401 response.
 """
 
 from __future__ import annotations
@@ -10,119 +10,149 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
 from kvtier.errors import ConfigurationError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_SECONDS = 60.0
-"""As client-go does: a bound token is replaced long before it ends."""
+"""The maximum age of a token that was read from a file; client-go uses the same value."""
+
+Load = Callable[[], Awaitable[Any]]
 
 
-@dataclass(slots=True)
-class Access:
-    """Where the API server is and how to be let in.
+class Credentials:
+    """The server's address, TLS configuration and bearer token.
 
-    ``server``: scheme, host and port. ``make_tls`` is called for each new set of connections, so that a replaced CA is
-    followed; None: plain HTTP. ``read_token`` returns the token (without ``Bearer``) or None. Use from one thread.
+    ``load`` returns a new ``Configuration``. If it fails later on, the last token stays in use.
+    Safe to use from several event loops. ``clock`` is monotonic.
     """
 
-    server: str
-    make_tls: Callable[[], ssl.SSLContext] | None = None
-    read_token: Callable[[], str | None] = lambda: None
-    server_name: str | None = None
-    clock: Callable[[], float] = time.monotonic
-    _token: str | None = field(default=None, init=False)
-    _read_at: float = field(default=float("-inf"), init=False)
+    def __init__(
+        self,
+        configuration: Any,
+        load: Load,
+        max_age_seconds: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.configuration = configuration
+        self._load = load
+        self._max_age_seconds = max_age_seconds
+        self._clock = clock
+        self._loaded_at = clock()
+        configuration.refresh_api_key_hook = self._refresh
+        # As kubectl does, a proxy is used only where the kubeconfig names one.
+        configuration.client_session_kwargs = {"trust_env": False}
 
-    def token(self) -> str | None:
-        """The token, at most a minute old. One that cannot be read for a moment stays the last one."""
-        now = self.clock()
-        if now - self._read_at >= TOKEN_SECONDS:
-            try:
-                self._token = self.read_token()
-            except OSError:
-                if self._token is None:
-                    raise
-            self._read_at = now
-        return self._token
+    @property
+    def server(self) -> str:
+        """Scheme, host, port and, behind some gateways, a path."""
+        return str(self.configuration.host).rstrip("/")
 
-    def refused(self) -> None:
-        """The server answered 401: the token is read again before the next call."""
-        self._read_at = float("-inf")
+    @property
+    def server_name(self) -> str | None:
+        """The name that the server's certificate is checked for, if not the host's."""
+        return self.configuration.tls_server_name or None
+
+    def tls(self) -> ssl.SSLContext:
+        """A new TLS context; the CA and client certificate files are read again."""
+        context: ssl.SSLContext = RESTClientObject(self.configuration).ssl_context
+        return context
+
+    async def authorization(self) -> str | None:
+        """The value of the ``Authorization`` header."""
+        token = await self.configuration.get_api_key_with_prefix("BearerToken")
+        if not token:
+            basic = bool(self.configuration.username)
+            return str(self.configuration.get_basic_auth_token()) if basic else None
+        return str(token) if " " in token else f"Bearer {token}"
+
+    def expire(self) -> None:
+        """Loads the token again before the next request, because the server rejected it."""
+        self._loaded_at = float("-inf")
+
+    async def _refresh(self, configuration: Any) -> None:
+        now = self._clock()
+        if now - self._loaded_at < self._max_age_seconds and self._loaded_at > float("-inf"):
+            return
+        self._loaded_at = now
+        try:
+            configuration.api_key = (await self._load()).api_key
+        except (config.ConfigException, ConfigurationError, OSError, aiohttp.ClientError):
+            return
+
+
+async def load(kubeconfig: Path | None = None, context: str | None = None) -> Credentials:
+    """The credentials of a kubeconfig or of one of its contexts, else of the pod's service account.
+
+    Raises ``ConfigurationError``.
+    """
+    if kubeconfig is None and context is None:
+        return in_cluster()
+    return await from_kubeconfig(kubeconfig, context)
 
 
 def in_cluster(
-    directory: Path = SERVICE_ACCOUNT, environment: dict[str, str] | None = None
-) -> Access:
-    """Access of a pod's service account. Raises ``ConfigurationError`` outside of a pod."""
+    directory: Path = SERVICE_ACCOUNT,
+    environment: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Credentials:
+    """The credentials of the pod's service account. Raises ``ConfigurationError``."""
     given = os.environ if environment is None else environment
     host, port = given.get("KUBERNETES_SERVICE_HOST"), given.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise ConfigurationError(
             "KUBERNETES_SERVICE_HOST",
             host or "",
-            "set in every pod; outside of a cluster give --kubeconfig",
+            "must be set, as it is in a pod; else use --kubeconfig",
         )
     token, authority = directory / "token", directory / "ca.crt"
     for path in (token, authority):
         if not path.is_file():
             raise ConfigurationError(
-                str(path), "missing", "a pod with automountServiceAccountToken has it"
+                str(path), "missing", "must exist; see automountServiceAccountToken"
             )
 
-    def tls() -> ssl.SSLContext:
-        return ssl.create_default_context(cafile=str(authority))
+    def read() -> Any:
+        configuration = Configuration()
+        configuration.host = f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        configuration.ssl_ca_cert = str(authority)
+        configuration.api_key["BearerToken"] = f"Bearer {token.read_text(encoding='ascii').strip()}"
+        return configuration
 
-    def read() -> str:
-        return token.read_text(encoding="ascii").strip()
+    async def reload() -> Any:
+        return read()
 
-    return Access(f"https://{f'[{host}]' if ':' in host else host}:{port}", tls, read)
-
-
-def from_kubeconfig(path: Path | None, context: str | None = None) -> Access:
-    """Access of a context of a kubeconfig (None: ``KUBECONFIG`` or ``~/.kube/config``; the current context). Raises
-    ``ConfigurationError``.
-    """
-    # Heavy, and of no use in a pod.
-    from kubernetes.client import Configuration
-    from kubernetes.config import ConfigException, kube_config
-
-    configuration: Any = Configuration()
-    configuration.host = ""
     try:
-        kube_config.load_kube_config(
-            str(path) if path is not None else None,
-            context=context,
-            client_configuration=configuration,
-            persist_config=False,
-        )
-    except (ConfigException, OSError, TypeError) as error:
+        return Credentials(read(), reload, TOKEN_SECONDS, clock)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(str(token), str(error), "must be readable") from error
+
+
+async def from_kubeconfig(path: Path | None, context: str | None = None) -> Credentials:
+    """The credentials of a context of a kubeconfig; without a context, of the current one.
+
+    Without a path, ``KUBECONFIG`` or ``~/.kube/config`` is used. Raises ``ConfigurationError``.
+    """
+
+    async def read() -> Any:
+        configuration = Configuration()
+        configuration.host = ""
+        name = str(path) if path is not None else None
+        await config.load_kube_config(name, context, configuration, persist_config=False)
+        return configuration
+
+    try:
+        return Credentials(await read(), read)
+    except (config.ConfigException, OSError, TypeError, ValueError) as error:
         shown = str(path) if path is not None else "KUBECONFIG"
-        raise ConfigurationError(shown, str(error), "a kubeconfig with the context") from error
-
-    def tls() -> ssl.SSLContext:
-        made = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-        if configuration.cert_file:
-            made.load_cert_chain(configuration.cert_file, configuration.key_file)
-        if not configuration.verify_ssl:
-            made.check_hostname = False
-            made.verify_mode = ssl.CERT_NONE
-        return made
-
-    def read() -> str | None:
-        if configuration.refresh_api_key_hook is not None:
-            configuration.refresh_api_key_hook(configuration)
-        token = configuration.api_key.get("BearerToken") or configuration.api_key.get(
-            "authorization"
-        )
-        return str(token).removeprefix("Bearer ") if token else None
-
-    server = str(configuration.host).rstrip("/")
-    name = getattr(configuration, "tls_server_name", None)
-    return Access(
-        server, tls if server.startswith("https://") else None, read, server_name=name or None
-    )
+        raise ConfigurationError(
+            shown, str(error), "must be a kubeconfig with the context"
+        ) from error

@@ -23,8 +23,7 @@ from kvtier_operator.certs.serve import (
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.inject import inject
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.cache import Change, Watch, WatchedCache
-from kvtier_operator.kube.client import ApiClient
+from kvtier_operator.kube.lister import Change, Lister, Watch
 from kvtier_operator.kube.resources import (
     LIMIT_RANGES,
     NAMESPACES,
@@ -36,6 +35,7 @@ from kvtier_operator.kube.resources import (
     Kind,
     Object,
 )
+from kvtier_operator.kube.watcher import MakeWatcher, Watcher
 from kvtier_operator.settings import CertificateMode, Settings
 from kvtier_operator.webhook.listener import AdmissionServer
 from kvtier_operator.webhook.lister import WebhookLister
@@ -46,10 +46,11 @@ logger = logging.getLogger(__name__)
 
 async def serve(
     settings: Settings,
-    client: ApiClient,
+    client: Any,
     stop: asyncio.Event,
     *,
     registry: CollectorRegistry | None = None,
+    make_watcher: MakeWatcher = Watcher,
     on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
     wall_clock: Callable[[], float] = time.time,
     freeze: Callable[[], None] = gc.freeze,
@@ -68,13 +69,15 @@ async def serve(
         else:
             lister.changed(kind, found, change)
 
-    cache = WatchedCache(client, watches(settings), changed, on_restart=on_restart)
+    cache = Lister(watches(settings), changed)
+    watcher = make_watcher(client, cache, on_restart=on_restart)
     lister = WebhookLister(cache, settings, wall_clock)
     server = AdmissionServer(settings, lister, serving, metrics, inject)
     state = runtime.Health()
     state.live("webhook", server.stuck)
+    state.live("watches", watcher.stuck)
     state.ready("webhook", lambda: _why_not_ready(server, cache))
-    following = [asyncio.ensure_future(cache.run())]
+    following = [asyncio.ensure_future(watcher.run())]
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
         directory = CertificateDirectory(settings.webhook.certificates.directory, serving)
         following.append(asyncio.ensure_future(directory.watch()))
@@ -140,7 +143,7 @@ class SecretFollower:
             )
 
 
-async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
+async def _settle(cache: Lister, freeze: Callable[[], None]) -> None:
     """Excludes the initial contents of the caches from garbage collection, which would delay
     admissions in a large cluster.
     """
@@ -149,7 +152,7 @@ async def _settle(cache: WatchedCache, freeze: Callable[[], None]) -> None:
     freeze()
 
 
-def _why_not_ready(server: AdmissionServer, cache: WatchedCache) -> str:
+def _why_not_ready(server: AdmissionServer, cache: Lister) -> str:
     why = server.why_not_ready()
     problems = cache.problems() if why else {}
     return (

@@ -178,20 +178,17 @@ def test_pods_meet_the_restricted_pod_security_standard() -> None:
         assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
-def test_there_is_one_controller_and_two_webhooks_on_different_nodes() -> None:
+def test_there_are_two_of_each_that_prefer_different_nodes() -> None:
     objects = render()
-    controller = one(objects, "Deployment", "kvtier-controller")["spec"]
-    assert controller["replicas"] == 1
-    assert controller["strategy"] == {"type": "Recreate"}
-    webhook = one(objects, "Deployment", "kvtier-webhook")["spec"]
-    assert webhook["replicas"] == 2
-    term = webhook["template"]["spec"]["affinity"]["podAntiAffinity"][
-        "preferredDuringSchedulingIgnoredDuringExecution"
-    ][0]
-    assert (
-        term["podAffinityTerm"]["labelSelector"]["matchLabels"]
-        == webhook["selector"]["matchLabels"]
-    )
+    for name in ("kvtier-controller", "kvtier-webhook"):
+        spec = one(objects, "Deployment", name)["spec"]
+        assert spec["replicas"] == 2
+        assert spec["strategy"]["type"] == "RollingUpdate"
+        term = spec["template"]["spec"]["affinity"]["podAntiAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ][0]
+        labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert labels == spec["selector"]["matchLabels"]
     assert one(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
     accounts = {body["metadata"]["name"] for body in objects if body["kind"] == "ServiceAccount"}
     assert accounts == {"kvtier-controller", "kvtier-webhook"}
@@ -470,6 +467,7 @@ def test_every_setting_can_be_set_by_the_chart() -> None:
         "mutatingConfiguration",
         "validatingConfiguration",
         "extraNames",
+        "enabled",  # a process without leader election is for tests
     }
     written = yaml.safe_load(one(render(), "ConfigMap")["data"]["settings.yaml"])
 

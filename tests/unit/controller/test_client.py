@@ -13,15 +13,38 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 from kvtier.errors import ConfigurationError
-from kvtier_operator.kube.client import ApiClient, Limits
-from kvtier_operator.kube.credentials import Access, from_kubeconfig, in_cluster
+from kvtier_operator.kube.client import ApiClient, Limits, open_api
+from kvtier_operator.kube.credentials import (
+    TOKEN_SECONDS,
+    Credentials,
+    from_kubeconfig,
+    in_cluster,
+)
 from kvtier_operator.kube.resources import CONFIG_MAPS, ApiError
 
 BODY = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": "n"}}
 QUICK = Limits(deadline_seconds=5, attempt_seconds=0.5, first_pause_seconds=0.01)
 Answer = Callable[[web.Request, int], Awaitable[web.StreamResponse]]
+
+
+def credentials(
+    server: str,
+    read_token: Callable[[], str] = lambda: "",
+    clock: Callable[[], float] = time.monotonic,
+) -> Credentials:
+    def read() -> Any:
+        configuration = Configuration()
+        configuration.host = server
+        configuration.api_key["BearerToken"] = f"Bearer {read_token()}"
+        return configuration
+
+    async def load() -> Any:
+        return read()
+
+    return Credentials(read(), load, TOKEN_SECONDS, clock)
 
 
 class Server:
@@ -41,6 +64,7 @@ def told(
     answer: Answer,
     story: Callable[[ApiClient, Server], Awaitable[None]],
     limits: Limits = QUICK,
+    options: dict[str, Any] | None = None,
     **access: Any,
 ) -> None:
     async def run() -> None:
@@ -53,10 +77,11 @@ def told(
         await site.start()
         port = runner.addresses[0][1]
         try:
-            async with ApiClient(
-                Access(f"http://127.0.0.1:{port}", **access), limits, jitter=lambda: 0.5
-            ) as client:
-                await story(client, server)
+            given = credentials(f"http://127.0.0.1:{port}", **access)
+            async with open_api(given) as api:
+                await story(
+                    ApiClient(api, given, limits, jitter=lambda: 0.5, **(options or {})), server
+                )
         finally:
             await runner.cleanup()
 
@@ -198,10 +223,13 @@ def test_a_token_that_cannot_be_read_for_a_moment_stays_the_last_one() -> None:
             raise OSError("the kubelet is replacing it")
         return "one"
 
-    access = Access("http://none", read_token=read, clock=lambda: clock[0])
-    assert access.token() == "one"
-    clock[0] = 100.0
-    assert access.token() == "one"
+    async def story() -> None:
+        access = credentials("http://none", read_token=read, clock=lambda: clock[0])
+        assert await access.authorization() == "Bearer one"
+        clock[0] = 100.0
+        assert await access.authorization() == "Bearer one"
+
+    asyncio.run(story())
 
 
 def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> None:
@@ -220,48 +248,6 @@ def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> No
         assert bodies[2]["preconditions"] == {"uid": "u", "resourceVersion": "7"}
 
     told(gone, story)
-
-
-def test_an_event_larger_than_any_buffer_and_cut_anywhere_is_read_whole() -> None:
-    large = "x" * 300_000
-    lines = [
-        {"type": "ADDED", "object": {"metadata": {"name": "a"}, "data": {"k": large}}},
-        {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}},
-    ]
-
-    async def stream(request: web.Request, number: int) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        for start in range(0, len(content), 70_001):
-            await response.write(content[start : start + 70_001])
-        return response
-
-    async def story(client: ApiClient, server: Server) -> None:
-        events = [
-            event async for event in client.watch(CONFIG_MAPS, "n", "1", seconds=5, idle_seconds=5)
-        ]
-        assert [event.type for event in events] == ["ADDED", "BOOKMARK"]
-        assert events[0].object["data"]["k"] == large
-        assert server.asked[0].query["allowWatchBookmarks"] == "true"
-
-    told(stream, story)
-
-
-def test_a_watch_that_says_nothing_ends_as_idle() -> None:
-    async def silent(request: web.Request, number: int) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await asyncio.sleep(30)
-        return response
-
-    async def story(client: ApiClient, server: Server) -> None:
-        with pytest.raises(ApiError) as caught:
-            async for _ in client.watch(CONFIG_MAPS, "n", "1", seconds=5, idle_seconds=0.1):
-                pass
-        assert (caught.value.status, caught.value.reason) == (0, "Idle")
-
-    told(silent, story)
 
 
 def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None:
@@ -287,7 +273,7 @@ def test_every_attempt_is_observed() -> None:
         return status(500) if number == 1 else web.json_response(BODY)
 
     async def story(client: ApiClient, server: Server) -> None:
-        client._observer = lambda verb, kind, code, seconds: seen.append((verb, kind, code))
+        client.observer = lambda verb, kind, code, seconds: seen.append((verb, kind, code))
         await client.get(CONFIG_MAPS, "n", "a")
         assert seen == [("get", "ConfigMap", 500), ("get", "ConfigMap", 200)]
 
@@ -302,7 +288,7 @@ def test_outside_of_a_pod_the_error_says_what_to_give(tmp_path: Path) -> None:
             tmp_path, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
         )
     with pytest.raises(ConfigurationError, match="kubeconfig"):
-        from_kubeconfig(tmp_path / "missing")
+        asyncio.run(from_kubeconfig(tmp_path / "missing"))
 
 
 def test_in_a_pod_the_account_is_used_and_followed(tmp_path: Path) -> None:
@@ -312,8 +298,73 @@ def test_in_a_pod_the_account_is_used_and_followed(tmp_path: Path) -> None:
         tmp_path, {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     )
     assert access.server == "https://[fd00::1]:443"
-    assert access.token() == "first"
-    (tmp_path / "token").write_text("second\n")
-    assert access.token() == "first"
-    access.refused()
-    assert access.token() == "second"
+
+    async def story() -> None:
+        assert await access.authorization() == "Bearer first"
+        (tmp_path / "token").write_text("second\n")
+        assert await access.authorization() == "Bearer first"
+        access.expire()
+        assert await access.authorization() == "Bearer second"
+
+    asyncio.run(story())
+
+
+def test_uids_are_listed_page_by_page_and_again_from_the_start_if_the_snapshot_expires() -> None:
+    async def pages(request: web.Request, number: int) -> web.Response:
+        assert "PartialObjectMetadataList" in request.headers["Accept"]
+        if number == 2:
+            return status(410, "Expired")
+        more = {"continue": "next"} if number in (1, 3) else {}
+        items = [{"metadata": {"uid": f"u{number}", "name": "a"}}] if number != 5 else None
+        metadata = {"resourceVersion": str(number), **more}
+        return web.json_response({"metadata": metadata, "items": items})
+
+    async def story(client: ApiClient, server: Server) -> None:
+        assert await client.identities(CONFIG_MAPS, "n") == (frozenset({"u3", "u4"}), 4)
+        assert await client.identities(CONFIG_MAPS, "n") == (frozenset(), 5)
+
+    told(pages, story)
+
+
+def test_kinds_of_a_group_that_is_not_served_are_none() -> None:
+    async def groups(request: web.Request, number: int) -> web.Response:
+        if request.path == "/apis/kvtier.io/v1alpha1":
+            return web.json_response({"resources": [{"name": "kvtierpolicies"}]})
+        return status(404)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        assert await client.served("kvtier.io", "v1alpha1") == {"kvtierpolicies"}
+        assert await client.served("other.io", "v1") == frozenset()
+
+    told(groups, story)
+
+
+def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
+    remaining = [10.0]
+
+    async def slow(request: web.Request, number: int) -> web.Response:
+        if request.method != "GET":
+            await asyncio.sleep(5)
+        return web.json_response(BODY)
+
+    async def story(client: ApiClient, server: Server) -> None:
+        remaining[0] = 0.1
+        with pytest.raises(ApiError) as caught:
+            await client.apply(CONFIG_MAPS, BODY)
+        assert caught.value.reason == "Timeout"
+        remaining[0] = 0.0
+        server.asked.clear()
+        for call in (
+            client.apply(CONFIG_MAPS, BODY),
+            client.create(CONFIG_MAPS, "n", BODY),
+            client.patch(CONFIG_MAPS, "n", "a", {}),
+            client.delete(CONFIG_MAPS, "n", "a", uid="u"),
+        ):
+            with pytest.raises(ApiError) as caught:
+                await call
+            assert caught.value.reason == "NotLeader"
+        assert server.asked == []
+        assert await client.get(CONFIG_MAPS, "n", "a") == BODY
+
+    limits = Limits(deadline_seconds=2, attempts=1)
+    told(slow, story, limits, options={"write_seconds": lambda: remaining[0]})

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("operator", "payload")
-NOT_IN_THE_OPERATOR = {"blake3", "kubernetes", "numpy", "psutil", "pyzmq"}
+NOT_IN_THE_OPERATOR = {"blake3", "numpy", "psutil", "pyzmq"}
 
 
 def build(out: Path) -> str:

@@ -15,52 +15,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.memory_cluster import MemoryCluster
+from tests.support.memory_cluster import MemoryCluster, MemoryWatcher
 from tests.unit.webhook.fixtures import SERVING, admission_review, body, pod, policy_document
 
 from kvtier_operator.certs import certificates
-from kvtier_operator.kube.client import WatchEvent
-from kvtier_operator.kube.resources import NODES, PODS, POLICIES, SECRETS, ApiError, Kind
+from kvtier_operator.kube.resources import NODES, PODS, POLICIES, SECRETS
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 WAIT_SECONDS = 30
-
-
-class Flaky(MemoryCluster):
-    """Watches end with 410 whenever ``lose`` is called, and see nothing of what happened before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = False
-        self._lost = asyncio.Event()
-
-    def lose(self) -> None:
-        self._lost.set()
-        self._lost = asyncio.Event()
-
-    async def page(self, kind: Kind, namespace: str | None = None, **more: Any) -> Any:
-        if self.down:
-            raise ApiError(503, "ServiceUnavailable", "down")
-        return await super().page(kind, namespace, **more)
-
-    async def watch(
-        self, kind: Kind, namespace: str | None, resource_version: str, **more: Any
-    ) -> Any:
-        if self.down:
-            yield WatchEvent("ERROR", {"code": 410, "reason": "Expired"})
-            return
-        lost, changes = self._lost, super().watch(kind, namespace, resource_version, **more)
-        while True:
-            waits = [asyncio.ensure_future(anext(changes)), asyncio.ensure_future(lost.wait())]
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for each in waits:
-                each.cancel()
-            if waits[1] in done:
-                yield WatchEvent("ERROR", {"code": 410, "reason": "Expired"})
-                return
-            yield waits[0].result()
 
 
 def free_port() -> int:
@@ -101,7 +65,9 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running, asyncio.Event]]:
+async def serving(
+    cluster: MemoryCluster, **options: Any
+) -> AsyncIterator[tuple[Running, asyncio.Event]]:
     monitoring = {"host": "127.0.0.1", "port": free_port()}
     webhook = {"host": "127.0.0.1", "port": free_port(), "drainSeconds": 0, **options}
     settings = Settings.model_validate({"monitoring": monitoring, "webhook": webhook})
@@ -109,7 +75,9 @@ async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running
     frozen: list[bool] = []
     running = asyncio.ensure_future(
         # The tests' own process has to go on collecting its garbage.
-        serve(settings, cluster, stop, freeze=lambda: frozen.append(True))  # type: ignore[arg-type]
+        serve(
+            settings, cluster, stop, freeze=lambda: frozen.append(True), make_watcher=MemoryWatcher
+        )
     )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
     async with (
@@ -123,8 +91,8 @@ async def serving(cluster: Flaky, **options: Any) -> AsyncIterator[tuple[Running
     assert frozen == [True]
 
 
-def cluster() -> Flaky:
-    made = Flaky()
+def cluster() -> MemoryCluster:
+    made = MemoryCluster()
     made.put(SECRETS, secret())
     made.put(POLICIES, policy_document())
     return made
@@ -141,7 +109,7 @@ def secret() -> dict[str, Any]:
 
 def test_the_webhook_is_ready_once_it_has_certificate_and_caches() -> None:
     async def go() -> None:
-        made = Flaky()
+        made = MemoryCluster()
         made.put(POLICIES, policy_document())
         async with serving(made) as (running, _):
 
@@ -162,8 +130,6 @@ def test_objects_deleted_while_a_watch_was_down_are_dropped() -> None:
         async with serving(made) as (running, _):
             await running.until("attached", running.attached)
             made.down = True
-            made.lose()
-            await asyncio.sleep(0.1)
             made.remove(POLICIES, SERVING, "chat")
             # The API server is away: what was known stays known, and pods are attached by it.
             assert await running.attached()
@@ -225,7 +191,7 @@ def test_a_port_in_use_ends_the_process_with_the_reason() -> None:
                 {"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}}
             )
             with pytest.raises(OSError, match="address already in use"):
-                await serve(settings, cluster(), asyncio.Event())  # type: ignore[arg-type]
+                await serve(settings, cluster(), asyncio.Event(), make_watcher=MemoryWatcher)
 
     asyncio.run(go())
 

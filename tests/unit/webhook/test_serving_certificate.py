@@ -14,7 +14,7 @@ from kvtier_operator.certs.serve import (
     ServingCertificate,
     UnusableCertificateError,
 )
-from kvtier_operator.kube.cache import Change
+from kvtier_operator.kube.lister import Change
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import SecretFollower
 
