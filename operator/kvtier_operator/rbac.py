@@ -1,8 +1,8 @@
-"""The rights that the operator's two processes need, as data: the chart renders them, a test compares, the docs list
-them.
+"""RBAC rules of the operator's two processes, as data. The chart renders them, and the
+documentation lists them.
 
-Secrets are the reason for care: nothing here may list or watch them, but for the webhook the one Secret of its own certificate, so that a
-stolen token of the operator reads only Secrets whose names the thief knows. A rule names its purpose, because a right that nobody can explain should go.
+No rule allows list or watch of Secrets, except the webhook's own certificate by name. With a
+stolen token of the operator, only Secrets with known names can be read. Each rule has its purpose.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from kvtier_operator.settings import CertificateMode, Settings
 
 CREATE_VOLUMES: Final = "storage.createVolumes"
 SELF_MANAGED: Final = "webhook.certificates.mode=SelfManaged"
-"""Where certificates are mounted, the kubelet reads their Secret and whoever keeps it writes the caBundle: neither process does."""
+"""With mounted certificates the kubelet reads the Secret, and its owner writes the caBundle;
+the operator needs no rights."""
 
 
 class Scope(StrEnum):
-    """Where a rule has to hold: in every namespace that is watched (ClusterRole, or a Role in each of
-    ``watchNamespaces``), in the whole cluster because the kind has no namespace, or in the operator's namespace."""
+    """Scope of a rule: every watched namespace (a ClusterRole, or a Role in each of
+    ``watchNamespaces``), the cluster (for kinds without namespace), or the operator's namespace.
+    """
 
     WATCHED = "Watched"
     CLUSTER = "Cluster"
@@ -30,7 +32,10 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One RBAC rule. ``only_with``: the setting without which it is not given (``settings_on``); empty: always."""
+    """One RBAC rule.
+
+    ``only_with``: the setting that requires it (``settings_on``); empty: always.
+    """
 
     group: str
     resources: tuple[str, ...]
@@ -41,7 +46,7 @@ class Permission:
     only_with: str = ""
 
     def rule(self) -> dict[str, Any]:
-        """As it stands in a Role."""
+        """The rule of a Role."""
         return {
             "apiGroups": [self.group],
             "resources": list(self.resources),
@@ -52,70 +57,72 @@ class Permission:
 
 READ = ("get", "list", "watch")
 CONTROLLER: tuple[Permission, ...] = (
-    Permission("kvtier.io", ("kvtierpolicies",), READ, "follows policies"),
-    Permission("kvtier.io", ("kvtierpolicies/status",), ("patch",), "reports about policies"),
+    Permission("kvtier.io", ("kvtierpolicies",), READ, "reads policies"),
+    Permission(
+        "kvtier.io", ("kvtierpolicies/status",), ("patch",), "writes the status of policies"
+    ),
     Permission(
         "",
         ("configmaps",),
         ("get", "list", "watch", "create", "patch", "delete"),
-        "live values, and for ConfigMapOnly the structure; removes its own of policies that changed or died",
+        "writes the live values, and the structure for ConfigMapOnly; deletes orphaned ones",
     ),
     Permission(
         "",
         ("secrets",),
         ("get", "create", "delete"),
-        "the bearer token of a policy's pods: reads the one it knows by name, creates it, removes a predecessor's",
+        "reads, creates and replaces the bearer token of a policy's pods, by name",
     ),
     Permission(
         "",
         ("persistentvolumeclaims",),
         ("get", "list", "watch", "create", "patch", "delete"),
-        "claims of claimTemplate and NFS tiers, their state, removal of those that no policy and no pod uses",
+        "manages the claims of claimTemplate and NFS tiers; deletes orphaned ones",
     ),
     Permission(
         "",
         ("pods",),
         (*READ, "delete"),
-        "finds attached and missed pods; frees one that attaching kept down",
+        "finds injected and missed pods; deletes a pod that injection prevents from starting",
     ),
     Permission(
         "",
         ("events",),
         (*READ, "create", "patch"),
-        "sees refused pods (FailedCreate), tells about its own",
+        "reads FailedCreate Events of rejected pods; writes Events",
     ),
     Permission("apps", ("replicasets",), READ, "finds the Deployment of a pod"),
     Permission(
         "apps",
         ("deployments", "statefulsets"),
         (*READ, "patch"),
-        "availability, and RestartWorkloads",
+        "reads availability; restarts workloads for RestartWorkloads",
     ),
     Permission(
         "leaderworkerset.x-k8s.io",
         ("leaderworkersets",),
         (*READ, "patch"),
-        "availability, and RestartWorkloads",
+        "reads availability; restarts workloads for RestartWorkloads",
     ),
     Permission(
         "",
         ("namespaces",),
         ("get",),
-        "whether the webhook is asked about a missed pod",
+        "finds why the webhook did not see a pod",
         scope=Scope.CLUSTER,
     ),
     Permission(
         "",
         ("nodes",),
         ("list",),
-        "whether a pod that finds no node would find one without tiers",
+        "finds whether a pending pod would fit a node without tiers",
         scope=Scope.CLUSTER,
     ),
     Permission(
         "",
         ("persistentvolumes",),
         ("get", "list", "watch", "create", "patch", "delete"),
-        "volumes of NFS tiers, and removal of those whose policy is gone",
+        "manages the volumes of NFS tiers; deletes orphaned ones",
         scope=Scope.CLUSTER,
         only_with=CREATE_VOLUMES,
     ),
@@ -138,7 +145,7 @@ CONTROLLER: tuple[Permission, ...] = (
         "",
         ("secrets",),
         ("create",),
-        "the webhook's certificates, where it makes them itself",
+        "creates the Secret of self-managed certificates",
         scope=Scope.OWN,
         only_with=SELF_MANAGED,
     ),
@@ -155,42 +162,48 @@ CONTROLLER: tuple[Permission, ...] = (
         "admissionregistration.k8s.io",
         ("mutatingwebhookconfigurations", "validatingwebhookconfigurations"),
         ("get", "patch"),
-        "writes the CA by which the API server knows the webhook",
+        "writes the CA of the webhook's certificate",
         scope=Scope.CLUSTER,
         names=("kvtier",),
         only_with=SELF_MANAGED,
     ),
 )
-"""What ``kvtier-operator controller`` needs."""
+"""Rules of ``kvtier-operator controller``."""
 WEBHOOK: tuple[Permission, ...] = (
-    Permission("kvtier.io", ("kvtierpolicies",), READ, "which policy governs a pod"),
-    Permission("", ("pods",), READ, "siblings in a group of a LeaderWorkerSet"),
-    Permission("", ("limitranges", "resourcequotas"), READ, "what would be refused is left alone"),
+    Permission("kvtier.io", ("kvtierpolicies",), READ, "finds the policy that governs a pod"),
+    Permission("", ("pods",), READ, "finds the other pods of a LeaderWorkerSet group"),
+    Permission(
+        "", ("limitranges", "resourcequotas"), READ, "finds pods that would be rejected with tiers"
+    ),
     Permission(
         "",
         ("namespaces",),
         READ,
-        "labels and Pod Security level of a namespace",
+        "reads labels and the Pod Security level",
         scope=Scope.CLUSTER,
     ),
     Permission(
-        "", ("nodes",), READ, "kubelet versions: native sidecars need 1.29", scope=Scope.CLUSTER
+        "",
+        ("nodes",),
+        READ,
+        "reads kubelet versions: native sidecars need 1.29",
+        scope=Scope.CLUSTER,
     ),
     Permission(
         "",
         ("secrets",),
         READ,
-        "its own serving certificate",
+        "reads its serving certificate",
         scope=Scope.OWN,
         names=("kvtier-webhook-certificates",),
         only_with=SELF_MANAGED,
     ),
 )
-"""What ``kvtier-operator webhook`` needs: it writes nothing."""
+"""Rules of ``kvtier-operator webhook``, which writes nothing."""
 
 
 def settings_on(settings: Settings) -> frozenset[str]:
-    """Those that ``only_with`` names and that are on."""
+    """The settings for ``only_with`` that are on."""
     on = set()
     if settings.storage.create_volumes:
         on.add(CREATE_VOLUMES)
@@ -202,7 +215,7 @@ def settings_on(settings: Settings) -> frozenset[str]:
 def rules(
     permissions: Sequence[Permission], scope: Scope, on: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Rules of one scope, as a Role has them, given the settings that are on (``settings_on``)."""
+    """The rules of a Role for one scope. ``on``: from ``settings_on``."""
     return [
         each.rule()
         for each in permissions

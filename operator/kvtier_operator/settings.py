@@ -1,7 +1,7 @@
-"""What an administrator sets for the operator: one YAML file, written by the chart, read once at start.
+"""Settings of the operator: a YAML file that the chart writes and the operator reads at start.
 
-Field names are camelCase, as in policies; unknown ones are refused. A changed file needs a restart, which the chart
-brings about by a checksum in the pods' annotations.
+Field names are camelCase, as in policies; unknown fields are errors. A change needs a restart,
+which the chart triggers with a checksum in the pods' annotations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_FILE = Path("/etc/kvtier-operator/settings.yaml")
 
 
 class Section(BaseModel):
-    """Base of all parts: frozen, camelCase, unknown fields refused."""
+    """Base of all sections: frozen, camelCase, no unknown fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
@@ -37,7 +37,10 @@ class PullPolicy(StrEnum):
 
 
 class Images(Section):
-    """Images of injected containers, by digest in releases. ``pull_secret``: expected in the pods' namespaces."""
+    """Images of injected containers, by digest in releases.
+
+    ``pull_secret`` must exist in the pods' namespaces.
+    """
 
     payload: str = "kvtier/payload:dev"
     tierd: str = "kvtier/payload:dev"
@@ -46,21 +49,26 @@ class Images(Section):
 
 
 class Storage(Section):
-    """What the operator may create. Without ``create_volumes`` an NFS tier needs a claim that an administrator made."""
+    """What the operator may create.
+
+    Without ``create_volumes`` an NFS tier needs an existing claim.
+    """
 
     create_volumes: bool = False
 
 
 class CertificateMode(StrEnum):
-    """Where the webhook's certificate comes from: a mounted directory (cert-manager, say), or made here and rotated."""
+    """Source of the webhook's certificate: a mounted directory (such as cert-manager's), or
+    created and rotated by the operator."""
 
     MOUNTED = "Mounted"
     SELF_MANAGED = "SelfManaged"
 
 
 class Certificates(Section):
-    """``directory`` holds ``tls.crt``, ``tls.key`` and (mounted) ``ca.crt``. Self-managed ones live in the Secret
-    ``secret_name`` of the operator's namespace, and the CA goes into the ``caBundle`` of the named configurations.
+    """``directory`` has ``tls.crt``, ``tls.key`` and, if mounted, ``ca.crt``. Self-managed
+    certificates are stored in the Secret ``secret_name`` of the operator's namespace, and their CA
+    in the ``caBundle`` of the named configurations.
     """
 
     mode: CertificateMode = CertificateMode.SELF_MANAGED
@@ -68,7 +76,7 @@ class Certificates(Section):
     secret_name: str = "kvtier-webhook-certificates"  # noqa: S105  (a name)
     service_name: str = "kvtier-webhook"
     extra_names: tuple[str, ...] = ()
-    """DNS names and addresses by which the webhook is asked, beside those of its Service."""
+    """DNS names and addresses of the webhook beside those of its Service."""
     mutating_configuration: str = "kvtier"
     validating_configuration: str = "kvtier"
     lifetime_seconds: Annotated[int, Field(ge=60)] = 90 * 24 * 3600
@@ -76,12 +84,12 @@ class Certificates(Section):
 
 
 class Webhook(Section):
-    """The admission server. ``port`` 0: any free one."""
+    """The admission server. ``port`` 0: any free port."""
 
-    host: str = "0.0.0.0"  # noqa: S104  (the API server asks from another host)
+    host: str = "0.0.0.0"  # noqa: S104  (the API server is on another host)
     port: Annotated[int, Field(ge=0, le=65_535)] = 9443
     drain_seconds: Annotated[float, Field(ge=0, le=60)] = 5
-    """How long it goes on answering after it was told to stop: until then every API server has another replica."""
+    """How long the server serves after SIGTERM, until every API server uses another replica."""
     certificates: Certificates = Certificates()
 
 
@@ -109,24 +117,27 @@ class Controller(Section):
 
     resync_seconds: Annotated[float, Field(gt=0)] = 300
     poll_seconds: Annotated[float, Field(gt=0)] = 30
-    """How often each attached pod's /status is asked."""
+    """Interval of polling /status of each attached pod."""
     poll_timeout_seconds: Annotated[float, Field(gt=0)] = 3
     poll_concurrency: Annotated[int, Field(ge=1, le=256)] = 16
     status_bytes_seconds: Annotated[float, Field(gt=0)] = 300
-    """Bytes and percentages in a status change at most this often; conditions, states and pod counts at once."""
+    """Minimum interval of writing bytes and percentages to a status.
+
+    Conditions, states and pod counts are written at once.
+    """
     max_reconciles_per_second: Annotated[float, Field(gt=0)] = 20
     leader_election: LeaderElection = LeaderElection()
 
 
 class Monitoring(Section):
-    """The operator's own HTTP: /metrics, /healthz, /readyz."""
+    """The HTTP server of the operator: /metrics, /healthz, /readyz."""
 
-    host: str = "0.0.0.0"  # noqa: S104  (kubelet and Prometheus ask from other addresses)
+    host: str = "0.0.0.0"  # noqa: S104  (kubelet and Prometheus use other addresses)
     port: Annotated[int, Field(ge=0, le=65_535)] = 9402
 
 
 class Settings(Section):
-    """Everything. ``namespace``: the operator's own. ``watch_namespaces``: empty is all."""
+    """All settings. ``namespace``: of the operator. ``watch_namespaces``: empty means all."""
 
     namespace: str = "kvtier-system"
     watch_namespaces: tuple[str, ...] = ()
@@ -140,7 +151,10 @@ class Settings(Section):
 
 
 def load(path: Path = DEFAULT_FILE) -> Settings:
-    """Reads the file; one that is missing gives the defaults. Raises ``ConfigurationError``, which names the field."""
+    """Reads the file, or returns the defaults if it does not exist.
+
+    Raises ``ConfigurationError``.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

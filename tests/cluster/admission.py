@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import yaml
+from tests.support import webhook_configurations
 
 from kvtier_operator.api import crd
 from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.certs import certificates
-from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -245,7 +245,10 @@ def installed(api: Any, *configurations: dict[str, Any]) -> Iterator[None]:
 
 def configurations(webhook: WebhookProcess) -> list[dict[str, Any]]:
     """Both, as the chart has them, but for the address."""
-    rendered = (admission.mutating(webhook.settings), admission.validating(webhook.settings))
+    rendered = (
+        webhook_configurations.mutating(webhook.settings),
+        webhook_configurations.validating(webhook.settings),
+    )
     return [by_url(each, webhook.port, webhook.bundle) for each in rendered]
 
 

@@ -27,8 +27,8 @@ from tests.support.pod_objects import (
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Images, Settings
 
 SETTINGS = Settings(
@@ -264,8 +264,8 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
         if by_itself is None:
             continue
         for which, policy in POLICIES.items():
-            decision = attach(space.policy(policy), by_itself, space.around, SETTINGS)
-            if isinstance(decision, Attached):
+            decision = inject(space.policy(policy), by_itself, space.around, SETTINGS)
+            if isinstance(decision, Injected):
                 attached += 1
                 status, body = space.create(decision.pod)
                 if status != 201:
@@ -279,7 +279,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
                 continue
             assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
             refused += 1
-            blindly = attach(space.policy(policy), by_itself, pod_objects.context(), SETTINGS)
+            blindly = inject(space.policy(policy), by_itself, pod_objects.context(), SETTINGS)
             if isinstance(blindly, Skipped):
                 blindly = _patched_all_the_same(space.policy(policy), by_itself)
             status, body = space.create(blindly.pod)
@@ -289,11 +289,11 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
     assert attached + refused > 0
 
 
-def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
+def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected:
     """With what the pod's own resources refuse: they are taken away for the decision and put back."""
     spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
-    decision = attach(policy, {**pod, "spec": spec}, pod_objects.context(), SETTINGS)
-    assert isinstance(decision, Attached), decision
+    decision = inject(policy, {**pod, "spec": spec}, pod_objects.context(), SETTINGS)
+    assert isinstance(decision, Injected), decision
     decision.pod["spec"]["resources"] = pod["spec"]["resources"]
     return decision
 
@@ -305,8 +305,8 @@ def test_the_setups_show_both_answers(spaces: dict[str, Space]) -> None:
             by_itself = space.by_itself(shape)
             if by_itself is not None:
                 for policy in POLICIES.values():
-                    decision = attach(space.policy(policy), by_itself, space.around, SETTINGS)
-                    answers[isinstance(decision, Attached)] += 1
+                    decision = inject(space.policy(policy), by_itself, space.around, SETTINGS)
+                    answers[isinstance(decision, Injected)] += 1
     assert min(answers.values()) >= 100, answers
 
 
@@ -376,8 +376,8 @@ def test_pods_of_every_shape_are_attached_and_accepted(
     space = spaces["restricted" if restricted else "plain"]
     status, by_itself = space.create(SHAPES[shape])
     assert status == 201, by_itself
-    decision = attach(space.policy(POLICIES[which]), by_itself, space.around, SETTINGS)
-    assert isinstance(decision, Attached), decision
+    decision = inject(space.policy(POLICIES[which]), by_itself, space.around, SETTINGS)
+    assert isinstance(decision, Injected), decision
     status, body = space.create(decision.pod)
     assert status == 201, body["message"]
     for new, old in zip(body["spec"]["containers"], by_itself["spec"]["containers"], strict=True):
@@ -401,8 +401,8 @@ def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -
     policy = space.policy(pod_objects.policy(engine={"delivery": "ImageVolume"}))
     status, by_itself = space.create(PODS["restricted"])
     assert status == 201, by_itself
-    decision = attach(policy, by_itself, space.around, SETTINGS)
-    assert isinstance(decision, Attached), decision
+    decision = inject(policy, by_itself, space.around, SETTINGS)
+    assert isinstance(decision, Injected), decision
     status, body = space.create(decision.pod)
     assert status == 201, body["message"]
 
@@ -437,7 +437,7 @@ def test_pods_that_are_left_alone_are_as_the_server_knows_them(
     space = spaces["plain"]
     status, by_itself = space.create(pod)
     assert status == 201, by_itself
-    decision = attach(space.policy(pod_objects.policy()), by_itself, space.around, SETTINGS)
+    decision = inject(space.policy(pod_objects.policy()), by_itself, space.around, SETTINGS)
     assert isinstance(decision, Skipped)
     assert decision.reason is reason
 
@@ -447,7 +447,7 @@ def test_a_pod_that_was_stored_with_its_tiers_comes_back_unchanged(
 ) -> None:
     space = spaces["plain"]
     policy = space.policy(POLICIES["claims"])
-    decision = attach(policy, space.create(pod_objects.pod())[1], space.around, SETTINGS)
-    assert isinstance(decision, Attached)
+    decision = inject(policy, space.create(pod_objects.pod())[1], space.around, SETTINGS)
+    assert isinstance(decision, Injected)
     stored = space.create(decision.pod)[1]
-    assert attach(policy, stored, space.around, SETTINGS) == Attached(stored)
+    assert inject(policy, stored, space.around, SETTINGS) == Injected(stored)

@@ -15,8 +15,8 @@ from tests.support.pod_objects import engine, file_tier, memory_tier
 
 import kvtier
 from kvtier_operator.api.names import TIERD_CONTAINER
-from kvtier_operator.injection.decision import AdmissionContext, Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import AdmissionContext, Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Images, PullPolicy, Settings
 
 IMAGE = f"kvtier/payload:{kvtier.__version__}"
@@ -77,8 +77,8 @@ def run(
             "labels": {"app": "chat"},
         },
     }
-    decision = attach(policy, document, AdmissionContext(kubelet_versions=("v1.37.2",)), SETTINGS)
-    assert isinstance(decision, Attached), decision
+    decision = inject(policy, document, AdmissionContext(kubelet_versions=("v1.37.2",)), SETTINGS)
+    assert isinstance(decision, Injected), decision
     path = f"/api/v1/namespaces/{space}/pods"
     nodes.ok(api.request("POST", path, decision.pod))
     name = document["metadata"]["name"]

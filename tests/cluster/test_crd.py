@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.invalid_policies import INVALID, InvalidCase
 from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api import crd
@@ -65,9 +65,9 @@ def test_examples_are_accepted(api: Any, policies: str, path: Path) -> None:
         assert status == 201, body
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
 def test_is_refused_by_the_api_server_with_the_message(
-    api: Any, policies: str, case: RefusedCase
+    api: Any, policies: str, case: InvalidCase
 ) -> None:
     status, body = _create(api, policies, changed(complete_policy(), case.changes))
     assert status == 422, body

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
+from tests.support.webhook_configurations import TIMEOUT_SECONDS
 
 from kvtier_operator.api import crd
 from kvtier_operator.api.names import (
@@ -22,7 +23,6 @@ from kvtier_operator.api.names import (
     STRUCTURAL_ANNOTATION,
 )
 from kvtier_operator.injection.existing_config import GROUP_LABEL
-from kvtier_operator.render.admission import TIMEOUT_SECONDS
 
 ALLOWED = [{"namespaces": ["*"], "hostPath": "/mnt/kv"}]
 

@@ -24,12 +24,12 @@ from tests.cluster.admission import (
     pod,
     policy,
 )
+from tests.support import webhook_configurations as rendered
 
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.rotate import rotate_certificates
 from kvtier_operator.kube.client import connect
-from kvtier_operator.render import admission as rendered
 
 LIFETIME_SECONDS, RENEW_BEFORE_SECONDS = 200, 40
 SETTLE_SECONDS = certificates.settle_seconds(RENEW_BEFORE_SECONDS)

@@ -12,7 +12,7 @@ from tests.support.policies import REMOVED
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedCase:
+class InvalidCase:
     """An invalid policy and its errors.
 
     ``field``, ``value`` and ``detail`` are parts of the message for a file; ``server``: of the API server's answer.
@@ -37,11 +37,11 @@ _FILES = {"capacity": "1Gi", "sharing": "Pod", "volume": {"emptyDir": {}}}
 
 def _case(
     name: str, changes: dict[str, Any], message: tuple[str, str, str], *server: str
-) -> RefusedCase:
-    return RefusedCase(name, changes, *message, server=server)
+) -> InvalidCase:
+    return InvalidCase(name, changes, *message, server=server)
 
 
-REFUSED: tuple[RefusedCase, ...] = (
+INVALID: tuple[InvalidCase, ...] = (
     _case(
         "the first tier is no memory tier",
         {"spec.tiers.0": {"name": "disk", "fileSystem": _FILES}},

@@ -239,7 +239,7 @@ def _render_other_connector(options: RenderOptions, policy: KVTierPolicy) -> Ren
         raise OptionError("--topology", options.topology, requirement)
     ranks = policy.spec.engine.local_ranks
     rendered = connectors.render(policy, dict(pod_placement(policy).tier_paths), ranks or 1)
-    notes = [gap.message for gap in connectors.gaps(policy)]
+    notes = [gap.message for gap in connectors.unsupported_fields(policy)]
     if ranks is None:
         notes.append("spec.engine.localRanks is not set: sizes per rank are for one rank")
     if options.engine_args:

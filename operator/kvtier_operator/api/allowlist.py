@@ -29,10 +29,10 @@ class AllowedExport(Model):
     """An NFS server and the directory below which exports are allowed."""
 
     server: Annotated[
-        str, Field(min_length=1, max_length=253, description="The server, as policies name it.")
+        str, Field(min_length=1, max_length=253, description="Server, as policies name it.")
     ]
     export_prefix: Annotated[
-        AbsolutePath, Field(description="The export, or a directory above it.")
+        AbsolutePath, Field(description="The exported directory, or a directory above it.")
     ]
 
 
@@ -47,24 +47,29 @@ class AllowedVolume(Model):
     """One entry of the list."""
 
     namespaces: Annotated[
-        list[str], Field(min_length=1, description="Names of namespaces; * is every namespace.")
+        list[str], Field(min_length=1, description="Names of namespaces. * means all namespaces.")
     ]
     host_path: Annotated[
-        AbsolutePath | None, Field(description="A directory of nodes, and all below it.")
+        AbsolutePath | None,
+        Field(description=("Directory on the nodes. Directories below it are allowed too.")),
     ] = None
-    nfs: Annotated[AllowedExport | None, Field(description="Exports of a server.")] = None
+    nfs: Annotated[AllowedExport | None, Field(description="Exports of an NFS server.")] = None
     mount_options: Annotated[
         list[str],
         Field(
-            default_factory=list, description="Options that policies may set beside harmless ones."
+            default_factory=list,
+            description=(
+                "Mount options that policies may set, in addition to those that only tune a mount."
+            ),
         ),
     ]
     shared: Annotated[
         bool,
         Field(
-            description="Policies store in the directory itself, together; otherwise each has a directory "
-            "of its own "
-            "in it, <namespace>/<policy uid>."
+            description=(
+                "Whether all policies share the directory. If false, each policy uses its own "
+                "subdirectory <namespace>/<policy uid>."
+            )
         ),
     ] = False
 

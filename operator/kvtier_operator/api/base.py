@@ -56,12 +56,13 @@ class ErrorType(StrEnum):
     INVALID = "Invalid value"
     NOT_SUPPORTED = "Unsupported value"
     DUPLICATE = "Duplicate value"
+    TOO_LONG = "Too long"
     FORBIDDEN = "Forbidden"
 
     @property
     def has_value(self) -> bool:
         """Whether the message shows the value."""
-        return self not in (ErrorType.REQUIRED, ErrorType.FORBIDDEN)
+        return self in (ErrorType.INVALID, ErrorType.NOT_SUPPORTED, ErrorType.DUPLICATE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Every word that stands as ``reason`` in a condition, an entry of a status, or an Event because of
-pods.
+"""Condition types of a policy, and all reasons: of conditions, of skipped pods and of Events.
 
-``docs/troubleshooting.md`` has a line for each; a test compares.
+``docs/troubleshooting.md`` explains each reason; a test compares.
 """
 
 from __future__ import annotations
@@ -9,9 +8,47 @@ from __future__ import annotations
 from enum import StrEnum
 
 
+class ConditionType(StrEnum):
+    """Conditions of a policy, in the order of its status."""
+
+    READY = "Ready"
+    ACCEPTED = "Accepted"
+    STORAGE_READY = "StorageReady"
+    ATTACHED = "Attached"
+    UP_TO_DATE = "UpToDate"
+    TUNED = "Tuned"
+    ENGINES_COMPATIBLE = "EnginesCompatible"
+    TIERS_HEALTHY = "TiersHealthy"
+
+
+class PolicyReason(StrEnum):
+    """Reasons of the conditions that depend on the policy and its storage."""
+
+    # Accepted.
+    ACCEPTED = "Accepted"
+    PARTLY_EXPRESSED = "PartlyExpressed"
+    PARTLY_APPLIED = "PartlyApplied"
+    INVALID = "Invalid"
+    VOLUME_NOT_ALLOWED = "VolumeNotAllowed"
+    UNSUPPORTED = "Unsupported"
+    TOO_LARGE = "TooLarge"
+
+    # StorageReady.
+    NO_CLAIMS = "NoClaims"
+    BOUND = "Bound"
+    CLAIM_PENDING = "ClaimPending"
+    CLAIM_MISSING = "ClaimMissing"
+    CLAIM_LOST = "ClaimLost"
+    CLAIM_TERMINATING = "ClaimTerminating"
+    CLAIM_NOT_SHARED = "ClaimNotShared"
+    APPLY_REFUSED = "ApplyRefused"
+    NOT_ACCEPTED = "NotAccepted"
+
+
 class Reason(StrEnum):
-    """Why a condition is as it is. Those of Accepted and StorageReady come from the plan, those of
-    single pods that were left alone also from ``SkipReason``.
+    """Reasons of Ready and of the conditions that depend on pods.
+
+    ``Attached`` also has those of ``SkipReason``.
     """
 
     IN_FORCE = "InForce"
@@ -59,23 +96,8 @@ class Reason(StrEnum):
     STUCK_TERMINATING = "StuckTerminating"
 
 
-class EventReason(StrEnum):
-    """Reasons of Events beside those above: what was done, or is over."""
-
-    SKIPPED = "Skipped"
-    SUSPENDED = "Suspended"
-    STUCK_POD_DELETED = "StuckPodDeleted"
-    WORKLOAD_RESTARTED = "WorkloadRestarted"
-    TIER_DEGRADED = "TierDegraded"
-    TIER_BREAKER_OPEN = "TierBreakerOpen"
-    TIER_HEALTHY = "TierHealthy"
-    DATA_LEFT = "DataLeft"
-
-
 class SkipReason(StrEnum):
-    """Why a selected pod was left alone; the word in its annotation, in an Event and in the
-    policy's status.
-    """
+    """Why a selected pod is skipped: in its annotation, in an Event and in the policy's status."""
 
     ALREADY_CONFIGURED = "AlreadyConfigured"
     WOULD_BE_REFUSED = "WouldBeRefused"
@@ -93,22 +115,14 @@ class SkipReason(StrEnum):
     DISABLED = "Disabled"
 
 
-class PolicyReason(StrEnum):
-    """Of both conditions."""
+class EventReason(StrEnum):
+    """Reasons of Events that are not reasons of conditions."""
 
-    ACCEPTED = "Accepted"
-    PARTLY_EXPRESSED = "PartlyExpressed"
-    PARTLY_APPLIED = "PartlyApplied"
-    INVALID = "Invalid"
-    VOLUME_NOT_ALLOWED = "VolumeNotAllowed"
-    UNSUPPORTED = "Unsupported"
-    TOO_LARGE = "TooLarge"
-    NO_CLAIMS = "NoClaims"
-    BOUND = "Bound"
-    CLAIM_PENDING = "ClaimPending"
-    CLAIM_MISSING = "ClaimMissing"
-    CLAIM_LOST = "ClaimLost"
-    CLAIM_TERMINATING = "ClaimTerminating"
-    CLAIM_NOT_SHARED = "ClaimNotShared"
-    APPLY_REFUSED = "ApplyRefused"
-    NOT_ACCEPTED = "NotAccepted"
+    SKIPPED = "Skipped"
+    SUSPENDED = "Suspended"
+    STUCK_POD_DELETED = "StuckPodDeleted"
+    WORKLOAD_RESTARTED = "WorkloadRestarted"
+    TIER_DEGRADED = "TierDegraded"
+    TIER_BREAKER_OPEN = "TierBreakerOpen"
+    TIER_HEALTHY = "TierHealthy"
+    DATA_LEFT = "DataLeft"

@@ -62,8 +62,11 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
 )
 
 
+NAME_MESSAGE = f"metadata.name must have at most {MAX_POLICY_NAME} characters"
+
+
 def definition() -> dict[str, Any]:
-    """The CustomResourceDefinition as Kubernetes takes it."""
+    """The CustomResourceDefinition."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -109,9 +112,8 @@ def _root() -> dict[str, Any]:
         "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.size() <= {MAX_POLICY_NAME}",
-                "message": f"metadata.name must have at most {MAX_POLICY_NAME} characters",
-                "messageExpression": f"'metadata.name must have at most {MAX_POLICY_NAME} characters, "
-                "got ' + self.metadata.name",
+                "message": NAME_MESSAGE,
+                "messageExpression": f"'{NAME_MESSAGE}, got ' + self.metadata.name",
             }
         ],
     }
@@ -153,7 +155,7 @@ def _words(default: Any) -> str:
 
 
 def _has_live_defaults(document: FieldDocument) -> bool:
-    """Whether an object that was left out has to be there for the live defaults inside it."""
+    """Whether an absent object must be added for the live defaults in it."""
     model = document.shape.model
     return (
         document.shape.kind == "object"
@@ -291,13 +293,13 @@ def _validation(
 
 
 def text() -> str:
-    """The file's content."""
+    """The content of the file."""
     body = yaml.safe_dump(definition(), sort_keys=False, width=120, allow_unicode=True)
     return f"# Generated from the models by `python -m kvtier_operator.api.crd`.\n{body}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the file into the directory given, ``crds`` if none is."""
+    """Writes the file into the directory in the arguments, or into ``crds``."""
     given = sys.argv[1:] if arguments is None else arguments
     directory = Path(given[0] if given else "crds")
     directory.mkdir(parents=True, exist_ok=True)

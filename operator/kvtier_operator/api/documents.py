@@ -22,7 +22,10 @@ from kvtier_operator.api.validation import FieldError, InvalidDocumentError, for
 MAX_FILE_BYTES = 1 << 20
 """A large policy has 10 KiB; a file may hold several."""
 MAX_DEPTH = 64
-"""Deepest nesting; the deepest policy has 10 levels. Parsers recurse, so there has to be a bound."""
+"""Deepest nesting; the deepest policy has 10 levels.
+
+Parsers recurse, so there has to be a bound.
+"""
 MAX_NODES = 200_000
 """Nodes of a file with aliases expanded."""
 MAX_MERGED = 16

@@ -1,4 +1,4 @@
-"""The part of a policy about the engine and how the connector gets into it."""
+"""The engine of a policy, and how the connector is delivered to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineType(StrEnum):
 
 
 class Connector(StrEnum):
-    """Whose configuration the engine is given."""
+    """KV connector that the engine is configured for."""
 
     KVTIER = "KVTier"
     OFFLOADING = "Offloading"
@@ -28,7 +28,7 @@ class Connector(StrEnum):
 
 
 class Delivery(StrEnum):
-    """How the connector reaches the engine's image."""
+    """How the connector is delivered."""
 
     INIT_CONTAINER = "InitContainer"
     IMAGE = "Image"
@@ -45,29 +45,32 @@ def _hash_seed(seed: str) -> str:
 
 
 class Engine(Model):
-    """The engine and how the connector gets into it."""
+    """The engine, and how the connector is delivered to it."""
 
-    type: Annotated[EngineType, STRUCTURAL, Field(description="The engine.")] = EngineType.VLLM
+    type: Annotated[EngineType, STRUCTURAL, Field(description="Engine that the pods run.")] = (
+        EngineType.VLLM
+    )
     container_name: Annotated[
         Name | None,
         STRUCTURAL,
         Field(
             description=(
-                "The engine's container; if not set, the only one with a GPU, else by command or "
-                "image."
+                "Name of the engine's container. If not set, it is the only container with a GPU, "
+                "else it is found by command or image."
             )
         ),
     ] = None
     connector: Annotated[
-        Connector, STRUCTURAL, Field(description="Whose configuration the engine is given.")
+        Connector, STRUCTURAL, Field(description="KV connector that the engine is configured for.")
     ] = Connector.KVTIER
     delivery: Annotated[
         Delivery,
         STRUCTURAL,
         Field(
-            description="How the connector reaches the engine's image: copied in by an init container, "
-            "part of "
-            "it, or an image volume."
+            description=(
+                "How the connector is delivered: InitContainer copies it into a volume, Image "
+                "expects it in the engine's image, ImageVolume mounts an image."
+            )
         ),
     ] = Delivery.INIT_CONTAINER
     python_path: Annotated[
@@ -75,17 +78,20 @@ class Engine(Model):
         STRUCTURAL,
         Field(
             max_length=4096,
-            description="What the image's own PYTHONPATH holds, if it has one: setting the variable in a "
-            "pod "
-            "replaces it.",
+            description=(
+                "Value of PYTHONPATH in the engine's image, if any. The variable in the pod "
+                "replaces it and must include it."
+            ),
         ),
     ] = ""
     daemon: Annotated[
         Daemon,
         STRUCTURAL,
         Field(
-            description="Where tierd runs: in a sidecar with the storage in its mounts, or started by the "
-            "engine in its own container."
+            description=(
+                "Where tierd runs. Sidecar: in a native sidecar, which mounts the storage. Engine: "
+                "in the engine's container, started by the engine."
+            )
         ),
     ] = Daemon.SIDECAR
     local_ranks: Annotated[
@@ -95,8 +101,8 @@ class Engine(Model):
             ge=1,
             le=64,
             description=(
-                "Worker ranks in a pod; if not set, from the engine's parallel sizes, else the GPU "
-                "limit."
+                "Worker ranks in a pod. If not set, it is derived from the engine's parallel "
+                "sizes, else from the GPU limit."
             ),
         ),
     ] = None
@@ -106,7 +112,10 @@ class Engine(Model):
         Field(
             max_length=10,
             pattern=r"^[0-9]+$",
-            description="PYTHONHASHSEED, set where absent; another value in the pod is reported.",
+            description=(
+                "Value of PYTHONHASHSEED if the pod does not set it. A different value in the pod "
+                "is reported."
+            ),
         ),
         AfterValidator(_hash_seed),
         Accepts(HASH_SEED_WORDS),

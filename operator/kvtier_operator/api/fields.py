@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def type_name(self) -> str:
-        """The type in the words of a reference."""
+        """The type, for the reference."""
         if self.kind == "list" and self.item is not None:
             return f"list of {self.item.type_name}"
         if self.kind == "map" and self.item is not None:
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def accepted(self) -> str:
-        """What is accepted, in words."""
+        """The valid values, in words: ``must be <accepted>``."""
         if self.accepts is not None:
             return self.accepts
         if self.enum:
@@ -103,7 +103,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class FieldDocument:
-    """One field of a model as people meet it."""
+    """Documentation of one field of a model."""
 
     alias: str
     attribute: str
@@ -116,7 +116,7 @@ class FieldDocument:
 
 
 def jsonable(value: Any) -> Any:
-    """A default as it would stand in a document."""
+    """A default in the form of a document."""
     if isinstance(value, BaseModel):
         return {
             document.alias: jsonable(getattr(value, document.attribute))
@@ -164,7 +164,7 @@ def _merge(shape: dict[str, Any], metadata: tuple[Any, ...]) -> None:
 
 
 def shape_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Shape:
-    """The shape of a type annotation; ``metadata`` are further marks that win."""
+    """The shape of a type annotation. Marks in ``metadata`` win."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *marks = get_args(annotation)
@@ -264,7 +264,7 @@ def all_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be."""
+    """The known name that is most similar to ``name``, or None."""
     by_lower = {candidate.lower().replace("_", ""): candidate for candidate in known}
     found = difflib.get_close_matches(
         name.lower().replace("_", "").replace("-", ""), list(by_lower), n=1, cutoff=0.6
@@ -273,7 +273,7 @@ def nearest(name: str, known: list[str]) -> str | None:
 
 
 def dotted(path: Path) -> str:
-    """A path as messages show it: ``spec.tiers[0].name``."""
+    """A path in messages: ``spec.tiers[0].name``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)

@@ -1,4 +1,4 @@
-"""Names that admission, controller, chart and pods agree on."""
+"""Names that webhook, controller, chart and pods share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from kvtier.hashing import sha256_hex
 
 PREFIX: Final = "kvtier.io/"
 INJECT_LABEL: Final = PREFIX + "inject"
-"""On a namespace, set by its administrator to ``enabled``: only there is the webhook asked."""
+"""Label of a namespace, set by its administrator to ``enabled``: the webhook is called only for
+such namespaces."""
 ATTACHED_LABEL: Final = PREFIX + "attached"
-"""On a pod that was given tiers: ``true``. For selectors of monitors and network policies."""
+"""Label ``true`` of an injected pod, for selectors of monitors and network policies."""
 STRUCTURAL_ANNOTATION: Final = PREFIX + "structural"
 """The structural document; a pod that has it is injected."""
 POLICY_ANNOTATION: Final = PREFIX + "policy"
@@ -19,7 +20,7 @@ HASH_ANNOTATION: Final = PREFIX + "structural-hash"
 VERSION_ANNOTATION: Final = PREFIX + "version"
 """The version of the injected images."""
 SKIPPED_ANNOTATION: Final = PREFIX + "skipped"
-"""JSON ``{"policy", "reason", "message"}`` on a selected pod that was left alone."""
+"""JSON ``{"policy", "reason", "message"}`` on a pod that was skipped."""
 NOTES_ANNOTATION: Final = PREFIX + "notes"
 """JSON list of sentences: what was found while attaching and a person should know (a hash seed that
 differs, ...)."""
@@ -36,11 +37,12 @@ PAYLOAD_VOLUME: Final = "kvtier-payload"
 TOKEN_VOLUME: Final = "kvtier-token"  # noqa: S105  (a name)
 KEY_VOLUME: Final = "kvtier-key"
 SHARED_MEMORY_VOLUME: Final = "kvtier-shm"
-"""``/dev/shm`` of an engine whose connector needs it and that has none of its own."""
+"""``/dev/shm`` of an engine whose connector needs one, if the pod has none."""
 NO_ACCOUNT_VOLUME: Final = "kvtier-no-account"
-"""Empty, over the service account's token: tierd parses storage that others can write."""
+"""Empty volume over the service account's token, because tierd parses files that other pods
+write."""
 INJECTED_NAMES: Final = "kvtier-"
-"""Every injected container and volume begins with it."""
+"""Prefix of the names of injected containers and volumes."""
 PAYLOAD_DIRECTORY: Final = "/opt/kvtier/payload"
 TOKEN_DIRECTORY: Final = "/etc/kvtier/token"  # noqa: S105  (a path)
 TOKEN_FILE: Final = f"{TOKEN_DIRECTORY}/token"

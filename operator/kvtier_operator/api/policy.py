@@ -66,15 +66,17 @@ def _unique_names(spec: PolicySpec) -> Iterator[Violation]:
 
 
 class PolicySpec(Model):
-    """Which pods get which tiers."""
+    """Desired tiers, and the pods that get them."""
 
     pod_selector: Annotated[
         LabelSelector,
         STRUCTURAL,
-        Field(description="Pods of the namespace that this policy governs."),
+        Field(description="Selects the pods of the namespace that the policy governs."),
     ]
     engine: Annotated[
-        Engine, STRUCTURAL, Field(description="The engine and how the connector gets into it.")
+        Engine,
+        STRUCTURAL,
+        Field(description=("The engine, and how the connector is delivered to it.")),
     ] = Engine()
     chunk_tokens: Annotated[
         Integer,
@@ -83,22 +85,27 @@ class PolicySpec(Model):
             ge=16,
             le=65_536,
             multiple_of=16,
-            description="Tokens of a prompt that are stored and looked up together.",
+            description="Number of tokens in a chunk, the unit of storage and lookup.",
         ),
         Accepts("a multiple of 16 from 16 to 65536"),
     ] = 256
     min_load_tokens: Annotated[
         Integer,
         LIVE,
-        Field(ge=0, le=10_000_000, description="Hits shorter than this are recomputed."),
+        Field(
+            ge=0,
+            le=10_000_000,
+            description=("Minimum number of tokens to load. Shorter hits are recomputed."),
+        ),
     ] = 512
     selection: Annotated[
         Selection,
         LIVE,
         Field(
-            description="Cost loads what is expected to be ready first, and never what loses to "
-            "recomputing. "
-            "Weighted takes the most tokens x loadWeight."
+            description=(
+                "How a tier is selected for a load. Cost minimizes the estimated time to the first "
+                "token, including recomputation. Weighted maximizes tokens x loadWeight."
+            )
         ),
     ] = Selection.COST
     tiers: Annotated[
@@ -108,33 +115,35 @@ class PolicySpec(Model):
         Field(
             min_length=1,
             max_length=8,
-            description="Where KV may live, nearest first. The first tier, and only it, is memory.",
+            description=(
+                "Tiers, nearest first. The first tier, and only the first, must be memory."
+            ),
         ),
     ]
-    breaker: Annotated[Breaker, LIVE, Field(description="When a tier is given up for a while.")] = (
+    breaker: Annotated[Breaker, LIVE, Field(description="When a failing tier is suspended.")] = (
         Breaker()
     )
     isolation: Annotated[
         Isolation,
         STRUCTURAL,
-        Field(description="What keeps objects apart beyond what the engine computes."),
+        Field(description="Isolation of objects, in addition to what the engine's hashes ensure."),
     ] = Isolation()
-    security: Annotated[Security, STRUCTURAL, Field(description="Who may read what is stored.")] = (
+    security: Annotated[Security, STRUCTURAL, Field(description="Ownership of stored files.")] = (
         Security()
     )
     resources: Annotated[
-        PodResources, STRUCTURAL, Field(description="Resources of what is added to a pod.")
+        PodResources, STRUCTURAL, Field(description="Resources of injected containers.")
     ] = PodResources()
     attach: Annotated[
         Attach,
         STRUCTURAL,
-        Field(description="How pods get their tiers, and when that is given up."),
+        Field(description="How tiers are injected into pods, and when injection is suspended."),
     ] = Attach()
     rollout: Annotated[
-        Rollout, LIVE, Field(description="How a structural change reaches pods that run.")
+        Rollout, LIVE, Field(description="How a structural change reaches running pods.")
     ] = Rollout()
     monitoring: Annotated[
-        Monitoring, LIVE, Field(description="What is created for Prometheus.")
+        Monitoring, LIVE, Field(description="Objects created for Prometheus.")
     ] = Monitoring()
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -167,7 +176,7 @@ class PolicySpec(Model):
 
 
 class Metadata(Model):
-    """Kubernetes' own; only what KVTier reads has a type."""
+    """Metadata of Kubernetes; only the fields that KVTier reads have a type."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -206,19 +215,20 @@ class Metadata(Model):
 
 
 class KVTierPolicy(Model):
-    """Which tiers of KV cache the selected pods get besides GPU memory."""
+    """KVTierPolicy configures the KV cache tiers of the selected pods, in addition to GPU
+    memory."""
 
     api_version: Annotated[Literal["kvtier.io/v1alpha1"], Field(description="kvtier.io/v1alpha1")]
     kind: Annotated[Literal["KVTierPolicy"], Field(description="KVTierPolicy")]
     metadata: Annotated[Metadata, Field(description="Name, namespace, labels and annotations.")]
-    spec: Annotated[PolicySpec, Field(description="Which pods get which tiers.")]
+    spec: Annotated[PolicySpec, Field(description="Desired tiers, and the pods that get them.")]
     status: Annotated[
-        PolicyStatus | None, Field(description="What the operator reports; not written by people.")
+        PolicyStatus | None, Field(description="Observed state, written by the operator.")
     ] = None
 
     @property
     def namespace(self) -> str:
-        """The policy's namespace; ``default`` where the document names none, as kubectl does."""
+        """The policy's namespace; ``default`` if the document has none, as in kubectl."""
         return self.metadata.namespace or "default"
 
     @property

@@ -20,7 +20,7 @@ MAX_TEXT = 64
 """Longest text that is looked at. The longest useful one has 19 digits and a suffix; CEL needs a
 bound."""
 MAX_VALUE = (1 << 63) - 1
-"""Kubernetes keeps the value of a size in a signed 64-bit integer."""
+"""Kubernetes stores sizes in signed 64-bit integers."""
 PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 
 _PARTS = re.compile(
@@ -34,7 +34,7 @@ _SUFFIXES = {**_BINARY, **_DECIMAL, **_SMALL}
 
 
 class QuantityError(ValueError):
-    """What was written is no quantity, or does not fit 64 bits."""
+    """The text is not a quantity, or exceeds 64 bits."""
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +62,7 @@ class Quantity:
 
     @classmethod
     def parse(cls, written: int | str) -> Quantity:
-        """Reads what a document says. Raises ``QuantityError``."""
+        """Parses a value of a document. Raises ``QuantityError``."""
         if isinstance(written, bool) or not isinstance(written, int | str):
             raise QuantityError("not an integer or a string")
         text = str(written)

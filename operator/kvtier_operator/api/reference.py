@@ -116,7 +116,7 @@ def _default(document: FieldDocument) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the page into the file given, ``docs/reference/policy.md`` if none is."""
+    """Writes the page to the file in the arguments, or to ``docs/reference/policy.md``."""
     given = sys.argv[1:] if arguments is None else arguments
     file = Path(given[0]) if given else FILE
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Kubernetes' label selector, as far as it can be checked without a cluster."""
+"""Label selectors of Kubernetes: model and matching."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LabelValue = Annotated[
 
 
 class Operator(StrEnum):
-    """How a label is compared."""
+    """Relation between a label key and values."""
 
     IN = "In"
     NOT_IN = "NotIn"
@@ -45,10 +45,12 @@ def _values_where_needed(requirement: LabelRequirement) -> Iterator[Violation]:
 
 
 class LabelRequirement(Model):
-    """One condition on a label."""
+    """Requirement on a label."""
 
-    key: Annotated[LabelKey, STRUCTURAL, Field(description="The label.")]
-    operator: Annotated[Operator, STRUCTURAL, Field(description="How it is compared.")]
+    key: Annotated[LabelKey, STRUCTURAL, Field(description="Label key.")]
+    operator: Annotated[
+        Operator, STRUCTURAL, Field(description=("Relation between the key and the values."))
+    ]
     values: Annotated[
         list[LabelValue] | None,
         STRUCTURAL,
@@ -59,7 +61,8 @@ class LabelRequirement(Model):
         Rule(
             name="values-where-needed",
             check=_values_where_needed,
-            cel="(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
+            cel="(self.operator in ['In', 'NotIn']) == "
+            "(has(self.values) && self.values.size() > 0)",
             message="values must be set with operator In or NotIn, and only then",
             expression="'values must ' + (self.operator in ['In', 'NotIn'] ? '' : 'not ') + "
             "'be set with operator ' + self.operator",
@@ -69,7 +72,7 @@ class LabelRequirement(Model):
 
 
 class LabelSelector(Model):
-    """Pods that carry these labels; all conditions hold at once."""
+    """Selects pods by labels. All requirements must match."""
 
     match_labels: Annotated[
         dict[LabelKey, LabelValue] | None,
@@ -79,7 +82,7 @@ class LabelSelector(Model):
     match_expressions: Annotated[
         list[LabelRequirement] | None,
         STRUCTURAL,
-        Field(max_length=64, description="Conditions on labels."),
+        Field(max_length=64, description="Label requirements. All of them must match."),
     ] = None
 
 

@@ -1,4 +1,4 @@
-"""The parts of a policy beside engine and tiers."""
+"""Parts of a policy: breaker, isolation, security, resources, attach, rollout and monitoring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvtier_operator.api.quantity import Quantity
 
 
 class MemoryPolicy(StrEnum):
-    """What is done about the memory limit of an engine that pays for the host pool itself."""
+    """How the memory limit of an engine that is charged for the host pool is handled."""
 
     VALIDATE = "Validate"
     GROW = "Grow"
@@ -33,14 +33,14 @@ class MemoryPolicy(StrEnum):
 
 
 class AttachMode(StrEnum):
-    """How pods get their tiers."""
+    """How tiers are injected into pods."""
 
     WEBHOOK = "Webhook"
     CONFIG_MAP_ONLY = "ConfigMapOnly"
 
 
 class RolloutStrategy(StrEnum):
-    """How a structural change reaches pods that run."""
+    """How a structural change reaches running pods."""
 
     ON_POD_RESTART = "OnPodRestart"
     RESTART_WORKLOADS = "RestartWorkloads"
@@ -55,20 +55,26 @@ class PodMonitor(StrEnum):
 
 
 class Breaker(Model):
-    """When a tier is given up for a while."""
+    """When a failing tier is suspended."""
 
     failure_threshold: Annotated[
         Integer,
         LIVE,
-        Field(ge=1, le=1000, description="Failures in a row after which a tier is given up."),
+        Field(
+            ge=1,
+            le=1000,
+            description=("Number of consecutive failures after which a tier is suspended."),
+        ),
     ] = 5
     period_seconds: Annotated[
-        Integer, LIVE, Field(ge=1, le=86_400, description="How long until it is probed again.")
+        Integer,
+        LIVE,
+        Field(ge=1, le=86_400, description=("Time until a suspended tier is probed again.")),
     ] = 60
 
 
 class KeySecretReference(Model):
-    """A Secret of the policy's namespace, or none."""
+    """Optional Secret of the policy's namespace."""
 
     name: Annotated[
         str,
@@ -76,7 +82,7 @@ class KeySecretReference(Model):
         Field(
             max_length=253,
             pattern=f"^$|{RFC1123_SUBDOMAIN}",
-            description="Name of the Secret; empty: objects carry no keyed tag.",
+            description="Name of the Secret. If empty, objects have no keyed tag.",
         ),
         Accepts(
             "empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at "
@@ -86,14 +92,17 @@ class KeySecretReference(Model):
 
 
 class Isolation(Model):
-    """What keeps objects apart beyond what the engine computes."""
+    """Isolation of objects, in addition to what the engine's hashes ensure."""
 
     salt: Annotated[
         str,
         STRUCTURAL,
         Field(
             max_length=256,
-            description="Part of every object's namespace: other salt, other objects.",
+            description=(
+                "Part of the namespace of every object. Engines with different salts share no "
+                "objects."
+            ),
         ),
     ] = ""
     model_revision: Annotated[
@@ -102,20 +111,20 @@ class Isolation(Model):
         Field(
             max_length=256,
             description=(
-                "Part of every object's namespace, for models whose revision the engine cannot "
-                "tell."
+                "Part of the namespace of every object, for models whose revision the engine does "
+                "not know."
             ),
         ),
     ] = ""
     key_secret_ref: Annotated[
         KeySecretReference,
         STRUCTURAL,
-        Field(description="Secret that keys the tags of objects in shared directories."),
+        Field(description="Secret with the key of the tags of objects in shared directories."),
     ] = KeySecretReference()
 
 
 class Security(Model):
-    """Who may read what is stored."""
+    """Ownership of stored files."""
 
     storage_gid: Annotated[
         Integer,
@@ -161,10 +170,10 @@ DEFAULT_LIMITS = {"cpu": Quantity.parse("8")}
 class DaemonResources(Model):
     """Resources of the sidecar. Its memory is computed from the memory tier and cannot be set."""
 
-    requests: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar asks for.")] = (
+    requests: Annotated[Resources, STRUCTURAL, Field(description="Requests of the sidecar.")] = (
         DEFAULT_REQUESTS
     )
-    limits: Annotated[Resources, STRUCTURAL, Field(description="What the sidecar may use.")] = (
+    limits: Annotated[Resources, STRUCTURAL, Field(description="Limits of the sidecar.")] = (
         DEFAULT_LIMITS
     )
 
@@ -172,42 +181,49 @@ class DaemonResources(Model):
         Rule(
             name="cpu-within-limit",
             check=_cpu_within_limit,
-            # The defaults stand here because structural ones are not in the schema.
+            # With the defaults, because the schema has no defaults of structural fields.
             cel=f"!isQuantity({_CPU_REQUEST}) || !isQuantity({_CPU_LIMIT}) || "
             f"quantity({_CPU_REQUEST}).compareTo(quantity({_CPU_LIMIT})) <= 0",
             message="cpu must be at most limits.cpu (8 if not set)",
-            expression=f"'cpu must be at most the limit (' + {_CPU_LIMIT} + '), got ' + {_CPU_REQUEST}",
+            expression=f"'cpu must be at most the limit (' + {_CPU_LIMIT} + "
+            f"'), got ' + {_CPU_REQUEST}",
             field_path=".requests",
         ),
     )
 
 
 class PodResources(Model):
-    """Resources of what is added to a pod."""
+    """Resources of injected containers."""
 
     daemon: Annotated[
-        DaemonResources, STRUCTURAL, Field(description="Of the sidecar; memory is computed.")
+        DaemonResources,
+        STRUCTURAL,
+        Field(description=("Resources of the sidecar. Memory is computed from the memory tier.")),
     ] = DaemonResources()
     memory_policy: Annotated[
         MemoryPolicy,
         STRUCTURAL,
         Field(
-            description="With daemon: Engine, whether the memory limit of the engine's container is "
-            "checked, "
-            "raised or left alone."
+            description=(
+                "With daemon: Engine, how the memory limit of the engine's container is handled: "
+                "validated, increased, or ignored."
+            )
         ),
     ] = MemoryPolicy.VALIDATE
 
 
 class Attach(Model):
-    """How pods get their tiers, and when that is given up."""
+    """How tiers are injected into pods, and when injection is suspended."""
 
     mode: Annotated[
         AttachMode,
         STRUCTURAL,
         Field(
-            description="Webhook patches pods. ConfigMapOnly injects nothing and writes <policy>-live and "
-            "<policy>-structural for pods that people write."
+            description=(
+                "Webhook injects pods when they are created. ConfigMapOnly injects nothing, and "
+                "writes the ConfigMaps <policy>-live and <policy>-structural for pods that are "
+                "configured manually."
+            )
         ),
     ] = AttachMode.WEBHOOK
     start_timeout_seconds: Annotated[
@@ -217,27 +233,29 @@ class Attach(Model):
             ge=10,
             le=3600,
             description=(
-                "An engine not started by then, for a reason in an injected part, gets its next "
-                "pod unchanged."
+                "Time for an engine to start. If an injected part prevents the start, injection is "
+                "suspended for the pod's owner."
             ),
         ),
     ] = 120
     retry_seconds: Annotated[
         Integer,
         LIVE,
-        Field(ge=10, le=86_400, description="How long until attaching is tried again."),
+        Field(
+            ge=10, le=86_400, description=("Time until injection is retried for a suspended owner.")
+        ),
     ] = 600
 
 
 class Rollout(Model):
-    """How a structural change reaches pods that run."""
+    """How a structural change reaches running pods."""
 
     strategy: Annotated[
         RolloutStrategy,
         LIVE,
         Field(
             description=(
-                "OnPodRestart waits for pods to be replaced; RestartWorkloads restarts one "
+                "OnPodRestart waits until pods are replaced. RestartWorkloads restarts one "
                 "workload at a time."
             )
         ),
@@ -245,8 +263,14 @@ class Rollout(Model):
 
 
 class Monitoring(Model):
-    """What is created for Prometheus."""
+    """Objects created for Prometheus."""
 
     pod_monitor: Annotated[
-        PodMonitor, LIVE, Field(description="Auto: where the cluster knows PodMonitors.")
+        PodMonitor,
+        LIVE,
+        Field(
+            description=(
+                "Whether a PodMonitor is created. Auto: if the cluster has the PodMonitor API."
+            )
+        ),
     ] = PodMonitor.AUTO

@@ -1,4 +1,4 @@
-"""Tiers: a name, live settings that all kinds share, and exactly one kind."""
+"""Tiers of a policy: name, live settings of all kinds, and exactly one kind."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from kvtier_operator.api.volumes import ONE_NODE_MODES, Volume
 
 
 class EvictionPolicy(StrEnum):
-    """Which object leaves RAM first."""
+    """Which object is evicted first from memory."""
 
     LRU = "LRU"
     ARC = "ARC"
 
 
 class Persistence(StrEnum):
-    """What outlives an engine restart inside the pod: nothing, or the host pool."""
+    """What survives a restart of the engine inside the pod."""
 
     PROCESS = "Process"
     POD = "Pod"
 
 
 class Sharing(StrEnum):
-    """Who else writes into the directory of a file tier."""
+    """Which pods write to the directory of a file tier."""
 
     POD = "Pod"
     NODE = "Node"
@@ -67,27 +67,28 @@ class Sync(StrEnum):
 
 
 class MemoryTier(Model):
-    """The host pool: pinned memory that engine and tierd share."""
+    """Host pool: pinned memory that engine and tierd share."""
 
     capacity: Annotated[
         PositiveQuantity,
         STRUCTURAL,
         Field(
-            description="What the tier gets, for the whole pod and not per rank; volume and limits add "
-            "what is "
-            "needed beside it."
+            description=(
+                "Capacity of the tier per pod, not per rank. The volume and memory limits are "
+                "larger by the overhead."
+            )
         ),
     ]
     eviction_policy: Annotated[
-        EvictionPolicy, STRUCTURAL, Field(description="Which object leaves first.")
+        EvictionPolicy, STRUCTURAL, Field(description="Which object is evicted first.")
     ] = EvictionPolicy.LRU
     persistence: Annotated[
         Persistence,
         STRUCTURAL,
         Field(
             description=(
-                "What outlives an engine restart inside the pod: Pod keeps every sealed object, "
-                "Process none."
+                "What survives a restart of the engine inside the pod. Pod: all checksummed "
+                "objects. Process: none."
             )
         ),
     ] = Persistence.POD
@@ -141,17 +142,17 @@ def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
 
 
 class FileSystemTier(Model):
-    """A directory with one file per object."""
+    """Directory with one file per object."""
 
     capacity: Annotated[
         PositiveQuantity,
         LIVE,
-        Field(description="Bytes that the directory may hold, of all pods that share it."),
+        Field(description="Capacity of the directory, for all pods that share it."),
     ]
     high_watermark_percent: Annotated[
         Integer,
         LIVE,
-        Field(ge=2, le=100, description="Eviction starts when this share of capacity is used."),
+        Field(ge=2, le=100, description="Percentage of the capacity at which eviction starts."),
     ] = 90
     low_watermark_percent: Annotated[
         Integer,
@@ -159,7 +160,10 @@ class FileSystemTier(Model):
         Field(
             ge=1,
             le=99,
-            description="Eviction ends at this share of capacity; below highWatermarkPercent.",
+            description=(
+                "Percentage of the capacity at which eviction stops. Must be below "
+                "highWatermarkPercent."
+            ),
         ),
     ] = 75
     retention_seconds: Annotated[
@@ -168,7 +172,7 @@ class FileSystemTier(Model):
         Field(
             ge=0,
             le=315_360_000,
-            description="Age at which data of namespaces that no engine uses any more are removed.",
+            description="Age at which the data of unused namespaces is removed.",
         ),
     ] = 604_800
     sharing: Annotated[
@@ -176,8 +180,8 @@ class FileSystemTier(Model):
         STRUCTURAL,
         Field(
             description=(
-                "Who else writes there: this pod alone, pods of the same node, or of the whole "
-                "cluster."
+                "Which pods write to the directory: this pod only, pods of the node, or pods of "
+                "the cluster."
             )
         ),
     ]
@@ -186,25 +190,31 @@ class FileSystemTier(Model):
         STRUCTURAL,
         Field(
             alias="directIO",
-            description="Whether files bypass the page cache. Auto: where the mount can.",
+            description=(
+                "Whether files bypass the page cache. Auto: if the file system supports it."
+            ),
         ),
     ] = DirectIO.AUTO
     sync: Annotated[
         Sync,
         LIVE,
         Field(
-            description="Data: fsync before a file is published. None: a power cut may cost files, which "
-            "verification finds."
+            description=(
+                "Data: fsync before a file is published. None: no fsync. A power failure can "
+                "damage files, which verification detects."
+            )
         ),
     ] = Sync.NONE
     read_threads: Annotated[
-        Integer, STRUCTURAL, Field(ge=1, le=256, description="Reads at the same time.")
+        Integer, STRUCTURAL, Field(ge=1, le=256, description="Maximum number of concurrent reads.")
     ] = 8
     write_threads: Annotated[
-        Integer, STRUCTURAL, Field(ge=1, le=256, description="Writes at the same time.")
+        Integer,
+        STRUCTURAL,
+        Field(ge=1, le=256, description=("Maximum number of concurrent writes.")),
     ] = 4
     volume: Annotated[
-        Volume, STRUCTURAL, Field(description="Where the directory is; exactly one source.")
+        Volume, STRUCTURAL, Field(description="Volume of the directory, with exactly one source.")
     ]
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -248,24 +258,25 @@ class FileSystemTier(Model):
             cel="!has(self.volume.emptyDir) || !has(self.volume.emptyDir.sizeLimit) || "
             "!isQuantity(string(self.volume.emptyDir.sizeLimit)) || "
             "!isQuantity(string(self.capacity)) || "
-            "quantity(string(self.volume.emptyDir.sizeLimit)).compareTo(quantity(string(self.capacity))) >= 0",
+            "quantity(string(self.volume.emptyDir.sizeLimit))"
+            ".compareTo(quantity(string(self.capacity))) >= 0",
             message="must be at least the capacity",
-            expression="'must be at least the capacity (' + string(self.capacity) + '), because the "
-            "kubelet "
-            "evicts a pod that exceeds sizeLimit, got ' + string(self.volume.emptyDir.sizeLimit)",
+            expression="'must be at least the capacity (' + string(self.capacity) + '), because "
+            "the kubelet evicts a pod that exceeds sizeLimit, got ' + "
+            "string(self.volume.emptyDir.sizeLimit)",
             field_path=".volume.emptyDir.sizeLimit",
         ),
     )
 
 
 class SecretReference(Model):
-    """A Secret of the policy's namespace."""
+    """Secret of the policy's namespace."""
 
     name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the Secret.")]
 
 
 class LMCacheTier(Model):
-    """A storage backend of LMCache."""
+    """Storage backend of LMCache."""
 
     url: Annotated[
         str,
@@ -273,8 +284,7 @@ class LMCacheTier(Model):
         Field(min_length=4, max_length=2048, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$"),
         Field(
             description=(
-                "Storage URL as LMCache's backends take it. Passwords belong into "
-                "credentialsSecretRef."
+                "Storage URL of an LMCache backend. Passwords belong in credentialsSecretRef."
             )
         ),
         Accepts("a storage URL such as redis://host:6379"),
@@ -282,13 +292,16 @@ class LMCacheTier(Model):
     capacity: Annotated[
         PositiveQuantity | None,
         LIVE,
-        Field(description="Bytes that the backend may hold, where it needs to be told."),
+        Field(description="Capacity of the backend, if the backend needs one."),
     ] = None
     credentials_secret_ref: Annotated[
         SecretReference | None,
         STRUCTURAL,
         Field(
-            description="Secret with the backend's credentials; mounted, never copied into a ConfigMap."
+            description=(
+                "Secret with the credentials of the backend. It is mounted, and never copied into "
+                "a ConfigMap."
+            )
         ),
     ] = None
 
@@ -304,13 +317,15 @@ def _one_kind(tier: Tier) -> Iterator[Violation]:
 
 
 class Tier(Model):
-    """One place where KV may live besides GPU memory."""
+    """Tier of KV cache below GPU memory."""
 
     name: Annotated[
         Name,
         STRUCTURAL,
         Field(
-            description="Unique among the tiers; names directories and metrics, so it outlives reordering."
+            description=(
+                "Name of the tier, unique in the policy. Directories and metrics have this name."
+            )
         ),
     ]
     load_weight: Annotated[
@@ -320,8 +335,8 @@ class Tier(Model):
             ge=1,
             le=10_000,
             description=(
-                "How much loads from here are favoured; with selection Cost, 100 takes the tier as "
-                "measured."
+                "Preference for loads from this tier. With selection Cost, 100 uses the measured "
+                "cost as it is."
             ),
         ),
     ] = 100
@@ -331,10 +346,7 @@ class Tier(Model):
         Field(
             ge=1,
             le=10_000,
-            description=(
-                "How long a key may be looked for in a tier that has to be asked. No effect on "
-                "memory."
-            ),
+            description="Timeout of a lookup in a tier that does I/O for it. No effect on memory.",
         ),
     ] = 50
     load_timeout_seconds: Annotated[
@@ -343,43 +355,50 @@ class Tier(Model):
         Field(
             ge=1,
             le=600,
-            description="How long a request may wait for this tier, lookup included. No effect on memory.",
+            description=(
+                "Timeout of a load from this tier, including the lookup. No effect on memory."
+            ),
         ),
     ] = 5
     store_policy: Annotated[
         StorePolicy,
         LIVE,
         Field(
-            description="What is stored here: All, Reused (what was seen a second time, to spare flash) or "
-            "None. No effect on memory."
+            description=(
+                "Which chunks are stored: All, Reused (chunks that occur a second time, to reduce "
+                "flash wear), or None. No effect on memory."
+            )
         ),
     ] = StorePolicy.ALL
     max_pending_store_bytes: Annotated[
         NonNegativeQuantity,
         LIVE,
         Field(
-            description="Bytes that may wait to be stored here; what comes on top is dropped and counted."
+            description="Maximum size of pending stores. Further stores are dropped and counted."
         ),
     ] = Quantity.parse("1Gi")
     max_write_bytes_per_second: Annotated[
         PositiveQuantity | None,
         LIVE,
         Field(
-            description="Bytes that are stored here each second at most, on average, to spare flash or a "
-            "network; what comes on "
-            "top is dropped and counted. Absent: no limit. No effect on memory."
+            description=(
+                "Maximum average write rate, to reduce flash wear or network load. Further stores "
+                "are dropped and counted. If not set, there is no limit. No effect on memory."
+            )
         ),
     ] = None
     memory: Annotated[
         MemoryTier | None,
         STRUCTURAL,
-        Field(description="Host memory; the first tier, and only it."),
+        Field(description="Host memory. Only the first tier is memory."),
     ] = None
-    file_system: Annotated[FileSystemTier | None, STRUCTURAL, Field(description="A directory.")] = (
-        None
-    )
+    file_system: Annotated[
+        FileSystemTier | None,
+        STRUCTURAL,
+        Field(description=("Directory with one file per object.")),
+    ] = None
     lmcache: Annotated[
-        LMCacheTier | None, STRUCTURAL, Field(description="A storage backend of LMCache.")
+        LMCacheTier | None, STRUCTURAL, Field(description="Storage backend of LMCache.")
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -396,7 +415,7 @@ class Tier(Model):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that are given, as the policy spells them; one in a tier that was accepted."""
+        """Kinds that are set, as spelled in policies. A valid tier has one."""
         values = (self.memory, self.file_system, self.lmcache)
         return tuple(
             kind for kind, value in zip(TIER_KINDS, values, strict=True) if value is not None

@@ -63,6 +63,11 @@ class FieldError:
         """The field must not be set, or not to this value."""
         return cls(field, ErrorType.FORBIDDEN, "", detail)
 
+    @classmethod
+    def too_long(cls, field: str, detail: str) -> FieldError:
+        """The value is too long."""
+        return cls(field, ErrorType.TOO_LONG, "", detail)
+
     @property
     def message(self) -> str:
         """One line: ``spec.tiers[0]: Invalid value: "disk": must be a memory tier``."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a file tier live: exactly one source per volume."""
+"""Volumes of file tiers, each with exactly one source."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ AbsolutePath = Annotated[
 
 
 class Medium(StrEnum):
-    """What holds an emptyDir: the node's disk, or memory."""
+    """Storage medium of an emptyDir."""
 
     DISK = ""
     MEMORY = "Memory"
 
 
 class AccessMode(StrEnum):
-    """How a claim may be mounted. ReadOnlyMany is no use to a cache."""
+    """Access modes of a claim. A cache cannot use ReadOnlyMany."""
 
     READ_WRITE_ONCE = "ReadWriteOnce"
     READ_WRITE_ONCE_POD = "ReadWriteOncePod"
@@ -64,12 +64,12 @@ ONE_NODE_MODES = (AccessMode.READ_WRITE_ONCE, AccessMode.READ_WRITE_ONCE_POD)
 
 
 class ResourceRequests(Model):
-    """What a claim asks for."""
+    """Requests of a claim."""
 
     storage: Annotated[
         PositiveQuantity | None,
         STRUCTURAL,
-        Field(description="Size of the volume; the tier's capacity if not set."),
+        Field(description="Size of the volume. Defaults to the tier's capacity."),
     ] = None
 
 
@@ -77,22 +77,22 @@ class ClaimResources(Model):
     """Resources of a claim."""
 
     requests: Annotated[
-        ResourceRequests | None, STRUCTURAL, Field(description="What the claim asks for.")
+        ResourceRequests | None, STRUCTURAL, Field(description="Requests of the claim.")
     ] = None
 
 
 class ClaimSpec(Model):
-    """The part of a PersistentVolumeClaim that a policy may say."""
+    """Fields of a PersistentVolumeClaim that a policy can set."""
 
     storage_class_name: Annotated[
         ObjectName | None,
         STRUCTURAL,
-        Field(description="StorageClass; the cluster's default if not set."),
+        Field(description="StorageClass. Defaults to the cluster's default class."),
     ] = None
     access_modes: Annotated[
         list[AccessMode] | None,
         STRUCTURAL,
-        Field(min_length=1, max_length=3, description="How the volume may be mounted."),
+        Field(min_length=1, max_length=3, description="Access modes of the volume."),
     ] = None
     resources: Annotated[
         ClaimResources | None, STRUCTURAL, Field(description="Size of the volume.")
@@ -100,14 +100,14 @@ class ClaimSpec(Model):
 
     @property
     def storage(self) -> PositiveQuantity | None:
-        """The size asked for, if any."""
+        """The requested size, or None."""
         if self.resources is None or self.resources.requests is None:
             return None
         return self.resources.requests.storage
 
 
 class TemplateMetadata(Model):
-    """Labels and annotations of the claim that is made for each pod."""
+    """Labels and annotations of the claim that is created for each pod."""
 
     labels: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]] | None,
@@ -122,7 +122,7 @@ class TemplateMetadata(Model):
 
 
 class VolumeClaimTemplate(Model):
-    """A claim made for each pod, and deleted with it."""
+    """Claim that is created for each pod and deleted with it."""
 
     metadata: Annotated[
         TemplateMetadata | None, STRUCTURAL, Field(description="Metadata of the claim.")
@@ -130,35 +130,40 @@ class VolumeClaimTemplate(Model):
     spec: Annotated[
         ClaimSpec,
         STRUCTURAL,
-        Field(description="The claim; accessModes is [ReadWriteOnce] if not set."),
+        Field(description="Specification of the claim. accessModes defaults to [ReadWriteOnce]."),
     ]
 
 
 class EmptyDirVolume(Model):
-    """A directory that lives as long as the pod."""
+    """Directory with the lifetime of the pod."""
 
     size_limit: Annotated[
         PositiveQuantity | None,
         STRUCTURAL,
         Field(
-            description="The kubelet evicts a pod that exceeds it, so it is at least the tier's capacity."
+            description=(
+                "Size limit. Must be at least the tier's capacity, because the kubelet evicts a "
+                "pod that exceeds it."
+            )
         ),
     ] = None
     medium: Annotated[
-        Medium, STRUCTURAL, Field(description="What holds it: the node's disk (empty) or Memory.")
+        Medium, STRUCTURAL, Field(description="Storage medium: the node's disk (empty) or Memory.")
     ] = Medium.DISK
 
 
 class EphemeralVolume(Model):
-    """A volume of its own for each pod, deleted with it."""
+    """Volume per pod, deleted with the pod."""
 
     volume_claim_template: Annotated[
-        VolumeClaimTemplate, STRUCTURAL, Field(description="The claim for each pod.")
+        VolumeClaimTemplate,
+        STRUCTURAL,
+        Field(description=("Template of the claim that is created for each pod.")),
     ]
 
 
 class PersistentVolumeClaimVolume(Model):
-    """A claim that exists in the policy's namespace."""
+    """Existing claim of the policy's namespace."""
 
     claim_name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the claim.")]
 
@@ -173,17 +178,18 @@ def _only_directory(given: str) -> str:
 
 
 class HostPathVolume(Model):
-    """A directory of the node, prepared by its administrator and allowed for this namespace."""
+    """Existing directory of the node, in the allow-list of the namespace."""
 
-    path: Annotated[AbsolutePath, STRUCTURAL, Field(description="The directory on the node.")]
+    path: Annotated[AbsolutePath, STRUCTURAL, Field(description="Directory on the node.")]
     type: Annotated[
         str,
         STRUCTURAL,
         Field(
             max_length=32,
-            description="Directory: the kubelet would make a missing one for root alone (mode 0755), so it "
-            "has "
-            "to exist.",
+            description=(
+                "Must be Directory. The directory must exist, because the kubelet creates "
+                "directories that only root can write to (mode 0755)."
+            ),
         ),
         AfterValidator(_only_directory),
         Accepts(DIRECTORY_WORDS),
@@ -196,7 +202,8 @@ class HostPathVolume(Model):
 
 
 class NfsVolume(Model):
-    """An NFS export, allowed for this namespace; the operator creates PersistentVolume and claim."""
+    """An NFS export, allowed for this namespace; the operator creates PersistentVolume and
+    claim."""
 
     server: Annotated[
         str,
@@ -209,15 +216,17 @@ class NfsVolume(Model):
         Field(description="Host name or address of the server."),
         Accepts("a host name or an IP address"),
     ]
-    path: Annotated[AbsolutePath, STRUCTURAL, Field(description="The exported directory.")]
+    path: Annotated[AbsolutePath, STRUCTURAL, Field(description="Exported directory.")]
     mount_options: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:=/-]+$")]]
         | None,
         STRUCTURAL,
         Field(
             max_length=32,
-            description="Options of the mount. soft, timeo=50 and retrans=2 are added unless set here, "
-            "so that a dead server ends in an error.",
+            description=(
+                "Mount options. soft, timeo=50 and retrans=2 are added unless set here, so that an "
+                "unavailable server causes errors instead of hangs."
+            ),
         ),
     ] = None
 
@@ -240,39 +249,40 @@ def _one_source(volume: Volume) -> Iterator[Violation]:
 
 
 class Volume(Model):
-    """Exactly one source."""
+    """Volume with exactly one source."""
 
     empty_dir: Annotated[
         EmptyDirVolume | None,
         STRUCTURAL,
-        Field(description="A directory that lives as long as the pod."),
+        Field(description="Directory with the lifetime of the pod."),
     ] = None
     ephemeral: Annotated[
         EphemeralVolume | None,
         STRUCTURAL,
-        Field(description="A volume for each pod, deleted with it."),
+        Field(description="Volume per pod, deleted with the pod."),
     ] = None
     persistent_volume_claim: Annotated[
         PersistentVolumeClaimVolume | None,
         STRUCTURAL,
-        Field(description="An existing claim of the namespace."),
+        Field(description="Existing claim of the namespace."),
     ] = None
     claim_template: Annotated[
         ClaimSpec | None,
         STRUCTURAL,
         Field(
-            description="One claim for all pods of the policy, created by the operator; accessModes is "
-            "[ReadWriteMany] "
-            "if not set."
+            description=(
+                "Claim for all pods of the policy, created by the operator. accessModes defaults "
+                "to [ReadWriteMany]."
+            )
         ),
     ] = None
     host_path: Annotated[
-        HostPathVolume | None, STRUCTURAL, Field(description="A directory of the node.")
+        HostPathVolume | None, STRUCTURAL, Field(description="Directory of the node.")
     ] = None
     nfs: Annotated[
         NfsVolume | None,
         STRUCTURAL,
-        Field(description="An NFS export; the operator creates PersistentVolume and claim."),
+        Field(description="NFS export. The operator creates a PersistentVolume and a claim."),
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (

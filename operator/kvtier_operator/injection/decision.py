@@ -37,7 +37,7 @@ class AdmissionContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class Injected:
     """The pod with its tiers, as a document, and notes for the pod's owner."""
 
     pod: dict[str, Any]
@@ -52,4 +52,4 @@ class Skipped:
     message: str
 
 
-Decision = Attached | Skipped
+Decision = Injected | Skipped

@@ -1,6 +1,6 @@
 """Injection: adds tiers to a pod, or says in one sentence why not. Pure and thread-safe.
 
-``attach`` decodes the pod once; what decides takes the decoded pod. The patch is made on a copy of
+``inject`` decodes the pod once; what decides takes the decoded pod. The patch is made on a copy of
 the document. The pod that is passed in never changes, and neither do command, probes and grace
 period of the one that is returned. A pod that is injected is returned as it is. The rules are in
 ``docs/attaching.md``.
@@ -37,8 +37,8 @@ from kvtier_operator.injection import (
 )
 from kvtier_operator.injection.decision import (
     AdmissionContext,
-    Attached,
     Decision,
+    Injected,
     PodObject,
     Skipped,
 )
@@ -88,7 +88,7 @@ class Draft:
         return cls(target, structure, pod, spec, spec["containers"][index], notes=notes)
 
 
-def attach(
+def inject(
     policy: KVTierPolicy, document: PodObject, context: AdmissionContext, settings: Settings
 ) -> Decision:
     """Injects a pod that ``policy`` governs, or skips it. Raises ``InvalidObjectError`` if the
@@ -105,7 +105,7 @@ def _decide(
 ) -> Decision:
     pod = decode_pod(document)
     if names.STRUCTURAL_ANNOTATION in pod.metadata.annotations:
-        return Attached(copy.deepcopy(dict(document)))
+        return Injected(copy.deepcopy(dict(document)))
     skipped = _skip_by_pod_or_policy(policy, pod, context)
     if skipped is not None:
         return skipped
@@ -155,7 +155,7 @@ def _inject(
             f"{'; '.join(violations[:MAX_SENTENCES])}",
         )
     _annotate(draft, policy)
-    return Attached(draft.pod, tuple(draft.notes))
+    return Injected(draft.pod, tuple(draft.notes))
 
 
 # Skipped pods. Anything that would prevent the pod from starting is skipped.
@@ -181,7 +181,7 @@ def _skip_by_pod_or_policy(
     if engine_type is not EngineType.VLLM:
         message = f"spec.engine.type is {engine_type.value}; this version supports VLLM"
         return Skipped(SkipReason.UNSUPPORTED_ENGINE, message)
-    impossible = connectors.impossible(policy)
+    impossible = connectors.policy_errors(policy)
     if impossible:
         return Skipped(SkipReason.NOT_ACCEPTED, f"the policy is invalid: {impossible[0]}")
     if pod.spec.os.name == "windows":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
 from kvtier.config.models import HttpEndpoint, Structural
+from kvtier.hashing import sha256_hex
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import (
     HASH_ANNOTATION,
@@ -163,10 +163,8 @@ def _http_port(policy: KVTierPolicy, pod: Pod) -> int:
         metadata = pod.metadata
         # The pods of a group must get one structure before they can see each other's.
         name = metadata.labels.get(GROUP_LABEL) or metadata.name or metadata.generate_name
-        digest = hashlib.sha256(
-            f"{policy.namespace}/{name}/{policy.metadata.uid}".encode()
-        ).digest()
-        start = int.from_bytes(digest[:4], "big") % HOST_PORTS
+        digest = sha256_hex(f"{policy.namespace}/{name}/{policy.metadata.uid}", 8)
+        start = int(digest, 16) % HOST_PORTS
         candidates = [
             FIRST_HOST_PORT + (start + step) % HOST_PORTS for step in range(MAX_PORTS_TRIED)
         ]

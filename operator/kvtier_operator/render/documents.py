@@ -1,6 +1,8 @@
-"""From a policy to the topology document. Pure: no file, no cluster, no clock.
+"""Renders a policy: the structural and the live document, and Kubernetes objects for
+``ConfigMapOnly``. Pure.
 
-All Kubernetes documents of a policy for clusters without the operator (``attach.mode: ConfigMapOnly``). Pure.
+``content_hash`` identifies the structure that a pod has. It must not change for an unchanged
+policy, because every pod with another hash is outdated.
 """
 
 from __future__ import annotations
@@ -38,24 +40,31 @@ from kvtier_operator.api.fields import fields_of
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 from kvtier_operator.api.quantity import Quantity
 from kvtier_operator.api.tiers import Sync, Tier
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render import volumes
 
 POD_RUN_DIRECTORY = "/run/kvtier"
-"""In pods: where the shared memory-backed volume is mounted."""
+"""In pods: mount path of the shared memory-backed volume."""
 POD_TIERS_DIRECTORY = "/var/lib/kvtier/tiers"
-"""In pods: the volume of a file tier is mounted at the tier's name below this."""
+"""In pods: directory of the mounts of file tiers, named like the tiers."""
 POD_SECRETS_DIRECTORY = "/etc/kvtier/secrets"
 POD_KEY_DIRECTORY = "/etc/kvtier/isolation"
-"""Not below the secrets' directory: there a tier may be called anything."""
+"""Not below the directory of secrets, where a tier may have any name."""
+POD_TOPOLOGY_DIRECTORY = "/etc/kvtier/topology"
+"""In pods: mount path of both documents."""
+MAX_STRUCTURAL_BYTES = 16 << 10
+"""Maximum size of the structural document as an annotation of a pod. The ConfigMap has the same
+limit, so that a policy can change its mode."""
 LOOPBACK = HttpEndpoint()
-POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus ask from other pods)
+POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus are other pods)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a policy does not say because it depends on where it is used.
+    """What depends on the environment and not on the policy.
 
-    ``tier_paths`` has a directory for every file tier. ``storage_gid``: the group of files; None: left as it is.
+    ``tier_paths``: a directory for every file tier. ``storage_gid``: group of files; None:
+    unchanged.
     """
 
     run_directory: str
@@ -68,7 +77,7 @@ class Placement:
 
 
 def pod_placement(policy: KVTierPolicy) -> Placement:
-    """Where things are in a pod."""
+    """The placement in a pod."""
     return Placement(
         run_directory=POD_RUN_DIRECTORY,
         tier_paths={
@@ -82,7 +91,7 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
 
 
 def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
-    """Where engine and tierd of user ``uid`` meet outside Kubernetes; another user or policy meets elsewhere."""
+    """The run directory of engine and tierd outside Kubernetes, per user and policy."""
     digest = sha256_hex(f"{uid}\0{policy.namespace}/{policy.metadata.name}", 8)
     return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108  (memory-backed on purpose)
 
@@ -90,10 +99,10 @@ def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
 def local_tier_paths(
     policy: KVTierPolicy, overrides: Mapping[str, str], base: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Directories of the file tiers on this machine, and a note for each that is not what a pod would get.
+    """Directories of the file tiers on this machine, and a note for each that differs from a pod's.
 
-    ``overrides`` win; a hostPath is itself; what a pod would bring along gets a directory below ``base``. An NFS export
-    is mounted by nobody here, so it needs an override. Raises ``ConfigurationError``.
+    ``overrides`` win. A hostPath is used as it is. Volumes that a pod would create get a directory
+    below ``base``. An NFS export needs an override. Raises ``ConfigurationError``.
     """
     known = {tier.name for tier in policy.spec.tiers if tier.file_system is not None}
     for name in overrides:
@@ -122,7 +131,8 @@ def local_tier_paths(
         else:
             paths[tier.name] = f"{base}/{tier.name}"
             notes.append(
-                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path {tier.name}=DIR "
+                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path "
+                f"{tier.name}=DIR "
                 f"sets another"
             )
     used: dict[str, str] = {}
@@ -136,10 +146,10 @@ def local_tier_paths(
 
 
 def content_hash(spec: PolicySpec) -> str:
-    """8 hex digits over the structural fields as written and the schema version, nothing else.
+    """8 hex digits of the structural fields as written and of the schema version.
 
-    "As written": a field that was left out is not in it, so a changed default outdates nobody; sizes count by value, so
-    64Gi and 65536Mi are the same.
+    "As written": absent fields are not included, so that a changed default does not outdate pods.
+    Sizes count by value: 64Gi and 65536Mi are the same.
     """
     canonical = json.dumps(
         [SCHEMA_VERSION, _structural_fields(spec)],
@@ -218,7 +228,7 @@ def _live_tier(tier: Tier) -> LiveTier:
 
 
 def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) -> Structural:
-    """The structural document, with the live values of this moment."""
+    """The structural document, with the current live values."""
     spec = policy.spec
     key_secret = spec.isolation.key_secret_ref.name
     return Structural(
@@ -280,14 +290,6 @@ def topology(policy: KVTierPolicy, placement: Placement, generation: int = 0) ->
     return Topology(structural=document, live=document.live)
 
 
-POD_TOPOLOGY_DIRECTORY = "/etc/kvtier/topology"
-"""In pods: where both documents are mounted."""
-STRUCTURAL_ANNOTATION = "kvtier.io/structural"
-MAX_STRUCTURAL_BYTES = 16 << 10
-"""What an annotation may take of a pod; the same limit holds for the ConfigMap, so that a policy can change its
-mode."""
-
-
 def live_name(policy: KVTierPolicy) -> str:
     """The ConfigMap of live values."""
     return f"{policy.metadata.name}-live"
@@ -299,7 +301,7 @@ def structural_name(policy: KVTierPolicy) -> str:
 
 
 def kubernetes(policy: KVTierPolicy, generation: int = 0) -> list[dict[str, Any]]:
-    """ConfigMaps, PersistentVolumes and claims, in the order in which they can be applied. Raises
+    """ConfigMaps, PersistentVolumes and claims, in an order in which they can be applied. Raises
     ``ConfigurationError``.
     """
     document = structural(policy, pod_placement(policy), generation)
@@ -311,15 +313,19 @@ def kubernetes(policy: KVTierPolicy, generation: int = 0) -> list[dict[str, Any]
 
 
 def structural_text(document: Structural) -> str:
-    """The structural document as it is handed to pods. Raises ``ConfigurationError`` where it is too long."""
+    """The structural document in pods.
+
+    Raises ``InvalidDocumentError`` if it is too long for an annotation.
+    """
     text = document_text(document)
     size = len(text.encode())
     if size > MAX_STRUCTURAL_BYTES:
-        raise ConfigurationError(
-            "spec",
-            f"{size} bytes as structural document",
-            f"at most {MAX_STRUCTURAL_BYTES}; shorten URLs, paths and mount options",
+        detail = (
+            f"the structural document may have at most {MAX_STRUCTURAL_BYTES} bytes and has "
+            f"{size}; "
+            "shorten URLs, paths and mount options"
         )
+        raise InvalidDocumentError([FieldError.too_long("spec", detail)])
     return text
 
 

@@ -1,4 +1,4 @@
-"""What attaches an engine to a topology: arguments, or environment alone. Pure."""
+"""Configuration of an engine for a topology: arguments, or environment variables alone. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from kvtier_operator.api.policy import KVTierPolicy
 CONNECTOR_CLASS = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
 PLUGIN_NAME = "kvtier"
-"""Name of the entry point in ``vllm.general_plugins``; ``VLLM_PLUGINS``, where set, lists the names that may run."""
+"""Name of the entry point in ``vllm.general_plugins``. ``VLLM_PLUGINS``, if set, lists the plugins
+that run."""
 
 
 def transfer_config(topology_directory: str) -> dict[str, Any]:
-    """The KV transfer configuration of vLLM. ``recompute``: its own default ends a request whose load failed."""
+    """The KV transfer configuration of vLLM.
+
+    ``recompute``: vLLM's default aborts a request whose load fails.
+    """
     return {
         "kv_connector": CONNECTOR_CLASS,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -29,7 +33,7 @@ def transfer_config(topology_directory: str) -> dict[str, Any]:
 
 
 def arguments(topology_directory: str) -> list[str]:
-    """Command-line arguments that attach vLLM."""
+    """Command-line arguments of vLLM."""
     return [
         "--kv-transfer-config",
         json.dumps(transfer_config(topology_directory), separators=(",", ":")),
@@ -42,10 +46,10 @@ def environment(
     payload_directory: str | None = None,
     inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Variables that attach an engine whose command stays as it is.
+    """Variables of an engine whose command stays as it is.
 
-    ``payload_directory`` is where the connector was written (None: it is installed). ``inherited`` is what the engine's
-    environment holds already: paths and plugin lists are extended, a hash seed that is set stays (see ``conflicts``).
+    ``payload_directory``: of the connector; None if it is installed. ``inherited``: the engine's
+    environment; paths and plugin lists are extended, a hash seed is kept (see ``conflicts``).
     """
     return {
         "KVTIER_TOPOLOGY": topology_directory,
@@ -56,8 +60,8 @@ def environment(
 def attaching_variables(
     hash_seed: str, payload_directory: str | None, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """The part of ``environment`` that is the same for all connectors: KVTier's plugin is found and may run, and block
-    hashes are the same in every process.
+    """The variables that all connectors need: KVTier's plugin is found and may run, and block
+    hashes are equal in all processes.
     """
     variables = {}
     if payload_directory is not None:
@@ -77,18 +81,19 @@ def attaching_variables(
 
 
 def conflicts(structural: Structural, inherited: Mapping[str, str]) -> list[str]:
-    """What the environment sets otherwise than the policy, in words."""
+    """Notes about variables whose values differ from the policy."""
     seed = inherited.get("PYTHONHASHSEED")
     if seed and seed != structural.hash_seed:
         return [
-            f"PYTHONHASHSEED is {seed} and stays so; the policy's hashSeed is {structural.hash_seed}. "
+            f"PYTHONHASHSEED is {seed}, which is kept; the policy's hashSeed is "
+            f"{structural.hash_seed}. "
             "Engines with different seeds may not share objects."
         ]
     return []
 
 
 def check(policy: KVTierPolicy) -> None:
-    """Raises ``ConfigurationError`` where the policy asks for an engine configuration that is not rendered."""
+    """Raises ``ConfigurationError`` if this version cannot render the policy's engine."""
     engine = policy.spec.engine
     if engine.connector is not Connector.KVTIER:
         raise ConfigurationError(

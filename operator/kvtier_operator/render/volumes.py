@@ -1,8 +1,8 @@
-"""What a file tier's volume needs in the cluster: claims, PersistentVolumes, and the volume of a pod. Pure.
+"""Kubernetes objects of file tiers: claims, PersistentVolumes, and the volumes of pods. Pure.
 
-Names end in a hash of the policy's uid and the volume's description, so that a re-created policy, or one with another
-export, never meets an object of its predecessor (a claim of the same name would wait for ever behind a Released
-volume).
+Names end in a hash of the policy's uid and the volume's specification, so that a re-created policy,
+or one with another export, does not use an object of its predecessor. A claim of the same name
+would stay Pending because of a Released volume.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ NFS_OPTIONS = {
     "timeo=50": ("timeo",),
     "retrans=2": ("retrans",),
 }
-"""What an NFS mount gets unless the policy says otherwise, and the options that count as saying so: a dead server has
-to end in an error, not in a wait."""
+"""Default options of an NFS mount, and the options that replace each. With them an unavailable
+server causes errors instead of hangs."""
 NFS_NOMINAL_SIZE = "1Gi"
-"""PersistentVolume and claim must name a size, and nothing enforces it for NFS. Not the tier's capacity: that is live,
-and the size of a bound claim is not; and a quota on storage should not be charged for it."""
+"""Size of PersistentVolume and claim, which is required and not enforced for NFS. It is not the
+tier's capacity, because that can change and the size of a bound claim cannot, and because storage
+quotas would count it."""
 
 
 def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
@@ -41,14 +42,14 @@ def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
 
 
 def volume_hash(policy: KVTierPolicy, tier: Tier) -> str:
-    """8 hex digits over the policy's uid and the volume as described."""
+    """8 hex digits of the policy's uid and the volume's specification."""
     described = jsonable(_files(tier).volume)
     text = json.dumps([policy.metadata.uid or "", described], sort_keys=True, separators=(",", ":"))
     return sha256_hex(text, 8)
 
 
 def claim_name(policy: KVTierPolicy, tier: Tier) -> str | None:
-    """The claim that pods mount for this tier; None where its volume is none."""
+    """Name of the claim that pods mount for this tier, or None for other volumes."""
     if tier.file_system is None:
         return None
     volume = tier.file_system.volume
@@ -60,7 +61,7 @@ def claim_name(policy: KVTierPolicy, tier: Tier) -> str | None:
 
 
 def mount_options(nfs: NfsVolume) -> list[str]:
-    """The export's options and those that are added."""
+    """The policy's options, and defaults."""
     given = list(nfs.mount_options or ())
     names = {option.split("=", 1)[0] for option in given}
     return given + [
@@ -69,7 +70,7 @@ def mount_options(nfs: NfsVolume) -> list[str]:
 
 
 def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
-    """Claims and PersistentVolumes that the policy asks to be created."""
+    """Claims and PersistentVolumes that the operator creates for the policy."""
     rendered: list[dict[str, Any]] = []
     for tier in policy.spec.tiers:
         if tier.file_system is None:
@@ -89,7 +90,7 @@ def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
 
 
 def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
-    """The source of the pod's volume for a file tier, as it stands in a pod's ``volumes`` beside the name."""
+    """The source of a pod's volume for a file tier."""
     files = _files(tier)
     volume = files.volume
     name = claim_name(policy, tier)
@@ -123,7 +124,7 @@ def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
 
 def _files(tier: Tier) -> FileSystemTier:
     if tier.file_system is None:
-        raise ValueError(f"tier {tier.name} is no file tier")
+        raise ValueError(f"tier {tier.name} is not a file tier")
     return tier.file_system
 
 
@@ -161,7 +162,7 @@ def _nfs_pair(policy: KVTierPolicy, tier: Tier, nfs: NfsVolume) -> list[dict[str
         "spec": {
             "capacity": size,
             "accessModes": ["ReadWriteMany"],
-            # Data outlive policy and claim; `kvtier gc` and administrators remove them.
+            # Data outlives policy and claim; `kvtier gc` or an administrator removes it.
             "persistentVolumeReclaimPolicy": "Retain",
             "storageClassName": "",
             "volumeMode": "Filesystem",
@@ -181,7 +182,7 @@ def _nfs_pair(policy: KVTierPolicy, tier: Tier, nfs: NfsVolume) -> list[dict[str
         {
             "accessModes": ["ReadWriteMany"],
             "resources": {"requests": size},
-            # Empty, not absent: otherwise the cluster's default class would provision another volume.
+            # Empty, not absent, because the default class would provision another volume.
             "storageClassName": "",
             "volumeName": volume_name,
         },

@@ -24,7 +24,6 @@ from typing import Any
 from aiohttp import web
 
 from kvtier_operator.certs.serve import ServingCertificate
-from kvtier_operator.render.admission import MUTATE_PATH, VALIDATE_PATH
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import mutate, review, validate
 from kvtier_operator.webhook.lister import WebhookLister
@@ -32,6 +31,9 @@ from kvtier_operator.webhook.metrics import WebhookMetrics
 from kvtier_operator.webhook.review import AdmissionRequest
 from kvtier_operator.webhook.validate import AdmissionDenied
 
+MUTATE_PATH = "/mutate"
+VALIDATE_PATH = "/validate"
+"""The paths in the webhook configurations."""
 logger = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 1.0

@@ -15,7 +15,7 @@ from kvtier_operator.api.names import MIRROR_ANNOTATION, SKIPPED_ANNOTATION, STR
 from kvtier_operator.api.pods import PodMetadata, decode, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.injection.decision import AdmissionContext, Attached, Decision, PodObject
+from kvtier_operator.injection.decision import AdmissionContext, Decision, Injected, PodObject
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.jsonpatch import Operation, diff
 from kvtier_operator.webhook.lister import WebhookLister
@@ -77,7 +77,7 @@ def mutate(request: MutationRequest, settings: Settings, decide: Decide) -> Muta
     # decision.
     undecided = _without_annotation(pod, SKIPPED_ANNOTATION)
     decision = decide(request.policy, undecided, request.context, settings)
-    if isinstance(decision, Attached):
+    if isinstance(decision, Injected):
         patch = tuple(diff(pod, decision.pod))
         return MutationResult("Attached", patch, policy, notes=decision.notes)
     reason, message = decision.reason.value, decision.message

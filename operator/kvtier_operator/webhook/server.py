@@ -21,7 +21,7 @@ from kvtier_operator.certs.serve import (
     UnusableCertificateError,
 )
 from kvtier_operator.injection.existing_config import GROUP_LABEL
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.kube import trim
 from kvtier_operator.kube.lister import Change, Lister, Watch
 from kvtier_operator.kube.resources import (
@@ -72,7 +72,7 @@ async def serve(
     cache = Lister(watches(settings), changed)
     watcher = make_watcher(client, cache, on_restart=on_restart)
     lister = WebhookLister(cache, settings, wall_clock)
-    server = AdmissionServer(settings, lister, serving, metrics, attach)
+    server = AdmissionServer(settings, lister, serving, metrics, inject)
     state = runtime.Health()
     state.live("webhook", server.stuck)
     state.live("watches", watcher.stuck)

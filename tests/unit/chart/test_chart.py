@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support import webhook_configurations
 
 import kvtier
 from kvtier_operator import rbac
 from kvtier_operator.api.allowlist import AllowedExport, AllowedVolume
 from kvtier_operator.rbac import Scope
-from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
 helm = pytest.importorskip(
@@ -141,7 +141,10 @@ def test_only_changed_settings_restart_the_pods() -> None:
 def test_webhook_configurations_equal_those_of_the_code(namespace: str) -> None:
     objects = render(namespace=namespace)
     settings = Settings(namespace=namespace)
-    for expected in (admission.mutating(settings), admission.validating(settings)):
+    for expected in (
+        webhook_configurations.mutating(settings),
+        webhook_configurations.validating(settings),
+    ):
         rendered = one(objects, expected["kind"])
         assert rendered["metadata"]["name"] == expected["metadata"]["name"]
         assert rendered["webhooks"] == expected["webhooks"]
@@ -175,7 +178,7 @@ def test_pods_meet_the_restricted_pod_security_standard() -> None:
         assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
-def test_there_are_two_of_each_on_different_nodes() -> None:
+def test_there_are_two_of_each_that_prefer_different_nodes() -> None:
     objects = render()
     for name in ("kvtier-controller", "kvtier-webhook"):
         spec = one(objects, "Deployment", name)["spec"]

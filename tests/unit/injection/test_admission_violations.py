@@ -13,8 +13,8 @@ from tests.support.pod_objects import GUARANTEED, container, engine, file_tier, 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 # With a memory tier of 1Gi tierd has 1792Mi and cpu 1 to 8; the payload has 128Mi and cpu 100m to
@@ -35,8 +35,8 @@ def quota(hard: dict[str, str], used: dict[str, str] | None = None, **spec: Any)
 
 def decide(
     pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any
-) -> Attached | Skipped:
-    return attach(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
+) -> Injected | Skipped:
+    return inject(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def decide(
         (limit_range("Pod", max={"cpu": "11"}), ("12 cpu", "11")),
     ],
 )
-def test_bounds_of_the_namespace(bounds: dict[str, Any], numbers: tuple[str, ...]) -> None:
+def test_a_pod_outside_a_limit_range_is_skipped(
+    bounds: dict[str, Any], numbers: tuple[str, ...]
+) -> None:
     pod = pod_objects.pod(
         engine(
             resources={
@@ -81,7 +83,7 @@ def test_bounds_of_the_namespace(bounds: dict[str, Any], numbers: tuple[str, ...
         limit_range("PersistentVolumeClaim", max={"storage": "1"}),
     ],
 )
-def test_what_is_within_bounds_is_attached(bounds: dict[str, Any]) -> None:
+def test_a_pod_within_limit_ranges_is_injected(bounds: dict[str, Any]) -> None:
     pod = pod_objects.pod(
         engine(
             resources={
@@ -90,7 +92,7 @@ def test_what_is_within_bounds_is_attached(bounds: dict[str, Any]) -> None:
             }
         )
     )
-    assert isinstance(decide(pod, limit_ranges=[bounds]), Attached)
+    assert isinstance(decide(pod, limit_ranges=[bounds]), Injected)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,9 @@ def test_what_is_within_bounds_is_attached(bounds: dict[str, Any]) -> None:
         ({"services": "0"}, {}, False),
     ],
 )
-def test_what_is_left_of_a_quota(hard: dict[str, str], used: dict[str, str], refused: bool) -> None:
+def test_a_pod_that_exceeds_a_quota_is_skipped(
+    hard: dict[str, str], used: dict[str, str], refused: bool
+) -> None:
     pod = pod_objects.pod(engine(resources=GUARANTEED))
     decision = decide(pod, quotas=[quota(hard, used)])
     assert isinstance(decision, Skipped) == refused, decision
@@ -149,7 +153,7 @@ def test_what_is_left_of_a_quota(hard: dict[str, str], used: dict[str, str], ref
         ({"scopes": ["CrossNamespacePodAffinity"]}, {}, False),
     ],
 )
-def test_a_quota_counts_for_the_pods_of_its_scope(
+def test_a_quota_applies_to_pods_in_its_scope(
     scope: dict[str, Any], spec: dict[str, Any], refused: bool
 ) -> None:
     # Without tiers the pod is BestEffort; with them it is not, and the other quota counts.
@@ -160,7 +164,7 @@ def test_a_quota_counts_for_the_pods_of_its_scope(
 
 
 class TestPodLevelResources:
-    def test_where_there_is_headroom_the_pod_is_attached_and_told(self) -> None:
+    def test_a_pod_with_headroom_is_injected_with_a_note(self) -> None:
         resources = {
             "requests": {"cpu": "6", "memory": "12Gi"},
             "limits": {"cpu": "6", "memory": "12Gi"},
@@ -169,7 +173,7 @@ class TestPodLevelResources:
             engine(resources={"requests": {"cpu": "4", "memory": "8Gi"}}), resources=resources
         )
         decision = decide(pod)
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)
         assert container(decision.pod, TIERD_CONTAINER)["resources"]["limits"]["cpu"] == "6"
         assert any("12Gi" in note for note in decision.notes)
         assert pod_objects.qos_class(decision.pod["spec"]) == "Guaranteed"
@@ -183,7 +187,7 @@ class TestPodLevelResources:
             ({"limits": {"memory": "1Gi"}}, {}),
         ],
     )
-    def test_where_there_is_none_it_is_not(
+    def test_a_pod_without_headroom_is_skipped(
         self, resources: dict[str, Any], own: dict[str, Any]
     ) -> None:
         decision = decide(pod_objects.pod(engine(resources=own), resources=resources))
@@ -196,7 +200,7 @@ class TestPodSecurity:
     HOST = file_tier("nvme", {"hostPath": {"path": "/mnt/kv"}})
 
     @pytest.mark.parametrize("level", ["baseline", "restricted"])
-    def test_a_host_path_is_refused_and_a_claim_is_not(self, level: str) -> None:
+    def test_a_host_path_is_skipped_and_a_claim_is_injected(self, level: str) -> None:
         labels = {"pod-security.kubernetes.io/enforce": level}
         decision = decide(
             pod_objects.pod(), pod_objects.policy(memory_tier(), self.HOST), namespace_labels=labels
@@ -208,22 +212,24 @@ class TestPodSecurity:
             decide(
                 pod_objects.pod(), pod_objects.policy(memory_tier(), claim), namespace_labels=labels
             ),
-            Attached,
+            Injected,
         )
 
     @pytest.mark.parametrize("labels", [{}, {"pod-security.kubernetes.io/enforce": "privileged"}])
-    def test_where_nothing_is_enforced_a_host_path_is_fine(self, labels: dict[str, str]) -> None:
+    def test_a_host_path_is_injected_without_an_enforced_level(
+        self, labels: dict[str, str]
+    ) -> None:
         assert isinstance(
             decide(
                 pod_objects.pod(),
                 pod_objects.policy(memory_tier(), self.HOST),
                 namespace_labels=labels,
             ),
-            Attached,
+            Injected,
         )
 
 
-def test_a_guaranteed_pod_gets_whole_cpus_as_many_as_are_requested() -> None:
+def test_tierd_has_whole_cpus_in_a_guaranteed_pod() -> None:
     pod = pod_objects.pod(engine(resources=GUARANTEED))
     for resources, cpu in (
         ({}, "4"),
@@ -231,7 +237,7 @@ def test_a_guaranteed_pod_gets_whole_cpus_as_many_as_are_requested() -> None:
         ({"daemon": {"limits": {"cpu": "16"}}}, "4"),
     ):
         decision = decide(pod, pod_objects.policy(resources=resources))
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)
         found = container(decision.pod, TIERD_CONTAINER)["resources"]
         assert found["requests"] == found["limits"]
         assert found["limits"]["cpu"] == cpu

@@ -13,8 +13,8 @@ from tests.support import pod_objects
 from tests.support.pod_objects import file_tier, memory_tier
 
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION
-from kvtier_operator.injection.decision import Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 WORDS = st.sampled_from(
@@ -136,19 +136,21 @@ def _spec(pod: Mapping[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pods(), st.sampled_from(POLICIES), st.booleans())
-def test_an_attached_pod(pod: dict[str, Any], policy: Any, ready: bool) -> None:
+def test_injection_is_deterministic_idempotent_and_changes_only_what_it_must(
+    pod: dict[str, Any], policy: Any, ready: bool
+) -> None:
     before = copy.deepcopy(pod)
     around = pod_objects.context(storage_ready=ready)
-    decision = attach(policy, pod, around, Settings())
+    decision = inject(policy, pod, around, Settings())
     assert pod == before, "the pod that was given changed"
-    if not isinstance(decision, Attached):
+    if not isinstance(decision, Injected):
         assert decision.message
         assert "\n" not in decision.message
         return
     found = decision.pod
     json.dumps(found)
-    assert attach(policy, found, around, Settings()) == Attached(found), "not idempotent"
-    assert attach(policy, pod, around, Settings()) == decision, "not the same twice"
+    assert inject(policy, found, around, Settings()) == Injected(found), "not idempotent"
+    assert inject(policy, pod, around, Settings()) == decision, "not the same twice"
     assert len(found["metadata"]["annotations"][STRUCTURAL_ANNOTATION].encode()) <= 16 << 10
     spec, old = _spec(found), _spec(before)
     everything = [*spec.get("initContainers", ()), *spec["containers"]]

@@ -54,12 +54,12 @@ def test_options_are_found(container: dict[str, Any], expected: list[tuple[str, 
     assert list(read_document(container).options) == expected
 
 
-def test_the_last_of_several_values_counts() -> None:
+def test_the_last_of_several_values_wins() -> None:
     assert read_document({"args": ["--a", "1", "--a=2"]}).option("a") == "2"
     assert read_document({"args": ["--a", "1"]}).option("b") is None
 
 
-def test_a_variable_from_elsewhere_hides_an_earlier_value() -> None:
+def test_a_variable_with_value_from_hides_an_earlier_value() -> None:
     env = [
         {"name": "A", "value": "1"},
         {"name": "B", "value": "$(A)"},
@@ -68,7 +68,7 @@ def test_a_variable_from_elsewhere_hides_an_earlier_value() -> None:
     assert read_document({"env": env}).variables == {"B": "1"}
 
 
-def test_variables_that_expand_without_end_cost_little() -> None:
+def test_recursive_variables_are_cheap_to_expand() -> None:
     env = [{"name": "V0", "value": "--x y " * 1000}]
     env += [{"name": f"V{index}", "value": f"$(V{index - 1})" * 50} for index in range(1, 100)]
     began = time.process_time()
@@ -77,7 +77,7 @@ def test_variables_that_expand_without_end_cost_little() -> None:
     assert len(expand("$A" * 100, {"A": "x" * MAX_TEXT})) < 4 * MAX_TEXT
 
 
-def test_many_variables_that_name_a_long_one_do_not_fill_the_memory() -> None:
+def test_many_references_to_a_long_variable_use_bounded_memory() -> None:
     env = [{"name": "A", "value": "x" * MAX_TEXT}] + [
         {"name": f"V{index}", "value": "$(A)y"} for index in range(1000)
     ]
@@ -87,7 +87,7 @@ def test_many_variables_that_name_a_long_one_do_not_fill_the_memory() -> None:
     assert sum(map(len, found.values())) < MAX_EXPANDED + 3 * MAX_TEXT
 
 
-def test_texts_that_only_begin_to_be_what_is_looked_for_are_passed_over_at_once() -> None:
+def test_near_matches_of_patterns_take_linear_time() -> None:
     """Each of these takes hours where every beginning is followed to the end of the text."""
     assert not python_ignores_path(
         CommandLine(("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"), (), {})
@@ -107,5 +107,5 @@ def test_texts_that_only_begin_to_be_what_is_looked_for_are_passed_over_at_once(
         ("", None),
     ],
 )
-def test_a_number_is_read_however_long_its_text_is(text: str, value: int | None) -> None:
+def test_long_numbers_are_cheap_to_parse(text: str, value: int | None) -> None:
     assert parse_count(text) == value

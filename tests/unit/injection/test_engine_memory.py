@@ -12,8 +12,8 @@ from tests.support.pod_objects import container, engine, file_tier, memory_tier,
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import PAYLOAD_CONTAINER, RUN_VOLUME, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 GIB = 1 << 30
@@ -29,9 +29,9 @@ def inside(memory_policy: str = "Validate", *tiers: dict[str, Any]) -> KVTierPol
     )
 
 
-def attached(policy: KVTierPolicy, pod: dict[str, Any]) -> Attached:
-    decision = attach(policy, pod, pod_objects.context(), Settings())
-    assert isinstance(decision, Attached), decision
+def attached(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected:
+    decision = inject(policy, pod, pod_objects.context(), Settings())
+    assert isinstance(decision, Injected), decision
     return decision
 
 
@@ -50,19 +50,19 @@ class TestDaemonInTheEngine:
         assert int(volume(pod, RUN_VOLUME)["emptyDir"]["sizeLimit"]) > GIB
 
     @pytest.mark.parametrize(("limit", "fits"), [(NEEDED - 1, False), (NEEDED, True), (None, True)])
-    def test_a_limit_that_does_not_hold_the_tiers_is_found(
+    def test_a_memory_limit_below_the_tiers_need_is_skipped(
         self, limit: int | None, fits: bool
     ) -> None:
         pod = pod_objects.pod(
             engine(resources={"limits": {"memory": str(limit)}} if limit else None)
         )
-        decision = attach(inside(), pod, pod_objects.context(), Settings())
-        assert isinstance(decision, Attached) == fits
+        decision = inject(inside(), pod, pod_objects.context(), Settings())
+        assert isinstance(decision, Injected) == fits
         if isinstance(decision, Skipped):
             assert decision.reason is SkipReason.MEMORY_TOO_SMALL
             assert "1.75Gi" in decision.message
 
-    def test_a_limit_is_raised_where_the_policy_says_so_and_guaranteed_stays_guaranteed(
+    def test_grow_raises_the_limit_and_keeps_guaranteed(
         self,
     ) -> None:
         pod = pod_objects.pod(engine(resources=pod_objects.GUARANTEED))
@@ -76,7 +76,7 @@ class TestDaemonInTheEngine:
         assert any("Grow" in note for note in decision.notes)
         assert pod_objects.qos_class(decision.pod["spec"]) == "Guaranteed"
 
-    def test_a_limit_is_let_be_where_the_policy_says_so(self) -> None:
+    def test_ignore_keeps_the_limit(self) -> None:
         pod = pod_objects.pod(engine(resources={"limits": {"memory": "1Gi"}}))
         resources = container(attached(inside("Ignore"), pod).pod, "vllm")["resources"]
         assert resources == {"limits": {"memory": "1Gi"}}
@@ -86,7 +86,7 @@ class TestOtherConnectors:
     def offloading(self, *tiers: dict[str, Any]) -> KVTierPolicy:
         return pod_objects.policy(*(tiers or (memory_tier(),)), engine={"connector": "Offloading"})
 
-    def test_the_plugin_is_told_the_configuration_and_the_engine_mounts_the_storage(self) -> None:
+    def test_the_plugin_gets_the_configuration_and_the_engine_mounts_the_storage(self) -> None:
         pod = attached(
             self.offloading(memory_tier(), file_tier("nvme", HOST)), pod_objects.pod()
         ).pod
@@ -99,12 +99,12 @@ class TestOtherConnectors:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [PAYLOAD_CONTAINER]
         assert pod["spec"]["securityContext"]["supplementalGroups"] == [3000]
 
-    def test_shared_memory_of_the_pods_own_is_enlarged_by_what_is_needed(self) -> None:
+    def test_the_pods_shared_memory_volume_is_enlarged(self) -> None:
         pod = pod_objects.pod(engine(volumeMounts=MOUNTED), volumes=[SHM])
         size = int(volume(attached(self.offloading(), pod).pod, "shm")["emptyDir"]["sizeLimit"])
         assert size >= 3 * GIB
 
-    def test_shared_memory_is_made_where_there_is_none(self) -> None:
+    def test_a_shared_memory_volume_is_added_if_there_is_none(self) -> None:
         pod = attached(self.offloading(), pod_objects.pod()).pod
         assert int(volume(pod, "kvtier-shm")["emptyDir"]["sizeLimit"]) >= 2 * GIB
         assert {"name": "kvtier-shm", "mountPath": "/dev/shm"} in container(pod, "vllm")[
@@ -115,23 +115,21 @@ class TestOtherConnectors:
         "fields",
         [{"hostIPC": True}, {"volumes": [{"name": "shm", "hostPath": {"path": "/dev/shm"}}]}],
     )
-    def test_shared_memory_that_is_not_the_pods_is_left_alone_and_named(
-        self, fields: dict[str, Any]
-    ) -> None:
+    def test_shared_memory_of_the_node_is_noted_and_unchanged(self, fields: dict[str, Any]) -> None:
         pod = pod_objects.pod(engine(volumeMounts=MOUNTED if "volumes" in fields else []), **fields)
         decision = attached(self.offloading(), pod)
         assert any("/dev/shm" in note for note in decision.notes)
         assert not any(each["name"] == "kvtier-shm" for each in decision.pod["spec"]["volumes"])
 
-    def test_what_a_connector_cannot_have_is_no_reason_to_half_do_it(self) -> None:
+    def test_a_policy_with_an_unsupported_tier_is_skipped(self) -> None:
         tiers = (memory_tier(), {"name": "remote", "lmcache": {"url": "redis://x:1"}})
-        decision = attach(
+        decision = inject(
             self.offloading(*tiers), pod_objects.pod(), pod_objects.context(), Settings()
         )
         assert isinstance(decision, Skipped)
         assert decision.reason is SkipReason.NOT_ACCEPTED
 
-    def test_an_unknown_number_of_ranks_is_said(self) -> None:
+    def test_an_unknown_number_of_ranks_is_noted(self) -> None:
         policy = pod_objects.policy(engine={"connector": "LMCache"})
         assert any("localRanks" in note for note in attached(policy, pod_objects.pod()).notes)
         known = attached(policy, pod_objects.pod(engine(args=["-tp", "2"])))
@@ -139,7 +137,7 @@ class TestOtherConnectors:
         assert known.notes == ()
 
 
-def test_the_sidecar_leaves_the_engines_shared_memory_and_memory_as_they_are() -> None:
+def test_the_sidecar_does_not_change_the_engines_memory() -> None:
     pod = pod_objects.pod(
         engine(volumeMounts=MOUNTED, resources={"limits": {"memory": "1Gi"}}), volumes=[SHM]
     )

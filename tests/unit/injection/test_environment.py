@@ -8,8 +8,8 @@ import pytest
 from tests.support import pod_objects
 from tests.support.pod_objects import container, variables
 
-from kvtier_operator.injection.decision import Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 PAYLOAD = "/opt/kvtier/payload"
@@ -19,19 +19,19 @@ ENV_FROM = [{"configMapRef": {"name": "settings"}}]
 
 def engine_of(
     env: list[dict[str, Any]], engine: dict[str, Any] | None = None, **fields: Any
-) -> Attached:
+) -> Injected:
     policy = pod_objects.policy(engine=engine or {})
-    found = attach(
+    found = inject(
         policy,
         pod_objects.pod(pod_objects.engine(env=env, **fields)),
         pod_objects.context(),
         Settings(),
     )
-    assert isinstance(found, Attached)
+    assert isinstance(found, Injected)
     return found
 
 
-def env_of(decision: Attached) -> list[dict[str, Any]]:
+def env_of(decision: Injected) -> list[dict[str, Any]]:
     return list(container(decision.pod, "vllm")["env"])
 
 
@@ -59,13 +59,13 @@ def env_of(decision: Attached) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_the_path_begins_with_the_payload_and_goes_on_as_it_was(
+def test_the_payload_is_prepended_to_the_python_path(
     env: list[dict[str, Any]], engine: dict[str, Any] | None, expected: str
 ) -> None:
     assert variables(container(engine_of(env, engine).pod, "vllm"))["PYTHONPATH"] == expected
 
 
-def test_a_path_from_elsewhere_goes_on_under_another_name() -> None:
+def test_a_python_path_with_value_from_is_renamed_and_referenced() -> None:
     env = env_of(
         engine_of([{"name": "X", "value": "1"}, {"name": "PYTHONPATH", "valueFrom": FROM_MAP}])
     )
@@ -75,7 +75,7 @@ def test_a_path_from_elsewhere_goes_on_under_another_name() -> None:
     ]
 
 
-def test_a_path_that_env_from_may_bring_is_kept() -> None:
+def test_a_python_path_from_env_from_is_referenced() -> None:
     found = engine_of([], envFrom=ENV_FROM)
     assert variables(container(found.pod, "vllm"))["PYTHONPATH"] == f"{PAYLOAD}:$(PYTHONPATH)"
 
@@ -84,19 +84,19 @@ def test_a_path_that_env_from_may_bring_is_kept() -> None:
     ("given", "expected"),
     [("a,b", "a,b,kvtier"), ("a,kvtier", "a,kvtier"), ("", "kvtier"), ("kvtier", "kvtier")],
 )
-def test_a_list_of_plugins_is_extended_where_there_is_one(given: str, expected: str) -> None:
+def test_a_list_of_plugins_is_extended(given: str, expected: str) -> None:
     found = variables(container(engine_of([{"name": "VLLM_PLUGINS", "value": given}]).pod, "vllm"))
     assert found["VLLM_PLUGINS"] == expected
 
 
-def test_where_no_list_of_plugins_is_set_none_is_made() -> None:
+def test_no_list_of_plugins_is_added() -> None:
     assert "VLLM_PLUGINS" not in variables(container(engine_of([]).pod, "vllm"))
     maybe = engine_of([], envFrom=ENV_FROM)
     assert "VLLM_PLUGINS" not in variables(container(maybe.pod, "vllm"))
     assert any("VLLM_PLUGINS" in note for note in maybe.notes)
 
 
-def test_plugins_from_elsewhere_are_extended() -> None:
+def test_plugins_with_value_from_are_extended() -> None:
     found = variables(
         container(engine_of([{"name": "VLLM_PLUGINS", "valueFrom": FROM_MAP}]).pod, "vllm")
     )
@@ -114,7 +114,7 @@ def test_plugins_from_elsewhere_are_extended() -> None:
         ([{"name": "PYTHONHASHSEED", "valueFrom": FROM_MAP}], FROM_MAP, True),
     ],
 )
-def test_the_hash_seed_is_set_where_absent_and_a_conflict_is_said(
+def test_an_absent_hash_seed_is_set_and_a_conflict_is_noted(
     env: list[dict[str, Any]], seed: Any, noted: bool
 ) -> None:
     found = engine_of(env, {"hashSeed": "7"})
@@ -169,14 +169,14 @@ def test_sizes_are_found_in_variables(env: list[dict[str, Any]], ranks: str) -> 
         ["sh", "-c", "export PYTHONPATH=/src; vllm serve m"],
     ],
 )
-def test_a_command_that_would_hide_the_plugin_is_named(command: list[str]) -> None:
+def test_a_command_that_hides_the_plugin_is_noted(command: list[str]) -> None:
     assert any("PYTHONPATH" in note for note in engine_of([], command=command).notes)
     assert not any(
         "PYTHONPATH" in note for note in engine_of([], {"delivery": "Image"}, command=command).notes
     )
 
 
-def test_a_command_that_extends_the_path_is_not() -> None:
+def test_a_command_that_extends_the_path_is_not_noted() -> None:
     command = ["sh", "-c", "export PYTHONPATH=/src:$PYTHONPATH; vllm serve m"]
     assert engine_of([], command=command).notes == ()
 
@@ -190,6 +190,8 @@ def test_a_command_that_extends_the_path_is_not() -> None:
         ({"aliyun.com/gpu-mem": 8}, None),
     ],
 )
-def test_devices_are_counted_and_not_their_bytes(limits: dict[str, Any], ranks: str | None) -> None:
+def test_only_resources_that_count_devices_are_counted(
+    limits: dict[str, Any], ranks: str | None
+) -> None:
     found = variables(container(engine_of([], resources={"limits": limits}).pod, "vllm"))
     assert found.get("KVTIER_LOCAL_RANKS") == ranks

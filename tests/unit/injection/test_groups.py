@@ -10,8 +10,8 @@ from tests.support.pod_objects import container, file_tier, memory_tier
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION, TIERD_CONTAINER
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
@@ -24,8 +24,8 @@ def member(name: str) -> dict[str, Any]:
 
 
 def with_tiers(name: str, **around: Any) -> dict[str, Any]:
-    decision = attach(POLICY, member(name), pod_objects.context(**around), Settings())
-    assert isinstance(decision, Attached)
+    decision = inject(POLICY, member(name), pod_objects.context(**around), Settings())
+    assert isinstance(decision, Injected)
     return decision.pod
 
 
@@ -37,7 +37,7 @@ class TestGroups:
     def test_members_that_do_not_see_each_other_yet_have_the_same_structure(self) -> None:
         assert structural(with_tiers("chat-0")) == structural(with_tiers("chat-0-1"))
 
-    def test_a_later_member_has_the_first_ones_to_the_letter(self) -> None:
+    def test_a_later_member_has_the_structure_of_the_first(self) -> None:
         first = with_tiers("chat-0", storage_ready=False)
         later = with_tiers("chat-0-1", siblings=[first])
         assert structural(later) == structural(first) != structural(with_tiers("chat-0-1"))
@@ -47,7 +47,7 @@ class TestGroups:
     @pytest.mark.parametrize(
         "how", ["without tiers", "different", "of an older policy", "unreadable"]
     )
-    def test_a_group_that_is_mixed_is_not_mixed_further(self, how: str) -> None:
+    def test_a_pod_of_a_mixed_group_is_skipped(self, how: str) -> None:
         first, second = with_tiers("chat-0"), with_tiers("chat-0-1")
         if how == "without tiers":
             second = member("chat-0-1")
@@ -61,27 +61,27 @@ class TestGroups:
                     else {STRUCTURAL_ANNOTATION: "{}"}
                 )
                 pod["metadata"]["annotations"].update(changes)
-        decision = attach(
+        decision = inject(
             POLICY, member("chat-0-2"), pod_objects.context(siblings=[first, second]), Settings()
         )
         assert isinstance(decision, Skipped)
         assert decision.reason is SkipReason.MIXED_GROUP
         assert "delete the leader pod" in decision.message
 
-    def test_members_that_are_leaving_do_not_count(self) -> None:
+    def test_terminating_and_ended_members_are_ignored(self) -> None:
         gone = member("chat-0")
         gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         failed = {**member("chat-0-1"), "status": {"phase": "Failed"}}
         itself = member("chat-0-2")
         assert with_tiers("chat-0-2", siblings=[gone, failed, itself])
 
-    def test_members_that_the_policy_is_not_about_do_not_count(self) -> None:
+    def test_members_that_the_policy_does_not_select_are_ignored(self) -> None:
         router = member("chat-0")
         del router["metadata"]["labels"]["app"]
         assert with_tiers("chat-0-1", siblings=[router])
 
-    def test_siblings_of_a_pod_outside_any_group_do_not_count(self) -> None:
-        decision = attach(
+    def test_a_pod_without_a_group_has_no_siblings(self) -> None:
+        decision = inject(
             POLICY, pod_objects.pod(), pod_objects.context(siblings=[member("x")]), Settings()
         )
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)

@@ -37,8 +37,8 @@ from kvtier_operator.api.names import (
     TOPOLOGY_VOLUME,
 )
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import AdmissionContext, Attached
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import AdmissionContext, Injected
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.render.documents import content_hash
 from kvtier_operator.settings import Images, Settings
 
@@ -52,9 +52,9 @@ def attached(
     pod: dict[str, Any],
     around: AdmissionContext | None = None,
     settings: Settings | None = None,
-) -> Attached:
-    decision = attach(policy, pod, around or pod_objects.context(), settings or Settings())
-    assert isinstance(decision, Attached), decision
+) -> Injected:
+    decision = inject(policy, pod, around or pod_objects.context(), settings or Settings())
+    assert isinstance(decision, Injected), decision
     return decision
 
 
@@ -63,7 +63,7 @@ def structural(pod: dict[str, Any]) -> Structural:
 
 
 class TestOrder:
-    def test_payload_and_then_tierd_come_after_the_pods_own_init_containers(self) -> None:
+    def test_payload_and_tierd_are_added_after_the_pods_init_containers(self) -> None:
         own = [
             {"name": "istio-proxy", "image": "proxy", "restartPolicy": "Always"},
             {"name": "download", "image": "x"},
@@ -72,25 +72,25 @@ class TestOrder:
         names = [each["name"] for each in pod["spec"]["initContainers"]]
         assert names == ["istio-proxy", "download", PAYLOAD_CONTAINER, TIERD_CONTAINER]
 
-    def test_a_mesh_that_comes_first_among_the_containers_is_not_the_engine(self) -> None:
+    def test_a_mesh_proxy_before_the_engine_is_not_the_engine(self) -> None:
         mesh = {"name": "istio-proxy", "image": "istio/proxyv2"}
         pod = attached(pod_objects.policy(), pod_objects.pod(mesh, pod_objects.engine())).pod
         assert pod["spec"]["containers"][0] == mesh
         assert "KVTIER_TOPOLOGY" in variables(container(pod, "vllm"))
 
-    def test_a_pod_that_has_its_tiers_is_returned_as_it_is(self) -> None:
+    def test_an_injected_pod_is_returned_as_it_is(self) -> None:
         policy = pod_objects.policy(memory_tier(), file_tier("nvme", HOST))
         once = attached(policy, pod_objects.pod()).pod
         assert attached(policy, once).pod == once
 
-    def test_what_another_webhook_adds_afterwards_stays(self) -> None:
+    def test_later_changes_of_another_webhook_are_kept(self) -> None:
         once = attached(pod_objects.policy(), pod_objects.pod()).pod
         once["spec"]["containers"].append({"name": "late", "image": "x"})
         assert attached(pod_objects.policy(), once).pod == once
 
 
 class TestTierd:
-    def test_memory_is_the_pool_and_a_fixed_sum_request_and_limit(self) -> None:
+    def test_memory_request_and_limit_are_the_pool_and_a_fixed_overhead(self) -> None:
         pod = attached(pod_objects.policy(memory_tier("10Gi")), pod_objects.pod()).pod
         resources = container(pod, TIERD_CONTAINER)["resources"]
         assert (
@@ -128,7 +128,7 @@ class TestTierd:
             ([HOST], False, None),
         ],
     )
-    def test_what_it_adds_to_the_pods_scratch_space_is_not_taken_from_the_engines(
+    def test_ephemeral_storage_is_requested_in_addition_to_the_engines(
         self, tiers: list[dict[str, Any]], limited: bool, expected: int | None
     ) -> None:
         files = [
@@ -148,13 +148,13 @@ class TestTierd:
             == wanted
         )
 
-    def test_nothing_of_it_can_hold_up_or_restart_the_pod(self) -> None:
+    def test_tierd_has_no_probe_that_delays_or_restarts_the_pod(self) -> None:
         tierd = container(attached(pod_objects.policy(), pod_objects.pod()).pod, TIERD_CONTAINER)
         assert not {"startupProbe", "livenessProbe", "readinessProbe"} & tierd.keys()
         assert tierd["restartPolicy"] == "Always"
         assert tierd["lifecycle"]["preStop"]["exec"]["command"][:2] == ["kvtier-sidecar", "drain"]
 
-    def test_it_alone_mounts_the_storage(self) -> None:
+    def test_only_tierd_mounts_the_storage(self) -> None:
         pod = attached(
             pod_objects.policy(memory_tier(), file_tier("nvme", HOST)), pod_objects.pod()
         ).pod
@@ -167,7 +167,7 @@ class TestTierd:
         ]
         assert set(mounted["vllm"]) == {RUN_VOLUME, TOPOLOGY_VOLUME, PAYLOAD_VOLUME}
 
-    def test_no_injected_container_sees_the_service_account(self) -> None:
+    def test_injected_containers_have_no_service_account_token(self) -> None:
         pod = attached(pod_objects.policy(), pod_objects.pod()).pod
         for name in (TIERD_CONTAINER, PAYLOAD_CONTAINER):
             mounts = {
@@ -222,7 +222,7 @@ class TestSecurity:
             ),
         ],
     )
-    def test_injected_containers_run_as_the_engines_and_otherwise_as_restricted_as_can_be(
+    def test_injected_containers_run_as_the_engines_user_and_meet_the_restricted_level(
         self, own: dict[str, Any], pod_wide: dict[str, Any], copied: dict[str, Any]
     ) -> None:
         pod = pod_objects.pod(pod_objects.engine(securityContext=own), securityContext=pod_wide)
@@ -236,7 +236,7 @@ class TestSecurity:
                 **copied,
             }
 
-    def test_the_storage_group_is_added_once_and_only_where_there_are_files(self) -> None:
+    def test_the_storage_group_is_added_once_and_only_for_file_tiers(self) -> None:
         given = {"fsGroup": 5, "supplementalGroups": [7, 3000]}
         files = pod_objects.policy(memory_tier(), file_tier("nvme", HOST))
         assert (
@@ -253,7 +253,7 @@ class TestSecurity:
 
 class TestStorage:
     @pytest.mark.parametrize("volume_source", [HOST, NFS])
-    def test_a_directory_that_others_use_too_is_mounted_below_namespace_and_policy(
+    def test_a_directory_is_mounted_with_a_sub_path_per_policy(
         self, volume_source: dict[str, Any]
     ) -> None:
         mount = self._mount(volume_source, Settings())
@@ -262,12 +262,10 @@ class TestStorage:
     @pytest.mark.parametrize(
         "volume_source", [{"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "kv"}}]
     )
-    def test_a_volume_that_is_the_policys_own_is_mounted_whole(
-        self, volume_source: dict[str, Any]
-    ) -> None:
+    def test_a_claim_is_mounted_without_a_sub_path(self, volume_source: dict[str, Any]) -> None:
         assert "subPath" not in self._mount(volume_source, Settings())
 
-    def test_the_longest_entry_of_the_administrators_list_says_whether_it_is_shared(self) -> None:
+    def test_the_longest_allow_list_entry_decides_about_sharing(self) -> None:
         wide = AllowedVolume.model_validate(
             {"namespaces": ["*"], "hostPath": "/mnt", "shared": True}
         )
@@ -279,7 +277,7 @@ class TestStorage:
         assert "subPath" in self._mount(HOST, Settings(allowed_volumes=(wide, narrow)))
         assert "subPath" in self._mount(HOST, Settings(allowed_volumes=(narrow, other)))
 
-    def test_network_volumes_are_left_out_while_storage_is_not_ready(self) -> None:
+    def test_network_volumes_are_omitted_while_storage_is_not_ready(self) -> None:
         claim = {"persistentVolumeClaim": {"claimName": "kv"}}
         policy = pod_objects.policy(
             memory_tier(),
@@ -298,7 +296,7 @@ class TestStorage:
             decision.notes
         )
 
-    def test_nfs_is_left_out_of_a_pod_with_users_of_its_own(self) -> None:
+    def test_nfs_is_omitted_from_a_pod_with_a_user_namespace(self) -> None:
         policy = pod_objects.policy(
             memory_tier(), file_tier("nvme", HOST), file_tier("shared", NFS, "Cluster")
         )
@@ -322,7 +320,7 @@ class TestDelivery:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [TIERD_CONTAINER]
         assert "PYTHONPATH" not in variables(container(pod, "vllm"))
 
-    def test_an_image_volume_takes_the_place_of_the_init_container(self) -> None:
+    def test_an_image_volume_replaces_the_init_container(self) -> None:
         settings = Settings(images=Images(payload="kvtier/payload@sha256:0"))
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})
         pod = attached(
@@ -333,7 +331,7 @@ class TestDelivery:
         mount = container(pod, "vllm")["volumeMounts"][-1]
         assert (mount["mountPath"], mount["subPath"]) == (PAYLOAD_DIRECTORY, "opt/kvtier/engine")
 
-    def test_where_image_volumes_may_be_off_that_is_said(self) -> None:
+    def test_a_kubelet_without_image_volumes_by_default_is_noted(self) -> None:
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})
         decision = attached(
             policy, pod_objects.pod(), pod_objects.context(kubelet_versions=("v1.33.0",))
@@ -342,7 +340,7 @@ class TestDelivery:
 
 
 class TestPod:
-    def test_annotations_say_which_policy_and_structure(self) -> None:
+    def test_annotations_have_the_policy_and_the_structure(self) -> None:
         policy = pod_objects.policy()
         pod = pod_objects.pod(metadata={"annotations": {SKIPPED_ANNOTATION: "{}", "own": "kept"}})
         found = attached(policy, pod).pod["metadata"]
@@ -353,7 +351,7 @@ class TestPod:
         assert SKIPPED_ANNOTATION not in found["annotations"]
         assert NOTES_ANNOTATION not in found["annotations"]
 
-    def test_local_volumes_are_named_to_the_autoscaler_beside_the_pods_own(self) -> None:
+    def test_node_local_volumes_are_declared_safe_to_evict(self) -> None:
         pod = pod_objects.pod(metadata={"annotations": {SAFE_TO_EVICT_ANNOTATION: "cache"}})
         found = attached(pod_objects.policy(memory_tier(), file_tier("nvme", HOST)), pod).pod
         named = found["metadata"]["annotations"][SAFE_TO_EVICT_ANNOTATION].split(",")
@@ -378,13 +376,13 @@ class TestPod:
             ]
 
     @pytest.mark.parametrize("taken", [[], [9400], [9400, 9401]])
-    def test_a_port_that_the_pod_has_is_not_taken_again(self, taken: list[int]) -> None:
+    def test_a_port_of_the_pod_is_not_used_again(self, taken: list[int]) -> None:
         pod = pod_objects.pod(pod_objects.engine(ports=[{"containerPort": port} for port in taken]))
         found = attached(pod_objects.policy(), pod).pod
         port = container(found, TIERD_CONTAINER)["ports"][0]["containerPort"]
         assert port == 9400 + len(taken) == structural(found).http.port
 
-    def test_on_the_nodes_own_address_the_port_is_one_of_ten_thousand(self) -> None:
+    def test_with_host_network_the_port_is_in_a_range(self) -> None:
         ports = set()
         for name in ("a", "b", "c"):
             found = attached(
@@ -395,7 +393,7 @@ class TestPod:
         assert len(ports) == 3
         assert all(20_000 <= port < 30_000 for port in ports)
 
-    def test_the_pod_that_was_given_does_not_change_and_its_grace_period_stays(self) -> None:
+    def test_the_input_and_the_grace_period_do_not_change(self) -> None:
         pod = pod_objects.pod(
             pod_objects.engine(env=[{"name": "PYTHONPATH", "value": "/a"}]),
             terminationGracePeriodSeconds=1,

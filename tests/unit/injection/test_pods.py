@@ -164,7 +164,7 @@ def test_a_wrong_type_is_an_error_that_names_the_field(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
-def test_what_is_no_pod_is_the_same_error(content: bytes) -> None:
+def test_malformed_documents_raise_the_same_error(content: bytes) -> None:
     with pytest.raises(InvalidObjectError):
         decode_pod(content)
 

@@ -10,8 +10,8 @@ from tests.support.pod_objects import container, engine, variables
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.injection.decision import Attached, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.settings import Settings
 
 GPU = {"limits": {"nvidia.com/gpu": "8"}}
@@ -22,8 +22,8 @@ SIZE = {"leaderworkerset.sigs.k8s.io/size": "2"}
 
 def decide(
     pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any
-) -> Attached | Skipped:
-    return attach(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
+) -> Injected | Skipped:
+    return inject(policy or pod_objects.policy(), pod, pod_objects.context(**around), Settings())
 
 
 def skipped(pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: Any) -> Skipped:
@@ -71,7 +71,7 @@ def skipped(pod: dict[str, Any], policy: KVTierPolicy | None = None, **around: A
         engine(env=[{"name": "KVTIER_TOPOLOGY", "value": "/mine"}]),
     ],
 )
-def test_an_engine_with_a_kv_configuration_of_its_own_is_left_alone(
+def test_an_engine_with_its_own_kv_configuration_is_skipped(
     container: dict[str, Any],
 ) -> None:
     decision = skipped(pod_objects.pod(container))
@@ -86,10 +86,10 @@ def test_an_engine_with_a_kv_configuration_of_its_own_is_left_alone(
         engine(args=["$$(EXTRA)"], env=[{"name": "OTHER", "value": "text -- more"}]),
     ],
 )
-def test_other_options_about_kv_are_no_configuration_of_a_connector(
+def test_other_kv_options_do_not_configure_a_connector(
     container: dict[str, Any],
 ) -> None:
-    assert isinstance(decide(pod_objects.pod(container)), Attached)
+    assert isinstance(decide(pod_objects.pod(container)), Injected)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_other_options_about_kv_are_no_configuration_of_a_connector(
         ),
     ],
 )
-def test_pods_that_are_no_ones_to_attach(pod: dict[str, Any], reason: SkipReason) -> None:
+def test_unsupported_pods_are_skipped(pod: dict[str, Any], reason: SkipReason) -> None:
     assert skipped(pod).reason is reason
 
 
-def test_an_administrators_refusal_and_a_suspension_are_repeated_in_the_message() -> None:
+def test_policy_errors_and_suspension_are_in_the_message() -> None:
     refused = skipped(pod_objects.pod(), policy_errors=["spec.tiers[1]: /mnt is not allowed"])
     assert (refused.reason, "/mnt is not allowed" in refused.message) == (
         SkipReason.NOT_ACCEPTED,
@@ -162,14 +162,14 @@ def test_an_administrators_refusal_and_a_suspension_are_repeated_in_the_message(
     assert "600 s" in suspended.message
 
 
-def test_policies_that_inject_nothing_or_are_for_another_engine() -> None:
+def test_pods_of_policies_without_injection_or_for_another_engine_are_skipped() -> None:
     by_hand = pod_objects.policy(attach={"mode": "ConfigMapOnly"})
     assert skipped(pod_objects.pod(), by_hand).reason is SkipReason.DISABLED
     atom = pod_objects.policy(engine={"type": "ATOM"})
     assert skipped(pod_objects.pod(), atom).reason is SkipReason.UNSUPPORTED_ENGINE
 
 
-def test_a_structure_that_is_too_long_for_an_annotation_is_said_to_be() -> None:
+def test_a_structure_that_is_too_long_for_an_annotation_is_skipped() -> None:
     tiers = [pod_objects.memory_tier()] + [
         {"name": f"remote-{index}", "lmcache": {"url": "redis://" + "x" * 2000}}
         for index in range(7)
@@ -182,19 +182,19 @@ def test_a_structure_that_is_too_long_for_an_annotation_is_said_to_be() -> None:
 
 
 class TestKubelets:
-    def test_the_oldest_decides_about_sidecars(self) -> None:
+    def test_the_oldest_kubelet_decides_about_sidecars(self) -> None:
         decision = skipped(pod_objects.pod(), kubelet_versions=("v1.31.1", "v1.28.9-gke.1"))
         assert decision.reason is SkipReason.NO_NATIVE_SIDECARS
         assert "1.28" in decision.message
-        assert isinstance(decide(pod_objects.pod(), kubelet_versions=("v1.29.0", "")), Attached)
+        assert isinstance(decide(pod_objects.pod(), kubelet_versions=("v1.29.0", "")), Injected)
 
-    def test_a_daemon_in_the_engine_needs_none(self) -> None:
+    def test_a_daemon_in_the_engine_needs_no_native_sidecars(self) -> None:
         inside = pod_objects.policy(engine={"daemon": "Engine"})
         assert isinstance(
-            decide(pod_objects.pod(), inside, kubelet_versions=("v1.27.0",)), Attached
+            decide(pod_objects.pod(), inside, kubelet_versions=("v1.27.0",)), Injected
         )
 
-    def test_image_volumes_need_a_newer_one(self) -> None:
+    def test_image_volumes_need_a_newer_kubelet(self) -> None:
         policy = pod_objects.policy(engine={"delivery": "ImageVolume"})
         assert (
             skipped(pod_objects.pod(), policy, kubelet_versions=("v1.32.0",)).reason
@@ -234,7 +234,7 @@ class TestSeveralHosts:
             pod_objects.pod(engine(args=["-tp", "8", "--nnodes", "2"])),
         ],
     )
-    def test_ranks_on_several_hosts_are_left_alone(self, pod: dict[str, Any]) -> None:
+    def test_an_engine_on_several_hosts_is_skipped(self, pod: dict[str, Any]) -> None:
         decision = skipped(pod)
         assert decision.reason is SkipReason.MULTI_HOST
         assert "several hosts" in decision.message
@@ -261,8 +261,10 @@ class TestSeveralHosts:
             ),
         ],
     )
-    def test_ray_or_a_group_alone_is_no_reason(self, pod: dict[str, Any]) -> None:
-        assert isinstance(decide(pod), Attached)
+    def test_ray_without_a_group_and_a_group_without_ray_are_injected(
+        self, pod: dict[str, Any]
+    ) -> None:
+        assert isinstance(decide(pod), Injected)
 
 
 class TestEngineContainer:
@@ -325,11 +327,11 @@ class TestEngineContainer:
             ),
         ],
     )
-    def test_it_is_found_by_gpu_command_variables_or_image(
+    def test_the_engine_is_found_by_gpu_command_variables_or_image(
         self, containers: list[dict[str, Any]], found: str
     ) -> None:
         decision = decide(pod_objects.pod(*containers))
-        assert isinstance(decision, Attached)
+        assert isinstance(decision, Injected)
         assert "KVTIER_TOPOLOGY" in variables(container(decision.pod, found))
         others = [each["name"] for each in containers if each["name"] != found]
         assert all(
@@ -347,21 +349,21 @@ class TestEngineContainer:
             ],
         ],
     )
-    def test_where_it_cannot_be_told_the_pod_is_left_alone(
+    def test_a_pod_with_an_ambiguous_engine_is_skipped(
         self, containers: list[dict[str, Any]]
     ) -> None:
         decision = skipped(pod_objects.pod(*containers))
         assert decision.reason is SkipReason.NO_ENGINE_CONTAINER
         assert "spec.engine.containerName" in decision.message
 
-    def test_the_one_that_is_named_or_none(self) -> None:
+    def test_a_named_container_is_the_engine(self) -> None:
         named = pod_objects.policy(engine={"containerName": "b"})
-        assert isinstance(decide(pod_objects.pod(engine("a"), engine("b")), named), Attached)
+        assert isinstance(decide(pod_objects.pod(engine("a"), engine("b")), named), Injected)
         decision = skipped(pod_objects.pod(engine("a")), named)
         assert decision.reason is SkipReason.NO_ENGINE_CONTAINER
 
 
-def test_a_pod_with_more_than_can_be_looked_into_is_left_alone_before_it_is() -> None:
+def test_a_pod_that_is_too_large_is_skipped_before_it_is_inspected() -> None:
     """Ten thousand containers in a namespace with limits took half a minute."""
     others = [{"name": f"c{index}", "image": "x"} for index in range(128)]
     found = skipped(pod_objects.pod(engine(), *others))
@@ -370,7 +372,7 @@ def test_a_pod_with_more_than_can_be_looked_into_is_left_alone_before_it_is() ->
         "the pod has 129 containers; at most 128 are inspected",
     )
     assert skipped(pod_objects.pod(engine(), initContainers=others)).message == found.message
-    assert isinstance(decide(pod_objects.pod(engine(), *others[:127])), Attached)
+    assert isinstance(decide(pod_objects.pod(engine(), *others[:127])), Injected)
     many = {f"example.com/r{index}": "1" for index in range(513)}
     found = skipped(pod_objects.pod(engine(resources={"limits": many, "requests": many})))
     assert (

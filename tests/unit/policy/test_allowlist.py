@@ -60,7 +60,7 @@ def test_the_message_names_what_is_allowed() -> None:
     assert "/mnt/other and below" in message
 
 
-def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed() -> None:
+def test_mount_options_beyond_tuning_must_be_listed() -> None:
     option = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "nconnect=8"]}
     (message,) = _refused([DISK, EXPORT], option)
     assert "mountOptions[0]" in message
@@ -84,6 +84,6 @@ def test_a_mount_option_that_is_more_than_tuning_has_to_be_listed() -> None:
         {"hostPath": "/x"},
     ],
 )
-def test_a_wrong_entry_is_refused(entry: dict[str, Any]) -> None:
+def test_an_invalid_entry_is_an_error(entry: dict[str, Any]) -> None:
     with pytest.raises(InvalidDocumentError):
         validated(AllowedVolume, entry)

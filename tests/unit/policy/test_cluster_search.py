@@ -39,9 +39,7 @@ def _program(directory: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def test_without_anything_the_reason_names_all_that_is_missing(
-    clusters: ModuleType, tmp_path: Path
-) -> None:
+def test_the_skip_reason_names_all_that_is_missing(clusters: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(clusters.NoClusterError) as caught, clusters.cluster(tmp_path):
         pass
     for part in (
@@ -53,7 +51,7 @@ def test_without_anything_the_reason_names_all_that_is_missing(
         assert part in str(caught.value)
 
 
-def test_the_usual_kubeconfig_is_not_looked_at(
+def test_the_default_kubeconfig_is_not_used(
     clusters: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/production")
@@ -92,7 +90,7 @@ def test_a_kind_cluster_has_a_name_of_its_own_and_is_removed(
     assert deleted.startswith(f"delete cluster --name {found.context.removeprefix('kind-')} ")
 
 
-def test_a_docker_that_does_not_answer_is_passed_over(clusters: ModuleType, tmp_path: Path) -> None:
+def test_an_unresponsive_docker_is_ignored(clusters: ModuleType, tmp_path: Path) -> None:
     _program(tmp_path, "docker", "exit 1")
     _program(tmp_path, "kind", "exit 1")
     with (

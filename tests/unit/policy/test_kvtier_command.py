@@ -355,7 +355,7 @@ class TestExplain:
         assert answer == {
             "path": "spec.chunkTokens",
             "type": "integer",
-            "description": "Tokens of a prompt that are stored and looked up together.",
+            "description": "Number of tokens in a chunk, the unit of storage and lookup.",
             "required": False,
             "default": 256,
             "change": "structural",

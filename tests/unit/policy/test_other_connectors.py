@@ -94,10 +94,10 @@ def test_salts_keep_directories_apart(connector: str) -> None:
     assert len(texts) == 3
 
 
-def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
+def test_fields_that_offloading_does_not_support_are_listed() -> None:
     nvme = {**NVME, "loadWeight": 50, "loadTimeoutSeconds": 7, "storePolicy": "Reused"}
     found = messages(
-        connectors.gaps(
+        connectors.unsupported_fields(
             policy("Offloading", nvme, minLoadTokens=640, breaker={"failureThreshold": 3})
         )
     )
@@ -119,7 +119,7 @@ def test_what_offloading_cannot_say_is_named_field_by_field() -> None:
 
 
 @pytest.mark.parametrize("connector", ["Offloading", "LMCache"])
-def test_defaults_that_the_api_server_fills_in_are_not_held_against_anybody(connector: str) -> None:
+def test_defaults_from_the_api_server_are_not_listed(connector: str) -> None:
     written = policy(connector, NVME)
     filled = {
         "loadWeight": 100,
@@ -141,41 +141,43 @@ def test_defaults_that_the_api_server_fills_in_are_not_held_against_anybody(conn
         selection="Cost",
         breaker={"failureThreshold": 5, "periodSeconds": 60},
     )
-    assert messages(connectors.gaps(stored)) == messages(connectors.gaps(written))
+    assert messages(connectors.unsupported_fields(stored)) == messages(
+        connectors.unsupported_fields(written)
+    )
 
 
-def test_what_lmcache_cannot_say_is_named_field_by_field() -> None:
+def test_fields_that_lmcache_does_not_support_are_listed() -> None:
     ram = {"name": "ram", "memory": {"capacity": "1Gi", "evictionPolicy": "ARC"}}
     tested = policy("LMCache", {**NVME, "loadWeight": 50}, minLoadTokens=512)
-    assert set(messages(connectors.gaps(tested))) == {"spec.tiers[1].loadWeight"}
+    assert set(messages(connectors.unsupported_fields(tested))) == {"spec.tiers[1].loadWeight"}
     tested = policy("LMCache", selection="Weighted")
     tested = tested.model_copy(
         update={"spec": tested.spec.model_copy(update={"tiers": [*tested.spec.tiers]})}
     )
-    assert set(messages(connectors.gaps(tested))) == {"spec.selection"}
+    assert set(messages(connectors.unsupported_fields(tested))) == {"spec.selection"}
     document = policy("LMCache").model_dump(by_alias=True, exclude_unset=True, mode="json")
     document["spec"]["tiers"] = [ram]
-    assert set(messages(connectors.gaps(validated(KVTierPolicy, document)))) == {
+    assert set(messages(connectors.unsupported_fields(validated(KVTierPolicy, document)))) == {
         "spec.tiers[0].memory.evictionPolicy"
     }
 
 
-def test_kvtiers_own_connector_has_no_gaps_and_is_not_rendered_here() -> None:
-    assert connectors.gaps(policy("KVTier", NVME, REDIS)) == []
-    assert connectors.impossible(policy("KVTier", NVME, REDIS)) == []
+def test_kvtiers_connector_supports_all_fields_and_is_not_rendered() -> None:
+    assert connectors.unsupported_fields(policy("KVTier", NVME, REDIS)) == []
+    assert connectors.policy_errors(policy("KVTier", NVME, REDIS)) == []
     with pytest.raises(ConfigurationError, match="Offloading or LMCache"):
         connectors.render(policy("KVTier", NVME), PATHS, 1)
 
 
-def test_tiers_that_a_connector_has_no_room_for_are_refused_by_name() -> None:
-    assert list(messages(connectors.impossible(policy("Offloading", NVME, REDIS)))) == [
+def test_tiers_that_a_connector_does_not_support_are_errors() -> None:
+    assert list(messages(connectors.policy_errors(policy("Offloading", NVME, REDIS)))) == [
         "spec.tiers[2].lmcache"
     ]
-    assert list(messages(connectors.impossible(policy("LMCache", SHARED, REDIS)))) == [
+    assert list(messages(connectors.policy_errors(policy("LMCache", SHARED, REDIS)))) == [
         "spec.tiers[2]"
     ]
     second = {**NVME, "name": "other"}
-    assert list(messages(connectors.impossible(policy("LMCache", NVME, second)))) == [
+    assert list(messages(connectors.policy_errors(policy("LMCache", NVME, second)))) == [
         "spec.tiers[2]"
     ]
     with pytest.raises(ConfigurationError, match=r"spec.tiers\[2\]"):

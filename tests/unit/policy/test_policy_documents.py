@@ -129,12 +129,14 @@ def test_an_empty_file_is_refused(text: str) -> None:
         ("a: *missing", "line 1"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_refused_with_the_place(text: str | bytes, part: str) -> None:
+def test_a_file_that_is_not_yaml_is_an_error_with_the_position(
+    text: str | bytes, part: str
+) -> None:
     assert part in _message(text)
 
 
 @pytest.mark.parametrize("text", ["just text", "- a\n- b", "42", "[]"])
-def test_a_document_that_is_no_mapping_is_refused(text: str) -> None:
+def test_a_document_that_is_not_a_mapping_is_an_error(text: str) -> None:
     assert "a mapping" in _message(text)
 
 
@@ -155,7 +157,7 @@ def test_a_duplicate_key_in_json_is_refused() -> None:
     )
 
 
-def test_a_key_that_is_no_text_is_refused() -> None:
+def test_a_key_that_is_not_text_is_an_error() -> None:
     assert "True is not text" in _message(SMALL + "yes: 1\n")
 
 
@@ -283,7 +285,7 @@ def test_what_the_api_server_adds_is_accepted() -> None:
     assert load_policy(yaml.safe_dump(policy)).metadata.generation == 3
 
 
-def test_one_policy_is_asked_for_where_one_is_needed() -> None:
+def test_load_policy_needs_exactly_one_policy() -> None:
     with pytest.raises(InvalidDocumentError, match="2 policies"):
         load_policy(f"{SMALL}---\n{SMALL}")
 
@@ -309,10 +311,10 @@ def test_one_policy_is_asked_for_where_one_is_needed() -> None:
     ],
     ids=["flow lists", "flow mappings", "block lists", "json", "aliases", "merges", "long"],
 )
-def test_a_small_file_cannot_become_a_large_one(text: str) -> None:
-    begun = time.process_time()
+def test_a_small_file_cannot_expand_into_a_large_one(text: str) -> None:
+    started = time.process_time()
     assert _only(text).policy is None
-    assert time.process_time() - begun < 30
+    assert time.process_time() - started < 30
 
 
 def test_a_long_value_is_cut_in_messages() -> None:

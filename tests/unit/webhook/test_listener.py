@@ -21,7 +21,7 @@ from tests.unit.webhook.fixtures import Fixture, admission_review, body, pod, po
 
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.serve import ServingCertificate
-from kvtier_operator.injection.decision import Attached
+from kvtier_operator.injection.decision import Injected
 from kvtier_operator.webhook import listener, review
 from kvtier_operator.webhook.listener import AdmissionServer, parse_timeout
 from kvtier_operator.webhook.metrics import WebhookMetrics
@@ -71,7 +71,7 @@ async def running(
     metrics = WebhookMetrics(CollectorRegistry())
     serving = ServingCertificate(metrics.expires.set)
     serving.load(ISSUED.certificate, ISSUED.key)
-    chosen = decide or (lambda policy, found, *_: Attached(dict(found)))
+    chosen = decide or (lambda policy, found, *_: Injected(dict(found)))
     server = AdmissionServer(fixture.settings, fixture.lister, serving, metrics, chosen, **options)
     port = await server.start()
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
@@ -89,7 +89,7 @@ def fixture() -> Fixture:
 def test_a_pod_is_patched() -> None:
     async def go() -> None:
         async with running(
-            fixture(), lambda policy, found, *_: Attached({**found, "spec": {}})
+            fixture(), lambda policy, found, *_: Injected({**found, "spec": {}})
         ) as webhook:
             response = await webhook.mutate()
             assert json.loads(base64.b64decode(response["patch"])) == [
@@ -138,7 +138,7 @@ def test_a_decision_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyP
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
@@ -174,7 +174,7 @@ def test_a_shorter_timeout_of_the_api_server_is_honoured() -> None:
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
@@ -196,7 +196,7 @@ def test_the_liveness_check_fails_when_every_thread_hangs(
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         release.wait(20)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     async def go() -> None:
         async with running(fixture(), wait, clock=lambda: now[0]) as webhook:
@@ -346,7 +346,7 @@ def test_a_shutdown_answers_requests_in_flight() -> None:
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         started.set()
         release.wait(20)
-        return Attached({**found, "spec": {}})
+        return Injected({**found, "spec": {}})
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:

@@ -18,8 +18,8 @@ from tests.unit.webhook.test_jsonpatch import applied
 
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import SKIPPED_ANNOTATION, STRUCTURAL_ANNOTATION
-from kvtier_operator.injection.decision import Attached, Decision, Skipped
-from kvtier_operator.injection.inject import attach
+from kvtier_operator.injection.decision import Decision, Injected, Skipped
+from kvtier_operator.injection.inject import inject
 from kvtier_operator.webhook import mutate, review
 from kvtier_operator.webhook.mutate import MutationResult
 
@@ -34,7 +34,7 @@ def decided(
     if mutation is None:
         return None
     return mutate.mutate(
-        mutation, fixture.settings, lambda *_: decision or Attached(dict(document))
+        mutation, fixture.settings, lambda *_: decision or Injected(dict(document))
     )
 
 
@@ -54,7 +54,7 @@ def test_an_attached_pod_is_patched_to_the_decided_one(fixture: Fixture) -> None
             "annotations": {"own": "1", "kvtier.io/policy": "chat"},
         },
     }
-    result = decided(fixture, original, Attached(desired, ("a note",)))
+    result = decided(fixture, original, Injected(desired, ("a note",)))
     assert result is not None
     assert (result.result, result.policy, result.notes) == ("Attached", "chat", ("a note",))
     assert applied(original, list(result.patch)) == desired
@@ -96,7 +96,7 @@ def test_an_outdated_reason_is_removed(fixture: Fixture) -> None:
 
     def decide(policy: Any, found: Any, context: Any, settings: Any) -> Decision:
         seen.append(found)
-        return Attached(dict(found))
+        return Injected(dict(found))
 
     request = mutate.mutation_request(
         review.parse(body(admission_review(original))), fixture.lister, fixture.settings
@@ -154,7 +154,7 @@ def test_a_real_decision_patches_only_what_is_injected(fixture: Fixture) -> None
         review.parse(body(admission_review(original))), fixture.lister, fixture.settings
     )
     assert request is not None
-    result = mutate.mutate(request, fixture.settings, attach)
+    result = mutate.mutate(request, fixture.settings, inject)
     assert result.result == "Attached"
     patched = applied(original, list(result.patch))
     assert STRUCTURAL_ANNOTATION in patched["metadata"]["annotations"]

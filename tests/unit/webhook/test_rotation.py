@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from tests.support import webhook_configurations
 
 from kvtier_operator.certs import certificates
 from kvtier_operator.certs.rotate import CertificateRotation, rotate_certificates
@@ -22,7 +23,6 @@ from kvtier_operator.kube.resources import (
     Kind,
     Object,
 )
-from kvtier_operator.render import admission
 from kvtier_operator.settings import Settings
 
 SETTINGS = Settings.model_validate(
@@ -53,8 +53,8 @@ class Server(Client):
         self.calls: list[str] = []
         self.fail_at: dict[int, bool] = {}
         for kind, rendered in (
-            (MUTATING_WEBHOOKS, admission.mutating(SETTINGS)),
-            (VALIDATING_WEBHOOKS, admission.validating(SETTINGS)),
+            (MUTATING_WEBHOOKS, webhook_configurations.mutating(SETTINGS)),
+            (VALIDATING_WEBHOOKS, webhook_configurations.validating(SETTINGS)),
         ):
             self.objects[kind, "kvtier"] = {
                 **rendered,
@@ -201,7 +201,10 @@ def test_a_removed_bundle_is_restored() -> None:
     rotation = rotation_of(server, clock)
     rounds(rotation)
     server.objects[MUTATING_WEBHOOKS, "kvtier"] = copy.deepcopy(
-        {**admission.mutating(SETTINGS), "metadata": {"name": "kvtier", "resourceVersion": "9"}}
+        {
+            **webhook_configurations.mutating(SETTINGS),
+            "metadata": {"name": "kvtier", "resourceVersion": "9"},
+        }
     )
     assert not server.right(clock)
     rounds(rotation)

@@ -76,11 +76,7 @@ async def serving(
     running = asyncio.ensure_future(
         # The tests' own process has to go on collecting its garbage.
         serve(
-            settings,
-            cluster,
-            stop,
-            freeze=lambda: frozen.append(True),
-            make_watcher=MemoryWatcher,
+            settings, cluster, stop, freeze=lambda: frozen.append(True), make_watcher=MemoryWatcher
         )
     )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.invalid_policies import INVALID, InvalidCase
 from tests.support.policies import changed, complete_policy
 from tests.unit.webhook.fixtures import SERVING, admission_review, body, disk, policy_document
 
@@ -62,9 +62,9 @@ def test_the_complete_policy_is_allowed() -> None:
     assert validated(complete_policy()) == Result()
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
 def test_every_error_of_the_models_denies_and_names_the_field(
-    case: RefusedCase,
+    case: InvalidCase,
 ) -> None:
     found = validated(changed(complete_policy(), case.changes))
     assert found.errors

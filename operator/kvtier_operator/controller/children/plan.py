@@ -20,12 +20,11 @@ from typing import Any
 
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.config.writer import document_text
-from kvtier.errors import ConfigurationError
 from kvtier_operator.api import allowlist
 from kvtier_operator.api.conditions import PolicyReason
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.api.validation import FieldError
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.controller.children.observe import (
     NAMESPACE_LABEL,
     UID_LABEL,
@@ -126,7 +125,7 @@ def plan(observed: Observed, settings: Settings) -> Plan:
     return Plan(
         accepted=True,
         conditions=(
-            conditions.accepted(connectors.gaps(policy)),
+            conditions.accepted(connectors.unsupported_fields(policy)),
             conditions.storage_ready(policy, claims, dict(observed.claims), created_claims),
         ),
         apply=tuple(_differing(desired, observed)),
@@ -144,15 +143,13 @@ def validation_errors(
     not_allowed = allowlist.volume_errors(policy, settings.allowed_volumes)
     if not_allowed:
         return PolicyReason.VOLUME_NOT_ALLOWED, not_allowed
-    unsupported = connectors.impossible(policy)
+    unsupported = connectors.policy_errors(policy)
     if unsupported:
         return PolicyReason.UNSUPPORTED, unsupported
     try:
         structural_text(structural(policy, pod_placement(policy)))
-    except ConfigurationError as error:
-        return PolicyReason.TOO_LARGE, [
-            FieldError.malformed(error.field, f"{error.value}; must be {error.requirement}")
-        ]
+    except InvalidDocumentError as error:
+        return PolicyReason.TOO_LARGE, error.errors
     return None
 
 

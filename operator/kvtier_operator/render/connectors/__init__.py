@@ -1,4 +1,4 @@
-"""Engine configuration for connectors other than KVTier's own (``engine.connector: Offloading | LMCache``). Pure."""
+"""Engine configuration of other connectors (``engine.connector: Offloading | LMCache``). Pure."""
 
 from __future__ import annotations
 
@@ -12,61 +12,68 @@ from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render.connectors import lmcache, offloading
 from kvtier_operator.render.connectors.base import (
     TRANSFER_CONFIG_VARIABLE,
-    Expressed,
     Rendered,
-    unexpressed,
+    SupportedFields,
+    unsupported_fields_of,
 )
 
-__all__ = ["TRANSFER_CONFIG_VARIABLE", "Rendered", "gaps", "impossible", "render"]
+__all__ = ["TRANSFER_CONFIG_VARIABLE", "Rendered", "policy_errors", "render", "unsupported_fields"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Other:
+class _Connector:
     name: str
-    expressed: Expressed
-    impossible: Callable[[PolicySpec], list[FieldError]]
+    supported: SupportedFields
+    policy_errors: Callable[[PolicySpec], list[FieldError]]
     render: Callable[[PolicySpec, dict[str, str], int], Rendered]
 
 
-_OTHERS = {
-    Connector.OFFLOADING: _Other(
-        offloading.NAME, offloading.EXPRESSED, offloading.impossible, offloading.render
+_CONNECTORS = {
+    Connector.OFFLOADING: _Connector(
+        offloading.NAME, offloading.SUPPORTED, offloading.policy_errors, offloading.render
     ),
-    Connector.LMCACHE: _Other(lmcache.NAME, lmcache.EXPRESSED, lmcache.impossible, lmcache.render),
+    Connector.LMCACHE: _Connector(
+        lmcache.NAME, lmcache.SUPPORTED, lmcache.policy_errors, lmcache.render
+    ),
 }
 
 
-def impossible(policy: KVTierPolicy) -> list[FieldError]:
-    """Why the policy cannot be rendered for its connector at all; the policy is then not accepted."""
+def policy_errors(policy: KVTierPolicy) -> list[FieldError]:
+    """Why the policy cannot be rendered for its connector. Such a policy is invalid."""
     engine = policy.spec.engine
     if engine.type is not EngineType.VLLM:
         return [
             FieldError.unsupported("spec.engine.type", engine.type.value, [EngineType.VLLM.value])
         ]
-    other = _OTHERS.get(engine.connector)
-    return other.impossible(policy.spec) if other is not None else []
+    connector = _CONNECTORS.get(engine.connector)
+    return connector.policy_errors(policy.spec) if connector is not None else []
 
 
-def gaps(policy: KVTierPolicy) -> list[FieldError]:
-    """What the policy sets and the connector's own configuration cannot say, field by field. Such a policy is used all
-    the same, and its ``Accepted`` condition lists them.
+def unsupported_fields(policy: KVTierPolicy) -> list[FieldError]:
+    """Fields that the policy sets and the connector's configuration does not support. The policy is
+    valid, and its ``Accepted`` condition lists them.
     """
-    other = _OTHERS.get(policy.spec.engine.connector)
-    return unexpressed(policy.spec, other.expressed, other.name) if other is not None else []
+    connector = _CONNECTORS.get(policy.spec.engine.connector)
+    return (
+        unsupported_fields_of(policy.spec, connector.supported, connector.name)
+        if connector is not None
+        else []
+    )
 
 
 def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
-    """The configuration. ``tier_paths``: where the engine's container mounts each file tier; ``local_ranks``: worker
-    ranks in the pod. Raises ``ConfigurationError`` for what ``impossible`` names, and for KVTier's own connector.
+    """The configuration. ``tier_paths``: where the engine's container mounts each file tier;
+    ``local_ranks``: worker ranks in the pod. Raises ``ConfigurationError`` for what
+    ``policy_errors`` names, and for KVTier's own connector.
     """
-    errors = impossible(policy)
+    errors = policy_errors(policy)
     if errors:
         raise InvalidDocumentError(errors)
-    other = _OTHERS.get(policy.spec.engine.connector)
-    if other is None:
+    connector = _CONNECTORS.get(policy.spec.engine.connector)
+    if connector is None:
         raise ConfigurationError(
             "spec.engine.connector",
             policy.spec.engine.connector.value,
             "Offloading or LMCache here",
         )
-    return other.render(policy.spec, tier_paths, local_ranks)
+    return connector.render(policy.spec, tier_paths, local_ranks)

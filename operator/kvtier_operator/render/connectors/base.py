@@ -1,6 +1,5 @@
-"""What is rendered for a connector, as a value.
-
-Which of a policy's written fields a connector's configuration cannot say.
+"""What connectors have in common: the rendered configuration, and which fields of a policy a
+connector supports. Pure.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from kvtier_operator.api.settings import Isolation
 from kvtier_operator.api.validation import FieldError, format_value
 
 TRANSFER_CONFIG_VARIABLE: Final = "KVTIER_TRANSFER_CONFIG"
-"""The KV transfer configuration as JSON, in the engine's environment: KVTier's vLLM plugin sets it where the user
-configured none, so that the engine's command stays as it is."""
+"""Variable with the KV transfer configuration as JSON. KVTier's vLLM plugin applies it if the
+engine has none, so that the engine's command stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """``transfer_config``: vLLM's KV transfer configuration. ``environment``: further variables of the engine.
-    ``shared_memory_bytes``: what the connector takes of ``/dev/shm``; ``engine_memory_bytes``: what it takes of the
-    engine container's memory, shared memory included.
+    """``transfer_config``: vLLM's KV transfer configuration. ``environment``: further variables of
+    the engine. ``shared_memory_bytes``: the connector's use of ``/dev/shm``.
+    ``engine_memory_bytes``: its use of the engine container's memory, including shared memory.
     """
 
     transfer_config: Mapping[str, Any]
@@ -40,17 +39,17 @@ class Rendered:
 
     @property
     def transfer_config_text(self) -> str:
-        """The configuration as ``--kv-transfer-config`` and ``TRANSFER_CONFIG_VARIABLE`` take it."""
+        """The value of ``--kv-transfer-config`` and ``TRANSFER_CONFIG_VARIABLE``."""
         return json.dumps(self.transfer_config, separators=(",", ":"), sort_keys=True)
 
     def arguments(self) -> list[str]:
-        """The command-line arguments that do the same for who runs vLLM by hand."""
+        """The same configuration as command-line arguments of vLLM."""
         return ["--kv-transfer-config", self.transfer_config_text]
 
 
-def isolated(path: str, isolation: Isolation) -> str:
-    """The directory of a file tier: below it one of its own for salt and revision, which these connectors' own names of
-    files know nothing of.
+def isolated_path(path: str, isolation: Isolation) -> str:
+    """The directory of a file tier, with a subdirectory for salt and revision, which file names of
+    these connectors do not include.
     """
     if not isolation.salt and not isolation.model_revision:
         return path
@@ -58,9 +57,9 @@ def isolated(path: str, isolation: Isolation) -> str:
     return f"{path}/{sha256_hex(text, 16)}"
 
 
-Expressed = Mapping[str, object]
-"""Fields (``tiers[].loadWeight``; a last part ``*`` is all below) that a connector knows; ``ANY``: every value, else
-the one value that is what the connector does anyway."""
+SupportedFields = Mapping[str, object]
+"""Fields (``tiers[].loadWeight``; a last part ``*`` means all fields below) that a connector
+supports. ``ANY``: every value; otherwise the only value."""
 
 
 class _Any(Enum):
@@ -68,7 +67,7 @@ class _Any(Enum):
 
 
 ANY = _Any.ANY
-OUTSIDE: Expressed = {
+OPERATOR_FIELDS: SupportedFields = {
     "podSelector.*": ANY,
     "engine.*": ANY,
     "attach.*": ANY,
@@ -80,13 +79,15 @@ OUTSIDE: Expressed = {
     "tiers[].fileSystem.volume.*": ANY,
     "tiers[].fileSystem.sharing": ANY,
 }
-"""What the operator does itself, whatever the connector."""
+"""Fields that the operator implements for every connector."""
 
 
-def written(model: BaseModel, pattern: str = "", place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """``(pattern, place, value)`` of every leaf that the document sets: ``tiers[].loadWeight``,
-    ``tiers[2].loadWeight``, 50. A live field with its default is none: the API server fills those in, and nobody is to be
-    told about what nobody wrote.
+def set_fields(
+    model: BaseModel, pattern: str = "", place: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """``(pattern, path, value)`` of every leaf that the document sets: ``tiers[].loadWeight``,
+    ``tiers[2].loadWeight``, 50. Live fields with their defaults are not included, because the API
+    server sets them.
     """
     for document in fields_of(type(model)):
         if document.attribute not in model.model_fields_set:
@@ -108,19 +109,21 @@ def _leaves(value: Any, pattern: str, place: str) -> Iterator[tuple[str, str, An
     if value is None:
         return
     if isinstance(value, BaseModel):
-        yield from written(value, pattern, place)
+        yield from set_fields(value, pattern, place)
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
         for index, item in enumerate(value):
-            yield from written(item, f"{pattern}[]", f"{place}[{index}]")
+            yield from set_fields(item, f"{pattern}[]", f"{place}[{index}]")
     else:
         yield pattern, place, value
 
 
-def unexpressed(spec: PolicySpec, expressed: Expressed, connector: str) -> list[FieldError]:
-    """Every written field that neither ``expressed`` nor the operator itself brings about."""
-    known = {**OUTSIDE, **expressed}
+def unsupported_fields_of(
+    spec: PolicySpec, supported: SupportedFields, connector: str
+) -> list[FieldError]:
+    """Every field that is set and that neither the connector nor the operator implements."""
+    known = {**OPERATOR_FIELDS, **supported}
     found = []
-    for pattern, place, value in written(spec):
+    for pattern, place, value in set_fields(spec):
         accepted = _lookup(known, pattern)
         plain = _plain(value)
         if accepted is ANY or (accepted is not None and plain == accepted) or plain in ("", {}, []):
@@ -134,7 +137,7 @@ def unexpressed(spec: PolicySpec, expressed: Expressed, connector: str) -> list[
     return found
 
 
-def _lookup(known: Expressed, pattern: str) -> object | None:
+def _lookup(known: SupportedFields, pattern: str) -> object | None:
     if pattern in known:
         return known[pattern]
     parts = pattern.split(".")

@@ -1,8 +1,8 @@
 """LMCache inside the engine (``LMCacheConnectorV1``), configured by its environment variables.
 
-Its sizes are GiB as decimal numbers and per worker rank, while a policy's are the pod's: both are converted here. It
-has one local disk, which no other process shares, and one remote store; a directory that nodes share is its remote
-``fs://`` store.
+Its sizes are decimal numbers in GiB per worker rank; a policy's are per pod, and are converted. It
+has one local disk, which no other process shares, and one remote store. A directory that nodes
+share is its remote ``fs://`` store.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from fractions import Fraction
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.tiers import Sharing, Tier
 from kvtier_operator.api.validation import FieldError
-from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
+from kvtier_operator.render.connectors.base import ANY, Rendered, SupportedFields, isolated_path
 
 NAME = "LMCache"
 GIB = 1 << 30
-EXPRESSED: Expressed = {
+SUPPORTED: SupportedFields = {
     "chunkTokens": ANY,
     "minLoadTokens": ANY,
     "tiers[].memory.capacity": ANY,
@@ -33,7 +33,7 @@ EXPRESSED: Expressed = {
 }
 
 
-def impossible(spec: PolicySpec) -> list[FieldError]:
+def policy_errors(spec: PolicySpec) -> list[FieldError]:
     """A second local disk, a second remote store."""
     found = []
     for what, tiers in (("local disk", _local(spec)), ("remote store", _remote(spec))):
@@ -42,7 +42,8 @@ def impossible(spec: PolicySpec) -> list[FieldError]:
                 FieldError.invalid(
                     f"spec.tiers[{index}]",
                     tier.name,
-                    f"must not be a second {what} (the first is {tiers[0][1].name}): {NAME} has one",
+                    f"must not be a second {what} (the first is {tiers[0][1].name}): {NAME} has "
+                    "one",
                 )
             )
     return found
@@ -52,7 +53,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     """See ``kvtier_operator.render.connectors.render``."""
     memory = spec.tiers[0].memory
     if memory is None:
-        raise ValueError("the first tier is no memory tier")
+        raise ValueError("the first tier must be a memory tier")
     variables = {
         "LMCACHE_CHUNK_SIZE": str(spec.chunk_tokens),
         "LMCACHE_LOCAL_CPU": "True",
@@ -62,7 +63,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     for _, tier in _local(spec):
         if tier.file_system is not None:
             variables["LMCACHE_LOCAL_DISK"] = (
-                f"file://{isolated(tier_paths[tier.name], spec.isolation)}/"
+                f"file://{isolated_path(tier_paths[tier.name], spec.isolation)}/"
             )
             variables["LMCACHE_MAX_LOCAL_DISK_SIZE"] = _gib(
                 tier.file_system.capacity.size_bytes, local_ranks
@@ -73,7 +74,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
         else:
             # The host part is not used, and has to be there.
             variables["LMCACHE_REMOTE_URL"] = (
-                f"fs://localhost:0{isolated(tier_paths[tier.name], spec.isolation)}"
+                f"fs://localhost:0{isolated_path(tier_paths[tier.name], spec.isolation)}"
             )
     lower = [tier for tier in spec.tiers if tier.memory is None]
     if lower:

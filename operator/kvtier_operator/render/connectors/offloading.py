@@ -1,8 +1,9 @@
-"""vLLM's own offloading (``OffloadingConnector``): a CPU tier in ``/dev/shm``, and below it an ordered list of file
-tiers. Field names as vLLM 0.22 and later read them.
+"""vLLM's own offloading (``OffloadingConnector``): a CPU tier in ``/dev/shm``, and an ordered list
+of file tiers below it. Field names are those of vLLM 0.22 and later.
 
-What it has no word for: weights, time limits, capacity of a directory, admission, a breaker, live changes. Its region
-in ``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks together, as ``memory.capacity`` is.
+It has no weights, timeouts, directory capacity, admission, breaker or live changes. Its region in
+``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks together, like
+``memory.capacity``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.validation import FieldError
-from kvtier_operator.render.connectors.base import ANY, Expressed, Rendered, isolated
+from kvtier_operator.render.connectors.base import ANY, Rendered, SupportedFields, isolated_path
 
 NAME = "vLLM's offloading"
-EXPRESSED: Expressed = {
+SUPPORTED: SupportedFields = {
     "chunkTokens": ANY,
     "tiers[].memory.capacity": ANY,
     "tiers[].memory.evictionPolicy": ANY,
@@ -29,7 +30,7 @@ EXPRESSED: Expressed = {
 }
 
 
-def impossible(spec: PolicySpec) -> list[FieldError]:
+def policy_errors(spec: PolicySpec) -> list[FieldError]:
     """Tiers of kinds that it does not support."""
     return [
         FieldError.forbidden(
@@ -41,11 +42,14 @@ def impossible(spec: PolicySpec) -> list[FieldError]:
 
 
 def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Rendered:
-    """See ``kvtier_operator.render.connectors.render``. ``local_ranks`` has no effect: sizes are the pod's."""
+    """See ``kvtier_operator.render.connectors.render``.
+
+    ``local_ranks`` has no effect: sizes are the pod's.
+    """
     del local_ranks
     memory = spec.tiers[0].memory
     if memory is None:
-        raise ValueError("the first tier is no memory tier")
+        raise ValueError("the first tier must be a memory tier")
     capacity = memory.capacity.size_bytes
     extra: dict[str, Any] = {
         "spec_name": "TieringOffloadingSpec",
@@ -55,7 +59,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
         "secondary_tiers": [
             {
                 "type": "fs",
-                "root_dir": isolated(tier_paths[tier.name], spec.isolation),
+                "root_dir": isolated_path(tier_paths[tier.name], spec.isolation),
                 "n_read_threads": tier.file_system.read_threads,
                 "n_write_threads": tier.file_system.write_threads,
             }

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from tests.support.invalid_policies import REFUSED, RefusedCase
+from tests.support.invalid_policies import INVALID, InvalidCase
 from tests.support.policies import changed, complete_policy
 
 from kvtier_operator.api.documents import parse
@@ -18,8 +18,8 @@ def test_the_complete_policy_is_accepted() -> None:
     assert checked.policy is not None
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase) -> None:
+@pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
+def test_the_error_has_field_value_and_detail(case: InvalidCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
     matching = [error for error in checked.errors if error.field == case.field]
     assert matching, [error.message for error in checked.errors]
@@ -27,7 +27,7 @@ def test_is_refused_with_field_value_and_what_is_accepted(case: RefusedCase) -> 
     assert case.detail in matching[0].detail
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_nothing_else_is_refused_beside_it(case: RefusedCase) -> None:
+@pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
+def test_it_is_the_only_error(case: InvalidCase) -> None:
     (checked,) = parse(json.dumps(changed(complete_policy(), case.changes)))
     assert len(checked.errors) == 1, [error.message for error in checked.errors]

@@ -1,7 +1,6 @@
-"""The two webhook configurations, as values. Pure. The chart's templates say the same; a test
-compares them.
+"""The webhook configurations of the chart, as values for tests without Helm. A test compares them with the templates.
 
-``caBundle`` is not part of them: the controller writes it, or cert-manager's injector.
+Without ``caBundle``, which the operator or cert-manager writes.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from kvtier_operator.api.names import INJECT_LABEL, MIRROR_ANNOTATION, STRUCTURA
 from kvtier_operator.api.policy import GROUP, VERSION
 from kvtier_operator.render.volumes import MANAGED_BY
 from kvtier_operator.settings import Settings
+from kvtier_operator.webhook.listener import MUTATE_PATH, VALIDATE_PATH
 
-MUTATE_PATH = "/mutate"
-VALIDATE_PATH = "/validate"
 POD_WEBHOOK = "attach.kvtier.io"
 POLICY_WEBHOOK = "validate.kvtier.io"
 TIMEOUT_SECONDS = 2
@@ -37,7 +35,7 @@ MATCH_CONDITIONS = (
         f"!('{STRUCTURAL_ANNOTATION}' in object.metadata.annotations)",
     },
 )
-"""Evaluated by the API server: for pods that these drop, nobody is asked."""
+"""Evaluated by the API server, which does not call the webhook for pods that do not match."""
 
 
 def mutating(settings: Settings) -> dict[str, Any]:
@@ -87,9 +85,7 @@ def mutating(settings: Settings) -> dict[str, Any]:
 
 
 def validating(settings: Settings) -> dict[str, Any]:
-    """Asks about policies. What must never pass is refused by the CRD itself, so that this one may
-    fail open.
-    """
+    """For policies. It may fail open, because the CRD rejects what must never pass."""
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
