@@ -110,7 +110,7 @@ class Mailbox:
         self._messages.append((function, arguments, named))
         if not self._scheduled:
             self._scheduled = True
-            # A loop that is closed needs no messages any more.
+            # A loop that is closed no longer needs messages.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._read)
 

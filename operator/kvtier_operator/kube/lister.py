@@ -193,7 +193,7 @@ class Lister(NotingCache):
         held = self._store.get(kind, *place(found))
         if not self._is_newer(uid, found, held):
             if uid in self._noted and held is not None and version(held) == version(found):
-                # A call's answer was faster, and nobody was told yet.
+                # A call's answer was faster, and ``on_change`` was not called for it.
                 self._noted.discard(uid)
                 self._on_change(kind, held, Change.MODIFIED)
             return

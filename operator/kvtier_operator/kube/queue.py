@@ -1,8 +1,8 @@
-"""Names of policies to look at: each at most once, each by one worker at a time, no more per second than is allowed.
+"""The work queue: keys of policies to reconcile, deduplicated and rate-limited.
 
-A key that is added while it is being worked on is looked at once more afterwards. One that failed comes back after a
-pause that doubles per key; ``forget`` ends that. The queue is bounded by the number of keys that exist, because a key
-stands in it once.
+A key is queued once and processed by one worker at a time; if it is added during that time, it is
+processed once more afterwards. A key that failed is retried after a pause that doubles per key,
+until ``done`` or ``forget``. The number of existing keys bounds the queue.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ VALIDATING_WEBHOOKS = Kind(
 
 class ApiError(Exception):
     """The API server refused or did not answer. ``status``: the HTTP status, 0 where there was no answer;
-    ``reason``: as in the answer's ``reason``. Whoever calls the client handles it. ``retry_after_seconds``: how long the
-    server asks to be left alone, where it says so.
+    ``reason``: as in the answer's ``reason``. The caller of the client handles it. ``retry_after_seconds``: the
+    server's ``Retry-After``, if there is one.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
