@@ -245,8 +245,8 @@ def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
             stop = asyncio.Event()
             running = asyncio.ensure_future(controller.run(stop))
             await follows(client, namespace, 71)
-            # Somebody else takes the Lease away; it expires after a while.
-            taken = {"spec": {"holderIdentity": "somebody", "leaseTransitions": 9}}
+            # Another holder takes the Lease away; it expires after a while.
+            taken = {"spec": {"holderIdentity": "another", "leaseTransitions": 9}}
             await client.patch(LEASES, "default", "again", taken)
             await soon(lambda: candidate.remaining_seconds() == 0, "it no longer leads")
             await client.patch(POLICIES, namespace, "chat", {"spec": {"minLoadTokens": 72}})
