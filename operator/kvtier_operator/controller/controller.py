@@ -238,7 +238,7 @@ class Controller:
         self.cache = Lister(watches(settings), self._changed, clock)
         self._watcher = make_watcher(client, self.cache, pace=pace, on_restart=on_restart)
         self._elector = elector
-        self._leads = False
+        self._leads = elector is None
         self._tokens = PolicyTokens(client, settings.controller.resync_seconds, clock)
         self._poller = PodPoller(settings, self.queue.add)
         recorder = EventRecorder(client, clock)
