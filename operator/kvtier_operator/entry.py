@@ -1,7 +1,8 @@
-"""Where the command ``kvtier-operator`` begins: it can be ended before it can do anything else.
+"""The entry point of ``kvtier-operator``: handles SIGTERM before anything else is imported.
 
-The first process of a container is not ended by a signal that it does not handle, and importing the rest takes a second or more.
-A pod that is told to go in that time would stay for its whole grace period of half a minute.
+The first process of a container ignores a signal without a handler, and imports take a second or
+more. Without this handler, a pod that is deleted during that time would stay for its whole
+termination grace period.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from types import FrameType
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
+    """Runs the command and returns the exit status. ``arguments``: those of the process if None."""
     signal.signal(signal.SIGTERM, _end)
-    # Once the loop runs, its own handler takes this one's place.
+    # The event loop replaces this handler once it runs.
     from kvtier_operator import main as command
 
     return command.main(arguments)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Nothing has begun that would have to be finished; an exception could be caught by what is being imported."""
+    """Exits at once: nothing needs cleanup yet. An exception could be caught during an import."""
     os._exit(0)
 
 

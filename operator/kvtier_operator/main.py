@@ -1,6 +1,6 @@
 """``kvtier-operator``: the command of the operator's image.
 
-Exit status: 0 stopped when asked to, 2 refused (settings, an option), 1 anything else.
+Exit status: 0 after SIGTERM or SIGINT, 2 for invalid settings or options, 1 for other errors.
 """
 
 from __future__ import annotations
@@ -31,33 +31,35 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER_STOP_SECONDS = 5.0
 WEBHOOK_STOP_SECONDS = 25.0
-"""How long a part may take to stop before it is cancelled; the webhook answers until nobody asks it any more."""
+"""How long a part may take to stop before it is cancelled. The webhook drains first."""
 WEBHOOK_SWITCH_SECONDS = 0.0005
-"""After how long a thread that computes makes way for another. The interpreter's own 5 ms are a quarter of what an admission may
-take, and one waits for that each time that the loop takes in a change while a decision is being computed."""
+"""The interpreter's thread switch interval. The default of 5 ms is a quarter of the time that an
+admission may take, and is lost whenever the event loop handles a change while a thread decides."""
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="The KVTier operator: follows KVTierPolicies (controller) and attaches pods (webhook).",
+    help="The KVTier operator: reconciles KVTierPolicies (controller) and injects pods (webhook).",
 )
 
 SettingsFile = Annotated[
-    Path, typer.Option("--settings", help="Settings, as the chart writes them.")
+    Path, typer.Option("--settings", help="Settings file, as the chart writes it.")
 ]
 Kubeconfig = Annotated[
-    Path | None, typer.Option("--kubeconfig", help="Instead of the service account that a pod has.")
+    Path | None,
+    typer.Option("--kubeconfig", help="Kubeconfig to use instead of the pod's service account."),
 ]
 Context = Annotated[
-    str | None, typer.Option("--context", help="Of the kubeconfig; default: its current one.")
+    str | None,
+    typer.Option("--context", help="Context of the kubeconfig. Defaults to the current one."),
 ]
-Style = Annotated[runtime.LogFormat, typer.Option("--log-format", help="How log lines look.")]
+Style = Annotated[runtime.LogFormat, typer.Option("--log-format", help="Format of log lines.")]
 
 
 @dataclass(slots=True)
-class Surroundings:
-    """What a part of the operator is given to run."""
+class Dependencies:
+    """What a part of the operator needs to run."""
 
     settings: Settings
     access: credentials.Credentials
@@ -67,13 +69,13 @@ class Surroundings:
     stop: asyncio.Event
 
     def client(self, write_seconds: Callable[[], float] = lambda: float("inf")) -> ApiClient:
-        """A client; see there for ``write_seconds``."""
+        """A client. See ``ApiClient`` for ``write_seconds``."""
         return ApiClient(
             self.api, self.access, observer=self.api_metrics.call, write_seconds=write_seconds
         )
 
 
-Part = Callable[[Surroundings], Awaitable[None]]
+Part = Callable[[Dependencies], Awaitable[None]]
 
 
 @app.command()
@@ -83,12 +85,12 @@ def controller(
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
-    """Follows policies: applies what they need, reports about them, re-tunes and restarts. One replica works at a time."""
-    from kvtier_operator.controller.controller import control
+    """Reconciles policies. If there are several replicas, one is the leader and the others wait."""
+    from kvtier_operator.controller.controller import Controller, ControllerOptions
     from kvtier_operator.controller.metrics import LeaderMetrics
     from kvtier_operator.kube.election import Elector, elector_of
 
-    async def part(given: Surroundings) -> None:
+    async def part(given: Dependencies) -> None:
         state = runtime.Health()
         chosen = given.settings.controller.leader_election
         elector: Elector | None = None
@@ -97,15 +99,15 @@ def controller(
             elector = elector_of(given.api, given.settings.namespace, chosen, on_change)
         client = given.client() if elector is None else given.client(elector.remaining_seconds)
         async with runtime.serve(given.settings.monitoring, given.registry, state):
-            await control(
+            reconciling = Controller(
                 given.settings,
                 client,
-                given.stop,
-                registry=given.registry,
-                health=state,
+                given.registry,
                 elector=elector,
-                on_restart=given.api_metrics.restart,
+                options=ControllerOptions(on_restart=given.api_metrics.restart),
             )
+            reconciling.add_checks(state)
+            await reconciling.run(given.stop)
 
     _run(part, load(settings), kubeconfig, context, log_format, CONTROLLER_STOP_SECONDS)
 
@@ -117,16 +119,16 @@ def webhook(
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
-    """Answers the API server's questions about pods and policies. Any number of replicas."""
-    from kvtier_operator.webhook.server import serve
+    """Injects pods and validates policies. All replicas serve."""
+    from kvtier_operator.webhook.server import WebhookOptions, serve
 
-    async def part(given: Surroundings) -> None:
+    async def part(given: Dependencies) -> None:
         await serve(
             given.settings,
             given.client(),
             given.stop,
             registry=given.registry,
-            on_restart=given.api_metrics.restart,
+            options=WebhookOptions(on_restart=given.api_metrics.restart),
         )
 
     sys.setswitchinterval(WEBHOOK_SWITCH_SECONDS)
@@ -141,7 +143,7 @@ def version() -> None:
 
 @app.command("settings")
 def show_settings(settings: SettingsFile = DEFAULT_FILE) -> None:
-    """Prints the settings in force, defaults included."""
+    """Prints the settings, including defaults."""
     document = load(settings).model_dump(mode="json", by_alias=True)
     typer.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
 
@@ -165,7 +167,7 @@ async def _serve(
     context: str | None,
     stop_seconds: float,
 ) -> None:
-    """Runs a part until SIGTERM or SIGINT; one that does not stop in time is cancelled."""
+    """Runs a part until SIGTERM or SIGINT. If it does not stop in time, it is cancelled."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -175,7 +177,7 @@ async def _serve(
     access = await credentials.load(kubeconfig, context)
     async with open_api(access) as api:
         running = asyncio.ensure_future(
-            part(Surroundings(settings, access, api, api_metrics, registry, stop))
+            part(Dependencies(settings, access, api, api_metrics, registry, stop))
         )
         asked = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,12 +189,12 @@ async def _serve(
         try:
             await running
         except asyncio.CancelledError:
-            logger.warning("a part did not stop in time and was cancelled")
+            logger.warning("cancelled, because it did not stop within %g s", stop_seconds)
     logger.info("stopped")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
+    """Runs the command and returns the exit status. ``arguments``: those of the process if None."""
     try:
         get_command(app).main(args=arguments, prog_name="kvtier-operator")
     except KVTierError as error:

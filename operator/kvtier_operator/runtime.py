@@ -41,7 +41,7 @@ from prometheus_client import (
 
 from kvtier import __version__
 from kvtier_operator.kube.resources import Kind
-from kvtier_operator.settings import Monitoring
+from kvtier_operator.settings import MonitoringSettings
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class Health:
 
 @contextlib.asynccontextmanager
 async def serve(
-    settings: Monitoring, registry: CollectorRegistry, health: Health
+    settings: MonitoringSettings, registry: CollectorRegistry, health: Health
 ) -> AsyncIterator[int]:
     """Serves while the block runs; yields the port. Raises ``OSError`` if it cannot listen."""
 

@@ -94,8 +94,10 @@ class Webhook(Section):
 
 
 class LeaderElection(Section):
-    """Leader election among the controller's replicas. Another replica takes over at most
-    ``lease_seconds + 2 * retry_seconds`` after the leader was killed. Without ``enabled``, run one replica only.
+    """Leader election among the controller's replicas.
+
+    Another replica takes over at most ``lease_seconds + 2 * retry_seconds`` after the leader was
+    killed. If ``enabled`` is false, run only one replica.
     """
 
     enabled: bool = True
@@ -112,7 +114,7 @@ class LeaderElection(Section):
         return self
 
 
-class Controller(Section):
+class ControllerSettings(Section):
     """Periods and bounds of the controller."""
 
     resync_seconds: Annotated[float, Field(gt=0)] = 300
@@ -129,7 +131,7 @@ class Controller(Section):
     leader_election: LeaderElection = LeaderElection()
 
 
-class Monitoring(Section):
+class MonitoringSettings(Section):
     """The HTTP server of the operator: /metrics, /healthz, /readyz."""
 
     host: str = "0.0.0.0"  # noqa: S104  (kubelet and Prometheus use other addresses)
@@ -145,8 +147,8 @@ class Settings(Section):
     storage: Storage = Storage()
     allowed_volumes: tuple[AllowedVolume, ...] = ()
     webhook: Webhook = Webhook()
-    controller: Controller = Controller()
-    monitoring: Monitoring = Monitoring()
+    controller: ControllerSettings = ControllerSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     cluster_domain: str = "cluster.local"
 
 

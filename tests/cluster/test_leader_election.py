@@ -16,7 +16,7 @@ from tests.cluster.controller_process import Process
 from tests.support import controllers
 from tests.support.controllers import policy, settings, until
 
-from kvtier_operator.controller.controller import Controller
+from kvtier_operator.controller.controller import Controller, ControllerOptions
 from kvtier_operator.kube import credentials
 from kvtier_operator.kube.client import ApiClient, connect, open_api
 from kvtier_operator.kube.election import Elector, Lock, Timing
@@ -239,8 +239,7 @@ def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
                 guarded,
                 CollectorRegistry(),
                 elector=candidate,
-                pace=controllers.QUICK,
-                pauses=controllers.QUICK_PAUSES,
+                options=ControllerOptions(pace=controllers.QUICK, pauses=controllers.QUICK_PAUSES),
             )
             stop = asyncio.Event()
             running = asyncio.ensure_future(controller.run(stop))

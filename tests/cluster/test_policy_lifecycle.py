@@ -74,7 +74,7 @@ def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
                 await until("the namespace is gone", lambda: _is_gone(client, namespace))
 
                 async def forgotten() -> bool:
-                    return not controller.triggers.index.keys() and not controller.queue.busy
+                    return not controller.enqueuer.index.keys() and not controller.queue.busy
 
                 await until("the controller has forgotten its policies", forgotten)
                 assert not controller.cache.problems()

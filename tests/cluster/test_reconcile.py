@@ -258,7 +258,7 @@ def test_of_two_policies_that_select_a_pod_the_older_governs_it(
             await settled(controller, client, namespace, "older")
             await settled(controller, client, namespace, "newer")
             await _create_pod(client, namespace, body)
-            index, cache = controller.triggers.index, controller.cache
+            index, cache = controller.enqueuer.index, controller.cache
 
             async def seen() -> bool:
                 return bool(index.pods((namespace, "older"), cache).governed)

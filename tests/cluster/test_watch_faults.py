@@ -17,7 +17,7 @@ from api_proxy import ApiProxy, Request, error_event, silence
 from kvtier_operator.kube import kopf_thread
 from kvtier_operator.kube.client import ApiClient, connect
 from kvtier_operator.kube.kopf_thread import Pace
-from kvtier_operator.kube.lister import Change, Lister, Watch
+from kvtier_operator.kube.lister import ChangeType, Lister, Watch
 from kvtier_operator.kube.resources import CONFIG_MAPS, LEADER_WORKER_SETS, NODES, Kind
 from kvtier_operator.kube.watcher import Watcher
 
@@ -38,7 +38,7 @@ class World:
         self.client = client
         self.proxy = proxy
         self.namespace = namespace
-        self.changes: list[tuple[str, Change]] = []
+        self.changes: list[tuple[str, ChangeType]] = []
         self.restarts: list[str] = []
         self.lister = Lister([])
         self.watcher: Watcher | None = None
@@ -92,7 +92,7 @@ class World:
     async def running(
         self, watches: Iterable[Watch] | None = None, pace: Pace = QUICK
     ) -> AsyncIterator[Watcher]:
-        def changed(kind: Kind, found: Any, change: Change) -> None:
+        def changed(kind: Kind, found: Any, change: ChangeType) -> None:
             self.changes.append((found["metadata"]["name"], change))
 
         self.lister = Lister([self.watch()] if watches is None else watches, changed)
@@ -155,7 +155,10 @@ def test_what_was_deleted_before_a_new_list_is_dropped(
             world.changes.clear()
             expire.set()
             await world.holds(*left)
-            assert sorted(world.changes) == [("ghost", Change.DELETED), ("phantom", Change.DELETED)]
+            assert sorted(world.changes) == [
+                ("ghost", ChangeType.DELETED),
+                ("phantom", ChangeType.DELETED),
+            ]
             await world.follows()
 
     told(kubernetes_cluster, tmp_path, story)
@@ -177,7 +180,7 @@ def test_an_object_made_again_under_its_name_is_another_one(
             world.changes.clear()
             expire.set()
             await until(lambda: len(world.changes) == 2, "two changes")
-            assert world.changes == [("same", Change.DELETED), ("same", Change.ADDED)]
+            assert world.changes == [("same", ChangeType.DELETED), ("same", ChangeType.ADDED)]
             held = world.lister.get(CONFIG_MAPS, world.namespace, "same")
             assert held is not None
             assert held["metadata"]["uid"] == made["metadata"]["uid"]

@@ -15,8 +15,8 @@ from tests.support.api_faults import KilledError
 
 from kvtier_operator.api import crd
 from kvtier_operator.controller.children.observe import NAMESPACE_LABEL
-from kvtier_operator.controller.controller import Controller
-from kvtier_operator.controller.enqueue import OURS
+from kvtier_operator.controller.controller import Controller, ControllerOptions
+from kvtier_operator.controller.enqueue import MANAGED
 from kvtier_operator.kube.client import ApiClient
 from kvtier_operator.kube.kopf_thread import Pace
 from kvtier_operator.kube.queue import Pauses
@@ -135,7 +135,10 @@ async def running(
     """The controller, working, for as long as the block runs. A ``KilledError`` inside of it ends it silently."""
     stop = asyncio.Event()
     controller = Controller(
-        chosen, client, registry or CollectorRegistry(), pace=pace, pauses=QUICK_PAUSES
+        chosen,
+        client,
+        registry or CollectorRegistry(),
+        options=ControllerOptions(pace=pace, pauses=QUICK_PAUSES),
     )
     task = asyncio.ensure_future(_run(controller, stop))
     try:
@@ -190,9 +193,9 @@ async def belongings(client: ApiClient, namespace: str) -> dict[str, Any]:
         uids[each["metadata"]["uid"]] = f"uid-of-{each['metadata']['name']}"
         found[f"status {each['metadata']['name']}"] = each.get("status")
     for kind, place, labels in (
-        (CONFIG_MAPS, namespace, OURS),
-        (CLAIMS, namespace, OURS),
-        (SECRETS, namespace, OURS),
+        (CONFIG_MAPS, namespace, MANAGED),
+        (CLAIMS, namespace, MANAGED),
+        (SECRETS, namespace, MANAGED),
         (VOLUMES, None, f"{NAMESPACE_LABEL}={namespace}"),
     ):
         for each in await client.list(kind, place, labels=labels):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
-from kvtier_operator.kube.lister import Change, Lister, Store, place
+from kvtier_operator.kube.lister import ChangeType, Lister, Store, place
 from kvtier_operator.kube.resources import ApiError, Client, Kind, NotingCache, Object
 
 LIST_KEYS = {
@@ -38,7 +38,7 @@ class MemoryCluster(Client):
     def __init__(
         self,
         objects: Sequence[tuple[Kind, Mapping[str, Any]]] = (),
-        on_change: Callable[[Kind, Object, Change], None] | None = None,
+        on_change: Callable[[Kind, Object, ChangeType], None] | None = None,
         clock: Callable[[], str] = lambda: EPOCH,
     ) -> None:
         self._store = Store()
@@ -68,7 +68,7 @@ class MemoryCluster(Client):
         if gone is not None:
             self.version = next(self._versions)
             metadata = {**gone["metadata"], "resourceVersion": str(self.version)}
-            self._tell(kind, {**gone, "metadata": metadata}, Change.DELETED)
+            self._tell(kind, {**gone, "metadata": metadata}, ChangeType.DELETED)
 
     def get_now(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """One object, without waiting."""
@@ -182,10 +182,10 @@ class MemoryCluster(Client):
         self.version = next(self._versions)
         kept = {**found, "metadata": {**found["metadata"], "resourceVersion": str(self.version)}}
         self._store.put(kind, kept)
-        self._tell(kind, kept, Change.ADDED if before is None else Change.MODIFIED)
+        self._tell(kind, kept, ChangeType.ADDED if before is None else ChangeType.MODIFIED)
         return kept
 
-    def _tell(self, kind: Kind, found: Object, change: Change) -> None:
+    def _tell(self, kind: Kind, found: Object, change: ChangeType) -> None:
         if self.on_change is not None:
             self.on_change(kind, found, change)
 

@@ -32,7 +32,7 @@ from kvtier_operator.api.settings import (
     Security,
 )
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.api.tiers import Tier
+from kvtier_operator.api.tiers import TierSpec
 
 GROUP = "kvtier.io"
 VERSION = "v1alpha1"
@@ -109,7 +109,7 @@ class PolicySpec(Model):
         ),
     ] = Selection.COST
     tiers: Annotated[
-        list[Tier],
+        list[TierSpec],
         STRUCTURAL,
         MapKey("name"),
         Field(
@@ -167,7 +167,7 @@ class PolicySpec(Model):
         Rule(name="unique-names", check=_unique_names),
     )
 
-    def tier(self, name: str) -> Tier:
+    def tier(self, name: str) -> TierSpec:
         """The tier of that name. Raises ``KeyError``."""
         for tier in self.tiers:
             if tier.name == name:

@@ -94,7 +94,7 @@ class MemoryTier(Model):
     ] = Persistence.POD
 
 
-def _watermarks(tier: FileSystemTier) -> Iterator[Violation]:
+def _watermarks(tier: FileSystemTierSpec) -> Iterator[Violation]:
     if tier.low_watermark_percent >= tier.high_watermark_percent:
         yield Violation(
             ("lowWatermarkPercent",),
@@ -108,15 +108,15 @@ _CLUSTER_WORDS = (
 )
 
 
-def _no_volume_of_one_pod(source: str) -> Callable[[FileSystemTier], Iterator[Violation]]:
-    def check(tier: FileSystemTier) -> Iterator[Violation]:
+def _no_volume_of_one_pod(source: str) -> Callable[[FileSystemTierSpec], Iterator[Violation]]:
+    def check(tier: FileSystemTierSpec) -> Iterator[Violation]:
         if tier.sharing is Sharing.CLUSTER and source in tier.volume.sources:
             yield Violation(("volume", source), None, _CLUSTER_WORDS, ErrorType.FORBIDDEN)
 
     return check
 
 
-def _claim_for_all_nodes(tier: FileSystemTier) -> Iterator[Violation]:
+def _claim_for_all_nodes(tier: FileSystemTierSpec) -> Iterator[Violation]:
     claim = tier.volume.claim_template
     if tier.sharing is not Sharing.CLUSTER or claim is None:
         return
@@ -126,7 +126,7 @@ def _claim_for_all_nodes(tier: FileSystemTier) -> Iterator[Violation]:
             yield Violation(path, mode.value, "must be ReadWriteMany with sharing: Cluster")
 
 
-def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
+def _limit_holds_capacity(tier: FileSystemTierSpec) -> Iterator[Violation]:
     empty_dir = tier.volume.empty_dir
     if (
         empty_dir is not None
@@ -141,7 +141,7 @@ def _limit_holds_capacity(tier: FileSystemTier) -> Iterator[Violation]:
         )
 
 
-class FileSystemTier(Model):
+class FileSystemTierSpec(Model):
     """Directory with one file per object."""
 
     capacity: Annotated[
@@ -309,14 +309,14 @@ class LMCacheTier(Model):
 TIER_KINDS = ("memory", "fileSystem", "lmcache")
 
 
-def _one_kind(tier: Tier) -> Iterator[Violation]:
+def _one_kind(tier: TierSpec) -> Iterator[Violation]:
     given = tier.kinds
     if len(given) != 1:
         kind = ErrorType.INVALID if given else ErrorType.REQUIRED
         yield Violation((), ", ".join(given), exactly_one_of(TIER_KINDS), kind)
 
 
-class Tier(Model):
+class TierSpec(Model):
     """Tier of KV cache below GPU memory."""
 
     name: Annotated[
@@ -393,7 +393,7 @@ class Tier(Model):
         Field(description="Host memory. Only the first tier is memory."),
     ] = None
     file_system: Annotated[
-        FileSystemTier | None,
+        FileSystemTierSpec | None,
         STRUCTURAL,
         Field(description=("Directory with one file per object.")),
     ] = None

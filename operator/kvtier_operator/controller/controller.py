@@ -1,8 +1,9 @@
-"""The controller: level-triggered, so that an event only names a policy to look at.
+"""The controller: reconciles policies.
 
-Every look does the same, whatever brought it about: observe, plan, apply, look after the pods, write the status where
-it differs. Killed at any point, or running twice by accident, it comes to the same objects: all state is in the
-cluster, what is applied is decided from what is there, and two that decide from the same write the same.
+It is level-triggered: an event only adds the key of a policy to the queue, and every reconcile
+observes, plans, applies, reconciles the pods, and writes the status if it differs. All state is in
+the cluster and all writes follow from what is observed, so the process may be killed at any point,
+and two controllers that run by accident write the same objects.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,14 +22,8 @@ from prometheus_client import CollectorRegistry
 from kvtier.errors import KVTierError
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.certs.rotate import rotate_certificates
-from kvtier_operator.controller.children.apply import (
-    ApplyFailure,
-    apply_plan,
-)
-from kvtier_operator.controller.children.gc import (
-    collect_garbage,
-    orphaned_data_events,
-)
+from kvtier_operator.controller.children.apply import ApplyFailure, apply_plan
+from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data_events
 from kvtier_operator.controller.children.observe import CachedPolicy, observe
 from kvtier_operator.controller.children.plan import Plan, plan
 from kvtier_operator.controller.children.tokens import PolicyTokens
@@ -48,25 +44,25 @@ from kvtier_operator.controller.status.serialize import (
 )
 from kvtier_operator.kube.election import Elector
 from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
-from kvtier_operator.kube.lister import Change, Lister
+from kvtier_operator.kube.lister import ChangeType, Lister
 from kvtier_operator.kube.queue import Key, Pauses, WorkQueue
-from kvtier_operator.kube.resources import POLICIES, ApiError, Client, Kind, NotingCache, Object
+from kvtier_operator.kube.resources import POLICIES, ApiError, Kind, Object
 from kvtier_operator.kube.watcher import MakeWatcher, Watcher
 from kvtier_operator.runtime import Health, about
 from kvtier_operator.settings import CertificateMode, Settings
 
 logger = logging.getLogger(__name__)
 WORKERS = 4
-"""Policies that are looked at side by side; the client bounds their calls."""
+"""Policies that are reconciled concurrently. The client bounds their calls."""
 RECONCILE_SECONDS = 60.0
-"""After which a look is given up and tried again."""
-REFUSED_SECONDS = 30.0
-"""Before what the API server refused is tried again without any event."""
-MAX_LEFT = 1000
-"""Policies that are gone and wait for being told of, while the API server takes no Events."""
-STATUS_TRIES = 3
-"""Of writing a status while others change the same policy."""
-FAULTS = (
+"""The deadline of a reconcile. One that exceeds it fails and is retried."""
+REJECTED_RETRY_SECONDS = 30.0
+"""The pause before a call that the API server rejected is retried without any event."""
+MAX_DELETED = 1000
+"""Deleted policies that wait for their Events while the API server accepts none."""
+STATUS_ATTEMPTS = 3
+"""Attempts to write a status while other clients change the same policy."""
+INTERNAL_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -76,144 +72,159 @@ FAULTS = (
     ValueError,
     KVTierError,
 )
-"""What a fault of ours raises (``RecursionError`` is a ``RuntimeError``). It concerns the policy at hand, and must not stop the others."""
+"""What a bug in the operator raises (``RecursionError`` is a ``RuntimeError``).
+
+Only the reconcile in which it occurs fails; other policies are not affected.
+"""
 DEFAULT_PAUSES = Pauses()
 STUCK_SECONDS = 300.0
-"""A worker that was not seen for so long is stuck."""
+"""An event loop that has not run for this long is stuck."""
 
 
 class Reconciler:
-    """One look at one policy at a time, by ``reconcile``; it keeps nothing that it could not do without.
-
-    ``clock``: seconds since 1970.
-    """
+    """Reconciles one policy at a time. What it keeps in memory only saves work."""
 
     def __init__(
         self,
-        cache: NotingCache,
-        client: Client,
+        cluster: ClusterAccess,
         settings: Settings,
-        triggers: Enqueuer,
+        enqueuer: Enqueuer,
         tokens: PolicyTokens,
         pods: PodReconciler,
         metrics: ControllerMetrics,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._cache = cache
-        self._client = client
+        self._cache = cluster.cache
+        self._client = cluster.client
         self._settings = settings
-        self._triggers = triggers
+        self._enqueuer = enqueuer
         self._tokens = tokens
         self._pods = pods
         self._metrics = metrics
-        self._clock = clock
 
     async def reconcile(self, key: Key) -> float | None:
-        """Looks once. Returns in how many seconds another look is due, None: with the resync. Raises ``ApiError`` for
-        what may work later.
+        """Reconciles the policy once.
+
+        Returns the seconds until it must be reconciled again without any event; None: at the next
+        resync. Raises ``ApiError`` for failures that a retry may solve.
         """
-        known = self._triggers.index.get(key)
-        if known is None or is_terminating(known.raw):
+        cached = self._enqueuer.index.get(key)
+        if cached is None or is_terminating(cached.raw):
             return None
-        planned = plan(observe(known, self._cache), self._settings)
-        if known.policy is None or not planned.accepted:
-            return await self._report_refused(known, planned, key)
-        refused = await apply_plan(planned, self._client, self._cache)
+        planned = plan(observe(cached, self._cache), self._settings)
+        if cached.policy is None or not planned.accepted:
+            return await self._reconcile_rejected(cached, planned, key)
+        failures = await apply_plan(planned, self._client, self._cache)
         if planned.apply:
-            # What was just made is there: a status about its absence would be out of date when it is written.
-            planned = plan(observe(known, self._cache), self._settings)
-        token = await self._tokens.get(known)
-        problems = [each.message for each in refused if not each.affects_storage]
+            # Otherwise the status would say that the objects that were just created are missing.
+            planned = plan(observe(cached, self._cache), self._settings)
+        token = await self._tokens.get(cached)
+        problems = [each.message for each in failures if not each.affects_storage]
         if token.error:
             problems.append(token.error)
-        facts = self._facts(key, planned, refused, problems, token.value)
-        result = await self._pods.reconcile(known.policy, facts)
-        await self._write_status(known, result.status)
+        reconcile_input = self._input(key, planned, failures, problems, token.value)
+        result = await self._pods.reconcile(cached.policy, reconcile_input)
+        await self._write_status(cached, result.status)
         wakes = [result.wake_seconds] if result.wake_seconds is not None else []
-        if refused or token.error:
-            wakes.append(REFUSED_SECONDS)
+        if failures or token.error:
+            wakes.append(REJECTED_RETRY_SECONDS)
         return min(wakes, default=None)
 
-    def _facts(
+    def _input(
         self,
         key: Key,
         planned: Plan,
-        refused: list[ApplyFailure],
+        failures: list[ApplyFailure],
         problems: list[str],
         token: str | None,
     ) -> ReconcileInput:
-        found: dict[str, ConditionUpdate] = {each.type: each for each in planned.conditions}
-        storage = [each.message for each in refused if each.affects_storage]
+        updates: dict[str, ConditionUpdate] = {each.type: each for each in planned.conditions}
+        storage = [each.message for each in failures if each.affects_storage]
         if storage:
-            found[conditions.STORAGE_READY] = conditions.storage_apply_failed(storage)
+            updates[conditions.STORAGE_READY] = conditions.storage_apply_failed(storage)
         if problems:
-            found[conditions.ACCEPTED] = conditions.partly_applied(problems)
-        pods = self._triggers.index.pods(key, self._cache)
+            updates[conditions.ACCEPTED] = conditions.partly_applied(problems)
+        pods = self._enqueuer.index.pods(key, self._cache)
         return ReconcileInput(
             structural_hash=planned.structural_hash,
             live_generation=planned.live_generation,
             accepted=planned.accepted,
-            conditions=tuple(found.values()),
+            conditions=tuple(updates.values()),
             pods=pods.governed,
             governed_by_others=pods.governed_by_others,
             claims=planned.claims,
             token=token,
         )
 
-    async def _report_refused(self, known: CachedPolicy, planned: Plan, key: Key) -> float | None:
-        """Nothing is applied, and what is there stays for the pods that run with it."""
-        if known.policy is None:
-            status = invalid_policy_status(known, planned.conditions, self._clock())
-            await self._write_status(known, status)
+    async def _reconcile_rejected(
+        self, cached: CachedPolicy, planned: Plan, key: Key
+    ) -> float | None:
+        """Applies nothing. Existing objects stay, because running pods use them."""
+        if cached.policy is None:
+            status = invalid_policy_status(cached, planned.conditions, time.time())
+            await self._write_status(cached, status)
             return None
-        # Pods of a policy that was accepted once are still asked how they are.
-        token = await self._tokens.get(known) if planned.live_generation else None
-        facts = self._facts(key, planned, [], [], token.value if token is not None else None)
-        result = await self._pods.reconcile(known.policy, facts)
-        await self._write_status(known, result.status)
+        # Pods that were injected before the policy became invalid are still polled.
+        token = await self._tokens.get(cached) if planned.live_generation else None
+        reconcile_input = self._input(
+            key, planned, [], [], token.value if token is not None else None
+        )
+        result = await self._pods.reconcile(cached.policy, reconcile_input)
+        await self._write_status(cached, result.status)
         return result.wake_seconds
 
-    async def _write_status(self, known: CachedPolicy, status: PolicyStatus) -> None:
+    async def _write_status(self, cached: CachedPolicy, status: PolicyStatus) -> None:
         document = to_dict(status)
-        if document == (known.raw.get("status") or {}):
+        if document == (cached.raw.get("status") or {}):
             return
-        answer = await self._apply_status(known, document)
+        answer = await self._apply_status(cached, document)
         if answer is not None:
             self._metrics.statuses.inc()
-            self._triggers.learn(answer, self._cache)
+            self._enqueuer.note(answer, self._cache)
 
-    async def _apply_status(self, known: CachedPolicy, document: dict[str, Any]) -> Object | None:
-        """The policy with its status; None where it is gone and there is nobody to report about. Raises ``ApiError``."""
-        metadata = known.raw["metadata"]
-        current: Object = known.raw
-        for tries in itertools.count(1):
+    async def _apply_status(self, cached: CachedPolicy, document: dict[str, Any]) -> Object | None:
+        """Writes the status and returns the policy; None if it is gone. Raises ``ApiError``."""
+        metadata = cached.raw["metadata"]
+        current: Object = cached.raw
+        for attempt in itertools.count(1):
             version = str(current["metadata"].get("resourceVersion") or "")
             try:
                 return await self._client.apply(
-                    POLICIES, apply_body(known, document, version), subresource="status"
+                    POLICIES, apply_body(cached, document, version), subresource="status"
                 )
             except ApiError as error:
                 if error.status == 404:
                     return None
-                if error.status != 409 or tries == STATUS_TRIES:
+                if error.status != 409 or attempt == STATUS_ATTEMPTS:
                     raise
-            # Somebody has changed it since. It is looked at anew because of that; until then this is what is known.
+            # Another client changed the policy, which triggers another reconcile. Until then the
+            # status describes the version that was reconciled.
             try:
                 current = await self._client.get(POLICIES, metadata["namespace"], metadata["name"])
             except ApiError as error:
                 if error.status == 404:
                     return None
                 raise
-            if current["metadata"].get("uid") != known.uid:
+            if current["metadata"].get("uid") != cached.uid:
                 return None
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """What tests replace in a controller. ``clock`` is monotonic."""
+
+    make_watcher: MakeWatcher = Watcher
+    on_restart: Callable[[Kind, str], None] = lambda kind, reason: None
+    pace: Pace = DEFAULT_PACE
+    pauses: Pauses = DEFAULT_PAUSES
+    clock: Callable[[], float] = time.monotonic
 
 
 class Controller:
     """Lister, queue and workers around a ``Reconciler``.
 
-    Without ``elector`` it always works; with one, for as long as this replica is the leader. The
-    lister is kept up to date in any case.
+    With an ``elector``, policies are reconciled only while this replica is the leader. The lister
+    is always kept up to date.
     """
 
     def __init__(
@@ -223,20 +234,21 @@ class Controller:
         registry: CollectorRegistry,
         *,
         elector: Elector | None = None,
-        make_watcher: MakeWatcher = Watcher,
-        on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
-        pace: Pace = DEFAULT_PACE,
-        pauses: Pauses = DEFAULT_PAUSES,
-        clock: Callable[[], float] = time.monotonic,
+        options: ControllerOptions = ControllerOptions(),
     ) -> None:
+        clock = options.clock
         self._settings = settings
         self._client = client
         self._clock = clock
         self._metrics = ControllerMetrics(registry)
-        self.queue = WorkQueue(settings.controller.max_reconciles_per_second, pauses, clock=clock)
-        self.triggers = Enqueuer(self.queue.add, self._gone)
+        self.queue = WorkQueue(
+            settings.controller.max_reconciles_per_second, options.pauses, clock=clock
+        )
+        self.enqueuer = Enqueuer(self.queue.add, self._gone)
         self.cache = Lister(watches(settings), self._changed, clock)
-        self._watcher = make_watcher(client, self.cache, pace=pace, on_restart=on_restart)
+        self._watcher = options.make_watcher(
+            client, self.cache, pace=options.pace, on_restart=options.on_restart
+        )
         self._elector = elector
         self._leads = elector is None
         self._tokens = PolicyTokens(client, settings.controller.resync_seconds, clock)
@@ -246,27 +258,34 @@ class Controller:
         self._pods = PodReconciler(cluster, settings, self._poller, recorder)
         PodMetrics(registry, self._poller, recorder)
         self._reconciler = Reconciler(
-            self.cache, client, settings, self.triggers, self._tokens, self._pods, self._metrics
+            cluster, settings, self.enqueuer, self._tokens, self._pods, self._metrics
         )
-        self._left: asyncio.Queue[CachedPolicy] = asyncio.Queue(MAX_LEFT)
+        self._deleted: asyncio.Queue[CachedPolicy] = asyncio.Queue(MAX_DELETED)
         self._numbers = itertools.count(1)
         self._seen = clock()
         PolicyMetrics(registry, lambda: len(self.queue), self._statuses)
 
     def problem(self) -> str:
-        """Why the controller cannot do its work at the moment, or an empty text."""
+        """Why the controller cannot reconcile at the moment; empty: it can."""
         return "; ".join(f"{kind}: {text}" for kind, text in sorted(self.cache.problems().items()))
 
     def stuck(self) -> str:
-        """Whether its loop has stopped turning."""
+        """Why the process should be restarted; empty: it should not."""
         silent = self._clock() - self._seen
         if silent > STUCK_SECONDS:
-            return f"nothing was looked at for {silent:.0f} s"
+            return f"the event loop has been blocked for {silent:.0f} s"
         return self._watcher.stuck()
 
+    def add_checks(self, health: Health) -> None:
+        """Adds the controller's liveness and readiness checks."""
+        health.live("loop", self.stuck)
+        health.ready("caches", self.problem)
+
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set: then no policy is begun any more, and those that are being looked at are finished or
-        left where they are; the next start goes on from there.
+        """Runs until ``stop`` is set.
+
+        Then reconciles in progress are cancelled. The next leader continues from what is in the
+        cluster.
         """
 
         async def work() -> None:
@@ -285,16 +304,19 @@ class Controller:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _work_as_leader(self, stop: asyncio.Event) -> None:
-        """Until it is cancelled. All policies are reconciled, because another leader may have been
-        interrupted at any point.
+        """Runs until it is cancelled. Starts with a reconcile of every policy, because the previous
+        leader may have been interrupted at any point.
         """
-        parts: list[Coroutine[Any, Any, None]] = [self._poller.run(stop), self._follow()]
+        parts: list[Coroutine[Any, Any, None]] = [
+            self._poller.run(stop),
+            self._reconcile_policies(),
+        ]
         if self._settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
             parts.append(
                 rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
             )
         self._leads = True
-        for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
+        for key in self.enqueuer.index.keys():  # noqa: SIM118  (no mapping)
             self.queue.add(key)
         try:
             async with asyncio.TaskGroup() as group:
@@ -303,23 +325,25 @@ class Controller:
         finally:
             self._leads = False
 
-    async def _follow(self) -> None:
-        """Works once the lister is synced: what is not known yet must not be taken for missing."""
+    async def _reconcile_policies(self) -> None:
+        """Starts when the lister is synced, because an object that is not listed yet would count as
+        missing.
+        """
         await self.cache.wait_synced()
-        logger.info("caches are complete", extra={"policies": len(self.triggers.index.keys())})
+        logger.info("caches are synced", extra={"policies": len(self.enqueuer.index.keys())})
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
-                group.create_task(self._work())
+                group.create_task(self._run_worker())
             group.create_task(self._resync())
-            group.create_task(self._tell_of_leavings())
+            group.create_task(self._report_orphaned_data())
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while True:
             key = await self.queue.get()
             with about(namespace=key[0], policy=key[1], reconcile=next(self._numbers)):
-                await self._look(key)
+                await self._process(key)
 
-    async def _look(self, key: Key) -> None:
+    async def _process(self, key: Key) -> None:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(RECONCILE_SECONDS):
@@ -332,8 +356,8 @@ class Controller:
         except TimeoutError:
             self._failed(key, "Deadline", f"it took longer than {RECONCILE_SECONDS:g} s", 0.0)
             return
-        except FAULTS as error:
-            logger.exception("a fault of the operator")
+        except INTERNAL_ERRORS as error:
+            logger.exception("internal error")
             self._failed(key, "Fault", repr(error), 0.0)
             return
         except asyncio.CancelledError:
@@ -348,35 +372,37 @@ class Controller:
     def _failed(self, key: Key, reason: str, text: str, at_least_seconds: float) -> None:
         self._metrics.errors.labels(reason).inc()
         pause = self.queue.failed(key, at_least_seconds)
-        # A conflict is how two find out about each other; once is nothing to report.
+        # A single failure is often a conflict with another client, which the retry resolves.
         level = logging.INFO if self.queue.failures(key) == 1 else logging.WARNING
-        logger.log(level, "tried again in %.1f s: %s", pause, text, extra={"reason": reason})
+        logger.log(
+            level, "reconcile failed, retrying in %.1f s: %s", pause, text, extra={"reason": reason}
+        )
 
     async def _resync(self) -> None:
         while True:
-            await self._sweep()
+            await self._collect_garbage()
             period = self._settings.controller.resync_seconds
             await asyncio.sleep(period * (0.9 + 0.2 * random.random()))  # noqa: S311  (spread, not secret)
-            for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
+            for key in self.enqueuer.index.keys():  # noqa: SIM118  (no mapping)
                 self.queue.add(key, random.random() * min(period / 4, 30.0))  # noqa: S311
 
-    async def _sweep(self) -> None:
+    async def _collect_garbage(self) -> None:
         try:
-            removed = await collect_garbage(self.cache, self._client, self._lives)
+            removed = await collect_garbage(self.cache, self._client, self._is_kept)
         except ApiError as error:
             self._metrics.errors.labels(error.reason or str(error.status)).inc()
-            logger.warning("what dead policies left could not be removed: %s", error)
+            logger.warning("could not delete objects of policies that no longer exist: %s", error)
             return
-        except FAULTS:
+        except INTERNAL_ERRORS:
             self._metrics.errors.labels("Fault").inc()
-            logger.exception("a fault of the operator, while it looked for what dead policies left")
+            logger.exception("internal error during garbage collection")
             return
         self._metrics.removed.inc(removed)
 
-    def _lives(self, namespace: str, name: str, uid: str) -> bool:
-        """Whether what was made for that policy is to be left: it lives, or is not ours to judge."""
+    def _is_kept(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether the objects of a policy are kept: it exists, or its namespace is not watched."""
         watched = self._settings.watch_namespaces
-        return (bool(watched) and namespace not in watched) or self.triggers.lives(
+        return (bool(watched) and namespace not in watched) or self.enqueuer.has_policy(
             namespace, name, uid
         )
 
@@ -385,64 +411,49 @@ class Controller:
             self._seen = self._clock()
             await asyncio.sleep(1.0)
 
-    def _changed(self, kind: Kind, found: Object, change: Change) -> None:
-        self.triggers.changed(kind, found, change, self.cache)
+    def _changed(self, kind: Kind, found: Object, change: ChangeType) -> None:
+        self.enqueuer.changed(kind, found, change, self.cache)
 
-    def _gone(self, key: Key, known: CachedPolicy) -> None:
+    def _gone(self, key: Key, cached: CachedPolicy) -> None:
         self.queue.forget(key)
-        self._tokens.forget(known.uid)
+        self._tokens.forget(cached.uid)
         self._pods.forget(key)
         if not self._leads:
             return
         try:
-            self._left.put_nowait(known)
+            self._deleted.put_nowait(cached)
         except asyncio.QueueFull:
-            self._metrics.errors.labels("LeavingsUntold").inc()
+            self._metrics.errors.labels("OrphanedDataUnreported").inc()
             logger.warning(
-                "what policy %s/%s leaves is not told of: %d others wait for it", *key, MAX_LEFT
+                "the data that policy %s/%s leaves behind is not reported: %d policies are waiting",
+                *key,
+                MAX_DELETED,
             )
 
-    async def _tell_of_leavings(self) -> None:
-        # A recorder of its own: what is told of policies that are gone takes no Events from those that live.
+    async def _report_orphaned_data(self) -> None:
+        # A separate recorder, so that deleted policies do not use up the Events of existing ones.
         recorder = EventRecorder(self._client, self._clock)
         while True:
-            gone = await self._left.get()
+            gone = await self._deleted.get()
             metadata = gone.raw["metadata"]
             with about(namespace=metadata["namespace"], policy=metadata["name"]):
                 try:
-                    notes = orphaned_data_events(gone, self._settings.allowed_volumes)
-                    # The log as well: Events last an hour, and none can be made in a namespace that goes.
-                    for note in notes:
-                        logger.info("the policy is gone: %s", note.message)
-                    await recorder.post(notes, time.time())
-                except FAULTS:
+                    events = orphaned_data_events(gone, self._settings.allowed_volumes)
+                    # Also logged: Events expire, and a terminating namespace accepts none.
+                    for event in events:
+                        logger.info("policy deleted: %s", event.message)
+                    await recorder.post(events, time.time())
+                except INTERNAL_ERRORS:
                     self._metrics.errors.labels("Fault").inc()
-                    logger.exception("a fault of the operator, while it told what a policy leaves")
+                    logger.exception("internal error while reporting orphaned data")
 
     def _statuses(self) -> Iterable[tuple[Key, PolicyStatus]]:
-        for key in self.triggers.index.keys():  # noqa: SIM118  (no mapping)
-            known = self.triggers.index.get(key)
-            status = parse_status(known) if known is not None else None
+        for key in self.enqueuer.index.keys():  # noqa: SIM118  (no mapping)
+            cached = self.enqueuer.index.get(key)
+            status = parse_status(cached) if cached is not None else None
             if status is not None:
                 yield key, status
 
 
 async def _until(stop: asyncio.Event) -> None:
     await stop.wait()
-
-
-async def control(
-    settings: Settings,
-    client: Client,
-    stop: asyncio.Event,
-    *,
-    registry: CollectorRegistry,
-    health: Health,
-    elector: Elector | None = None,
-    on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
-) -> None:
-    """Follows policies until ``stop`` is set."""
-    controller = Controller(settings, client, registry, elector=elector, on_restart=on_restart)
-    health.live("loop", controller.stuck)
-    health.ready("caches", controller.problem)
-    await controller.run(stop)

@@ -1,6 +1,6 @@
-"""What the controller holds copies of. Secrets are not among them: nobody may list those.
+"""The watches of the controller, and the policies that each change of an object enqueues.
 
-From a change of an object to the policies that should be looked at.
+Secrets are not watched: the operator has no right to list them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvtier_operator.api.settings import RolloutStrategy
 from kvtier_operator.controller.children.observe import CachedPolicy, volume_owner
 from kvtier_operator.controller.index import PolicyIndex
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.lister import Change, Watch
+from kvtier_operator.kube.lister import ChangeType, Watch
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import (
     CLAIMS,
@@ -33,19 +33,19 @@ from kvtier_operator.kube.resources import (
 from kvtier_operator.render.volumes import MANAGED_BY, POLICY_LABEL
 from kvtier_operator.settings import Settings
 
-OURS = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
-"""Selects what KVTier made."""
+MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+"""Selects the objects that KVTier created."""
 
 
 def watches(settings: Settings) -> list[Watch]:
-    """For the namespaces that are watched. Volumes only where the operator may make them: it has no right to list them
-    otherwise.
+    """The watches for the settings. PersistentVolumes are included only if the operator may create
+    them, because otherwise it has no right to list them.
     """
     spaces = settings.watch_namespaces
     found = [
         Watch(POLICIES, spaces),
         Watch(PODS, spaces, trim=trim.pod),
-        Watch(CONFIG_MAPS, spaces, labels=OURS),
+        Watch(CONFIG_MAPS, spaces, labels=MANAGED),
         Watch(CLAIMS, spaces),
         Watch(EVENTS, spaces, fields="reason=FailedCreate"),
         Watch(REPLICA_SETS, spaces, trim=trim.workload),
@@ -54,19 +54,21 @@ def watches(settings: Settings) -> list[Watch]:
         Watch(LEADER_WORKER_SETS, spaces, optional=True, trim=trim.workload),
     ]
     if settings.storage.create_volumes:
-        found.append(Watch(VOLUMES, labels=OURS))
+        found.append(Watch(VOLUMES, labels=MANAGED))
     return found
 
 
 AHEAD_SECONDS = -3600.0
-"""A policy that somebody has just changed is looked at before all that waits."""
+"""A policy that was just changed is reconciled before all that wait."""
 POD_SECONDS = 1.0
-"""A rollout changes many pods of a policy in a moment; one look serves them all."""
+"""A rollout changes many pods of a policy at once; one reconcile handles all of them."""
 
 
 class Enqueuer:
-    """Keeps the index up with the cache and adds to the queue. ``add``: key and seconds from now. ``gone``: called with
-    key when a policy is no more, and what it was.
+    """Keeps the index up to date and adds policies to the queue.
+
+    ``add`` is called with a key and the seconds from now. ``gone`` is called with the key and the
+    last version of a policy that was deleted.
     """
 
     def __init__(
@@ -76,40 +78,44 @@ class Enqueuer:
         self._add = add
         self._gone = gone
 
-    def lives(self, namespace: str, name: str, uid: str) -> bool:
-        """Whether a policy of that uid is known."""
-        known = self.index.get((namespace, name))
-        return known is not None and known.uid == uid
+    def has_policy(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether a policy with that uid exists."""
+        cached = self.index.get((namespace, name))
+        return cached is not None and cached.uid == uid
 
-    def changed(self, kind: Kind, found: Object, change: Change, cache: Cache) -> None:
-        """A change, as the cache has it already."""
+    def changed(self, kind: Kind, found: Object, change: ChangeType, cache: Cache) -> None:
+        """Handles a change that the cache already has."""
         metadata = found["metadata"]
         namespace, name = metadata.get("namespace") or "", metadata["name"]
-        gone = change is Change.DELETED
+        gone = change is ChangeType.DELETED
         if kind is POLICIES:
             self._policy(found, gone, cache)
         elif kind is PODS:
             affected = self.index.drop_pod(namespace, name) if gone else self.index.put_pod(found)
-            self._all(affected, POD_SECONDS)
+            self._add_all(affected, POD_SECONDS)
         elif kind is VOLUMES:
-            self._if_known(volume_owner(found))
+            self._add_if_exists(volume_owner(found))
         elif kind in (CONFIG_MAPS, CLAIMS):
             owner = (metadata.get("labels") or {}).get(POLICY_LABEL)
             if owner:
-                self._if_known((namespace, owner))
+                self._add_if_exists((namespace, owner))
             if kind is CLAIMS:
-                self._all(self.index.using_claim(namespace, name))
+                self._add_all(self.index.using_claim(namespace, name))
         elif kind is EVENTS:
             if not gone:
-                self._all(self.index.in_namespace(namespace), POD_SECONDS)
+                self._add_all(self.index.in_namespace(namespace), POD_SECONDS)
         else:
-            self._all(
-                (key for key in self.index.in_namespace(namespace) if self._restarts(key)),
+            self._add_all(
+                (
+                    key
+                    for key in self.index.in_namespace(namespace)
+                    if self._restarts_workloads(key)
+                ),
                 POD_SECONDS,
             )
 
-    def learn(self, answer: Object, cache: NotingCache) -> None:
-        """Takes over a policy that a call answered."""
+    def note(self, answer: Object, cache: NotingCache) -> None:
+        """Handles a policy that a call returned."""
         cache.note(POLICIES, answer)
         found = cache.get(POLICIES, answer["metadata"]["namespace"], answer["metadata"]["name"])
         if found is not None:
@@ -120,34 +126,38 @@ class Enqueuer:
         key = (metadata["namespace"], metadata["name"])
         before = self.index.get(key)
         if gone:
-            self._all(self.index.drop_policy(*key))
+            self._add_all(self.index.drop_policy(*key))
             if before is not None:
                 self._gone(key, before)
             return
         affected = self.index.put_policy(found, cache)
-        self._all(affected - {key})
-        # A status that was written is no reason to look again; it was written because somebody looked.
-        if before is None or _intent(before.raw) != _intent(found) or not found.get("status"):
+        self._add_all(affected - {key})
+        # A status is written by a reconcile, so a new status does not need another one.
+        if before is None or _inputs(before.raw) != _inputs(found) or not found.get("status"):
             self._add(key, AHEAD_SECONDS)
 
-    def _restarts(self, key: Key) -> bool:
-        known = self.index.get(key)
-        policy = known.policy if known is not None else None
+    def _restarts_workloads(self, key: Key) -> bool:
+        cached = self.index.get(key)
+        policy = cached.policy if cached is not None else None
         return (
             policy is not None and policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
         )
 
-    def _if_known(self, key: Key) -> None:
+    def _add_if_exists(self, key: Key) -> None:
         if self.index.get(key) is not None:
             self._add(key, 0.0)
 
-    def _all(self, keys: Iterable[Key], after_seconds: float = 0.0) -> None:
+    def _add_all(self, keys: Iterable[Key], after_seconds: float = 0.0) -> None:
         for key in keys:
             self._add(key, after_seconds)
 
 
-def _intent(raw: Object) -> tuple[Any, ...]:
-    """What a look depends on. The spec itself, not its generation: another schema shows other fields of the same."""
+def _inputs(raw: Object) -> tuple[Any, ...]:
+    """What a reconcile depends on.
+
+    The spec instead of its generation, because a new version of the CRD may add fields to the spec
+    of the same generation.
+    """
     metadata = raw["metadata"]
     return (
         metadata.get("uid"),

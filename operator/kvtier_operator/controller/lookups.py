@@ -23,8 +23,8 @@ from kvtier_operator.kube.resources import (
     SECRETS,
     STATEFUL_SETS,
     ApiError,
-    Cache,
     Client,
+    NotingCache,
     Object,
 )
 
@@ -124,6 +124,6 @@ class ClusterAccess:
     reads.
     """
 
-    cache: Cache
+    cache: NotingCache
     client: Client
     lookups: Lookups

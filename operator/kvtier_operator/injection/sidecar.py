@@ -19,7 +19,7 @@ from kvtier_operator.api.allowlist import AllowedVolume, is_below
 from kvtier_operator.api.engine import Delivery
 from kvtier_operator.api.pods import PodSpec
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import Tier
+from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.api.volumes import Medium
 from kvtier_operator.injection.engine_container import EnginePod
 from kvtier_operator.injection.resources import (
@@ -176,7 +176,7 @@ def add_token(storage: PodStorage, policy: KVTierPolicy, mounts: list[Document])
 
 
 def add_secrets(
-    storage: PodStorage, policy: KVTierPolicy, tiers: Sequence[Tier], mounts: list[Document]
+    storage: PodStorage, policy: KVTierPolicy, tiers: Sequence[TierSpec], mounts: list[Document]
 ) -> None:
     """Secrets of tiers: the key of shared directories, credentials of remote stores."""
     key = policy.spec.isolation.key_secret_ref.name
@@ -200,7 +200,7 @@ def add_secrets(
 def add_tiers(
     storage: PodStorage,
     policy: KVTierPolicy,
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierSpec],
     settings: Settings,
     mounts: list[Document],
 ) -> None:
@@ -215,7 +215,7 @@ def add_tiers(
         mounts.append({**mount, **({"subPath": below} if below else {})})
 
 
-def sub_path(policy: KVTierPolicy, tier: Tier, allowed: Sequence[AllowedVolume]) -> str | None:
+def sub_path(policy: KVTierPolicy, tier: TierSpec, allowed: Sequence[AllowedVolume]) -> str | None:
     """The policy's directory in a volume that other policies may use: ``<namespace>/<policy uid>``.
     None for claims and other volumes of one policy, and if the administrator shares the directory
     (``shared: true`` in the longest entry that matches).
@@ -246,14 +246,14 @@ def _round_to_pages(size: int) -> int:
     return -(-size // 4096) * 4096
 
 
-def daemon_bytes(policy: KVTierPolicy, tiers: Sequence[Tier]) -> int:
+def daemon_bytes(policy: KVTierPolicy, tiers: Sequence[TierSpec]) -> int:
     """Memory request and limit of tierd's container: the pool, tierd itself, indexes, and
     memory-backed file tiers, whose pages count against the container that writes them.
     """
     return pool_bytes(policy) + DAEMON_BYTES + INDEX_BYTES + _empty_dir_bytes(tiers, Medium.MEMORY)
 
 
-def scratch_bytes(tiers: Sequence[Tier], spec: PodSpec) -> int:
+def scratch_bytes(tiers: Sequence[TierSpec], spec: PodSpec) -> int:
     """Ephemeral storage of tierd's container. The kubelet evicts a pod that exceeds the sum of its
     containers' limits, so tierd needs a limit of its own if a container of the pod has one, or if a
     tier uses ephemeral storage.
@@ -263,7 +263,7 @@ def scratch_bytes(tiers: Sequence[Tier], spec: PodSpec) -> int:
     return files + SCRATCH_BYTES if files or limited else 0
 
 
-def _empty_dir_bytes(tiers: Sequence[Tier], medium: Medium) -> int:
+def _empty_dir_bytes(tiers: Sequence[TierSpec], medium: Medium) -> int:
     total = 0
     for tier in tiers:
         empty = tier.file_system.volume.empty_dir if tier.file_system is not None else None
@@ -333,7 +333,7 @@ def tierd_container(
 
 
 def daemon_resources(
-    policy: KVTierPolicy, tiers: Sequence[Tier], target: EnginePod
+    policy: KVTierPolicy, tiers: Sequence[TierSpec], target: EnginePod
 ) -> dict[str, dict[str, str]]:
     """Requests and limits of tierd. Both always have cpu and memory. No limit exceeds the pod-level
     limit.

@@ -19,7 +19,7 @@ from kvtier_operator.api.names import (
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.selector import matches
-from kvtier_operator.api.tiers import Tier
+from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.injection.decision import AdmissionContext, Skipped
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.render.documents import (
@@ -45,7 +45,7 @@ class Structure:
     """
 
     text: str
-    tiers: tuple[Tier, ...]
+    tiers: tuple[TierSpec, ...]
     port: int
     notes: tuple[str, ...] = ()
 
@@ -74,10 +74,10 @@ def decide_structure(
 
 def _mountable_tiers(
     policy: KVTierPolicy, pod: Pod, context: AdmissionContext
-) -> tuple[list[Tier], list[str]]:
+) -> tuple[list[TierSpec], list[str]]:
     """The tiers whose volumes can be mounted, and notes about the others."""
     user_namespace = pod.spec.host_users is False
-    tiers: list[Tier] = []
+    tiers: list[TierSpec] = []
     not_ready: list[str] = []
     not_supported: list[str] = []
     for tier in policy.spec.tiers:

@@ -133,9 +133,8 @@ class ApiClient(Client):
         items, version = await self._list(
             _Page[_Item], kind, namespace, labels, fields, METADATA_ONLY
         )
-        return frozenset(item.metadata.uid for item in items), int(
-            version
-        ) if version.isdigit() else 0
+        uids = frozenset(item.metadata.uid for item in items)
+        return uids, int(version) if version.isdigit() else 0
 
     async def served(self, group: str, version: str) -> frozenset[str]:
         """The plural names of the kinds that the API server serves in a group and version."""
@@ -183,7 +182,7 @@ class ApiClient(Client):
         try:
             await self._object("delete", kind, "delete", kind.path(namespace, name), body=body)
         except ApiError as error:
-            # 409 for a uid alone: the name belongs to another object, so the one given is gone.
+            # 409 with only a uid: another object has the name, so the given one is gone.
             if error.status != 404 and not (error.status == 409 and not resource_version):
                 raise
 
@@ -252,7 +251,7 @@ class ApiClient(Client):
                             )
                     except ApiError as error:
                         last = error
-                        # The token may just have been replaced; it is read again for a second attempt.
+                        # The token may have been replaced. The second attempt reads it again.
                         retry = error.status in RETRIED or (error.status == 401 and attempt == 0)
                         safe = verb != "create" or error.status in (401, 429)
                         if not retry or not safe or error.reason == NOT_LEADER:
@@ -303,7 +302,7 @@ class ApiClient(Client):
 
 
 def _api_error(error: Any) -> ApiError:
-    """``str(error)`` holds a traceback and all headers, so the response body is read instead."""
+    """Reads the response body, because ``str(error)`` contains all headers."""
     try:
         answer = msgspec.json.decode(error.body or b"{}", type=JSON_OBJECT)
     except (msgspec.DecodeError, TypeError):
@@ -320,7 +319,7 @@ def _api_error(error: Any) -> ApiError:
 
 @contextlib.asynccontextmanager
 async def open_api(access: credentials.Credentials) -> AsyncIterator[Any]:
-    """The Kubernetes client library's own client; closed at the end of the block."""
+    """The client of the Kubernetes client library, closed at the end of the block."""
     async with kubernetes.ApiClient(access.configuration) as api:
         api.user_agent = USER_AGENT
         yield api
@@ -343,6 +342,9 @@ async def connect(
     limits: Limits = Limits(),
     observer: Observer = ignore,
 ) -> AsyncIterator[ApiClient]:
-    """A client with the credentials of a kubeconfig or of the pod. Raises ``ConfigurationError``."""
+    """A client with the credentials of a kubeconfig or of the pod.
+
+    Raises ``ConfigurationError``.
+    """
     async with open_client(await credentials.load(kubeconfig, context), limits, observer) as client:
         yield client

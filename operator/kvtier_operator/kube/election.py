@@ -1,10 +1,12 @@
 """Leader election among the controller's replicas, with a Lease.
 
-The election is that of ``kubernetes.aio.leaderelection``. Its lock is replaced, because in version
-37 the library's own cannot create the Lease, its calls have no deadline, an error of the transport
-ends the election and not the leader's work, expiry is judged by the wall clock, and nothing releases
-the Lease. Independent of the library, ``remaining_seconds`` says how long this replica may still
-write: it is asked before each write, and reaches zero before another replica can take over.
+The election is that of ``kubernetes.aio.leaderelection``, with a lock of KVTier's own. The lock of
+version 37 of the library cannot create the Lease, and never releases it. Its calls have no
+deadline. A transport error ends the election but not the leader's work. Expiry is judged by the
+wall clock.
+
+Independently of the library, ``remaining_seconds`` bounds how long this replica may still write.
+Every write checks it, and it reaches zero before another replica can take over.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Timing:
 
 
 class Lock(LeaseLock):
-    """The Lease ``name`` in ``namespace``. Each method's failure is a return value."""
+    """The Lease ``name`` in ``namespace``. Methods return failures and do not raise them."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Lock(LeaseLock):
         return await self._replace()
 
     async def release(self) -> None:
-        """Lets another replica take over at once, if this one holds the Lease."""
+        """Releases the Lease, if this replica holds it, so that another one takes over at once."""
         self.renewed_at = float("-inf")
         reference = self.lease_reference
         if (
@@ -116,7 +118,9 @@ class Lock(LeaseLock):
             return
         reference.spec.holder_identity = ""
         if not await self._replace():
-            logger.warning("the Lease was not released; it expires by itself")
+            logger.warning(
+                "could not release the Lease; another replica takes over when it expires"
+            )
         self.renewed_at = float("-inf")
 
     def _held(self, spec: Any, record: Any) -> Any:
@@ -130,7 +134,7 @@ class Lock(LeaseLock):
         return spec
 
     async def _replace(self) -> bool:
-        # It names the version that was read, so of two replicas one gets a conflict.
+        # The body has the version that was read, so one of two concurrent writers gets a conflict.
         body = self.lease_reference
         return await self._write(
             lambda: self.api_instance.replace_namespaced_lease(self.name, self.namespace, body)
@@ -143,14 +147,17 @@ class Lock(LeaseLock):
                 self.lease_reference = await send()
         except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
             status = getattr(error, "status", 0)
-            logger.info("the Lease was not written: %s %s", type(error).__name__, status)
+            logger.info("could not write the Lease: %s %s", type(error).__name__, status)
             return False
         self.renewed_at = began
         return True
 
 
 class Elector:
-    """Runs work on one replica at a time. ``on_change`` is told of the start and end of each term."""
+    """Runs work on one replica at a time.
+
+    ``on_change`` is called at the start and at the end of each term.
+    """
 
     def __init__(
         self,
@@ -172,7 +179,7 @@ class Elector:
         return str(self._lock.identity)
 
     def remaining_seconds(self) -> float:
-        """For how long this replica may write without another election."""
+        """For how long this replica may write without renewing the Lease."""
         if not self._elected.is_set():
             return 0.0
         expires_at = self._lock.renewed_at + self._timing.lease_seconds - MARGIN_SECONDS
@@ -231,7 +238,7 @@ class Elector:
 
 
 async def _first(*tasks: asyncio.Future[Any]) -> None:
-    """Waits for the first; an error of the last one is raised."""
+    """Waits for the first task to end. Raises the error of the last one, if it ended."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if tasks[-1].done():
         tasks[-1].result()

@@ -1,8 +1,8 @@
 """kopf in a thread and event loop of its own, with settings under which it lists and watches only.
 
-In the process's own loop kopf would cancel tasks that it did not create, replace the SIGTERM
-handler, and it may not return. Here it is left a second after it stopped for any reason, its loop
-is closed, and it is started again.
+In the process's own loop kopf cancels tasks that it did not create, replaces the SIGTERM handler,
+and may not return. Here, if kopf stops for any reason, it gets one second to clean up. Then its
+loop is closed, and kopf is started again.
 
 The HTTP session is created here, so that every request passes ``_send``: it adds the current token,
 reports each response, and replaces the responses after which kopf would stop all of its watches.
@@ -34,7 +34,7 @@ MAX_MESSAGES = 10_000
 """Events that wait for the process's loop; above this, kopf's handlers wait."""
 MESSAGES_PER_TURN = 200
 STOP_SECONDS = 1.0
-"""How long kopf may take to stop; then what is left of it is cancelled and its loop is closed."""
+"""How long kopf may take to stop. Then its remaining tasks are cancelled and its loop is closed."""
 CANCEL_SECONDS = 0.3
 HEALTHY_SECONDS = 60.0
 """After this time without a failure, the pause before a restart is short again."""
@@ -42,9 +42,9 @@ LOGIN_SECONDS = 2.0
 """The shortest time between two logins."""
 CHUNK_OBJECTS = 100
 IDENTITY: Any = "kvtier"
-"""Without one kopf asks for the user's name, which not every container has."""
+"""Without an identity kopf looks up the user name, which some containers do not have."""
 UNUSED_FINALIZER = "kvtier.io/unused"
-"""kopf removes its finalizer from watched objects; the default one belongs to other operators."""
+"""kopf removes its finalizer from watched objects. The default may belong to another operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def jittered(seconds: float) -> float:
 
 
 class Listener(Protocol):
-    """Is told what kopf receives; called on the process's loop, in order, and must not raise."""
+    """Receives what kopf observes: called on the process's loop, in order. Must not raise."""
 
     def delivered(self, watch: Watch, found: Object, *, deleted: bool) -> None:
         """An object was listed, changed or deleted."""
@@ -83,7 +83,7 @@ class Listener(Protocol):
         """A new list begins."""
 
     def listed(self, source: Source) -> None:
-        """A list is complete, and from its version on the watch reports changes."""
+        """A list is complete. The watch reports changes from its version on."""
 
     def responded(self, source: Source | None, verb: str, status: int, seconds: float) -> None:
         """A request got a response, or none (status 0); ``source`` is None for kopf's discovery."""
@@ -106,7 +106,7 @@ class Mailbox:
         return len(self._messages) >= MAX_MESSAGES
 
     def post(self, function: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Calls it soon; called from another thread."""
+        """Schedules a call. Called from another thread."""
         self._messages.append((function, arguments, named))
         if not self._scheduled:
             self._scheduled = True
@@ -127,7 +127,7 @@ class Mailbox:
 
 
 class KopfThread(threading.Thread):
-    """Runs one kopf operator again and again, each time for the sources that are served then.
+    """Runs a kopf operator, and restarts it when it ends. Each run has the sources that are served.
 
     All namespaced sources have the same ``namespaces``.
     """
@@ -222,7 +222,7 @@ class KopfThread(threading.Thread):
             running = asyncio.ensure_future(kopf.run_tasks(roots, ignored=own))
             await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
             error = _first_error(roots)
-            # It waits 5 s for a task that it forgot, and may not return at all.
+            # kopf may wait 5 s for a task that it lost, and may not return at all.
             await asyncio.wait({running}, timeout=STOP_SECONDS)
             leftovers = asyncio.all_tasks() - own
             for task in leftovers:
@@ -232,7 +232,7 @@ class KopfThread(threading.Thread):
         finally:
             for session in self._sessions:
                 await session.close()
-        return error or (None if stop_flag.is_set() else RuntimeError("it ended by itself"))
+        return error or (None if stop_flag.is_set() else RuntimeError("it ended without an error"))
 
     async def _beat(self) -> None:
         while True:
@@ -315,12 +315,12 @@ class KopfThread(threading.Thread):
             self._credentials.expire()
         if source is not None and status in (401, 403, 404):
             response.release()
-            raise aiohttp.ClientConnectionError(
-                f"HTTP {status}"
-            )  # kopf sends it again, without end
+            # kopf retries this without end.
+            raise aiohttp.ClientConnectionError(f"HTTP {status}")
         if source is not None and status == 410 and not watches:
             response.release()
-            raise aiohttp.ClientPayloadError(f"HTTP {status}")  # kopf lists again
+            # kopf lists again.
+            raise aiohttp.ClientPayloadError(f"HTTP {status}")
         return response
 
 
@@ -351,7 +351,7 @@ def kopf_settings(sources: Sequence[Source], pace: Pace) -> Any:
 
 
 class _Backoffs:
-    """Pauses without end: kopf gives up for good when there are no more."""
+    """An endless sequence of pauses, because kopf stops retrying after the last one."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -364,7 +364,7 @@ class _Backoffs:
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """No handler compares objects, so none is copied."""
+    """Stores nothing: no handler compares objects."""
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
         return {}
@@ -377,7 +377,7 @@ class _NoDiffBase(kopf.DiffBaseStorage):
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """No handler is repeated, so there is no progress to store."""
+    """Stores nothing: no handler is retried."""
 
     def fetch(self, *, key: Any, body: Any) -> None:
         return None
@@ -396,7 +396,7 @@ class _NoProgress(kopf.ProgressStorage):
 
 
 def quiet_kopf() -> None:
-    """Keeps kopf's log to what the watcher does not report itself."""
+    """Silences log lines of kopf that the watcher reports itself."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf.objects").setLevel(logging.ERROR)
     for name in (
@@ -414,4 +414,4 @@ def _first_error(tasks: Collection[asyncio.Task[Any]]) -> BaseException | None:
 
 
 def _ignore_leftovers(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Tasks that kopf left are destroyed with their loop, and nothing else runs in it."""
+    """Ignores tasks of kopf that are destroyed with their loop. Nothing else runs in it."""

@@ -26,7 +26,7 @@ STALE_SECONDS = 300.0
 """A source whose requests have failed for this long makes the process unready."""
 
 
-class Change(StrEnum):
+class ChangeType(StrEnum):
     """What happened to an object."""
 
     ADDED = "ADDED"
@@ -34,7 +34,7 @@ class Change(StrEnum):
     DELETED = "DELETED"
 
 
-OnChange = Callable[[Kind, Object, Change], None]
+OnChange = Callable[[Kind, Object, ChangeType], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Lister(NotingCache):
         await self._synced.wait()
 
     def problems(self, stale_seconds: float = STALE_SECONDS) -> Mapping[str, str]:
-        """The sources that are not synced, or whose requests fail for longer than that."""
+        """Errors of sources that are not synced, or whose requests have failed for that long."""
         now = self._clock()
         return {
             str(each): each.error or "not listed yet"
@@ -164,7 +164,7 @@ class Lister(NotingCache):
         }
 
     def report(self, source: Source, error: str = "") -> None:
-        """The result of a request for a source; an empty ``error`` means success."""
+        """Records the result of a request for a source. An empty ``error`` means success."""
         source.error = error
         if not error:
             source.failing_since = None
@@ -172,7 +172,7 @@ class Lister(NotingCache):
             source.failing_since = self._clock()
 
     def mark_synced(self, source: Source) -> None:
-        """All objects of the source are here, or its kind is not served."""
+        """Records that the lister has all objects of the source, or that its kind is not served."""
         self.report(source)
         source.synced = True
         if self.synced():
@@ -188,21 +188,21 @@ class Lister(NotingCache):
         return uid in self._tombstones
 
     def put(self, kind: Kind, found: Object) -> None:
-        """An object as a watch or a list delivered it, trimmed."""
+        """Takes over an object from a watch or a list, trimmed."""
         uid = found["metadata"].get("uid") or ""
         held = self._store.get(kind, *place(found))
         if not self._is_newer(uid, found, held):
             if uid in self._noted and held is not None and version(held) == version(found):
-                # A call's answer was faster, and ``on_change`` was not called for it.
+                # The response of a call came first, and ``on_change`` was not called for it.
                 self._noted.discard(uid)
-                self._on_change(kind, held, Change.MODIFIED)
+                self._on_change(kind, held, ChangeType.MODIFIED)
             return
         self._noted.discard(uid)
         change = self._replace(kind, found, held)
         self._on_change(kind, found, change)
 
     def note(self, kind: Kind, found: Object) -> None:
-        """An object as a call answered it. Ignored for kinds and namespaces that are not watched."""
+        """Takes over an object from a response, if its kind and namespace are watched."""
         namespace, _ = place(found)
         source = next(
             (
@@ -234,7 +234,7 @@ class Lister(NotingCache):
         held = self._store.get(kind, *place(found))
         if held is not None and (held["metadata"].get("uid") or "") == uid:
             self._store.drop(kind, *place(found))
-            self._on_change(kind, found, Change.DELETED)
+            self._on_change(kind, found, ChangeType.DELETED)
 
     def drop_all(self, source: Source) -> None:
         """Removes all objects of a source, because its kind is no longer served."""
@@ -248,12 +248,12 @@ class Lister(NotingCache):
             return False
         return held is None or number > version(held) or not number
 
-    def _replace(self, kind: Kind, found: Object, held: Object | None) -> Change:
+    def _replace(self, kind: Kind, found: Object, held: Object | None) -> ChangeType:
         uid = found["metadata"].get("uid") or ""
-        # It matches the selector again: only an object that exists has a newer version.
+        # A newer version means that the object exists: it matches the selector again.
         self._tombstones.pop(uid, None)
         if held is not None and (held["metadata"].get("uid") or "") != uid:
             self.drop(kind, held)
             held = None
         self._store.put(kind, found)
-        return Change.ADDED if held is None else Change.MODIFIED
+        return ChangeType.ADDED if held is None else ChangeType.MODIFIED

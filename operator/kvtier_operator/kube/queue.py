@@ -28,13 +28,13 @@ class Pauses:
     last_seconds: float = LAST_PAUSE_SECONDS
 
     def after(self, failures: int, jitter: float) -> float:
-        """Before the next try; ``jitter`` from 0 to 1."""
+        """The pause before the next attempt. ``jitter``: from 0 to 1."""
         pause: float = min(self.first_seconds * 2.0 ** min(failures - 1, 30), self.last_seconds)
         return pause * (0.75 + 0.5 * jitter)
 
 
 class WorkQueue:
-    """For one event loop. ``per_second``: how many keys are handed out per second, after a burst of as many."""
+    """For one event loop. ``per_second``: the maximum rate of ``get``, and the size of a burst."""
 
     def __init__(
         self,
@@ -59,23 +59,24 @@ class WorkQueue:
         self._allowed_at = clock()
 
     def __len__(self) -> int:
-        """Keys that wait, those that are worked on and come again included."""
+        """The number of waiting keys, including those that were added while they are processed."""
         return len(self._due) + len(self._again)
 
     @property
     def ready(self) -> int:
-        """Keys whose time has come."""
+        """The number of keys that are due."""
         now = self._clock()
         return sum(due <= now for due in self._due.values())
 
     @property
     def busy(self) -> bool:
-        """Whether a key is worked on, could be at once, or failed and will be again."""
+        """Whether a key is being processed, is due, or waits for a retry."""
         return bool(self._working or self._failures) or self.ready > 0
 
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
-        """The key is looked at in so many seconds; an earlier time that it has already stays. Below zero: before keys that
-        have been due for less.
+        """Adds the key, or moves it forward if it is due later.
+
+        A negative number of seconds puts it before keys that became due after that time.
         """
         due = self._clock() + after_seconds
         if key in self._working:
@@ -87,11 +88,11 @@ class WorkQueue:
             self._changed.set()
 
     def failures(self, key: Key) -> int:
-        """How often in a row the key failed."""
+        """The number of consecutive failures of the key."""
         return self._failures.get(key, 0)
 
     async def get(self) -> Key:
-        """The next key; it belongs to the caller until ``done`` or ``failed``."""
+        """Waits for the next key. The caller processes it and calls ``done`` or ``failed``."""
         while True:
             self._changed.clear()
             now = self._clock()
@@ -112,22 +113,23 @@ class WorkQueue:
                 continue
 
     def done(self, key: Key) -> None:
-        """The key was looked at, and all is well."""
+        """Processing succeeded."""
         self._failures.pop(key, None)
         self._release(key)
 
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
-        """The key is looked at again after its pause, which is returned."""
+        """Processing failed. Schedules a retry and returns the pause before it."""
         self._failures[key] = self._failures.get(key, 0) + 1
         pause = max(at_least_seconds, self._pauses.after(self._failures[key], self._jitter()))
-        # What happened meanwhile does not shorten the pause: it would make every failure a busy loop.
+        # An addition during processing does not shorten the pause: every failure would become a
+        # busy loop.
         self._again.pop(key, None)
         self._working.discard(key)
         self.add(key, pause)
         return pause
 
     def forget(self, key: Key) -> None:
-        """The policy is gone: nothing about it is kept."""
+        """Removes the key, because its policy is gone."""
         self._failures.pop(key, None)
         self._due.pop(key, None)
         self._again.pop(key, None)
@@ -139,7 +141,7 @@ class WorkQueue:
             self.add(key, max(0.0, due - self._clock()))
 
     def _allow(self, now: float) -> float:
-        """Takes one from the allowance; else how long until there is one."""
+        """Takes a token and returns 0, or returns the seconds until there is one."""
         most = max(1.0, self._per_second)
         self._allowance = min(most, self._allowance + (now - self._allowed_at) * self._per_second)
         self._allowed_at = now

@@ -1,7 +1,7 @@
-"""What the rest of the operator knows of the API server.
+"""The kinds that the operator reads and writes, and the interfaces of client and cache.
 
-Objects are plain mappings as the API server sends them, never changed by anybody who reads them. A cache answers from
-memory, on the event loop's thread, without waiting; a client waits, each call with a deadline of its own.
+Objects are mappings as the API server sends them. Readers never modify them. A cache answers from
+memory on the event loop's thread without waiting. A client waits, and each call has a deadline.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Kind:
 
     @property
     def api_version(self) -> str:
-        """As objects name it."""
+        """``apiVersion`` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(
         self, namespace: str | None = None, name: str | None = None, subresource: str | None = None
     ) -> str:
-        """The URL's path of a collection or, with ``name``, of an object."""
+        """The URL path of a collection or, with ``name``, of an object."""
         parts = ["apis", self.group] if self.group else ["api"]
         parts.append(self.version)
         if self.namespaced and namespace:
@@ -73,9 +73,9 @@ VALIDATING_WEBHOOKS = Kind(
 
 
 class ApiError(Exception):
-    """The API server refused or did not answer. ``status``: the HTTP status, 0 where there was no answer;
-    ``reason``: as in the answer's ``reason``. The caller of the client handles it. ``retry_after_seconds``: the
-    server's ``Retry-After``, if there is one.
+    """A call failed. ``status``: the HTTP status; 0 if there was no response. ``reason``: of the
+    response, or ``Timeout``, ``Disconnected`` or ``NotLeader``. ``retry_after_seconds``: the
+    server's ``Retry-After``, if it sent one.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -87,23 +87,26 @@ class ApiError(Exception):
 
 
 class Cache(Protocol):
-    """Copies of objects, kept by watches. Any coroutine of the loop may ask; nothing here waits."""
+    """Copies of objects, kept up to date by watches. For one event loop."""
 
     def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """One object, or None."""
 
     def list(self, kind: Kind, namespace: str | None = None) -> Sequence[Object]:
-        """All objects of a kind, or those of a namespace, in no particular order. Costs what it returns."""
+        """All objects of a kind, or those of a namespace, in no particular order.
+
+        The cost grows with the result, not with the cache.
+        """
 
     def synced(self) -> bool:
         """Whether every watched kind has been listed once."""
 
 
 class NotingCache(Cache, Protocol):
-    """A cache that can be told what a call answered, so that the next look does not see the past."""
+    """A cache that takes over the responses of calls, so that a reconcile reads its own writes."""
 
     def note(self, kind: Kind, found: Object) -> None:
-        """Takes it over where it is newer than what is held."""
+        """Takes over an object from a response, if it is newer than the cached one."""
 
 
 class Client(Protocol):
@@ -123,7 +126,7 @@ class Client(Protocol):
     async def apply(
         self, kind: Kind, body: Object, *, subresource: str | None = None, force: bool = True
     ) -> Object:
-        """Server-side apply with the operator's field manager; namespace and name are the body's."""
+        """Server-side apply with the operator's field manager. The body has namespace and name."""
 
     async def patch(
         self,
@@ -134,9 +137,9 @@ class Client(Protocol):
         *,
         subresource: str | None = None,
     ) -> Object:
-        """A merge patch."""
+        """Applies a merge patch."""
 
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str, resource_version: str = ""
     ) -> None:
-        """Deletes exactly the object that was seen; one that is gone is no error."""
+        """Deletes the object with that uid and version. It is not an error if it is gone."""

@@ -1,4 +1,7 @@
-"""What is left of objects in memory. A cluster has thousands of pods, and of each the operator reads little."""
+"""Removes fields that the operator does not read from objects before they are cached.
+
+A cluster has thousands of pods, and the operator reads few fields of each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvtier_operator.kube.resources import Object
 
 Trim = Callable[[dict[str, Any]], Object]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-"""kubectl's copy of the whole object, as an annotation."""
+"""Annotation with kubectl's copy of the whole object."""
 POD_SPEC_DROPPED = (
     "tolerations",
     "affinity",
@@ -33,7 +36,10 @@ STATUS_DROPPED = ("podIPs", "hostIPs", "qosClass", "observedGeneration")
 
 
 def shared(value: Any) -> Any:
-    """The same with equal texts held once: keys, names, images and documents repeat in every pod of a workload."""
+    """An equal value in which equal strings share memory.
+
+    Keys, names, images and annotations repeat in every pod of a workload.
+    """
     if isinstance(value, str):
         return sys.intern(value)
     if isinstance(value, dict):
@@ -44,7 +50,7 @@ def shared(value: Any) -> Any:
 
 
 def metadata(found: dict[str, Any]) -> Object:
-    """Without what only the API server and kubectl need. What every kind gets."""
+    """For every kind: without the metadata that only the API server and kubectl need."""
     about = found.get("metadata")
     if isinstance(about, dict):
         about.pop("managedFields", None)
@@ -56,13 +62,8 @@ def metadata(found: dict[str, Any]) -> Object:
     return kept
 
 
-def whole(found: dict[str, Any]) -> Object:
-    """Pods for who looks into containers: metadata is trimmed, nothing else."""
-    return metadata(found)
-
-
 def pod(found: dict[str, Any]) -> Object:
-    """Pods for who looks at states, volumes and images, not at environments, probes and scheduling."""
+    """For pods: without environments, probes and scheduling. States, volumes and images stay."""
     spec, status = found.get("spec") or {}, found.get("status") or {}
     for key in POD_SPEC_DROPPED:
         spec.pop(key, None)
@@ -76,13 +77,8 @@ def pod(found: dict[str, Any]) -> Object:
 
 
 def workload(found: dict[str, Any]) -> Object:
-    """Deployments and the like: of the template only labels and annotations, not what its containers are."""
+    """For workloads: of the pod template only labels and annotations."""
     template = (found.get("spec") or {}).get("template")
     if isinstance(template, dict):
         template.pop("spec", None)
-    return metadata(found)
-
-
-def claim(found: dict[str, Any]) -> Object:
-    """Claims; their status carries little beside the phase."""
     return metadata(found)

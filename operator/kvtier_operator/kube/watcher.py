@@ -1,11 +1,12 @@
 """The watcher: keeps a lister up to date with kopf's watches.
 
-A watch that is merely cut loses nothing, but a new list does not report what was deleted before it.
-So after each list, and at every resync, the uids of the source are listed, and objects that were
-held before and are missing there are dropped. The same comparison shows that a source is synced.
+A watch that is interrupted resumes without losing events, but a new list does not report objects
+that were deleted before it. So after each list, and at every resync, the uids of the source are
+listed, and cached objects that are missing there are dropped. The same comparison shows that a
+source is synced.
 
-kopf is started for the kinds that the cluster serves. Custom resources may come and go with their
-definitions: they are looked for, and kopf is started again when that changes.
+kopf runs with the kinds that the cluster serves. Custom resource definitions may be installed or
+removed at any time: discovery is repeated, and kopf is restarted when the set of kinds changes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Reader(Protocol):
 
 
 class Follows(Protocol):
-    """What fills a lister."""
+    """Fills a lister."""
 
     async def run(self) -> None: ...
 
@@ -70,7 +71,7 @@ class Follows(Protocol):
 
 
 class MakeWatcher(Protocol):
-    """``Watcher``, or what stands in for it."""
+    """``Watcher``, or a replacement in tests."""
 
     def __call__(
         self, client: Any, lister: Lister, *, pace: Pace = DEFAULT_PACE, on_restart: OnRestart
@@ -102,7 +103,7 @@ class Watcher:
         self._discover_now = asyncio.Event()
 
     def stuck(self) -> str:
-        """Why the process should be restarted, or an empty text."""
+        """Why the process should be restarted; empty: it should not."""
         silent = max((each.silent_seconds() for each in self._threads), default=0.0)
         return (
             f"kopf's event loop has been blocked for {silent:.0f} s"
@@ -132,7 +133,7 @@ class Watcher:
                     await asyncio.sleep(0.02)
 
     async def _discover(self) -> None:
-        """Finds which kinds are served; starts kopf, and again when a kind comes or goes."""
+        """Finds which kinds are served. Starts kopf, and restarts it when a kind comes or goes."""
         known: frozenset[Kind] | None = None
         pause = self._pace.first_pause_seconds
         while True:
@@ -198,16 +199,21 @@ class Watcher:
             if complete:
                 self._lister.mark_synced(source)
                 continue
-            logger.error("%s: objects are listed and not delivered; kopf is started again", source)
+            logger.error(
+                "%s: the watch did not deliver objects that exist; restarting kopf", source
+            )
             self._on_restart(source.watch.kind, "Undelivered")
             for thread in self._threads:
                 if source in thread.sources:
                     thread.restart()
 
     async def _compare(self, source: Source) -> bool:
-        """Drops what is gone, and waits for what is not delivered yet. Raises ``ApiError``."""
+        """Drops deleted objects and waits for undelivered ones.
+
+        Returns False if some stay undelivered. Raises ``ApiError``.
+        """
         watch = source.watch
-        # Taken before the list: what comes later cannot be judged by it.
+        # Read before the list, which says nothing about objects that are created after it.
         held = self._lister.by_uid(source)
         there, version = await self._client.identities(
             watch.kind, source.namespace, labels=watch.labels, fields=watch.fields
@@ -256,15 +262,15 @@ class Watcher:
 
     def stopped(self, sources: Sequence[Source], error: BaseException) -> None:
         """See ``Listener``."""
-        logger.warning("kopf stopped and is started again: %s: %.200s", type(error).__name__, error)
+        logger.warning("kopf stopped, restarting it: %s: %.200s", type(error).__name__, error)
         for kind in {each.watch.kind for each in sources}:
             self._on_restart(kind, "Stopped")
 
 
 def _by_scope(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources by their namespaces, of which a kopf operator has one set.
+    """The sources grouped by their namespaces, because a kopf operator has one set of namespaces.
 
-    Cluster-scoped kinds go with any.
+    Cluster-scoped kinds join the first group.
     """
     scopes: dict[tuple[str, ...], list[Source]] = {}
     for each in sources:

@@ -39,7 +39,7 @@ from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 from kvtier_operator.api.quantity import Quantity
-from kvtier_operator.api.tiers import Sync, Tier
+from kvtier_operator.api.tiers import Sync, TierSpec
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render import volumes
 
@@ -203,7 +203,7 @@ def live(policy: KVTierPolicy, generation: int = 0) -> Live:
     )
 
 
-def _live_tier(tier: Tier) -> LiveTier:
+def _live_tier(tier: TierSpec) -> LiveTier:
     common: dict[str, Any] = {
         "load_weight": tier.load_weight,
         "lookup_timeout_milliseconds": tier.lookup_timeout_milliseconds,
@@ -254,7 +254,7 @@ def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) 
     )
 
 
-def _tier(tier: Tier, placement: Placement) -> TierDocument:
+def _tier(tier: TierSpec, placement: Placement) -> TierDocument:
     if tier.memory is not None:
         return MemoryTierDocument(
             name=tier.name,

@@ -13,7 +13,7 @@ from typing import Any
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api.fields import jsonable
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import FileSystemTier, Tier
+from kvtier_operator.api.tiers import FileSystemTierSpec, TierSpec
 from kvtier_operator.api.volumes import ClaimSpec, NfsVolume
 
 POLICY_LABEL = "kvtier.io/policy"
@@ -41,14 +41,14 @@ def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
     }
 
 
-def volume_hash(policy: KVTierPolicy, tier: Tier) -> str:
+def volume_hash(policy: KVTierPolicy, tier: TierSpec) -> str:
     """8 hex digits of the policy's uid and the volume's specification."""
     described = jsonable(_files(tier).volume)
     text = json.dumps([policy.metadata.uid or "", described], sort_keys=True, separators=(",", ":"))
     return sha256_hex(text, 8)
 
 
-def claim_name(policy: KVTierPolicy, tier: Tier) -> str | None:
+def claim_name(policy: KVTierPolicy, tier: TierSpec) -> str | None:
     """Name of the claim that pods mount for this tier, or None for other volumes."""
     if tier.file_system is None:
         return None
@@ -89,7 +89,7 @@ def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
     return rendered
 
 
-def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
+def pod_volume(policy: KVTierPolicy, tier: TierSpec) -> dict[str, Any]:
     """The source of a pod's volume for a file tier."""
     files = _files(tier)
     volume = files.volume
@@ -122,13 +122,13 @@ def pod_volume(policy: KVTierPolicy, tier: Tier) -> dict[str, Any]:
     raise ValueError(f"tier {tier.name} has no volume source")
 
 
-def _files(tier: Tier) -> FileSystemTier:
+def _files(tier: TierSpec) -> FileSystemTierSpec:
     if tier.file_system is None:
         raise ValueError(f"tier {tier.name} is not a file tier")
     return tier.file_system
 
 
-def _claim_spec(claim: ClaimSpec, files: FileSystemTier, default_mode: str) -> dict[str, Any]:
+def _claim_spec(claim: ClaimSpec, files: FileSystemTierSpec, default_mode: str) -> dict[str, Any]:
     storage = claim.storage or files.capacity
     spec: dict[str, Any] = {
         "accessModes": [mode.value for mode in claim.access_modes or ()] or [default_mode],
@@ -139,7 +139,7 @@ def _claim_spec(claim: ClaimSpec, files: FileSystemTier, default_mode: str) -> d
     return spec
 
 
-def _claim(policy: KVTierPolicy, tier: Tier, spec: dict[str, Any]) -> dict[str, Any]:
+def _claim(policy: KVTierPolicy, tier: TierSpec, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -152,7 +152,7 @@ def _claim(policy: KVTierPolicy, tier: Tier, spec: dict[str, Any]) -> dict[str, 
     }
 
 
-def _nfs_pair(policy: KVTierPolicy, tier: Tier, nfs: NfsVolume) -> list[dict[str, Any]]:
+def _nfs_pair(policy: KVTierPolicy, tier: TierSpec, nfs: NfsVolume) -> list[dict[str, Any]]:
     volume_name = f"kvtier-{policy.namespace}-{claim_name(policy, tier)}"
     size = {"storage": NFS_NOMINAL_SIZE}
     volume = {

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,7 +24,7 @@ from kvtier_operator.certs.serve import (
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.inject import inject
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.lister import Change, Lister, Watch
+from kvtier_operator.kube.lister import ChangeType, Lister, Watch
 from kvtier_operator.kube.resources import (
     LIMIT_RANGES,
     NAMESPACES,
@@ -44,16 +45,23 @@ from kvtier_operator.webhook.metrics import WebhookMetrics
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class WebhookOptions:
+    """What tests replace in a webhook. ``freeze`` is called once the caches are synced."""
+
+    make_watcher: MakeWatcher = Watcher
+    on_restart: Callable[[Kind, str], None] = lambda kind, reason: None
+    wall_clock: Callable[[], float] = time.time
+    freeze: Callable[[], None] = gc.freeze
+
+
 async def serve(
     settings: Settings,
     client: Any,
     stop: asyncio.Event,
     *,
     registry: CollectorRegistry | None = None,
-    make_watcher: MakeWatcher = Watcher,
-    on_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
-    wall_clock: Callable[[], float] = time.time,
-    freeze: Callable[[], None] = gc.freeze,
+    options: WebhookOptions = WebhookOptions(),
 ) -> None:
     """Answers admission requests until ``stop`` is set, then drains.
 
@@ -63,15 +71,15 @@ async def serve(
     serving = ServingCertificate(metrics.expires.set)
     secret = SecretFollower(settings, serving)
 
-    def changed(kind: Kind, found: Object, change: Change) -> None:
+    def changed(kind: Kind, found: Object, change: ChangeType) -> None:
         if kind == SECRETS:
             secret.changed(found, change)
         else:
             lister.changed(kind, found, change)
 
     cache = Lister(watches(settings), changed)
-    watcher = make_watcher(client, cache, on_restart=on_restart)
-    lister = WebhookLister(cache, settings, wall_clock)
+    watcher = options.make_watcher(client, cache, on_restart=options.on_restart)
+    lister = WebhookLister(cache, settings, options.wall_clock)
     server = AdmissionServer(settings, lister, serving, metrics, inject)
     state = runtime.Health()
     state.live("webhook", server.stuck)
@@ -83,7 +91,7 @@ async def serve(
         following.append(asyncio.ensure_future(directory.watch()))
     stopped, settled = (
         asyncio.ensure_future(stop.wait()),
-        asyncio.ensure_future(_settle(cache, freeze)),
+        asyncio.ensure_future(_settle(cache, options.freeze)),
     )
     try:
         async with runtime.serve(settings.monitoring, metrics.registry, state):
@@ -127,12 +135,12 @@ class SecretFollower:
         self._name = settings.webhook.certificates.secret_name
         self._serving = serving
 
-    def changed(self, secret: Object, change: Change) -> None:
+    def changed(self, secret: Object, change: ChangeType) -> None:
         """Loads the key pair. After a deletion the current one stays in use until the controller
         recreates the Secret.
         """
         pair = certificates.from_secret(secret)
-        if change is Change.DELETED or pair is None:
+        if change is ChangeType.DELETED or pair is None:
             return
         try:
             if self._serving.load(pair.certificate, pair.key):

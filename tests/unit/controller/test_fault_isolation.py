@@ -40,7 +40,7 @@ def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str
 
         controller._reconciler.reconcile = fails  # type: ignore[method-assign]
         controller.queue.add(KEY)
-        await controller._look(await controller.queue.get())
+        await controller._process(await controller.queue.get())
         assert controller.queue.failures(KEY) == 1
         assert len(controller.queue) == 1
         assert counted(registry, reason) == 1.0
@@ -58,7 +58,7 @@ def test_failed_garbage_collection_is_counted_and_does_not_raise(
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "collect_garbage", fails)
-        await controller._sweep()
+        await controller._collect_garbage()
         assert counted(registry, "Fault") == 1.0
 
     asyncio.run(story())
@@ -92,7 +92,7 @@ def test_a_fault_while_reporting_orphaned_data_is_counted_and_the_next_policy_is
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "orphaned_data_events", fails_once)
-        reporting = asyncio.ensure_future(controller._tell_of_leavings())
+        reporting = asyncio.ensure_future(controller._report_orphaned_data())
         for uid in ("u-1", "u-2"):
             controller._gone(KEY, cached_policy(uid=uid))
         while len(reported) < 2:
@@ -107,13 +107,13 @@ def test_a_fault_while_reporting_orphaned_data_is_counted_and_the_next_policy_is
 def test_unreported_deletions_beyond_the_bound_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_LEFT", 2)
+    monkeypatch.setattr(module, "MAX_DELETED", 2)
 
     async def story() -> float:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         for number in range(5):
             controller._gone(KEY, cached_policy(uid=f"u{number}"))
-        return counted(registry, "LeavingsUntold")
+        return counted(registry, "OrphanedDataUnreported")
 
     assert asyncio.run(story()) == 3

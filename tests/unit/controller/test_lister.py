@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier_operator.kube import trim
-from kvtier_operator.kube.lister import Change, Lister, Watch
+from kvtier_operator.kube.lister import ChangeType, Lister, Watch
 from kvtier_operator.kube.resources import CONFIG_MAPS, LEADER_WORKER_SETS, NODES, SECRETS
 
 
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self, *watches: Watch) -> None:
         self.now = 0.0
-        self.changes: list[tuple[str, Change]] = []
+        self.changes: list[tuple[str, ChangeType]] = []
         self.lister = Lister(
             watches or (Watch(CONFIG_MAPS),),
             lambda kind, found, change: self.changes.append((found["metadata"]["name"], change)),
@@ -40,7 +40,11 @@ def test_objects_are_held_by_namespace_and_name() -> None:
     assert world.lister.get(CONFIG_MAPS, "n", "b") is None
     world.lister.drop(CONFIG_MAPS, config_map("a", 3))
     assert world.lister.list(CONFIG_MAPS, "n") == []
-    assert world.changes == [("a", Change.ADDED), ("b", Change.ADDED), ("a", Change.DELETED)]
+    assert world.changes == [
+        ("a", ChangeType.ADDED),
+        ("b", ChangeType.ADDED),
+        ("a", ChangeType.DELETED),
+    ]
 
 
 def test_cluster_scoped_kinds_are_found_without_a_namespace() -> None:
@@ -55,7 +59,7 @@ def test_a_list_that_brings_the_same_again_changes_nothing() -> None:
     for version in (1, 1, 2, 1):
         world.lister.put(CONFIG_MAPS, config_map("a", version))
     assert world.data("a") == "2"
-    assert world.changes == [("a", Change.ADDED), ("a", Change.MODIFIED)]
+    assert world.changes == [("a", ChangeType.ADDED), ("a", ChangeType.MODIFIED)]
 
 
 def test_the_answer_of_a_call_is_seen_at_once_and_told_when_the_watch_brings_it() -> None:
@@ -68,7 +72,7 @@ def test_the_answer_of_a_call_is_seen_at_once_and_told_when_the_watch_brings_it(
     assert world.data("a") == "2"
     world.lister.put(CONFIG_MAPS, config_map("a", 2))
     world.lister.put(CONFIG_MAPS, config_map("a", 2))
-    assert world.changes == [("a", Change.MODIFIED)]
+    assert world.changes == [("a", ChangeType.MODIFIED)]
 
 
 def test_nothing_brings_back_what_was_deleted() -> None:
@@ -99,7 +103,11 @@ def test_of_two_objects_with_one_name_the_newer_one_counts_in_any_order() -> Non
     world.lister.put(CONFIG_MAPS, config_map("a", 3, "old"))
     world.lister.drop(CONFIG_MAPS, config_map("a", 4, "old"))
     assert world.data("a") == "5"
-    assert world.changes == [("a", Change.ADDED), ("a", Change.DELETED), ("a", Change.ADDED)]
+    assert world.changes == [
+        ("a", ChangeType.ADDED),
+        ("a", ChangeType.DELETED),
+        ("a", ChangeType.ADDED),
+    ]
 
 
 def test_deletions_are_forgotten_after_a_while() -> None:

@@ -20,7 +20,7 @@ from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.controller.metrics import PolicyMetrics
 from kvtier_operator.kube.resources import CONFIG_MAPS
 from kvtier_operator.runtime import ApiMetrics, new_registry
-from kvtier_operator.settings import Monitoring
+from kvtier_operator.settings import MonitoringSettings
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
         state.live("loop", lambda: "")
         state.ready("caches", lambda: problem["caches"])
         async with (
-            runtime.serve(Monitoring(host="127.0.0.1", port=0), registry, state) as port,
+            runtime.serve(MonitoringSettings(host="127.0.0.1", port=0), registry, state) as port,
             aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
         ):
 

@@ -21,7 +21,7 @@ from tests.unit.webhook.fixtures import SERVING, admission_review, body, pod, po
 from kvtier_operator.certs import certificates
 from kvtier_operator.kube.resources import NODES, PODS, POLICIES, SECRETS
 from kvtier_operator.settings import Settings
-from kvtier_operator.webhook.server import serve, watches
+from kvtier_operator.webhook.server import WebhookOptions, serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 WAIT_SECONDS = 30
@@ -76,7 +76,10 @@ async def serving(
     running = asyncio.ensure_future(
         # The tests' own process has to go on collecting its garbage.
         serve(
-            settings, cluster, stop, freeze=lambda: frozen.append(True), make_watcher=MemoryWatcher
+            settings,
+            cluster,
+            stop,
+            options=WebhookOptions(MemoryWatcher, freeze=lambda: frozen.append(True)),
         )
     )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
@@ -191,7 +194,12 @@ def test_a_port_in_use_ends_the_process_with_the_reason() -> None:
                 {"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}}
             )
             with pytest.raises(OSError, match="address already in use"):
-                await serve(settings, cluster(), asyncio.Event(), make_watcher=MemoryWatcher)
+                await serve(
+                    settings,
+                    cluster(),
+                    asyncio.Event(),
+                    options=WebhookOptions(MemoryWatcher),
+                )
 
     asyncio.run(go())
 

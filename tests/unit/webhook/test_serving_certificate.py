@@ -14,7 +14,7 @@ from kvtier_operator.certs.serve import (
     ServingCertificate,
     UnusableCertificateError,
 )
-from kvtier_operator.kube.lister import Change
+from kvtier_operator.kube.lister import ChangeType
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import SecretFollower
 
@@ -95,13 +95,13 @@ def test_the_secret_is_reloaded_and_its_deletion_changes_nothing(
         pair = certificates.KeyPair(issued.certificate, issued.key, issued.authority)
         return {"metadata": {"name": "s"}, "data": certificates.secret_data(pair)}
 
-    follower.changed({"metadata": {"name": "s"}}, Change.ADDED)
+    follower.changed({"metadata": {"name": "s"}}, ChangeType.ADDED)
     assert not serving.loaded
     first = secret(issue())
-    follower.changed(first, Change.MODIFIED)
-    follower.changed(first, Change.DELETED)
+    follower.changed(first, ChangeType.MODIFIED)
+    follower.changed(first, ChangeType.DELETED)
     assert serving.loaded
-    follower.changed({"data": {"tls.crt": "eA==", "tls.key": "eA=="}}, Change.ADDED)
+    follower.changed({"data": {"tls.crt": "eA==", "tls.key": "eA=="}}, ChangeType.ADDED)
     assert "the controller replaces it" in caplog.text
-    follower.changed(secret(issue()), Change.MODIFIED)
+    follower.changed(secret(issue()), ChangeType.MODIFIED)
     assert len(ends) == 2

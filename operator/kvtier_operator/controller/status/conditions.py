@@ -25,7 +25,7 @@ from typing import Literal
 from kvtier_operator.api.conditions import PolicyReason, Reason
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import Sharing, Tier
+from kvtier_operator.api.tiers import Sharing, TierSpec
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.kube.resources import Object
@@ -156,7 +156,7 @@ def storage_ready(
 
 
 def _claim_state(
-    policy: KVTierPolicy, tier: Tier, name: str, claim: Object | None, created: bool
+    policy: KVTierPolicy, tier: TierSpec, name: str, claim: Object | None, created: bool
 ) -> tuple[ConditionStatus, PolicyReason, str]:
     where = f"tier {tier.name}: claim {policy.namespace}/{name}"
     if claim is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import TierState, TierStatus
-from kvtier_operator.api.tiers import Sharing, Tier
+from kvtier_operator.api.tiers import Sharing, TierSpec
 from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import MAX_NUMBER, TierReport
 
@@ -75,7 +75,7 @@ def _reports(name: str, pods: Sequence[PodView]) -> list[tuple[PodView, TierRepo
 
 
 def _status(
-    tier: Tier, reports: list[tuple[PodView, TierReport]], prompt_tokens: int, claim: str | None
+    tier: TierSpec, reports: list[tuple[PodView, TierReport]], prompt_tokens: int, claim: str | None
 ) -> TierStatus:
     found: dict[str, object] = {
         "name": tier.name,
@@ -94,7 +94,7 @@ def _status(
     return TierStatus.model_validate(found)
 
 
-def _bytes(tier: Tier, reports: list[tuple[PodView, TierReport]]) -> tuple[int, int]:
+def _bytes(tier: TierSpec, reports: list[tuple[PodView, TierReport]]) -> tuple[int, int]:
     """Used and capacity bytes over all pods."""
     locations: dict[str, tuple[int, int]] = {}
     for pod, report in reports:
@@ -106,7 +106,7 @@ def _bytes(tier: Tier, reports: list[tuple[PodView, TierReport]]) -> tuple[int, 
     return min(used, MAX_NUMBER), min(capacity, MAX_NUMBER)
 
 
-def _location(tier: Tier, pod: PodView) -> str:
+def _location(tier: TierSpec, pod: PodView) -> str:
     """Identifies where the pod's bytes of the tier are stored: pods with the same location share
     them.
     """

@@ -124,15 +124,15 @@ def unsupported_fields_of(
     known = {**OPERATOR_FIELDS, **supported}
     found = []
     for pattern, place, value in set_fields(spec):
-        accepted = _lookup(known, pattern)
+        allowed = _lookup(known, pattern)
         plain = _plain(value)
-        if accepted is ANY or (accepted is not None and plain == accepted) or plain in ("", {}, []):
+        if allowed is ANY or (allowed is not None and plain == allowed) or plain in ("", {}, []):
             continue
         field = f"spec.{place}"
-        if accepted is None:
+        if allowed is None:
             found.append(FieldError.forbidden(field, f"{connector} has no such setting"))
         else:
-            detail = f"must be {format_value(accepted)}, the only behavior of {connector}"
+            detail = f"must be {format_value(allowed)}, the only behavior of {connector}"
             found.append(FieldError.invalid(field, plain, detail))
     return found
 

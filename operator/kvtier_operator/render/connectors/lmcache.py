@@ -10,7 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvtier_operator.api.policy import PolicySpec
-from kvtier_operator.api.tiers import Sharing, Tier
+from kvtier_operator.api.tiers import Sharing, TierSpec
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render.connectors.base import ANY, Rendered, SupportedFields, isolated_path
 
@@ -96,7 +96,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     )
 
 
-def _local(spec: PolicySpec) -> list[tuple[int, Tier]]:
+def _local(spec: PolicySpec) -> list[tuple[int, TierSpec]]:
     return [
         (index, tier)
         for index, tier in enumerate(spec.tiers)
@@ -104,7 +104,7 @@ def _local(spec: PolicySpec) -> list[tuple[int, Tier]]:
     ]
 
 
-def _remote(spec: PolicySpec) -> list[tuple[int, Tier]]:
+def _remote(spec: PolicySpec) -> list[tuple[int, TierSpec]]:
     return [
         (index, tier)
         for index, tier in enumerate(spec.tiers)
