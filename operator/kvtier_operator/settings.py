@@ -109,7 +109,8 @@ class LeaderElection(Section):
     def _ordered(self) -> LeaderElection:
         if not 1.2 * self.retry_seconds < self.renew_deadline_seconds < self.lease_seconds - 1:
             raise ValueError(
-                "must hold: 1.2 * retrySeconds < renewDeadlineSeconds < leaseSeconds - 1"
+                "renewDeadlineSeconds must be more than 1.2 * retrySeconds, and less than "
+                "leaseSeconds - 1"
             )
         return self
 
@@ -162,14 +163,16 @@ def load(path: Path = DEFAULT_FILE) -> Settings:
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(str(path), str(error), "a readable YAML file") from error
+        raise ConfigurationError(str(path), str(error), "must be a readable YAML file") from error
     try:
         return Settings.model_validate(yaml.safe_load(text) or {})
     except yaml.YAMLError as error:
-        raise ConfigurationError(str(path), str(error).splitlines()[0], "YAML") from error
+        raise ConfigurationError(str(path), str(error).splitlines()[0], "must be YAML") from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(
-            f"{path}: {field}", str(first.get("input")), str(first["msg"])
+            f"{path}: {field}",
+            str(first.get("input")),
+            str(first["msg"]).removeprefix("Value error, "),
         ) from error

@@ -49,7 +49,8 @@ monitoring:
 clusterDomain: {{ .Values.clusterDomain }}
 {{- end }}
 
-{{/* The pod template of a Deployment. Parameters: root, component, values, hostNetwork, ports, mounts, volumes, affinity. */}}
+{{/* The pod template of a Deployment. Parameters: root, component, values, hostNetwork, ports, mounts,
+volumes, affinity. */}}
 {{- define "kvtier.pod" -}}
 metadata:
   labels:
@@ -118,7 +119,7 @@ spec:
     resources:
       {{- toYaml .values.resources | nindent 6 }}
     volumeMounts:
-    # A subPath mount never changes in a running pod. The checksum annotation restarts the pod instead.
+    # A subPath mount never changes in a running pod. The checksum annotation restarts the pod.
     - {name: settings, mountPath: /etc/kvtier-operator/settings.yaml, subPath: settings.yaml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
     {{- with .mounts }}

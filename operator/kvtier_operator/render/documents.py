@@ -110,7 +110,7 @@ def local_tier_paths(
             raise ConfigurationError(
                 "--tier-path",
                 name,
-                f"a file tier of the policy: {', '.join(sorted(known)) or 'it has none'}",
+                f"must be a file tier of the policy: {', '.join(sorted(known)) or 'it has none'}",
             )
     paths: dict[str, str] = {}
     notes: list[str] = []
@@ -126,21 +126,20 @@ def local_tier_paths(
             raise ConfigurationError(
                 f"spec.tiers[{index}].fileSystem.volume.nfs",
                 f"{volume.nfs.server}:{volume.nfs.path}",
-                f"a directory of this machine given by --tier-path {tier.name}=DIR",
+                f"must be replaced by a local directory: --tier-path {tier.name}=DIR",
             )
         else:
             paths[tier.name] = f"{base}/{tier.name}"
             notes.append(
-                f"tier {tier.name}: {volume.sources[0]} is {paths[tier.name]} here; --tier-path "
-                f"{tier.name}=DIR "
-                f"sets another"
+                f"tier {tier.name}: {volume.sources[0]} is replaced by {paths[tier.name]}; to use "
+                f"another directory, set --tier-path {tier.name}=DIR"
             )
     used: dict[str, str] = {}
     for name, path in paths.items():
         other = used.setdefault(os.path.normpath(path), name)
         if other != name:
             raise ConfigurationError(
-                "--tier-path", f"{name}={path}", f"a directory of its own ({other} has this one)"
+                "--tier-path", f"{name}={path}", f"must not be the directory of tier {other}"
             )
     return paths, notes
 
@@ -281,7 +280,7 @@ def _tier(tier: TierSpec, placement: Placement) -> TierDocument:
             if reference is not None
             else None,
         )
-    raise ConfigurationError(f"spec.tiers ({tier.name})", "no kind", "a tier with exactly one kind")
+    raise ConfigurationError(f"spec.tiers ({tier.name})", "none", "must have exactly one kind")
 
 
 def topology(policy: KVTierPolicy, placement: Placement, generation: int = 0) -> Topology:

@@ -99,9 +99,11 @@ def check(policy: KVTierPolicy) -> None:
         raise ConfigurationError(
             "spec.engine.connector",
             engine.connector.value,
-            "KVTier, which is what this version renders",
+            "must be KVTier, the connector that this version renders",
         )
     if engine.type is not EngineType.VLLM:
         raise ConfigurationError(
-            "spec.engine.type", engine.type.value, "VLLM, which is what this version renders"
+            "spec.engine.type",
+            engine.type.value,
+            "must be VLLM, the engine that this version renders",
         )

@@ -1,3 +1,3 @@
-"""The admission webhook: attaches tiers to pods and validates policies. It answers from its caches
+"""The admission webhook: injects tiers into pods and validates policies. It answers from its caches
 and writes nothing.
 """

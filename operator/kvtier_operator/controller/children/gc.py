@@ -133,8 +133,8 @@ def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]
         directory = sub_path(policy, tier, allowed)
         if directory is None:
             message = (
-                f"its data stays in {location}, which it shared with others, "
-                "and is evicted with theirs"
+                f"its data stays in {location} until it is evicted, "
+                "because other policies share the directory"
             )
         else:
             message = (

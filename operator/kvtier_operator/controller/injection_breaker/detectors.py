@@ -158,7 +158,7 @@ def _scheduling_failure(pod: Pod, context: PodContext) -> tuple[Reason, str] | N
     names, claims = _injected_volumes(pod, context)
     named = _first_named(names, message)
     if named is not None:
-        return Reason.UNSCHEDULABLE, f"no node, because of {named}: {shortened(message)}"
+        return Reason.UNSCHEDULABLE, f"no node fits because of {named}: {shortened(message)}"
     if "PersistentVolumeClaim" in message or "persistent volume" in message:
         unbound = sorted(
             claim
@@ -166,9 +166,9 @@ def _scheduling_failure(pod: Pod, context: PodContext) -> tuple[Reason, str] | N
             if objects.status(context.get_claim(claim) or {}).get("phase") != "Bound"
         )
         if unbound:
-            return Reason.UNSCHEDULABLE, f"no node, because the claim {unbound[0]} is not bound"
+            return Reason.UNSCHEDULABLE, f"no node fits because claim {unbound[0]} is not bound"
     if "volume node affinity" in message and claims and not _has_own_claims(pod):
-        return Reason.UNSCHEDULABLE, f"no node can mount the claim {min(claims)}"
+        return Reason.UNSCHEDULABLE, f"no node can mount claim {min(claims)}"
     if context.insufficient_resources:
         return Reason.UNSCHEDULABLE, context.insufficient_resources
     return None

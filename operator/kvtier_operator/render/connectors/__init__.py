@@ -74,6 +74,6 @@ def render(policy: KVTierPolicy, tier_paths: dict[str, str], local_ranks: int) -
         raise ConfigurationError(
             "spec.engine.connector",
             policy.spec.engine.connector.value,
-            "Offloading or LMCache here",
+            "must be Offloading or LMCache",
         )
     return connector.render(policy.spec, tier_paths, local_ranks)
