@@ -14,7 +14,10 @@ from types import FrameType
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command with ``arguments`` (the process's own if None) and returns the exit status."""
     signal.signal(signal.SIGTERM, _end)
-    # Once the loop runs, its own handler takes this one's place.
+    # The event loop's own handler replaces this one.
+    # The Kubernetes client looks for a kubeconfig below HOME on import, which fails for a user
+    # without a home directory; containers may run as any user.
+    os.environ.setdefault("HOME", "/")
     from kvtier_operator import main as command
 
     return command.main(arguments)

@@ -83,7 +83,8 @@ def controller(
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
 ) -> None:
-    """Follows policies: applies what they need, reports about them, re-tunes and restarts. One replica works at a time."""
+    """Follows policies: applies what they need, reports about them, re-tunes and restarts. The leader
+    among the replicas works."""
     from kvtier_operator.controller.controller import control
     from kvtier_operator.controller.metrics import LeaderMetrics
     from kvtier_operator.kube.election import Elector, elector_of

@@ -95,7 +95,8 @@ class Webhook(Section):
 
 class LeaderElection(Section):
     """Leader election among the controller's replicas. Another replica takes over at most
-    ``lease_seconds + 2 * retry_seconds`` after the leader was killed. Without ``enabled``, run one replica only.
+    ``lease_seconds + 2 * retry_seconds`` after the leader was killed. Without ``enabled``, run one
+    replica only.
     """
 
     enabled: bool = True

@@ -392,7 +392,7 @@ class Controller:
         self.queue.forget(key)
         self._tokens.forget(known.uid)
         self._pods.forget(key)
-        if not self._leads:
+        if self._elector is not None and not self._leads:
             return
         try:
             self._left.put_nowait(known)

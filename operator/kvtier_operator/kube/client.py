@@ -252,7 +252,7 @@ class ApiClient(Client):
                             )
                     except ApiError as error:
                         last = error
-                        # The token may just have been replaced; it is read again for a second attempt.
+                        # The token may have been replaced; it is read again for the second try.
                         retry = error.status in RETRIED or (error.status == 401 and attempt == 0)
                         safe = verb != "create" or error.status in (401, 429)
                         if not retry or not safe or error.reason == NOT_LEADER:
@@ -343,6 +343,6 @@ async def connect(
     limits: Limits = Limits(),
     observer: Observer = ignore,
 ) -> AsyncIterator[ApiClient]:
-    """A client with the credentials of a kubeconfig or of the pod. Raises ``ConfigurationError``."""
+    """A client with a kubeconfig's or the pod's credentials. Raises ``ConfigurationError``."""
     async with open_client(await credentials.load(kubeconfig, context), limits, observer) as client:
         yield client

@@ -2,8 +2,8 @@
 
 The election is that of ``kubernetes.aio.leaderelection``. Its lock is replaced, because in version
 37 the library's own cannot create the Lease, its calls have no deadline, an error of the transport
-ends the election and not the leader's work, expiry is judged by the wall clock, and nothing releases
-the Lease. Independent of the library, ``remaining_seconds`` says how long this replica may still
+ends the election and not the leader's work, expiry is judged by the wall clock, and nothing
+releases the Lease. Independent of the library, ``remaining_seconds`` says how long this replica may still
 write: it is asked before each write, and reaches zero before another replica can take over.
 """
 
@@ -150,7 +150,7 @@ class Lock(LeaseLock):
 
 
 class Elector:
-    """Runs work on one replica at a time. ``on_change`` is told of the start and end of each term."""
+    """Runs work on one replica at a time. ``on_change`` is called at the start and end of a term."""
 
     def __init__(
         self,

@@ -202,7 +202,7 @@ class Lister(NotingCache):
         self._on_change(kind, found, change)
 
     def note(self, kind: Kind, found: Object) -> None:
-        """An object as a call answered it. Ignored for kinds and namespaces that are not watched."""
+        """An object as a call answered it. Ignored if its kind or namespace is not watched."""
         namespace, _ = place(found)
         source = next(
             (
