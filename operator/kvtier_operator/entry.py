@@ -16,6 +16,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns the exit status. ``arguments``: those of the process if None."""
     signal.signal(signal.SIGTERM, _end)
     # The event loop replaces this handler once it runs.
+
+    # The Kubernetes client determines the home directory on import, which fails for a user without
+    # one. Containers may run as any user.
+    os.environ.setdefault("HOME", "/")
     from kvtier_operator import main as command
 
     return command.main(arguments)

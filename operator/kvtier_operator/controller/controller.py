@@ -22,11 +22,14 @@ from prometheus_client import CollectorRegistry
 from kvtier.errors import KVTierError
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.certs.rotate import rotate_certificates
+from kvtier_operator.controller import conditions
+from kvtier_operator.controller.cached_policy import CachedPolicy
 from kvtier_operator.controller.children.apply import ApplyFailure, apply_plan
 from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data_events
-from kvtier_operator.controller.children.observe import CachedPolicy, observe
+from kvtier_operator.controller.children.observe import observe
 from kvtier_operator.controller.children.plan import Plan, plan
 from kvtier_operator.controller.children.tokens import PolicyTokens
+from kvtier_operator.controller.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.enqueue import Enqueuer, watches
 from kvtier_operator.controller.events import EventRecorder
 from kvtier_operator.controller.lookups import ClusterAccess, Lookups
@@ -34,8 +37,6 @@ from kvtier_operator.controller.metrics import ControllerMetrics, PodMetrics, Po
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.controller.pod_reconciler import PodReconciler
 from kvtier_operator.controller.pods.poll import PodPoller
-from kvtier_operator.controller.status import conditions
-from kvtier_operator.controller.status.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.status.serialize import (
     apply_body,
     invalid_policy_status,
@@ -418,7 +419,7 @@ class Controller:
         self.queue.forget(key)
         self._tokens.forget(cached.uid)
         self._pods.forget(key)
-        if not self._leads:
+        if self._elector is not None and not self._leads:
             return
         try:
             self._deleted.put_nowait(cached)

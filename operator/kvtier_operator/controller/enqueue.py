@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvtier_operator.api.settings import RolloutStrategy
-from kvtier_operator.controller.children.observe import CachedPolicy, volume_owner
+from kvtier_operator.controller.cached_policy import CachedPolicy
+from kvtier_operator.controller.children.observe import volume_owner
 from kvtier_operator.controller.index import PolicyIndex
 from kvtier_operator.kube import trim
 from kvtier_operator.kube.lister import ChangeType, Watch

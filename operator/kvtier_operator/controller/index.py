@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.controller.children.observe import CachedPolicy, claims_of, parse_policy
+from kvtier_operator.controller.cached_policy import CachedPolicy, claims_of, parse_policy
 from kvtier_operator.injection.governing import NEVER_CREATED, precedence, selects
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, Cache, Object

@@ -20,6 +20,7 @@ from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.status import PolicyStatus, SuspendedOwner
 from kvtier_operator.controller import objects
+from kvtier_operator.controller.conditions import ReconcileInput
 from kvtier_operator.controller.events import (
     NORMAL,
     WARNING,
@@ -51,7 +52,6 @@ from kvtier_operator.controller.status.compute import (
     compute_status,
     defer_minor_changes,
 )
-from kvtier_operator.controller.status.conditions import ReconcileInput
 from kvtier_operator.controller.status.pod_conditions import ObservedPods
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, ApiError

@@ -129,7 +129,7 @@ class Watcher:
                 thread.stop()
             deadline = time.monotonic() + STOP_SECONDS + 0.5
             for thread in self._threads:
-                while thread.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110  (no event)
+                while thread.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 
     async def _discover(self) -> None:

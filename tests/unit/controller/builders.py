@@ -11,10 +11,10 @@ from tests.support.pods import HASH, NOON, policy, status_document
 from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import Condition, PolicyStatus
+from kvtier_operator.controller.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.pods.pod_view import PodView, view
 from kvtier_operator.controller.pods.reports import NO_REPORT, LastReport, parse_report
 from kvtier_operator.controller.status.compute import StatusInputs, compute_status
-from kvtier_operator.controller.status.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.status.pod_conditions import ObservedPods
 from kvtier_operator.kube.resources import Object
 

@@ -33,13 +33,13 @@ from tests.unit.controller.builders import (
 from kvtier_operator.api.conditions import Reason
 from kvtier_operator.api.pods import OwnerReference, decode_pod
 from kvtier_operator.api.status import PolicyStatus
+from kvtier_operator.controller.conditions import ConditionUpdate
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure
 from kvtier_operator.controller.objects import plural
 from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import LastReport
 from kvtier_operator.controller.pods.terminating import OverduePod, overdue_pod
 from kvtier_operator.controller.rollout import RolloutProgress, Unsupported
-from kvtier_operator.controller.status.conditions import ConditionUpdate
 
 UNREACHABLE = LastReport(failures=9, error="timeout")
 OWNER = OwnerReference(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support import controllers
 from tests.support.memory_cluster import MemoryCluster
 
-from kvtier_operator.controller.children.observe import parse_policy
+from kvtier_operator.controller.cached_policy import parse_policy
 from kvtier_operator.controller.index import PolicyIndex, SelectedPods
 from kvtier_operator.injection.governing import precedence, selects
 from kvtier_operator.kube.resources import PODS, POLICIES

@@ -10,13 +10,8 @@ import pytest
 from tests.support import controllers
 from tests.support.controllers import file_tier
 
-from kvtier_operator.controller.children.observe import (
-    NAMESPACE_LABEL,
-    UID_LABEL,
-    CachedPolicy,
-    Observed,
-    parse_policy,
-)
+from kvtier_operator.controller.cached_policy import CachedPolicy, parse_policy
+from kvtier_operator.controller.children.observe import NAMESPACE_LABEL, UID_LABEL, Observed
 from kvtier_operator.controller.children.plan import Plan, plan
 from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, VOLUMES
 from kvtier_operator.settings import Settings

@@ -29,12 +29,12 @@ from tests.unit.controller.builders import FINE, answered, condition, reconcile_
 
 from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.controller.conditions import ConditionUpdate
 from kvtier_operator.controller.events import EventRecorder
 from kvtier_operator.controller.lookups import ClusterAccess, Lookups
 from kvtier_operator.controller.pod_reconciler import PodReconciler, PodReconcileResult
 from kvtier_operator.controller.pods.poll import PodPoller
 from kvtier_operator.controller.pods.reports import LastReport
-from kvtier_operator.controller.status.conditions import ConditionUpdate
 from kvtier_operator.kube.resources import (
     DEPLOYMENTS,
     EVENTS,

@@ -19,13 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.conditions import EventReason
 from kvtier_operator.api.volumes import Volume
+from kvtier_operator.controller.cached_policy import CachedPolicy
 from kvtier_operator.controller.children.apply import delete_object
-from kvtier_operator.controller.children.observe import (
-    NAMESPACE_LABEL,
-    UID_LABEL,
-    CachedPolicy,
-    mounted_claims,
-)
+from kvtier_operator.controller.children.observe import NAMESPACE_LABEL, UID_LABEL, mounted_claims
 from kvtier_operator.controller.children.plan import Deletion
 from kvtier_operator.controller.events import NORMAL, Event, policy_reference
 from kvtier_operator.controller.objects import is_terminating

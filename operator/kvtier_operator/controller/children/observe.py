@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier_operator.api.names import POLICY_UID_ANNOTATION
-from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
+from kvtier_operator.controller.cached_policy import CachedPolicy, claims_of
 from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, PODS, VOLUMES, Cache, Object
 from kvtier_operator.render.documents import live_name, structural_name
-from kvtier_operator.render.volumes import POLICY_LABEL, claim_name
+from kvtier_operator.render.volumes import POLICY_LABEL
 
 UID_LABEL = POLICY_UID_ANNOTATION
 """On every object that the operator creates: the uid of the policy that it belongs to. Names can be
@@ -18,35 +17,6 @@ reused, uids cannot.
 """
 NAMESPACE_LABEL = "kvtier.io/policy-namespace"
 """On PersistentVolumes, which have no namespace."""
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPolicy:
-    """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then
-    says why.
-    """
-
-    raw: Object
-    policy: KVTierPolicy | None
-    errors: tuple[FieldError, ...] = ()
-
-    @property
-    def uid(self) -> str:
-        """``metadata.uid``."""
-        return str(self.raw["metadata"].get("uid", ""))
-
-    @property
-    def generation(self) -> int:
-        """``metadata.generation``."""
-        return int(self.raw["metadata"].get("generation", 0))
-
-
-def parse_policy(raw: Object) -> CachedPolicy:
-    """Parses a policy as the API server sends it. An invalid policy has ``errors``."""
-    try:
-        return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
-    except InvalidDocumentError as error:
-        return CachedPolicy(raw, None, tuple(error.errors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +65,6 @@ def observe(cached: CachedPolicy, cache: Cache) -> Observed:
         # Listing all pods of the namespace is only worth it if a claim might be deleted.
         mounted_claims(cache.list(PODS, namespace)) if has_obsolete_claim else frozenset(),
     )
-
-
-def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:
-    """The claim behind each tier that has one, by tier name."""
-    if policy is None:
-        return {}
-    names = {tier.name: claim_name(policy, tier) for tier in policy.spec.tiers}
-    return {tier: name for tier, name in names.items() if name is not None}
 
 
 def volume_owner(volume: Object) -> tuple[str, str]:

@@ -25,16 +25,11 @@ from kvtier_operator.api.conditions import PolicyReason
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
-from kvtier_operator.controller.children.observe import (
-    NAMESPACE_LABEL,
-    UID_LABEL,
-    CachedPolicy,
-    Observed,
-    claims_of,
-)
+from kvtier_operator.controller import conditions
+from kvtier_operator.controller.cached_policy import CachedPolicy, claims_of
+from kvtier_operator.controller.children.observe import NAMESPACE_LABEL, UID_LABEL, Observed
+from kvtier_operator.controller.conditions import ConditionUpdate
 from kvtier_operator.controller.objects import is_terminating
-from kvtier_operator.controller.status import conditions
-from kvtier_operator.controller.status.conditions import ConditionUpdate
 from kvtier_operator.kube.resources import CLAIMS, CONFIG_MAPS, VOLUMES, Kind, Object
 from kvtier_operator.render import connectors, volumes
 from kvtier_operator.render.documents import (

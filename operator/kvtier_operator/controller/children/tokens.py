@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api.names import token_secret
+from kvtier_operator.controller.cached_policy import CachedPolicy
 from kvtier_operator.controller.children.apply import (
     PERMANENT_FAILURES,
     get_existing,
     is_foreign,
 )
-from kvtier_operator.controller.children.observe import UID_LABEL, CachedPolicy
+from kvtier_operator.controller.children.observe import UID_LABEL
 from kvtier_operator.controller.children.plan import owner_reference
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.kube.resources import SECRETS, ApiError, Client, Object

@@ -21,14 +21,14 @@ from kvtier_operator.api.selector import matches
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.status import SuspendedOwner
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.children.observe import parse_policy
+from kvtier_operator.controller.cached_policy import parse_policy
+from kvtier_operator.controller.conditions import ReconcileInput
 from kvtier_operator.controller.injection_breaker import detectors, quota_messages
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure, PodContext
 from kvtier_operator.controller.injection_breaker.insufficient_resources import (
     insufficient_resources,
 )
 from kvtier_operator.controller.lookups import TEMPLATE_OWNERS, ClusterAccess
-from kvtier_operator.controller.status.conditions import ReconcileInput
 from kvtier_operator.injection.governing import governing
 from kvtier_operator.kube.resources import CLAIMS, EVENTS, PODS, POLICIES, Object
 from kvtier_operator.settings import Settings

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from kvtier_operator.api.conditions import Reason
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import Condition, PodCounts, PolicyStatus, TierState, TierStatus
-from kvtier_operator.controller.pods.pod_view import PodState, PodView
-from kvtier_operator.controller.rollout import outdated
-from kvtier_operator.controller.status import pod_conditions
-from kvtier_operator.controller.status.conditions import (
+from kvtier_operator.controller.conditions import (
     READY_MESSAGE,
     ConditionUpdate,
     ReconcileInput,
     ready,
 )
+from kvtier_operator.controller.pods.pod_view import PodState, PodView
+from kvtier_operator.controller.rollout import outdated
+from kvtier_operator.controller.status import pod_conditions
 from kvtier_operator.controller.status.pod_conditions import ObservedPods
 from kvtier_operator.controller.status.serialize import to_conditions
 from kvtier_operator.controller.status.tiers import hit_percent, tier_statuses

@@ -15,16 +15,12 @@ from kvtier_operator.api.conditions import Reason
 from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import SuspendedOwner, TierState, TierStatus
+from kvtier_operator.controller.conditions import ConditionStatus, ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure
 from kvtier_operator.controller.objects import join_names, owner_text, plural
 from kvtier_operator.controller.pods.pod_view import PodState, PodView, mixed_groups
 from kvtier_operator.controller.pods.terminating import OverduePod
 from kvtier_operator.controller.rollout import NO_ROLLOUT, RolloutProgress, outdated
-from kvtier_operator.controller.status.conditions import (
-    ConditionStatus,
-    ConditionUpdate,
-    ReconcileInput,
-)
 
 NO_PODS_MESSAGE = "The selector matches no running pod."
 NOT_SERVED = {"PoolMissing": Reason.POOL_MISSING, "TierNotServed": Reason.TIER_NOT_SERVED}

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from kvtier_operator.api.policy import API_VERSION, KIND
 from kvtier_operator.api.status import Condition, PolicyStatus
-from kvtier_operator.controller.children.observe import CachedPolicy
+from kvtier_operator.controller.cached_policy import CachedPolicy
+from kvtier_operator.controller.conditions import ConditionUpdate, ready
 from kvtier_operator.controller.objects import format_time
-from kvtier_operator.controller.status.conditions import ConditionUpdate, ready
 
 CONDITION_ORDER = (
     "Ready",

@@ -1,0 +1,47 @@
+"""A policy as the lister holds it, decoded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
+from kvtier_operator.kube.resources import Object
+from kvtier_operator.render.volumes import claim_name
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPolicy:
+    """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then
+    says why.
+    """
+
+    raw: Object
+    policy: KVTierPolicy | None
+    errors: tuple[FieldError, ...] = ()
+
+    @property
+    def uid(self) -> str:
+        """``metadata.uid``."""
+        return str(self.raw["metadata"].get("uid", ""))
+
+    @property
+    def generation(self) -> int:
+        """``metadata.generation``."""
+        return int(self.raw["metadata"].get("generation", 0))
+
+
+def parse_policy(raw: Object) -> CachedPolicy:
+    """Parses a policy as the API server sends it. An invalid policy has ``errors``."""
+    try:
+        return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
+    except InvalidDocumentError as error:
+        return CachedPolicy(raw, None, tuple(error.errors))
+
+
+def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:
+    """The claim behind each tier that has one, by tier name."""
+    if policy is None:
+        return {}
+    names = {tier.name: claim_name(policy, tier) for tier in policy.spec.tiers}
+    return {tier: name for tier, name in names.items() if name is not None}
