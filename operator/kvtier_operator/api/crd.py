@@ -3,7 +3,7 @@ writes ``crds/``.
 
 Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields
 have not: the hash by which pods are found outdated covers what was *written*, and a default that
-the API server filled in could not be told from that; the day it changed, every pod would be
+the API server filled in would look the same, and a changed default would make every pod
 outdated. The operator applies them when it reads.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and

@@ -17,7 +17,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 MAX_TEXT = 64
-"""Longest text that is looked at. The longest useful one has 19 digits and a suffix; CEL needs a
+"""Longest text that is parsed. The longest useful one has 19 digits and a suffix; CEL needs a
 bound."""
 MAX_VALUE = (1 << 63) - 1
 """Kubernetes stores sizes in signed 64-bit integers."""

@@ -382,8 +382,9 @@ class Controller:
     async def _resync(self) -> None:
         while True:
             await self._collect_garbage()
+            # Jitter spreads the load; it does not have to be secret.
             period = self._settings.controller.resync_seconds
-            await asyncio.sleep(period * (0.9 + 0.2 * random.random()))  # noqa: S311  (spread, not secret)
+            await asyncio.sleep(period * (0.9 + 0.2 * random.random()))  # noqa: S311
             for key in self.enqueuer.index.keys():  # noqa: SIM118  (no mapping)
                 self.queue.add(key, random.random() * min(period / 4, 30.0))  # noqa: S311
 

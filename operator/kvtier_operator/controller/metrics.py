@@ -150,7 +150,7 @@ class PodMetrics(Collector):
 
 
 class LeaderMetrics:
-    """Leader election. ``changed`` is told of the start and the end of each term."""
+    """Leader election. ``changed`` is called at the start and at the end of each term."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.leads = Gauge(

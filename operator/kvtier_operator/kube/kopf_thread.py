@@ -1,4 +1,4 @@
-"""kopf in a thread and event loop of its own, with settings under which it lists and watches only.
+"""kopf in its own thread and event loop, with settings for lists and watches only.
 
 In the process's own loop kopf cancels tasks that it did not create, replaces the SIGTERM handler,
 and may not return. Here, if kopf stops for any reason, it gets one second to clean up. Then its

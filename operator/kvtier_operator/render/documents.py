@@ -93,7 +93,7 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
 def local_run_directory(policy: KVTierPolicy, uid: int) -> str:
     """The run directory of engine and tierd outside Kubernetes, per user and policy."""
     digest = sha256_hex(f"{uid}\0{policy.namespace}/{policy.metadata.name}", 8)
-    return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108  (memory-backed on purpose)
+    return f"/dev/shm/kvtier-{policy.metadata.name}-{digest}"  # noqa: S108
 
 
 def local_tier_paths(
