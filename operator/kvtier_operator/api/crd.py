@@ -1,10 +1,9 @@
 """The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd``
 writes ``crds/``.
 
-Defaults. Live fields have theirs in the schema, so that they show in the object. Structural fields
-have not: the hash by which pods are found outdated covers what was *written*, and a default that
-the API server filled in would look the same, and a changed default would make every pod
-outdated. The operator applies them when it reads.
+Defaults of live fields are in the schema, so the object shows them. Defaults of structural fields
+are applied by the operator when it reads the object. The structural hash covers only what was
+*written*: if the API server filled in the defaults, a changed default would make every pod outdated.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and
 ``maxProperties``, so every text, list and map has one.
