@@ -3,7 +3,8 @@ writes ``crds/``.
 
 Defaults of live fields are in the schema, so the object shows them. Defaults of structural fields
 are applied by the operator when it reads the object. The structural hash covers only what was
-*written*: if the API server filled in the defaults, a changed default would make every pod outdated.
+*written*: if the API server filled in the defaults, a changed default would make every pod
+outdated.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and
 ``maxProperties``, so every text, list and map has one.
