@@ -184,11 +184,9 @@ class EngineClient:
         self.port = port
         self.model = model
 
-    def request(
-        self, method: str, path: str, body: object = None, timeout_seconds: float = 60
-    ) -> tuple[int, str]:
-        """One HTTP request; returns status and body."""
-        return http_request(self.port, method, path, body, timeout_seconds, self.host)
+    def request(self, method: str, path: str, timeout_seconds: float = 60) -> tuple[int, str]:
+        """Sends one HTTP request without a body; returns the status and the response's body."""
+        return http_request(self.port, method, path, timeout_seconds, self.host)
 
     def metrics(self) -> dict[str, float]:
         """The samples of ``/metrics``; see ``parse_metrics``."""
@@ -305,21 +303,16 @@ def http_request(
     port: int,
     method: str,
     path: str,
-    body: object = None,
     timeout_seconds: float = 60,
     host: str = "127.0.0.1",
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """One HTTP request with an optional JSON body; returns status and body text. Raises
+    """Sends one HTTP request without a body; returns the status and the response's body. Raises
     ``OSError``.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:
-        sent = {
-            **(headers or {}),
-            **({"Content-Type": "application/json"} if body is not None else {}),
-        }
-        connection.request(method, path, json.dumps(body) if body is not None else None, sent)
+        connection.request(method, path, headers=dict(headers or {}))
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     except http.client.HTTPException as error:

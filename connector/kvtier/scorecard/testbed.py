@@ -18,7 +18,13 @@ from typing import Self
 from kvtier.config.models import BreakerSettings, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
+from kvtier.harness.tierd_testbed import (
+    WAIT_SECONDS,
+    TierdOptions,
+    TierdTestbed,
+    environment,
+    wait_for,
+)
 from kvtier.store.types import RAM_BITS
 
 MIB = 1 << 20
@@ -59,10 +65,12 @@ class SkewedTestbed(TierdTestbed):
     def __init__(self, directory: Path, files: Path, faults_file: Path | None) -> None:
         super().__init__(
             directory,
-            memory_bytes=MEMORY_BYTES,
-            file_bytes=CAPACITY_BYTES,
-            files=files,
-            persistence="Process",
+            TierdOptions(
+                memory_bytes=MEMORY_BYTES,
+                file_bytes=CAPACITY_BYTES,
+                files=files,
+                persistence="Process",
+            ),
         )
         self._faults_file = faults_file
 

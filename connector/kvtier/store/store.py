@@ -29,7 +29,7 @@ from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.promotion import Promotions
+from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers, TierSnapshot
 from kvtier.store.selection import LoadPlanner
@@ -106,9 +106,8 @@ class TierStore:
         self._orphans = OrphanedReads(context, pool, recovery.orphaned_reads)
         self._recovered = RecoveredObjects(context, pool, resident, index, self._writes)
         self._planner = LoadPlanner(context, self._tiers, self._memory_name, live)
-        self._promotions = Promotions(
-            context, resident, self._tiers, self._allocator, reads, self._recovered, self._planner
-        )
+        sources = ObjectSources(resident, self._recovered, self._tiers, reads)
+        self._promotions = Promotions(context, sources, self._allocator, self._planner)
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
