@@ -120,7 +120,7 @@ class TierStore:
     # Recovery.
 
     def unfence(self) -> None:
-        """Every worker of the pool's previous tierd has drained or is dead: the pool may be
+        """Every worker of the pool's previous tierd has drained or exited: the pool may be
         used."""
         self._orphans.quarantine()
         if self._slot_table is not None:
@@ -133,7 +133,7 @@ class TierStore:
         self._checksummer.run()
 
     def release_orphaned_reads(self, name: str) -> None:
-        """The last thread of this dead tierd has ended: the slots that it was reading into are
+        """The last thread of this earlier tierd has ended: the slots that it was reading into are
         free."""
         self._orphans.release(name)
 

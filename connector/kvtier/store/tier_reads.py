@@ -32,7 +32,7 @@ CHARGE_DELAY_SECONDS = 0.05
 
 
 def _fail_unlogged() -> None:
-    raise TierMissError("the read is not started: the run directory has no room to log it")
+    raise TierMissError("read not started: the run directory has no room to record it")
 
 
 class TierReads:

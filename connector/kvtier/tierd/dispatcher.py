@@ -86,12 +86,12 @@ class Dispatcher:
         """Opens an engine in the store and announces it to its members. Raises ``KVTierError``."""
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
-            raise KVTierError("the engine is not described")
+            raise KVTierError("the engine has no description")
         largest = max(info.slot_bytes)
         if largest > self._pool_bytes:
             raise KVTierError(
                 f"the memory tier is too small: an object has {largest} bytes, "
-                f"the host pool {self._pool_bytes}"
+                f"the host pool has {self._pool_bytes}"
             )
         self._publish(self.store.take_events(), now)
         self.store.open_engine(info)

@@ -88,7 +88,7 @@ class SessionFiles:
             self._path(worker).unlink(missing_ok=True)
         except OSError as error:
             # The next tierd waits for it and finds that it is gone.
-            _log.warning("cannot remove session file: %s", error)
+            _log.warning("cannot remove a session file: %s", error)
 
     def read(self) -> list[AttachedWorker]:
         """All of them. An unreadable file counts as a worker whose process cannot be observed."""
@@ -111,7 +111,7 @@ class SessionFiles:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 _log.error(
-                    "cannot read session file %s: %s; waiting for its worker until the timeout",
+                    "cannot read session file %s: %s; fencing until the timeout",
                     path,
                     error,
                 )
@@ -255,7 +255,7 @@ def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[Or
             continue
         places = _read_places(path)
         _log.warning(
-            "a thread of a previous tierd hangs in a read; its %d slots are not used", len(places)
+            "quarantined %d slots: a thread of an earlier tierd hangs in a read", len(places)
         )
         found.append(OrphanedReadsFile(path, places))
     return found

@@ -131,7 +131,7 @@ class PoolFile:
             self._mapping.close()
         except BufferError:
             # A read that hangs in a dead mount uses its slot; the mapping ends with the process.
-            _log.debug("the pool stays mapped: an I/O thread uses it")
+            _log.debug("the host pool stays mapped: an I/O thread uses it")
 
 
 def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> int:
@@ -159,7 +159,7 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
             continue
         done += length
     if done < MIN_POOL_BYTES:
-        raise OSError(errno.ENOSPC, f"no room for a pool of at least {MIN_POOL_BYTES} bytes")
+        raise OSError(errno.ENOSPC, f"no room for a host pool of at least {MIN_POOL_BYTES} bytes")
     return done
 
 
@@ -219,7 +219,7 @@ def open_table(
         return None
     if table.recovered or table.rejected:
         _log.info(
-            "recovered %d objects of the previous tierd, rejected records by reason: %s",
+            "recovered %d objects of the previous tierd; rejected records by reason: %s",
             len(table),
             dict(table.rejected),
         )

@@ -91,7 +91,7 @@ def hold_peer_lock(run_directory: Path) -> str:
             name, descriptor = _take(run_directory / PEERS_NAME)
         except OSError as error:
             _log.warning(
-                "cannot take a lock in %s: %s; the end of this process will be noticed later",
+                "cannot take a lock in %s: %s; tierd will detect the end of this process late",
                 run_directory,
                 error,
             )

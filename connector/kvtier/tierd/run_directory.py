@@ -144,7 +144,7 @@ class RunDirectory:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    None, "another process keeps removing the directory", str(self.path)
+                    None, "another process keeps removing the run directory", str(self.path)
                 )
             time.sleep(0.01)
 
@@ -238,7 +238,7 @@ class RunDirectory:
             if not self._holder_exited(path):
                 return False
             path.unlink(missing_ok=True)
-            _log.warning("a thread of the previous tierd hangs: discarded its lock")
+            _log.warning("discarded the lock of the previous tierd: one of its threads hangs")
             return True
         finally:
             discard_lock.close()
@@ -293,7 +293,9 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             # A reused epoch would count as drained, so continue with a number that no counter has
             # reached.
-            _log.error("cannot read %s: %s; skipping epochs", self.path / EPOCH_NAME, error)
+            _log.error(
+                "cannot read %s: %s; continuing with a higher epoch", self.path / EPOCH_NAME, error
+            )
             return time.time_ns() // 1_000_000
 
     def write_epoch(self, epoch: int) -> None:

@@ -230,7 +230,7 @@ class ServerLoop:
 
     def _undecodable(self, route: bytes, error: Exception, now: float) -> None:
         self._counters.add("protocol_violations", "", "undecodable")
-        _log.error("cannot decode message: %s", error)
+        _log.error("cannot decode a message: %s", error)
         session = self.sessions.get(route)
         if session is None:
             self.send(
@@ -240,7 +240,7 @@ class ServerLoop:
                 ),
             )
         else:
-            self.sessions.unreachable(session, now, "it sent a message that cannot be decoded")
+            self.sessions.unreachable(session, now, "a message from it cannot be decoded")
 
     def _handle(self, route: bytes, message: FromEngine, now: float) -> None:
         if isinstance(message, Hello):
@@ -283,8 +283,7 @@ class ServerLoop:
             self.send(
                 route,
                 SessionRefused(
-                    reason="too many processes wait for the host pool: at most "
-                    f"{MAX_WAITING_FOR_POOL}"
+                    reason=f"{MAX_WAITING_FOR_POOL} processes are already waiting for the host pool"
                 ),
             )
 

@@ -258,15 +258,15 @@ class Sessions:
                 self._reattach(engine, there, hello, now)
                 engine = self._engines.get(hello.engine)
             elif self._liveness(there.process) is Liveness.GONE:
-                self._session_lost(there, now, "its process is gone", proven=True)
+                self._session_lost(there, now, "its process has exited", proven=True)
                 engine = None
             else:
                 self._reject_session(
-                    route, hello, f"{there.title} is attached already; engine ids must be unique"
+                    route, hello, f"{there.title} is already attached: engine ids must be unique"
                 )
                 return
         if engine is not None and engine.ending:
-            self._close_engine(engine, now, "another session starts")
+            self._close_engine(engine, now, "a new session of this engine starts")
             engine = None
         self._join(route, hello, process, engine, now)
 
@@ -286,7 +286,7 @@ class Sessions:
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
             return f"writer ranks {list(hello.writer_ranks)}: must be among {hello.ranks} ranks"
         if len(self._sessions) >= MAX_SESSIONS:
-            return f"too many sessions: at most {MAX_SESSIONS}"
+            return f"{MAX_SESSIONS} sessions are already attached"
         return ""
 
     def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
@@ -301,7 +301,7 @@ class Sessions:
         self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
         if engine.open or engine.ending:
             self._close_engine(
-                engine, now, f"{there.title} attached again", proven=[there] if drained else []
+                engine, now, f"{there.title} reattached", proven=[there] if drained else []
             )
         else:
             self._remove(engine, there)
@@ -344,7 +344,7 @@ class Sessions:
             return
         outside = [rank for rank in engine.workers if rank >= engine.ranks]
         if outside:
-            self._reject_engine(engine, f"ranks {outside} of {engine.ranks}")
+            self._reject_engine(engine, f"ranks {outside}: must be below {engine.ranks}")
             return
         if len(engine.workers) < engine.ranks:
             return
@@ -363,7 +363,7 @@ class Sessions:
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
             raise ValueError(
-                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, not 0"
+                f"groups per rank {[len(sizes) for sizes in shards]}: must be equal and positive"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
@@ -409,7 +409,7 @@ class Sessions:
             if session.route not in self._sessions:
                 continue
             if self._liveness(session.process) is Liveness.GONE:
-                self._session_lost(session, now, "its process is gone", proven=True)
+                self._session_lost(session, now, "its process has exited", proven=True)
             elif now - session.last_heard_at > self._timeouts.silence_seconds:
                 self._session_lost(
                     session,
@@ -462,7 +462,7 @@ class Sessions:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
         self._close_engine(
-            engine, now, f"{session.title} is lost: {reason}", proven=[session] if proven else []
+            engine, now, f"lost {session.title}: {reason}", proven=[session] if proven else []
         )
 
     def _close_engine(

@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     drain = commands.add_parser(
-        "drain", help="preStop hook: accept no further stores and write the pending ones"
+        "drain", help="preStop hook: reject new stores and write pending stores"
     )
     _add_run_directory(drain)
     return found

@@ -58,7 +58,7 @@ class DetachedProcess:
         self, command: Sequence[str], environment: Mapping[str, str], to_standard_error: bool = True
     ) -> None:
         if shutil.which(command[0]) is None:
-            raise FileNotFoundError(None, "no such program", command[0])
+            raise FileNotFoundError(None, "program not found", command[0])
         shell = subprocess.Popen(
             [
                 "/bin/sh",

@@ -163,7 +163,7 @@ class Watchdog(Generic[Process]):
         silent_seconds = now - self._heartbeat_at
         if silent_seconds > (timing.unresponsive if self._has_heartbeat else timing.start):
             _log.error(
-                "tierd (process %d) has sent no heartbeat for %.0f s: killing it",
+                "killing tierd (process %d): no heartbeat for %.0f s",
                 process.pid,
                 silent_seconds,
             )

@@ -95,14 +95,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         directory = str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
         if not directory:
             raise ConfigurationError(
-                "kv_connector_extra_config.topology", directory, "the topology directory"
+                "kv_connector_extra_config.topology",
+                directory,
+                "must be the path of a topology directory",
             )
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             raise ConfigurationError(
                 "kv_load_failure_policy",
                 policy,
-                "'recompute'; with any other value a lost object ends its request",
+                "must be 'recompute': with other policies a lost object fails its request",
             )
         topology = load_for_engine(Path(directory))
         planner = planner_for(vllm_config, kv_cache_config, topology.structural.chunk_tokens)
@@ -122,7 +124,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.start()
         self._scheduler = scheduler
         logger.info(
-            "KVTier: engine %s, chunks of %d tokens, tiers %s",
+            "KVTier: configured engine %s with chunks of %d tokens and tiers %s",
             engine,
             planner.chunk_tokens,
             ", ".join(tier.name for tier in topology.structural.tiers),

@@ -168,7 +168,7 @@ class TransferThread:
             self._drained = True
         except Exception as error:  # the last resort: the engine serves on
             self._counters.add("thread_failures")
-            logger.exception("KVTier: transfer thread failed, serving without tiers (%s)", error)
+            logger.exception("KVTier: serving without tiers: transfer thread failed: %s", error)
         finally:
             self._finish()
 
@@ -218,7 +218,9 @@ class TransferThread:
             case SessionRefused():
                 self._counters.add("refused")
                 self._completions.epoch = 0
-                logger.warning("KVTier: serving without tiers: tierd refused: %s", item.reason)
+                logger.warning(
+                    "KVTier: serving without tiers: tierd refused the session: %s", item.reason
+                )
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
@@ -258,7 +260,7 @@ class TransferThread:
     def _on_lost(self, reason: str) -> None:
         self._counters.add("lost")
         self._completions.epoch = 0
-        logger.warning("KVTier: lost tierd (%s), serving without tiers until it is back", reason)
+        logger.warning("KVTier: serving without tiers until tierd is available again: %s", reason)
         self._drain("lost")
         self._outbox.clear()
         if self._welcome is not None:
@@ -305,6 +307,6 @@ class TransferThread:
             self._engine.synchronize()
         except Exception as error:  # the reports below must go out in any case
             self._counters.add("copy_errors")
-            logger.exception("KVTier: the device could not be synchronized (%s)", error)
+            logger.exception("KVTier: cannot synchronize the device: %s", error)
         self._loads.abandon("off")
         self._stores.drop_all()

@@ -326,7 +326,7 @@ class FileSystemTier(Tier):
 
     def _raise_fenced(self) -> None:
         if not os.path.isdir(self._root):
-            raise OSError(errno.ESTALE, "the tier's directory does not exist", str(self._root))
+            raise OSError(errno.ESTALE, "the directory of the tier does not exist", str(self._root))
         self.maintenance.wake()
         raise TierNoSpaceError(
             f"{self._root}: the leader fenced this process and revoked its grants"
