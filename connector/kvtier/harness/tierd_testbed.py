@@ -65,7 +65,7 @@ def wait_for(
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_seconds:g} s: {what}")
+            raise TimeoutError(f"timed out after {timeout_seconds:g} s: {what}")
         time.sleep(0.02)
 
 
@@ -244,7 +244,7 @@ class TierdTestbed:
         for process in self._processes:
             if process.pid == pid:
                 process.wait(WAIT_SECONDS)
-        wait_for(lambda: _has_exited(pid), "tierd is gone")
+        wait_for(lambda: _has_exited(pid), "tierd exits")
 
     def tierd_pid(self) -> int:
         """Process id of the tierd that serves or served last; 0: none yet."""
@@ -313,7 +313,7 @@ class TierdTestbed:
         pid = self.tierd_pid()
         if pid not in (0, os.getpid()) and not _has_exited(pid):
             os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: _has_exited(pid), "tierd is gone")
+            wait_for(lambda: _has_exited(pid), "tierd exits")
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
 
