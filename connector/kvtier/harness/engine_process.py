@@ -382,7 +382,8 @@ class DrivenEngine(ManagedProcess):
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise EngineProcessError(
-                    f"no response from the engine within {timeout_seconds:.0f} s:\n{self.log_tail()}"
+                    f"no response from the engine within {timeout_seconds:.0f} s:\n"
+                    f"{self.log_tail()}"
                 )
             piece = os.read(descriptor, 1 << 20)
             if not piece:

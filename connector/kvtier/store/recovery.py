@@ -47,8 +47,8 @@ class PoolRecovery:
     * ``slot_table``: names the recovered objects, and records the objects of this tierd for the
       next one.
     * ``read_log``: records the slots that are being read into.
-    * ``orphaned_reads``: slots that a thread of an earlier tierd may still be reading into, by the name
-      of that tierd.
+    * ``orphaned_reads``: slots that a thread of an earlier tierd may still be reading into, by the
+      name of that tierd.
     """
 
     fenced: bool = False

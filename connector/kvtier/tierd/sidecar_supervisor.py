@@ -118,7 +118,7 @@ class PlaceholderServer:
     like an unreachable pod. ``start`` and ``stop`` never raise."""
 
     def __init__(self, token_file: Path | None, port: int) -> None:
-        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  (clients are in other pods)
+        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  # for other pods
         self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()
