@@ -364,7 +364,7 @@ class EngineTestbed:
             return None
 
     def status(self) -> dict[str, Any] | None:
-        """The daemon's /status, or None while it does not answer."""
+        """The daemon's /status, or None while it does not respond."""
         address = self._http_address()
         if address is None:
             return None
@@ -380,7 +380,7 @@ class EngineTestbed:
         return answer
 
     def daemon_metrics(self) -> dict[str, float]:
-        """The daemon's /metrics; empty while it does not answer."""
+        """The daemon's /metrics; empty while it does not respond."""
         address = self._http_address()
         if address is None:
             return {}

@@ -107,8 +107,10 @@ class SkewedTestbed(TierdTestbed):
 
 
 class FaultTestbed:
-    """See the module's text. ``files``: the directory of the file tier as the daemon sees it.
-    ``below``: the same directory without the faults.
+    """One tierd, its storage and one stub engine, for one fault.
+
+    ``files``: the directory of the file tier as tierd sees it. ``below``: the same directory
+    without the faults.
     """
 
     def __init__(

@@ -336,7 +336,7 @@ class Promotions:
     def key_arrived(
         self, promotion: Promotion, position: int, entry: Entry, tier_index: int
     ) -> None:
-        """A key is in RAM."""
+        """Handles a key that has arrived in RAM."""
         if promotion.reads.pop(position, None) is None and position not in promotion.verifying:
             return
         promotion.verifying.discard(position)
@@ -346,7 +346,7 @@ class Promotions:
         self._continue(promotion)
 
     def key_lost(self, promotion: Promotion, position: int, reason: str) -> None:
-        """A key cannot be provided. The keys after it are of no use."""
+        """Gives up a key that cannot be provided, and the keys after it."""
         if promotion.reads.pop(position, None) is None and position not in promotion.verifying:
             return
         if position in promotion.verifying:

@@ -40,7 +40,7 @@ ORPHAN_OWNER = "previous tierd"
 
 @dataclass(frozen=True, slots=True)
 class PoolRecovery:
-    """The pool's previous life, and what the next one needs to know of this one.
+    """What a tierd takes over from the previous one, and what it records for the next one.
 
     * ``fenced``: workers of the previous tierd may still write into the pool. Nothing is touched
       until ``unfence``.

@@ -63,7 +63,7 @@ def _identify(entry: Entry) -> Hashable:
 
 
 class TierStore:
-    """The store. See the module for who may call it, and when."""
+    """The node's store of KV objects. The module describes who may call it, and when."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TierStore:
     ) -> None:
         """``memory``: the whole pool, writable; None if no bytes are needed. ``tiers``: the
         secondary tiers in the order of the topology, not open; the store opens them on their
-        "maintain" lanes. ``recovery``: the pool's previous life."""
+        "maintain" lanes. ``recovery``: what the previous tierd left in the pool."""
         recovery = recovery or PoolRecovery()
         view = None if memory is None else memoryview(memory).cast("B")
         context = self._context = StoreContext(runtime, view, recovery.slot_table)
@@ -173,7 +173,7 @@ class TierStore:
         self._engines.confirm_dead(engine)
 
     def reset_engine(self, engine: str, namespace: str) -> None:
-        """The engine's weights have changed. From here on its objects belong to ``namespace`` and
+        """Handles a change of the engine's weights. From here on its objects belong to ``namespace`` and
         stay in RAM only.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.

@@ -188,7 +188,7 @@ class TierReads:
         self._tiers.note_late_read(read.secondary)
 
     def _time_out(self, read: Read) -> None:
-        """The tier's time limit for this read has passed."""
+        """Handles a read whose time limit has passed."""
         read.timer = None
         self._context.count("tier_reads_timed_out", read.secondary.name)
         self.charge_tier(read)

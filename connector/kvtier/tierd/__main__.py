@@ -102,7 +102,7 @@ def run(options: DaemonOptions) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = None) -> int:
-    """The command. ``wrap_tier`` wraps each secondary tier (``kvtier.testing``)."""
+    """Runs the command. ``wrap_tier`` wraps each secondary tier (``kvtier.testing``)."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=given.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     return run(

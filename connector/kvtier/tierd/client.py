@@ -59,7 +59,7 @@ _log = logging.getLogger("kvtier.tierd.client")
 
 
 class ClientState(Enum):
-    """See the module. ``REFUSED``: tierd has refused the session."""
+    """The state of a client, as the module describes. ``REFUSED``: tierd refused the session."""
 
     ABSENT = "absent"
     GREETING = "greeting"
@@ -196,7 +196,7 @@ class TierdClient:
         return accepted
 
     def reattach(self, drained_epoch: int) -> None:
-        """After a loss: attach again, as this process has drained up to ``drained_epoch``."""
+        """Allows the client to reattach: this process has drained up to ``drained_epoch``."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
             # A second call must not count for the next loss.

@@ -353,7 +353,7 @@ class TierDaemon:
         if self._empty_since is None:
             self._empty_since = now
         if not sessions.had_any:
-            # An engine may take minutes to attach, unless it is gone.
+            # An engine may take minutes to attach, unless it has exited.
             spawner = self._options.spawner
             gone = (
                 os.getppid() != self._parent

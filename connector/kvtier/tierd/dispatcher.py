@@ -1,7 +1,7 @@
 """Between sessions and store: turns engine messages into store calls, and store events into
 messages.
 
-For the loop's thread. It knows no sockets: ``send`` sends a message to a route.
+Only the loop's thread uses it. It has no socket: ``send`` sends a message to a route.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Dispatcher:
         self._engines: dict[str, EngineSessions] = {}
 
     def stop_reservations(self) -> None:
-        """From here on reservations are counted and ignored."""
+        """Stops new stores: later reservations are counted and ignored."""
         self._stopping = True
 
     # Engines.
@@ -107,7 +107,7 @@ class Dispatcher:
         self.store.close_engine(engine.name, proven, expires=False)
 
     def session_removed(self, route: bytes) -> None:
-        """A session has ended."""
+        """Handles the end of a session."""
         self._publisher.stop(route)
 
     def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:

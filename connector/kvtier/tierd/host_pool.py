@@ -10,7 +10,7 @@ Beside the pool, a tierd leaves in the run directory what the next one needs to 
     slots            the slot table (kvtier/store/slot_table.py)
     namespaces/      <namespace>.json: the canonical text of each namespace in the table
 
-With ``persistence: Process`` neither exists, and files of a previous life are removed.
+With ``persistence: Process`` neither exists, and files of an earlier tierd are removed.
 
 ``PoolAllocation`` does all this on its own thread, because allocating a hundred gigabytes takes a
 while.

@@ -1,4 +1,4 @@
-"""Locks that prove to other containers that a process is gone.
+"""Locks that prove to other containers that a process has exited.
 
 Process ids of another pid namespace have no meaning here. Each engine process therefore holds a
 lock on a file in ``peers/`` and names the file in its ``Hello``; tierd tries the lock. The kernel
@@ -157,7 +157,8 @@ def is_lock_held(directory: Path, name: str) -> bool | None:
 
 
 class PeerLiveness:
-    """``liveness_of`` for processes that may be in other containers. For the loop's thread."""
+    """``liveness_of`` for processes that may be in other containers. Only the loop's thread uses
+    it."""
 
     def __init__(
         self,

@@ -46,9 +46,9 @@ SESSIONS_NAME = "sessions"
 PREFIX = "kvtier-"
 MARKER = b"kvtier run directory\n"
 SHARED_MARKER = b"kvtier run directory of a pod\n"
-"""Content of ``alive``. Only a directory with ``MARKER`` is ever removed. A pod's directory has the
-other one: between two lives of the sidecar's tierd no process may hold the lock, and the pool must
-survive."""
+"""Content of ``alive``. Only a directory with ``MARKER`` is ever removed. A pod's directory has
+``SHARED_MARKER``: while the sidecar restarts tierd, possibly no process holds the lock, and the
+pool must survive."""
 MAX_SOCKET_PATH_BYTES = 107
 MAX_EPOCH = 1 << 62
 """More than can ever be counted, and small enough for a message."""

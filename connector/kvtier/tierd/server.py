@@ -95,7 +95,7 @@ class ServerLoop:
         self.sessions = Sessions(self, dependencies, counters, timeouts)
         self.hits = HitCounters()
         self.dispatcher: Dispatcher | None = None
-        """Of the open store; None while the pool is being allocated."""
+        """The dispatcher of the open store; None while the pool is being allocated."""
         self.pool_error = ""
         """Why the pool could not be allocated; empty: it is allocated, or being allocated."""
         self._stopping = False
@@ -141,7 +141,7 @@ class ServerLoop:
             self.dispatcher.stop_reservations()
 
     def pool_failed(self, reason: str) -> None:
-        """The pool could not be allocated: refuses every session with the reason."""
+        """Refuses every session with the reason why the pool could not be allocated."""
         self.pool_error = reason
         waiting, self._waiting_for_pool = self._waiting_for_pool, {}
         for route in waiting:

@@ -61,14 +61,14 @@ _log = logging.getLogger("kvtier.sidecar")
 
 @dataclass(frozen=True, slots=True)
 class SidecarOptions:
-    """See the command line. ``command``: runs instead of tierd, for tests."""
+    """The options of ``kvtier-sidecar run``. ``command``: runs instead of tierd, in tests."""
 
     topology_directory: Path
     run_directory: Path
     token_file: Path | None = None
     data_bytes: int = 0
     port: int = HttpEndpoint().port
-    """HTTP port while no document names another."""
+    """HTTP port until a structural document sets one."""
     log_level: str = "info"
     command: Sequence[str] = ()
 
@@ -256,10 +256,10 @@ class SidecarLauncher:
         self._logged_problem = ""
 
     def prepare(self) -> None:
-        """Nothing to prepare."""
+        """Does nothing: the sidecar has nothing to prepare."""
 
     def launch(self) -> ContainerProcess | None:
-        """None: there is no valid document yet."""
+        """Starts tierd; None while there is no valid structural document."""
         first = self._first
         if first is None or first.structural is None:
             first = self._first = first_document(
@@ -276,16 +276,16 @@ class SidecarLauncher:
         return ContainerProcess(self._command(first.path), _environment(), self._reaper)
 
     def on_heartbeat(self) -> None:
-        """Nothing waits for it here."""
+        """Does nothing: nothing in the sidecar waits for the first heartbeat."""
 
     def on_exit(self, process: ContainerProcess, delay_seconds: float) -> None:
-        """Answers in tierd's place."""
+        """Serves the problem as a condition until tierd runs again."""
         how = process.exit_description
         _log.error("tierd exited %s; restarting it in %g s", how, delay_seconds)
         self._start_placeholder(f"tierd exited {how} and is being restarted")
 
     def on_failure(self, error: Exception) -> None:
-        """Answers in tierd's place."""
+        """Serves the problem as a condition until tierd runs again."""
         _log.error("cannot start tierd: %s", error)
         self._start_placeholder(f"tierd cannot be started: {error}")
 
@@ -387,7 +387,7 @@ class SidecarSupervisor:
     # Draining and ending.
 
     def _remove_old_drain_request(self) -> None:
-        """A previous life of this container may have left one."""
+        """Removes a drain request that an earlier run of this container left."""
         try:
             self._drain_file.unlink(missing_ok=True)
         except OSError as error:

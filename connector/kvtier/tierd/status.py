@@ -140,8 +140,8 @@ class SessionStatus:
 
 @dataclass(frozen=True, slots=True)
 class StatusCondition:
-    """Something a person may want to act on. ``type``: a word for programs; ``message``: a
-    sentence."""
+    """A condition that may need action. ``type``: an identifier for programs. ``message``: a
+    sentence for people."""
 
     type: str
     message: str
@@ -149,8 +149,8 @@ class StatusCondition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier,
-    reason)."""
+    """The state that /status and /metrics report. ``pool``: bytes by use; ``events``: counters by
+    (name, tier, reason)."""
 
     version: str = ""
     policy: str = ""

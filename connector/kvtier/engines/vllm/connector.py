@@ -148,7 +148,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is no delivery: a request that is preempted while it is stored loses nothing."""
+        """Returns False: a request that is preempted during a store loses nothing."""
         return False
 
     # Worker side.
@@ -159,7 +159,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guarded("register_kv_caches", None, worker.register_kv_caches, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Needs nothing: no block is reused while a copy still touches it.
+        """Does nothing, because no block is reused while a copy still accesses it.
 
         The scheduler side references the blocks that a store reads. A request that waits for its
         load cannot be preempted. Aborted loads arrive as ``cancelled_loads``.

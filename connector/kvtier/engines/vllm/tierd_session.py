@@ -204,7 +204,7 @@ class TierdSession:
         self.inbox.append(message)
 
     def on_client_lost(self, reason: str) -> None:
-        """tierd is gone, or closed the session."""
+        """Handles the loss of tierd, and a session that tierd closed."""
         self._snapshot_epoch = 0
         self.replica.clear()
         self.inbox.append(SessionLost())

@@ -106,7 +106,7 @@ class TransferThread:
         """Drains, ends the thread and detaches from tierd within ``timeout_seconds``.
 
         Without proof that the copies have ended it does not detach: tierd then waits until this
-        process is gone.
+        process has exited.
         """
         started_at = time.monotonic()
         with self._wake:
@@ -139,11 +139,11 @@ class TransferThread:
             self._put(message, always=not isinstance(message, LoadReady))
 
     def on_client_lost(self, reason: str) -> None:
-        """tierd is gone. The client does not reattach before this thread has drained."""
+        """Queues the loss of tierd. The client does not reattach before this thread has drained."""
         self._put(_ClientLost(reason), always=True)
 
     def on_pool_ready(self, ready: PoolReady) -> None:
-        """The mapper is done."""
+        """Queues the result of the mapper."""
         self._put(ready, always=True)
 
     def _put(self, item: _Input, always: bool = False) -> bool:

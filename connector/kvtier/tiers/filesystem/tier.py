@@ -72,7 +72,7 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 
 class FileSystemTier(Tier):
-    """See the module's text. ``gid``: group of the created files, None for the process's own.
+    """A tier in a directory. ``gid``: group of the created files, None for the process's own.
     ``wall``: seconds since the epoch. ``clock``: monotonic seconds, for leases. ``max_objects``:
     how many objects are indexed at most (index.py).
 
