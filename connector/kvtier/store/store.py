@@ -173,7 +173,7 @@ class TierStore:
         self._engines.confirm_dead(engine)
 
     def reset_engine(self, engine: str, namespace: str) -> None:
-        """Handles a change of the engine's weights. From here on its objects belong to ``namespace`` and
+        """Handles a change of the engine's weights: later objects belong to ``namespace`` and
         stay in RAM only.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.

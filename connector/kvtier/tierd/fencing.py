@@ -91,7 +91,7 @@ class SessionFiles:
             _log.warning("cannot remove a session file: %s", error)
 
     def read(self) -> list[AttachedWorker]:
-        """All recorded workers. An unreadable file counts as a worker whose process cannot be observed."""
+        """All recorded workers. An unreadable file counts as an unobservable worker."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             if path.name.startswith(_TEMPORARY_PREFIX):

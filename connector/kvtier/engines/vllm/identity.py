@@ -80,7 +80,8 @@ class IdentityBuilder:
             except Exception as error:
                 # A model's configuration may hold anything. The memory tier works without it.
                 logger.exception(
-                    "KVTier: objects stay in the memory tier: cannot determine the identity"
+                    "KVTier: objects stay in the memory tier for the lifetime of this engine: "
+                    "cannot determine the identity"
                 )
                 self._identity = EngineIdentity(
                     "{}", f"cannot determine the identity: {type(error).__name__}: {error}"
@@ -93,7 +94,10 @@ class IdentityBuilder:
         )
         reason = "; ".join(reasons)
         if reason:
-            logger.warning("KVTier: objects stay in the memory tier: %s", reason)
+            logger.warning(
+                "KVTier: objects stay in the memory tier for the lifetime of this engine: %s",
+                reason,
+            )
         return EngineIdentity(canonical_json(mapping), reason)
 
     def _wait_for_seed(self) -> str | None:
