@@ -132,7 +132,7 @@ def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
     assert sidecar.end() < END_SECONDS
-    assert "killing it" in sidecar.log()
+    assert "killing tierd" in sidecar.log()
 
 
 def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
