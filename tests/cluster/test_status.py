@@ -24,7 +24,7 @@ from tests.cluster.status_fixtures import (
 from tests.support.controllers import condition, until
 from tests.support.pods import status_document, tier_document
 
-from kvtier.harness.tierd_testbed import TierdTestbed, environment
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, environment
 from kvtier_operator.kube.resources import POLICIES
 
 RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
@@ -40,7 +40,7 @@ def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[TierdTestbed]:
     """A topology for a real tierd."""
-    found = TierdTestbed(tmp_path, file_bytes=64 << 20)
+    found = TierdTestbed(tmp_path, TierdOptions(file_bytes=64 << 20))
     yield found
     found.close()
 

@@ -19,7 +19,7 @@ from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.models import Daemon
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, environment, wait_for
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
@@ -48,7 +48,9 @@ def make_testbed(tmp_path: Path, mount: FaultyMount) -> Iterator[MakeTestbed]:
 
     def make(**options: Any) -> TierdTestbed:
         cases.append(
-            TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier", **options)
+            TierdTestbed(
+                tmp_path, TierdOptions(file_bytes=64 << 20, files=mount.path / "tier", **options)
+            )
         )
         return cases[-1]
 

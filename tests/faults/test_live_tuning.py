@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import Live, LiveTier, Selection, StorePolicy
 from kvtier.config.writer import document_text
-from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.tierd.live_config import POLL_SECONDS
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ class Mount:
 
 @pytest.fixture
 def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
-    made = TierdTestbed(tmp_path, file_bytes=64 * MIB, memory_bytes=8 * MIB)
+    made = TierdTestbed(tmp_path, TierdOptions(file_bytes=64 * MIB, memory_bytes=8 * MIB))
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_testbed import TierdTestbed, environment, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, environment, wait_for
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 
 OBJECT_BYTES = 64 << 10
@@ -30,7 +30,7 @@ def make_testbed(tmp_path: Path) -> Iterator[MakeTestbed]:
     cases: list[TierdTestbed] = []
 
     def make(**options: Any) -> TierdTestbed:
-        cases.append(TierdTestbed(tmp_path, **options))
+        cases.append(TierdTestbed(tmp_path, TierdOptions(**options)))
         return cases[-1]
 
     yield make

@@ -19,7 +19,13 @@ from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.writer import document_text
 from kvtier.harness.engine_process import http_request
-from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
+from kvtier.harness.tierd_testbed import (
+    WAIT_SECONDS,
+    TierdOptions,
+    TierdTestbed,
+    environment,
+    wait_for,
+)
 from kvtier.scorecard.mount import faulty_mount, unavailable
 from kvtier.tierd.sidecar_supervisor import DRAIN_NAME
 
@@ -81,7 +87,7 @@ class Sidecar:
 
 @pytest.fixture
 def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
-    made = TierdTestbed(tmp_path, file_bytes=64 << 20)
+    made = TierdTestbed(tmp_path, TierdOptions(file_bytes=64 << 20))
     yield made
     made.close()
 
@@ -126,7 +132,7 @@ def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
     sidecar = start()
     os.kill(sidecar.wait_serving(), signal.SIGSTOP)
     assert sidecar.end() < END_SECONDS
-    assert "killing it" in sidecar.log()
+    assert "killing tierd" in sidecar.log()
 
 
 def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
@@ -139,7 +145,9 @@ def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
             mount = stack.enter_context(faulty_mount(tmp_path / "fuse"))
         except OSError as error:
             pytest.skip(f"no FUSE mount can be made here: {error}")
-        testbed = TierdTestbed(tmp_path, file_bytes=64 << 20, files=mount.path / "tier")
+        testbed = TierdTestbed(
+            tmp_path, TierdOptions(file_bytes=64 << 20, files=mount.path / "tier")
+        )
         stack.callback(testbed.close)
         sidecar = Sidecar(testbed)
         stack.callback(sidecar.close)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.config.models import Daemon
-from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.tierd.client import ClientState
 from kvtier.tierd.wire import PROTOCOL
 
@@ -31,7 +31,7 @@ def make_testbed(tmp_path: Path) -> Iterator[MakeTestbed]:
     def make(**options: Any) -> TierdTestbed:
         directory = tmp_path / f"testbed-{len(cases)}"
         directory.mkdir()
-        testbed = TierdTestbed(directory, **options)
+        testbed = TierdTestbed(directory, TierdOptions(**options))
         cases.append(testbed)
         return testbed
 

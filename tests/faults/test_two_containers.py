@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.tierd_testbed import WAIT_SECONDS, StubEngineProcess, TierdTestbed, wait_for
+from kvtier.harness.tierd_testbed import (
+    WAIT_SECONDS,
+    StubEngineProcess,
+    TierdOptions,
+    TierdTestbed,
+    wait_for,
+)
 from kvtier.tierd.daemon import DaemonOptions, TierDaemon
 
 CONTAINER = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -39,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def testbed(tmp_path: Path) -> Iterator[TierdTestbed]:
-    made = TierdTestbed(tmp_path, memory_bytes=8 << 20)
+    made = TierdTestbed(tmp_path, TierdOptions(memory_bytes=8 << 20))
     yield made
     made.close()
 

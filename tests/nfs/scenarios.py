@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_testbed import TierdTestbed
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 
@@ -47,7 +47,9 @@ class Client:
         directory.mkdir(parents=True)
         # The tier's root is the mount itself, as in a pod.
         (directory / "tier").symlink_to(mount)
-        self.testbed = TierdTestbed(directory, file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        self.testbed = TierdTestbed(
+            directory, TierdOptions(file_bytes=64 * MIB, memory_bytes=2 * MIB)
+        )
         self.testbed.start_tierd(seconds=START_SECONDS)
         self.engine: StubEngine = self.testbed.engine()
         self.wait(lambda: self.engine.can_store, "attached")

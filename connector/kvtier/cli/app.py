@@ -48,7 +48,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -139,7 +139,7 @@ def render(
     daemon: Annotated[
         Daemon | None,
         typer.Option(
-            help="With --topology: who starts tierd. Default: Engine, the first engine process."
+            help="With --topology: how tierd starts. Default: Engine, by the first engine process."
         ),
     ] = None,
     generation: Annotated[int, typer.Option(min=0, help="Generation of the live values.")] = 0,
@@ -149,7 +149,7 @@ def render(
 
     By default, print the Kubernetes documents, for clusters without the operator. With --topology,
     --engine-args or --engine-env, render the configuration of an engine. Without --topology, the
-    last two refer to the directory that is mounted in pods.
+    last two refer to the topology directory of a pod.
     """
     options = render_command.RenderOptions(
         file=file,
@@ -179,7 +179,8 @@ def explain(
     field: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FIELD]", help="Such as spec.tiers.fileSystem.capacity. Default: all fields."
+            metavar="[FIELD]",
+            help="Path of a field, such as spec.tiers.fileSystem.capacity. Default: all fields.",
         ),
     ] = None,
     as_json: Json = False,
@@ -221,7 +222,7 @@ def explain_plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=MS,GB/S",
-            help="Latency in ms and bandwidth in GB/s of a tier. Default: not measured.",
+            help="Latency in ms and bandwidth in GB/s of a tier. Default: no measurement.",
         ),
     ] = None,
     queued: Annotated[
@@ -229,23 +230,29 @@ def explain_plan(
         typer.Option(metavar="NAME=CHUNKS", help="Chunks in the read queue of a tier."),
     ] = None,
     in_gpu: Annotated[
-        int, typer.Option("--in-gpu", metavar="TOKENS", help="Tokens in the GPU's prefix cache.")
+        int,
+        typer.Option(
+            "--in-gpu",
+            metavar="TOKENS",
+            help="Tokens of the prompt that the GPU's prefix cache holds.",
+        ),
     ] = 0,
     bytes_per_token: Annotated[
         int, typer.Option(min=1, help="KV bytes per token; 131072 for Llama 3 8B.")
     ] = 131_072,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option(help="Prefill speed. Default: not measured, unless --alpha is set."),
+        typer.Option(help="Prefill speed. Default: no measurement, unless --alpha is set."),
     ] = None,
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="Prefill cost in s per token: tokens a to b take alpha (b-a) + beta (b^2-a^2)."
+            help="Linear prefill cost in seconds per token: computing tokens a to b takes "
+            "alpha (b-a) + beta (b^2-a^2)."
         ),
     ] = None,
     beta: Annotated[
-        float, typer.Option(help="With --alpha: quadratic prefill cost, the part of attention.")
+        float, typer.Option(help="With --alpha: quadratic prefill cost, which attention causes.")
     ] = 0.0,
     selection: Annotated[
         Selection | None, typer.Option(help="Selection to use instead of the policy's.")
@@ -322,7 +329,7 @@ def gc(
     retention: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=0, help="Delete namespaces that were not used for this long."
+            metavar="SECONDS", min=0, help="Delete namespaces that were not used for this time."
         ),
     ] = None,
     dry_run: Annotated[
@@ -351,7 +358,7 @@ def faults(
         list[str] | None, typer.Option(metavar="NAME", help="Run this fault only; repeatable.")
     ] = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Also run faults under a real vLLM.")
+        bool, typer.Option("--engine", help="Also run faults under a real vLLM engine.")
     ] = False,
     compare: Annotated[
         bool,
@@ -366,7 +373,7 @@ def faults(
     objects: Annotated[
         int, typer.Option(min=100, help="Objects stored by the concurrent writers.")
     ] = 10_000,
-    names: Annotated[bool, typer.Option("--list", help="List the faults.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Inject storage faults under a real tierd and check that KVTier's guarantees hold.

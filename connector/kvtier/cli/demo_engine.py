@@ -313,7 +313,9 @@ def policy_file() -> Path:
     """The example policy of the checkout. Raises ``DemoError`` if there is no checkout."""
     path = Path(__file__).parents[3] / "examples" / "demo-policy.yaml"
     if not path.exists():
-        raise DemoError(f"{path} does not exist: run the demo from a checkout of the project")
+        raise DemoError(
+            f"{path} does not exist: run the demo from a source checkout of the project"
+        )
     return path
 
 

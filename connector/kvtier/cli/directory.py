@@ -228,7 +228,7 @@ def show_verify(done: VerifyReport) -> None:
     if done.unverifiable:
         parts.append(f"{done.unverifiable} not verified: install the xxhash package")
     if done.vanished:
-        parts.append(f"{done.vanished} removed during the run")
+        parts.append(f"{done.vanished} removed during verification")
     console().print(Text(", ".join(parts)))
 
 
@@ -280,4 +280,4 @@ def show_gc(done: CollectReport) -> None:
         Text(f"{size_text(done.before_bytes)} before, {after} {size_text(done.after_bytes)}")
     )
     if not done.dry_run and not done.janitor:
-        console().print("the janitor of this directory recounts it")
+        console().print("the janitor of this directory will update its count")

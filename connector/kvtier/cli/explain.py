@@ -75,11 +75,11 @@ def _hint(path: str, part: str, siblings: tuple[FieldDocument, ...]) -> str:
         if document.alias.lower() == part.lower()
     ]
     if elsewhere:
-        return f"unknown field; the name exists as {', '.join(elsewhere)}"
+        return f"unknown field; fields with this name: {', '.join(elsewhere)}"
     known = ", ".join(document.alias for document in siblings)
     if not known:
-        return f"{path} has no subfields"
-    return f"unknown field; {path or 'a policy'} has: {known}"
+        return f"unknown field; {path} has no subfields"
+    return f"unknown field; fields of {path or 'a policy'}: {known}"
 
 
 def _model_of(shape: Shape) -> Any:

@@ -153,7 +153,7 @@ def _prefill(given: PlanInput) -> Prefill | None:
     prefill = Prefill(given.alpha, given.beta)
     if not prefill.usable:
         values = f"{prefill.alpha}, --beta {prefill.beta}"
-        raise OptionError("--alpha", values, "must not be negative, and not both 0")
+        raise OptionError("--alpha", values, "must not be negative or both 0")
     return prefill
 
 
@@ -208,7 +208,7 @@ def _speed(text: str, names: Sequence[str]) -> tuple[int, TierEstimate]:
     latency, _, rate = value.partition(",")
     milliseconds = parse_number("--speed", latency, form)
     if milliseconds < 0:
-        raise OptionError("--speed", text, "the latency must not be negative")
+        raise OptionError("--speed", text, "must have a latency of 0 or more")
     gigabytes = _require_positive("--speed", parse_number("--speed", rate, form))
     return _tier_index("--speed", name, names), TierEstimate(milliseconds / 1e3, gigabytes * 1e9)
 
@@ -218,7 +218,7 @@ def _queued_chunks(text: str, names: Sequence[str]) -> tuple[int, int]:
     name, value = parse_assignment("--queued", text, form)
     chunks = parse_number("--queued", value, form)
     if not chunks.is_integer() or chunks < 0:
-        raise OptionError("--queued", text, "must be a number of chunks, 0 or more")
+        raise OptionError("--queued", text, "must be a number of chunks that is not negative")
     return _tier_index("--queued", name, names), int(chunks)
 
 

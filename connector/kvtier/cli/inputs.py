@@ -70,7 +70,7 @@ def load_policy(file: str, name: str | None = None) -> KVTierPolicy:
 def only_policy(file: str, policies: list[KVTierPolicy]) -> KVTierPolicy:
     """The policy in a list of one. Raises ``OptionError``."""
     if len(policies) != 1:
-        requirement = "the file must hold one policy; select one with --policy NAME"
+        requirement = "must hold one policy; select a policy with --policy NAME"
         raise OptionError(display_name(file), _names(policies), requirement)
     return policies[0]
 

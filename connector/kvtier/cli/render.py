@@ -223,7 +223,9 @@ def _render_attachment(
     added = list(notes)
     payload = options.payload
     if payload is not None and not (payload / "kvtier").is_dir():
-        added.append(f"{payload} holds no connector on this machine; run: kvtier payload {payload}")
+        added.append(
+            f"{payload} contains no connector on this machine; run: kvtier payload {payload}"
+        )
     added += engine.conflicts(document, inherited)
     for name, value in variables.items():
         if "\n" in value:
@@ -241,7 +243,7 @@ def _render_other_connector(options: RenderOptions, policy: KVTierPolicy) -> Ren
     rendered = connectors.render(policy, dict(pod_placement(policy).tier_paths), ranks or 1)
     notes = [gap.message for gap in connectors.unsupported_fields(policy)]
     if ranks is None:
-        notes.append("spec.engine.localRanks is not set: sizes per rank are for one rank")
+        notes.append("spec.engine.localRanks is not set: sizes per rank assume one rank")
     if options.engine_args:
         arguments = rendered.arguments()
         words = [f"{name}={shlex.quote(value)}" for name, value in rendered.environment.items()]

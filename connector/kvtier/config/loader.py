@@ -106,13 +106,10 @@ def load_for_engine(directory: Path | str) -> Topology:
     try:
         first = load(directory, structural=kept)
     except ConfigurationError as error:
-        _log.warning("cannot read the sidecar's copy: %s", error)
+        _log.warning("cannot use the sidecar's copy of %s: %s", STRUCTURAL_FILE, error)
         return topology
     if first.structural != topology.structural:
-        _log.warning(
-            "%s was changed, which takes effect only in a new pod",
-            STRUCTURAL_FILE,
-        )
+        _log.warning("%s has changed; the change applies to new pods only", STRUCTURAL_FILE)
     return first
 
 
@@ -156,14 +153,14 @@ def parse_structural(content: bytes, name: str = STRUCTURAL_FILE) -> Structural:
 def _check_structural(structural: Structural, name: str) -> None:
     names = [tier.name for tier in structural.tiers]
     if len(set(names)) != len(names):
-        raise ConfigurationError(f"{name}: tiers", ", ".join(names), "tier names must be unique")
+        raise ConfigurationError(f"{name}: tiers", ", ".join(names), "must have unique names")
     if [isinstance(tier, MemoryTierDocument) for tier in structural.tiers] != [True] + [False] * (
         len(names) - 1
     ):
         raise ConfigurationError(
             f"{name}: tiers",
             ", ".join(tier.kind for tier in structural.tiers),
-            "the first tier must be the only memory tier",
+            "must start with the only memory tier",
         )
     for field, path in (("runDirectory", structural.run_directory), *_paths(structural)):
         if not path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
@@ -183,7 +180,7 @@ def _check_structural(structural: Structural, name: str) -> None:
             raise ConfigurationError(
                 f"{name}: live.tiers.{tier_name}.capacityBytes",
                 None,
-                "required for a file tier",
+                "must be set for a fileSystem tier",
             )
         if tier.low_watermark_percent >= tier.high_watermark_percent:
             raise ConfigurationError(
@@ -248,7 +245,9 @@ def merge_live(
             values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
     except RecursionError:
         # Serializing a value needs more stack than parsing it.
-        return previous, [RejectedValue(LIVE_FILE, "nested too deeply", "must be a JSON object")]
+        return previous, [
+            RejectedValue(LIVE_FILE, "the document is nested too deeply", "must be a JSON object")
+        ]
     return previous.model_copy(update=values), merge.rejected
 
 
@@ -257,7 +256,7 @@ def _merge_tiers(
 ) -> dict[str, LiveTier]:
     tiers = {tier.name: previous.tiers.get(tier.name) or LiveTier() for tier in structural.tiers}
     if not isinstance(given, dict):
-        merge.reject("tiers", given, "must be a mapping from tier names to values")
+        merge.reject("tiers", given, "must be a JSON object with tier names as keys")
         return tiers
     memory = {tier.name for tier in structural.tiers if isinstance(tier, MemoryTierDocument)}
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
@@ -276,7 +275,7 @@ def _merge_tiers(
             merge.reject(
                 f"tiers.{name}.capacityBytes",
                 None,
-                "must be a number of bytes, which a file tier requires",
+                "must be set for a fileSystem tier",
             )
             fields = {key: value for key, value in fields.items() if key != "capacityBytes"}
         tier = merge.model(LiveTier, old, fields, f"tiers.{name}")
@@ -307,7 +306,7 @@ class _Merge:
 
     def model(self, model: type[Part], previous: Part, given: Any, prefix: str) -> Part:
         if not isinstance(given, dict):
-            self.reject(prefix, given, "must be a mapping")
+            self.reject(prefix, given, "must be a JSON object")
             return previous
         return previous.model_copy(update=self.fields(model, previous, given, f"{prefix}."))
 
@@ -354,11 +353,11 @@ def parse_json(content: bytes) -> dict[str, Any]:
     try:
         document = json.loads(content, object_pairs_hook=unique, parse_constant=reject_constant)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the document is nested too deeply") from None
     except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+        raise ValueError("the document is not UTF-8") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{type(document).__name__}, not an object")
+        raise ValueError(f"the document is a {type(document).__name__}, not an object")
     return document
 
 

@@ -77,7 +77,7 @@ class BreakerSettings(Document):
 
 
 class Live(Document):
-    """Everything that may change while the engine runs; tiers by name."""
+    """The settings that may change while the engine runs. ``tiers`` is keyed by tier name."""
 
     generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
@@ -147,7 +147,7 @@ class IsolationSettings(Document):
 
 
 class Structural(Document):
-    """Everything that takes a new pod to change."""
+    """The settings that can change only with a new pod."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     policy: PolicyIdentity
@@ -167,7 +167,7 @@ class Structural(Document):
 
 
 class Topology(Document):
-    """Both documents."""
+    """The structural document and the live settings in effect."""
 
     structural: Structural
     live: Live

@@ -283,7 +283,7 @@ def main() -> None:
             break
         try:
             if name not in commands:
-                raise ValueError(f"no such command: {name}")
+                raise ValueError(f"unknown command: {name}")
             call: Callable[..., Any] = getattr(driver, name)
             answer({"result": call(**command)})
         except Exception as error:  # noqa: BLE001  the test must see any error

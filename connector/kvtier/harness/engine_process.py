@@ -184,11 +184,9 @@ class EngineClient:
         self.port = port
         self.model = model
 
-    def request(
-        self, method: str, path: str, body: object = None, timeout_seconds: float = 60
-    ) -> tuple[int, str]:
-        """One HTTP request; returns status and body."""
-        return http_request(self.port, method, path, body, timeout_seconds, self.host)
+    def request(self, method: str, path: str, timeout_seconds: float = 60) -> tuple[int, str]:
+        """Sends one HTTP request without a body; returns the status and the response's body."""
+        return http_request(self.port, method, path, timeout_seconds, self.host)
 
     def metrics(self) -> dict[str, float]:
         """The samples of ``/metrics``; see ``parse_metrics``."""
@@ -210,7 +208,7 @@ class EngineClient:
             if (status == 200 and "true" in text.lower()) or silent == SILENT_RESETS:
                 return
             time.sleep(0.1)
-        raise EngineProcessError("the prefix cache could not be reset: blocks stayed in use")
+        raise EngineProcessError("cannot reset the prefix cache: blocks are still in use")
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120, **extra: object
@@ -246,7 +244,7 @@ class EngineClient:
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise EngineProcessError(f"the engine answered {event['error']}")
+                    raise EngineProcessError(f"the engine returned an error: {event['error']}")
                 for choice in event.get("choices", ()):
                     piece = choice.get("token_ids") or ()
                     if piece and first is None:
@@ -255,11 +253,11 @@ class EngineClient:
                 details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens", cached)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineProcessError(f"the engine did not answer: {error}") from error
+            raise EngineProcessError(f"no response from the engine: {error}") from error
         finally:
             connection.close()
         if first is None:
-            raise EngineProcessError("the engine sent no token")
+            raise EngineProcessError("the response of the engine has no token")
         return Completion(tuple(tokens), first, time.monotonic() - started, cached)
 
 
@@ -289,7 +287,7 @@ class EngineServer(ManagedProcess, EngineClient):
         while time.monotonic() < deadline:
             if not self.alive():
                 raise EngineProcessError(
-                    f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}"
+                    f"the engine exited with status {self.process.returncode}:\n{self.log_tail()}"
                 )
             try:
                 if self.request("GET", "/health", timeout_seconds=5)[0] == 200:
@@ -305,21 +303,16 @@ def http_request(
     port: int,
     method: str,
     path: str,
-    body: object = None,
     timeout_seconds: float = 60,
     host: str = "127.0.0.1",
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """One HTTP request with an optional JSON body; returns status and body text. Raises
+    """Sends one HTTP request without a body; returns the status and the response's body. Raises
     ``OSError``.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:
-        sent = {
-            **(headers or {}),
-            **({"Content-Type": "application/json"} if body is not None else {}),
-        }
-        connection.request(method, path, json.dumps(body) if body is not None else None, sent)
+        connection.request(method, path, headers=dict(headers or {}))
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     except http.client.HTTPException as error:
@@ -370,29 +363,32 @@ class DrivenEngine(ManagedProcess):
     def call(self, do: str, timeout_seconds: float = 120, **arguments: object) -> Any:
         """One command (see ``engine_driver``) and its answer. Raises ``EngineProcessError``."""
         if self.process.stdin is None:
-            raise EngineProcessError("the engine has no input")
+            raise EngineProcessError("the engine has no standard input")
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self.process.stdin.flush()
         except OSError as error:
-            raise EngineProcessError(f"the engine is gone: {error}\n{self.log_tail()}") from error
+            raise EngineProcessError(
+                f"cannot write to the engine: {error}\n{self.log_tail()}"
+            ) from error
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float) -> Any:
         if self.process.stdout is None:
-            raise EngineProcessError("the engine has no output")
+            raise EngineProcessError("the engine has no standard output")
         deadline = time.monotonic() + timeout_seconds
         descriptor = self.process.stdout.fileno()
         while b"\n" not in self._pending:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise EngineProcessError(
-                    f"no answer within {timeout_seconds:.0f} s:\n{self.log_tail()}"
+                    f"no response from the engine within {timeout_seconds:.0f} s:\n"
+                    f"{self.log_tail()}"
                 )
             piece = os.read(descriptor, 1 << 20)
             if not piece:
                 raise EngineProcessError(
-                    f"the engine ended with status {self.process.wait(30)}:\n{self.log_tail()}"
+                    f"the engine exited with status {self.process.wait(30)}:\n{self.log_tail()}"
                 )
             self._pending += piece
         line, _, self._pending = self._pending.partition(b"\n")

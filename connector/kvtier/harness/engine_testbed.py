@@ -322,7 +322,7 @@ class EngineTestbed:
         self.daemon = ManagedProcess(argv, self.environment(), self.directory / "tierd.log")
         self.wait_for(
             lambda: self._http_address() not in (None, known) and self.status() is not None,
-            "the daemon does not serve",
+            "tierd does not serve",
         )
 
     def restart_daemon(self, number: int) -> None:
@@ -333,7 +333,7 @@ class EngineTestbed:
     def stop_daemon(self, number: int) -> None:
         """Sends the signal ``number`` to the daemon started here and waits until it has exited."""
         if self.daemon is None:
-            raise EngineProcessError("no daemon was started")
+            raise EngineProcessError("no tierd was started")
         self.daemon.signal_group(number)
         self.daemon.process.wait(WAIT_SECONDS)
 
@@ -364,7 +364,7 @@ class EngineTestbed:
             return None
 
     def status(self) -> dict[str, Any] | None:
-        """The daemon's /status, or None while it does not answer."""
+        """The daemon's /status, or None while it does not respond."""
         address = self._http_address()
         if address is None:
             return None
@@ -380,7 +380,7 @@ class EngineTestbed:
         return answer
 
     def daemon_metrics(self) -> dict[str, float]:
-        """The daemon's /metrics; empty while it does not answer."""
+        """The daemon's /metrics; empty while it does not respond."""
         address = self._http_address()
         if address is None:
             return {}
@@ -461,7 +461,7 @@ class EngineTestbed:
         if not self.drive("settle"):
             raise EngineProcessError(f"the engine does not become idle: {self.drive('state')}")
         time.sleep(SNAPSHOT_SECONDS)
-        self.wait_for(self._idle, "stores are still under way")
+        self.wait_for(self._idle, "stores are still in progress")
 
     def _idle(self) -> bool:
         status = self.status()
@@ -506,7 +506,7 @@ class EngineTestbed:
         try:
             return self.drive("connector")
         except (EngineProcessError, OSError, ValueError) as error:
-            return f"does not answer: {error}"
+            return f"does not respond: {error}"
 
     def daemon_pid(self) -> int:
         """Process id of the living daemon."""
@@ -537,7 +537,9 @@ class EngineTestbed:
             if state.endswith(states):
                 return
             if time.monotonic() > deadline:
-                raise EngineProcessError(f"{name} is {state or 'gone'}, never {states}")
+                raise EngineProcessError(
+                    f"{name} is {state or 'unknown'}: must become one of {states}"
+                )
             self.drive("step")
 
     def shared_memory_bytes(self) -> int:

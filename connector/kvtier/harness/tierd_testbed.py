@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ def wait_for(
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_seconds:g} s: {what}")
+            raise TimeoutError(f"timed out after {timeout_seconds:g} s: {what}")
         time.sleep(0.02)
 
 
@@ -131,36 +132,45 @@ class StubEngineProcess:
         self.process.wait(WAIT_SECONDS)
 
 
-class TierdTestbed:
-    """See the module's text. ``daemon``: ``SIDECAR`` (the test starts tierd) or ``ENGINE`` (the
-    stub engine does).
+@dataclass(frozen=True, slots=True)
+class TierdOptions:
+    """The settings of a topology that tests vary.
+
+    ``daemon``: with ``SIDECAR`` the test starts tierd, with ``ENGINE`` the stub engine does.
+    ``file_bytes``: capacity of the file tier; None for no file tier. ``files``: directory of the
+    file tier, by default below the testbed's. ``run_directory``: by default in ``/dev/shm``.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        daemon: Daemon = Daemon.SIDECAR,
-        memory_bytes: int = 4 << 20,
-        file_bytes: int | None = None,
-        run_directory: Path | None = None,
-        persistence: Literal["Process", "Pod"] = "Pod",
-        files: Path | None = None,
-    ) -> None:
+    daemon: Daemon = Daemon.SIDECAR
+    memory_bytes: int = 4 << 20
+    file_bytes: int | None = None
+    run_directory: Path | None = None
+    persistence: Literal["Process", "Pod"] = "Pod"
+    files: Path | None = None
+
+
+class TierdTestbed:
+    """One directory with a topology, the tierd processes that serve it, and their stub engines."""
+
+    def __init__(self, directory: Path, options: TierdOptions | None = None) -> None:
+        options = options or TierdOptions()
         self.directory = directory
         self.topology_directory = directory / "topology"
-        self.files = files or directory / "tier"
+        self.files = options.files or directory / "tier"
         self.run_directory = (
-            run_directory or Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
+            options.run_directory or Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex[:12]}"
         )
         self.log = directory / "tierd.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[StubEngineProcess] = []
         self._stub_engines: list[StubEngine] = []
         tiers: list[TierDocument] = [
-            MemoryTierDocument(name="ram", capacity_bytes=memory_bytes, persistence=persistence)
+            MemoryTierDocument(
+                name="ram", capacity_bytes=options.memory_bytes, persistence=options.persistence
+            )
         ]
         live = {"ram": LiveTier()}
-        if file_bytes is not None:
+        if options.file_bytes is not None:
             self.files.mkdir(parents=True, exist_ok=True)
             tiers.append(
                 FileSystemTierDocument(
@@ -171,13 +181,13 @@ class TierdTestbed:
                     write_threads=2,
                 )
             )
-            live["disk"] = LiveTier(capacity_bytes=file_bytes)
+            live["disk"] = LiveTier(capacity_bytes=options.file_bytes)
         self.live = Live(generation=1, selection=Selection.WEIGHTED, min_load_tokens=0, tiers=live)
         self.topology = Topology(
             structural=Structural(
                 policy=PolicyIdentity(namespace="test", name=directory.name),
                 content_hash="test",
-                daemon=daemon,
+                daemon=options.daemon,
                 run_directory=str(self.run_directory),
                 tiers=tiers,
                 http=HttpEndpoint(port=0),
@@ -234,7 +244,7 @@ class TierdTestbed:
         for process in self._processes:
             if process.pid == pid:
                 process.wait(WAIT_SECONDS)
-        wait_for(lambda: _has_exited(pid), "tierd is gone")
+        wait_for(lambda: _has_exited(pid), "tierd exits")
 
     def tierd_pid(self) -> int:
         """Process id of the tierd that serves or served last; 0: none yet."""
@@ -303,7 +313,7 @@ class TierdTestbed:
         pid = self.tierd_pid()
         if pid not in (0, os.getpid()) and not _has_exited(pid):
             os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: _has_exited(pid), "tierd is gone")
+            wait_for(lambda: _has_exited(pid), "tierd exits")
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
 

@@ -213,15 +213,15 @@ def dead_peer(context: FaultContext, measurements: Measurements) -> None:
     try:
         peer.wait_more("loaded", 2)
     except TimeoutError:
-        measurements.notes.append("the other engine did not start to load")
+        measurements.notes.append("the other engine did not start a load")
     peer.kill()
     context.testbed.stream(context.seconds, measurements)
     if not context.testbed.wait(
         lambda: context.testbed.tierd.pool("quarantined") == 0,
-        "the slots of the dead engine are freed",
+        "the slots of the killed engine are freed",
         90,
     ):
-        measurements.notes.append("slots of the dead engine stay quarantined")
+        measurements.notes.append("slots of the killed engine are still in quarantine")
         measurements.crashes += 1
 
 

@@ -291,6 +291,6 @@ class _EngineFaultTestbed:
         with self.testbed.loads() as loads:
             wrong = int(self.testbed.requests().run(hit) != expected)
         if not loads.tokens:
-            raise TimeoutError("the engine that replaced it loaded nothing")
+            raise TimeoutError("the replacement engine loaded nothing")
         delay, prompt, answer = self._fresh()
         return wrong + (answer != self.plain.tokens(prompt)), 0.0, delay

@@ -277,7 +277,7 @@ class FaultyMount:
                 self.close()
                 raise OSError(
                     errno.ENODEV,
-                    log.read_text(errors="replace").strip()[-300:] or "the mount did not come up",
+                    log.read_text(errors="replace").strip()[-300:] or "the mount is not ready",
                 )
             time.sleep(POLL_SECONDS)
 

@@ -93,7 +93,7 @@ class PeerProcess:
                 self.version, self.setting = str(message["version"]), str(message["setting"])
                 return ""
             return str(message.get("failed") or message)
-        return f"did not start within {seconds:g} s"
+        return f"the process did not start within {seconds:g} s"
 
     def send(self, operation: str, **parts: Any) -> int:
         """Sends a request. Returns the id of its reply."""

@@ -18,7 +18,13 @@ from typing import Self
 from kvtier.config.models import BreakerSettings, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
-from kvtier.harness.tierd_testbed import WAIT_SECONDS, TierdTestbed, environment, wait_for
+from kvtier.harness.tierd_testbed import (
+    WAIT_SECONDS,
+    TierdOptions,
+    TierdTestbed,
+    environment,
+    wait_for,
+)
 from kvtier.store.types import RAM_BITS
 
 MIB = 1 << 20
@@ -59,10 +65,12 @@ class SkewedTestbed(TierdTestbed):
     def __init__(self, directory: Path, files: Path, faults_file: Path | None) -> None:
         super().__init__(
             directory,
-            memory_bytes=MEMORY_BYTES,
-            file_bytes=CAPACITY_BYTES,
-            files=files,
-            persistence="Process",
+            TierdOptions(
+                memory_bytes=MEMORY_BYTES,
+                file_bytes=CAPACITY_BYTES,
+                files=files,
+                persistence="Process",
+            ),
         )
         self._faults_file = faults_file
 
@@ -99,8 +107,10 @@ class SkewedTestbed(TierdTestbed):
 
 
 class FaultTestbed:
-    """See the module's text. ``files``: the directory of the file tier as the daemon sees it.
-    ``below``: the same directory without the faults.
+    """One tierd, its storage and one stub engine, for one fault.
+
+    ``files``: the directory of the file tier as tierd sees it. ``below``: the same directory
+    without the faults.
     """
 
     def __init__(

@@ -87,25 +87,33 @@ class _Prefix:
             del values[length:]
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectSources:
+    """Where promotions find objects: in RAM, among the recovered objects of the previous tierd, and
+    in secondary tiers, from which ``reads`` brings them into RAM."""
+
+    resident: ResidentObjects
+    recovered: RecoveredObjects
+    tiers: SecondaryTiers
+    reads: TierReads
+
+
 class Promotions:
     """All promotions of all engines."""
 
     def __init__(
         self,
         context: StoreContext,
-        resident: ResidentObjects,
-        tiers: SecondaryTiers,
+        sources: ObjectSources,
         allocator: SlotAllocator,
-        reads: TierReads,
-        recovered: RecoveredObjects,
         planner: LoadPlanner,
     ) -> None:
         self._context = context
-        self._resident = resident
-        self._tiers = tiers
+        self._resident = sources.resident
+        self._recovered = sources.recovered
+        self._tiers = sources.tiers
+        self._reads = sources.reads
         self._allocator = allocator
-        self._reads = reads
-        self._recovered = recovered
         self._planner = planner
 
     def begin(
@@ -328,7 +336,7 @@ class Promotions:
     def key_arrived(
         self, promotion: Promotion, position: int, entry: Entry, tier_index: int
     ) -> None:
-        """A key is in RAM."""
+        """Handles a key that has arrived in RAM."""
         if promotion.reads.pop(position, None) is None and position not in promotion.verifying:
             return
         promotion.verifying.discard(position)
@@ -338,7 +346,7 @@ class Promotions:
         self._continue(promotion)
 
     def key_lost(self, promotion: Promotion, position: int, reason: str) -> None:
-        """A key cannot be provided. The keys after it are of no use."""
+        """Gives up a key that cannot be provided, and the keys after it."""
         if promotion.reads.pop(position, None) is None and position not in promotion.verifying:
             return
         if position in promotion.verifying:

@@ -5,7 +5,7 @@ recovered object is resident like any other and may be evicted, but it is announ
 ``UNVERIFIED_BIT``: it is verified on first use, by a promotion that waits for the checksum as it
 would wait for a read. If verification fails, the object is dropped.
 
-``OrphanedReads`` quarantines slots that a thread of a dead tierd may still be reading into. The
+``OrphanedReads`` quarantines slots that a thread of an earlier tierd may still be reading into. The
 kernel keeps such a thread until its mount answers.
 
 Only the store's thread uses this module, except ``_hash``.
@@ -34,21 +34,21 @@ VERIFY_LANE = "verify"
 """A lane separate from "hash": a load never waits behind checksums of stores."""
 RESTORED_PER_PUMP = 16_384
 """Recovered objects per ``restore_next``: about a tenth of a second."""
-ORPHAN_OWNER = "a dead tierd"
+ORPHAN_OWNER = "previous tierd"
 """``Slot.owner`` of orphaned reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRecovery:
-    """The pool's previous life, and what the next one needs to know of this one.
+    """What a tierd takes over from the previous one, and what it records for the next one.
 
     * ``fenced``: workers of the previous tierd may still write into the pool. Nothing is touched
       until ``unfence``.
     * ``slot_table``: names the recovered objects, and records the objects of this tierd for the
       next one.
     * ``read_log``: records the slots that are being read into.
-    * ``orphaned_reads``: slots that a thread of a dead tierd may still be reading into, by the name
-      of that tierd.
+    * ``orphaned_reads``: slots that a thread of an earlier tierd may still be reading into, by the
+      name of that tierd.
     """
 
     fenced: bool = False
@@ -58,7 +58,7 @@ class PoolRecovery:
 
 
 class OrphanedReads:
-    """Slots that threads of dead tierds may still be reading into, by the name of the tierd."""
+    """Slots that threads of earlier tierds may still be reading into, by the name of the tierd."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class OrphanedReads:
         self._locations.clear()
 
     def release(self, name: str) -> None:
-        """Frees the slots of a dead tierd whose last thread has ended."""
+        """Frees the slots of an earlier tierd whose last thread has ended."""
         self._locations.pop(name, None)
         slots = self._slots.pop(name, [])
         for slot in slots:

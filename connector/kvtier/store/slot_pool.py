@@ -82,8 +82,8 @@ class SlotPool:
             segment.kind.free[slot.offset] = slot
 
     def restore(self, location: SlotLocation) -> Slot | None:
-        """The slot at this location, in state COMMITTED, in the segment that it belonged to in the
-        pool's previous life. None if that conflicts with existing segments or exceeds the pool."""
+        """The slot at this location, in state COMMITTED, in the segment that it belonged to under
+        the previous tierd. None if that conflicts with existing segments or exceeds the pool."""
         slot_bytes, segment_slots = location.slot_bytes, location.segment_slots
         segment_start, offset = location.segment_start, location.offset
         if (

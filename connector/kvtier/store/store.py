@@ -29,7 +29,7 @@ from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.promotion import Promotions
+from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers, TierSnapshot
 from kvtier.store.selection import LoadPlanner
@@ -63,7 +63,7 @@ def _identify(entry: Entry) -> Hashable:
 
 
 class TierStore:
-    """The store. See the module for who may call it, and when."""
+    """The node's store of KV objects. The module describes who may call it, and when."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TierStore:
     ) -> None:
         """``memory``: the whole pool, writable; None if no bytes are needed. ``tiers``: the
         secondary tiers in the order of the topology, not open; the store opens them on their
-        "maintain" lanes. ``recovery``: the pool's previous life."""
+        "maintain" lanes. ``recovery``: what the previous tierd left in the pool."""
         recovery = recovery or PoolRecovery()
         view = None if memory is None else memoryview(memory).cast("B")
         context = self._context = StoreContext(runtime, view, recovery.slot_table)
@@ -106,9 +106,8 @@ class TierStore:
         self._orphans = OrphanedReads(context, pool, recovery.orphaned_reads)
         self._recovered = RecoveredObjects(context, pool, resident, index, self._writes)
         self._planner = LoadPlanner(context, self._tiers, self._memory_name, live)
-        self._promotions = Promotions(
-            context, resident, self._tiers, self._allocator, reads, self._recovered, self._planner
-        )
+        sources = ObjectSources(resident, self._recovered, self._tiers, reads)
+        self._promotions = Promotions(context, sources, self._allocator, self._planner)
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
@@ -121,7 +120,7 @@ class TierStore:
     # Recovery.
 
     def unfence(self) -> None:
-        """Every worker of the pool's previous tierd has drained or is dead: the pool may be
+        """Every worker of the pool's previous tierd has drained or exited: the pool may be
         used."""
         self._orphans.quarantine()
         if self._slot_table is not None:
@@ -134,7 +133,7 @@ class TierStore:
         self._checksummer.run()
 
     def release_orphaned_reads(self, name: str) -> None:
-        """The last thread of this dead tierd has ended: the slots that it was reading into are
+        """The last thread of this earlier tierd has ended: the slots that it was reading into are
         free."""
         self._orphans.release(name)
 
@@ -174,7 +173,7 @@ class TierStore:
         self._engines.confirm_dead(engine)
 
     def reset_engine(self, engine: str, namespace: str) -> None:
-        """The engine's weights have changed. From here on its objects belong to ``namespace`` and
+        """Handles a change of the engine's weights: later objects belong to ``namespace`` and
         stay in RAM only.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.

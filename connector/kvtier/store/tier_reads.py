@@ -32,7 +32,7 @@ CHARGE_DELAY_SECONDS = 0.05
 
 
 def _fail_unlogged() -> None:
-    raise TierMissError("the read is not started: the run directory has no room to log it")
+    raise TierMissError("read not started: the run directory has no room to record it")
 
 
 class TierReads:
@@ -188,7 +188,7 @@ class TierReads:
         self._tiers.note_late_read(read.secondary)
 
     def _time_out(self, read: Read) -> None:
-        """The tier's time limit for this read has passed."""
+        """Handles a read whose time limit has passed."""
         read.timer = None
         self._context.count("tier_reads_timed_out", read.secondary.name)
         self.charge_tier(read)

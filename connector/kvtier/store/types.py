@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 
 
 class IoExecutor(Protocol):
-    """Runs calls that may block, possibly forever.
+    """Runs calls that may block, possibly indefinitely.
 
     Lanes ("read:<tier>", "write:<tier>", "hash") are independent. Within a lane, calls start in
     order as threads become free.

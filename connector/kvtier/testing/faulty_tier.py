@@ -112,23 +112,23 @@ class FaultyTier(Tier):
         self.inner.close()
 
     def configure(self, limits: TierLimits) -> None:
-        """Passed on."""
+        """Passes the call on without a fault."""
         self.inner.configure(limits)
 
     def contains(self, ref: ObjectRef) -> bool:
-        """Passed on."""
+        """Passes the call on without a fault."""
         return self.inner.contains(ref)
 
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """Passed on."""
+        """Passes the call on without a fault."""
         return self.inner.keys(namespace)
 
     def usage(self) -> TierUsage:
-        """Passed on."""
+        """Passes the call on without a fault."""
         return self.inner.usage()
 
     def touch(self, ref: ObjectRef) -> None:
-        """Passed on."""
+        """Passes the call on without a fault."""
         self.inner.touch(ref)
 
     def probe(self, ref: ObjectRef) -> bool:
@@ -166,7 +166,7 @@ class FaultyTier(Tier):
         self.inner.check()
 
     def describe_namespace(self, namespace: str, text: str) -> None:
-        """Passed on to tiers that store descriptions."""
+        """Passes the call on to tiers that store descriptions."""
         describe = getattr(self.inner, "describe_namespace", None)
         if describe is not None:
             describe(namespace, text)

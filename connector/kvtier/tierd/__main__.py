@@ -43,13 +43,13 @@ def parser() -> argparse.ArgumentParser:
         help="run directory (default: the one in the structural document)",
     )
     found.add_argument(
-        "--spawned-by-engine", action="store_true", help="exit when no engine is attached"
+        "--spawned-by-engine", action="store_true", help="exit once no engine is attached"
     )
     found.add_argument(
         "--spawner",
         type=_process,
         metavar="PID:START",
-        help="process that started tierd, with its start time",
+        help="process that started tierd: its id, and its start time in clock ticks since boot",
     )
     found.add_argument(
         "--structural",
@@ -66,14 +66,17 @@ def parser() -> argparse.ArgumentParser:
         f"(default: ${TOKEN_VARIABLE})",
     )
     found.add_argument(
-        "--data-bytes", type=int, metavar="N", help="memory limit beside the host pool"
+        "--data-bytes",
+        type=int,
+        metavar="N",
+        help="memory limit in bytes, not counting the host pool (default: no limit)",
     )
     found.add_argument(
         "--drain-seconds",
         type=float,
         default=DRAIN_SECONDS,
         metavar="S",
-        help="time for writing pending stores at shutdown (default: %(default)s)",
+        help="seconds for writing pending stores at shutdown (default: %(default)s)",
     )
     found.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     found.add_argument("--version", action="version", version=__version__)
@@ -99,7 +102,7 @@ def run(options: DaemonOptions) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = None) -> int:
-    """The command. ``wrap_tier`` wraps each secondary tier (``kvtier.testing``)."""
+    """Runs the command. ``wrap_tier`` wraps each secondary tier (``kvtier.testing``)."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=given.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     return run(

@@ -140,7 +140,7 @@ class Outbox:
                 return
             queue = self._queues[route] = _Queue(now)
         if len(queue.messages) >= QUEUE_MESSAGES:
-            self._fail(route, f"{QUEUE_MESSAGES} messages are unread")
+            self._fail(route, f"the session has {QUEUE_MESSAGES} unread messages")
             return
         queue.messages.append(data)
 
@@ -153,7 +153,9 @@ class Outbox:
             if not queue.messages:
                 self._queues.pop(route, None)
             elif now - queue.progress_at > SESSION_TIMEOUT_SECONDS:
-                self._fail(route, f"it read nothing for {SESSION_TIMEOUT_SECONDS:g} s")
+                self._fail(
+                    route, f"the session has read no message for {SESSION_TIMEOUT_SECONDS:g} s"
+                )
 
     def forget(self, route: bytes) -> None:
         """Drops the queue of a session."""
@@ -171,7 +173,7 @@ class Outbox:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            reason = "its connection is closed" if error.errno == errno.EHOSTUNREACH else str(error)
+            reason = "the connection is closed" if error.errno == errno.EHOSTUNREACH else str(error)
             self._fail(route, reason)
         return True
 

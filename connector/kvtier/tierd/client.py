@@ -59,7 +59,7 @@ _log = logging.getLogger("kvtier.tierd.client")
 
 
 class ClientState(Enum):
-    """See the module. ``REFUSED``: tierd has refused the session."""
+    """The state of a client, as the module describes. ``REFUSED``: tierd refused the session."""
 
     ABSENT = "absent"
     GREETING = "greeting"
@@ -196,7 +196,7 @@ class TierdClient:
         return accepted
 
     def reattach(self, drained_epoch: int) -> None:
-        """After a loss: attach again, as this process has drained up to ``drained_epoch``."""
+        """Allows the client to reattach: this process has drained up to ``drained_epoch``."""
         with self._lock:
             self._drained_epoch = max(self._drained_epoch, drained_epoch)
             # A second call must not count for the next loss.
@@ -307,7 +307,7 @@ class TierdClient:
         try:
             self._connection = Connection(self._context, self._endpoint)
         except zmq.ZMQError as error:
-            _log.error("%s: %s", self._endpoint, error)
+            _log.error("cannot connect to %s: %s", self._endpoint, error)
             self._retry_later(now)
             return
         self._last_received_at = now
@@ -322,7 +322,7 @@ class TierdClient:
             return False
         if not self.counters["foreign"]:
             _log.warning(
-                "other users may write to %s: serving without tiers",
+                "serving without tiers: other users may write to %s",
                 self._run_directory,
             )
         self.counters["foreign"] += 1
@@ -336,7 +336,7 @@ class TierdClient:
         except Exception as error:  # noqa: BLE001
             # A bug of the caller must not end the thread.
             self.counters["callback_failed"] += 1
-            _log.exception("hello failed: %s", error)
+            _log.exception("cannot build the Hello message: %s", error)
             self._retry_later(now)
             return
         if self._drained_epoch > hello.drained_epoch:
@@ -345,7 +345,7 @@ class TierdClient:
             if not connection.send(encode(hello)):
                 return
         except zmq.ZMQError as error:
-            _log.warning("cannot send hello: %s", error)
+            _log.warning("cannot send the Hello message: %s", error)
             self._retry_later(now)
             return
         self.state = ClientState.GREETING
@@ -354,7 +354,7 @@ class TierdClient:
 
     def _send_queued(self, connection: Connection, now: float) -> None:
         if self._overflow:
-            self._session_lost("the queue towards it is full")
+            self._session_lost("the send queue is full")
             return
         try:
             while self._outgoing and connection.send(self._outgoing[0]):
@@ -374,7 +374,7 @@ class TierdClient:
         except Exception as error:  # noqa: BLE001
             # As in ``_call``.
             self.counters["callback_failed"] += 1
-            _log.exception("making a heartbeat failed: %s", error)
+            _log.exception("cannot build a heartbeat: %s", error)
             return Heartbeat()
 
     def _receive(self, connection: Connection) -> None:
@@ -432,7 +432,7 @@ class TierdClient:
             # A bug of the caller must not end the heartbeats: tierd would take the process for
             # lost.
             self.counters["callback_failed"] += 1
-            _log.exception("a callback failed: %s", error)
+            _log.exception("unexpected error in a callback: %s", error)
 
     def _session_lost(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED
@@ -449,7 +449,7 @@ class TierdClient:
         self._retry_at = self._clock() + self._retry_seconds
         self.counters["lost"] += 1
         if not self._closing:
-            _log.warning("lost tierd: %s", reason)
+            _log.warning("lost the session with tierd: %s", reason)
             self._call(lambda: self._on_lost(reason))
 
     def _rejected(self, reason: str) -> None:
@@ -464,7 +464,7 @@ class TierdClient:
             self.state = ClientState.WAITING if was_attached else ClientState.REFUSED
         self._retry_at = self._clock() + self._options.refused_retry_seconds
         self.counters["refused"] += 1
-        _log.warning("tierd refused the session, serving without tiers: %s", reason)
+        _log.warning("serving without tiers: tierd refused the session: %s", reason)
         if not was_attached:
             self._call(lambda: self._sink(SessionRefused(reason=reason)))
 

@@ -168,7 +168,7 @@ class TierDaemon:
         try:
             lock = self._take_lock()
             if lock is None:
-                _log.info("another tierd runs in %s", run.path)
+                _log.info("exiting: another tierd runs in %s", run.path)
                 return EXIT_ANOTHER_LIVES
             self._epoch = run.read_epoch()
             self._next_epoch()
@@ -224,10 +224,12 @@ class TierDaemon:
             self._pool_start = PoolAllocation(run, self._topology.structural, loop.wake)
             self._live_config.poll()
             self._live_config.start()
-            _log.info("tierd %s serves %s, epoch %d", __version__, run.path, self._epoch)
+            _log.info(
+                "tierd %s serves run directory %s, epoch %d", __version__, run.path, self._epoch
+            )
             self._run_loop(loop, lock, fence)
             self._count_dropped(loop)
-            loop.close("tierd stops")
+            loop.close("tierd is stopping")
         finally:
             self._close_parts()
             socket.close(_FLUSH_MILLISECONDS)
@@ -277,7 +279,9 @@ class TierDaemon:
             ),
         )
         if fenced:
-            _log.info("fenced: waiting for %d workers of earlier epochs", len(fence.waiting))
+            _log.info(
+                "fenced the pool: %d workers of earlier epochs have not drained", len(fence.waiting)
+            )
         names = (
             memory_document(self._topology.structural).name,
             *(tier.name for tier in self._built.tiers),
@@ -299,7 +303,7 @@ class TierDaemon:
             loop.dispatcher.store.release_orphaned_reads(each.path.name)
 
     def _unfence(self, store: TierStore) -> None:
-        _log.info("unfenced: every worker of earlier epochs has drained or is gone")
+        _log.info("unfenced the pool: every worker of earlier epochs has drained or exited")
         store.unfence()
 
     def _describe_namespace(self, namespace: str, canonical: str) -> None:
@@ -318,7 +322,7 @@ class TierDaemon:
     def _on_described(self, _result: object, error: BaseException | None) -> None:
         if error is not None:
             self._counters.add("namespace_descriptions_failed")
-            _log.warning("cannot write namespace description: %s", error)
+            _log.warning("cannot write the description of a namespace: %s", error)
 
     def _apply_live(self, loop: ServerLoop) -> None:
         live = self._live_config.live
@@ -349,7 +353,7 @@ class TierDaemon:
         if self._empty_since is None:
             self._empty_since = now
         if not sessions.had_any:
-            # An engine may take minutes to attach, unless it is gone.
+            # An engine may take minutes to attach, unless it has exited.
             spawner = self._options.spawner
             gone = (
                 os.getppid() != self._parent
@@ -374,13 +378,10 @@ class TierDaemon:
         return not pending or now - self._progress[1] > STALLED_SECONDS
 
     def _count_dropped(self, loop: ServerLoop) -> None:
-        session_removed = 0 if loop.dispatcher is None else loop.dispatcher.store.pending_stores()
-        if session_removed:
-            self._counters.add("stores_dropped_at_end", "", "", session_removed)
-            _log.warning(
-                "%d pending stores are session_removed: there is no time left to write them",
-                session_removed,
-            )
+        pending = 0 if loop.dispatcher is None else loop.dispatcher.store.pending_stores()
+        if pending:
+            self._counters.add("stores_dropped_at_end", "", "", pending)
+            _log.warning("dropped %d pending stores: the time for writing them has passed", pending)
 
     # Reporting.
 
@@ -425,7 +426,7 @@ def _close_all(tiers: Sequence[Tier]) -> None:
         try:
             tier.close()
         except KVTierError as error:
-            _log.warning("tier %s: %s", tier.name, error)
+            _log.warning("cannot close tier %s: %s", tier.name, error)
 
     threads = [
         threading.Thread(target=close, args=(tier,), name=f"kvtier-close-{tier.name}", daemon=True)

@@ -1,7 +1,7 @@
 """Between sessions and store: turns engine messages into store calls, and store events into
 messages.
 
-For the loop's thread. It knows no sockets: ``send`` sends a message to a route.
+Only the loop's thread uses it. It has no socket: ``send`` sends a message to a route.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Dispatcher:
         self._engines: dict[str, EngineSessions] = {}
 
     def stop_reservations(self) -> None:
-        """From here on reservations are counted and ignored."""
+        """Stops new stores: later reservations are counted and ignored."""
         self._stopping = True
 
     # Engines.
@@ -86,12 +86,12 @@ class Dispatcher:
         """Opens an engine in the store and announces it to its members. Raises ``KVTierError``."""
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
-            raise KVTierError("the engine is not described")
+            raise KVTierError("the engine has no description")
         largest = max(info.slot_bytes)
         if largest > self._pool_bytes:
             raise KVTierError(
                 f"the memory tier is too small: an object has {largest} bytes, "
-                f"the host pool {self._pool_bytes}"
+                f"the host pool has {self._pool_bytes}"
             )
         self._publish(self.store.take_events(), now)
         self.store.open_engine(info)
@@ -107,7 +107,7 @@ class Dispatcher:
         self.store.close_engine(engine.name, proven, expires=False)
 
     def session_removed(self, route: bytes) -> None:
-        """A session has ended."""
+        """Handles the end of a session."""
         self._publisher.stop(route)
 
     def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:

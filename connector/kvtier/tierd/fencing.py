@@ -1,4 +1,4 @@
-"""What a new tierd must not touch yet: slots that workers or threads of its predecessors may still
+"""Fencing: keeps a new tierd away from slots that workers or threads of earlier tierds may still
 access.
 
 **Workers.** Each attached worker has a file in ``sessions/``, written before its ``Welcome`` and
@@ -18,7 +18,7 @@ that the read was given. Each tierd therefore records the slots it reads into::
 A lock that can be taken proves that those reads have ended, also between containers, where process
 ids mean nothing.
 
-Everything here belongs to the loop's thread.
+Only the loop's thread uses this module.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class SessionFiles:
         replace_file(self._path(worker), json.dumps(document).encode(), self._mode)
 
     def remove(self, worker: AttachedWorker) -> None:
-        """The worker no longer accesses slots of its epoch."""
+        """Removes the file of a worker that no longer accesses slots of its epoch."""
         try:
             self._path(worker).unlink(missing_ok=True)
         except OSError as error:
-            # The next tierd waits for it and finds that it is gone.
-            _log.warning("cannot remove session file: %s", error)
+            # The next tierd waits for it and finds that it has exited.
+            _log.warning("cannot remove a session file: %s", error)
 
     def read(self) -> list[AttachedWorker]:
-        """All of them. An unreadable file counts as a worker whose process cannot be observed."""
+        """All recorded workers. An unreadable file counts as an unobservable worker."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             if path.name.startswith(_TEMPORARY_PREFIX):
@@ -111,7 +111,7 @@ class SessionFiles:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 _log.error(
-                    "cannot read session file %s: %s; waiting for its worker until the timeout",
+                    "cannot read session file %s: %s; fencing until the timeout",
                     path,
                     error,
                 )
@@ -144,7 +144,7 @@ class StartupFence:
         return bool(self.waiting)
 
     def worker_attached(self, worker: AttachedWorker, drained_epoch: int) -> None:
-        """A worker attaches and has drained up to an epoch."""
+        """Notes that a worker attached and has drained up to an epoch."""
         self._resolve(
             lambda other: (
                 other.engine == worker.engine
@@ -192,8 +192,8 @@ class ReadLogFile:
         directory = run_directory / READS_DIRECTORY_NAME
         directory.mkdir(exist_ok=True)
         self.path = directory / str(epoch)
-        # Never closed before the process ends: every thread holds it open, and the last one lets go
-        # of the lock.
+        # Never closed before the process ends: every thread holds it open, and the lock is
+        # released with the last one.
         self._descriptor = open_shared(self.path, os.O_RDWR | os.O_CREAT, mode)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(self._descriptor, 0)
@@ -201,7 +201,7 @@ class ReadLogFile:
         self._free: list[int] = []
 
     def begin(self, place: SlotLocation) -> bool:
-        """Records a read into this slot. False: it is not recorded and must not start."""
+        """Records a read into this slot. False: the read is not recorded and must not start."""
         number = self._free.pop() if self._free else len(self._numbers)
         data = _READ_RECORD.pack(
             place.offset, place.slot_bytes, place.segment_start, place.segment_slots
@@ -218,7 +218,7 @@ class ReadLogFile:
 
     def end(self, offset: int) -> None:
         """The read ended. If the record cannot be erased, the next tierd loses the slot until this
-        process is gone."""
+        process has exited."""
         number = self._numbers.pop(offset, None)
         if number is not None:
             with contextlib.suppress(OSError):
@@ -255,7 +255,7 @@ def find_orphaned_reads(run_directory: Path, own: Path | None = None) -> list[Or
             continue
         places = _read_places(path)
         _log.warning(
-            "a thread of a previous tierd hangs in a read; its %d slots are not used", len(places)
+            "quarantined %d slots: a thread of an earlier tierd hangs in a read", len(places)
         )
         found.append(OrphanedReadsFile(path, places))
     return found

@@ -10,7 +10,7 @@ Beside the pool, a tierd leaves in the run directory what the next one needs to 
     slots            the slot table (kvtier/store/slot_table.py)
     namespaces/      <namespace>.json: the canonical text of each namespace in the table
 
-With ``persistence: Process`` neither exists, and files of a previous life are removed.
+With ``persistence: Process`` neither exists, and files of an earlier tierd are removed.
 
 ``PoolAllocation`` does all this on its own thread, because allocating a hundred gigabytes takes a
 while.
@@ -131,7 +131,7 @@ class PoolFile:
             self._mapping.close()
         except BufferError:
             # A read that hangs in a dead mount uses its slot; the mapping ends with the process.
-            _log.debug("the pool stays mapped: an I/O thread uses it")
+            _log.debug("the host pool stays mapped: an I/O thread uses it")
 
 
 def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> int:
@@ -159,7 +159,7 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
             continue
         done += length
     if done < MIN_POOL_BYTES:
-        raise OSError(errno.ENOSPC, f"no room for a pool of at least {MIN_POOL_BYTES} bytes")
+        raise OSError(errno.ENOSPC, f"no room for a host pool of at least {MIN_POOL_BYTES} bytes")
     return done
 
 
@@ -219,7 +219,7 @@ def open_table(
         return None
     if table.recovered or table.rejected:
         _log.info(
-            "recovered %d objects of the previous tierd, rejected records by reason: %s",
+            "recovered %d objects of the previous tierd; rejected records by reason: %s",
             len(table),
             dict(table.rejected),
         )

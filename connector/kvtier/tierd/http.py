@@ -37,7 +37,7 @@ _log = logging.getLogger("kvtier.tierd")
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A response."""
+    """One HTTP response."""
 
     status: int
     content_type: str
@@ -162,7 +162,7 @@ class HttpServer:
         try:
             return route(), method == b"GET"
         except Exception as error:  # noqa: BLE001
-            # A bug in a report must not look like a daemon that is gone.
+            # A bug in a report must not look like a tierd that has exited.
             _log.exception("http: %s failed: %s", target, error)
             return text_response(500, "internal error; see the log"), method == b"GET"
 

@@ -101,11 +101,9 @@ class LiveConfigWatcher:
         changed = ""
         try:
             if load_structural(self._structural_path) != self._structural:
-                changed = (
-                    "the structural document was changed, which takes effect only in a new pod"
-                )
+                changed = "the structural document has changed; the change applies to new pods only"
         except ConfigurationError as error:
-            changed = f"the structural document was changed and is invalid: {error}"
+            changed = f"the structural document has changed and is invalid: {error}"
         if changed and changed != self.structural_changed:
             _log.warning("%s", changed)
         self.structural_changed = changed

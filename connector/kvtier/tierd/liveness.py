@@ -1,4 +1,4 @@
-"""Locks that prove to other containers that a process is gone.
+"""Locks that prove to other containers that a process has exited.
 
 Process ids of another pid namespace have no meaning here. Each engine process therefore holds a
 lock on a file in ``peers/`` and names the file in its ``Hello``; tierd tries the lock. The kernel
@@ -91,7 +91,7 @@ def hold_peer_lock(run_directory: Path) -> str:
             name, descriptor = _take(run_directory / PEERS_NAME)
         except OSError as error:
             _log.warning(
-                "cannot take a lock in %s: %s; the end of this process will be noticed later",
+                "cannot take a lock in %s: %s; tierd will detect the end of this process late",
                 run_directory,
                 error,
             )
@@ -157,7 +157,8 @@ def is_lock_held(directory: Path, name: str) -> bool | None:
 
 
 class PeerLiveness:
-    """``liveness_of`` for processes that may be in other containers. For the loop's thread."""
+    """``liveness_of`` for processes that may be in other containers. Only the loop's thread uses
+    it."""
 
     def __init__(
         self,

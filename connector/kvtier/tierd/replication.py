@@ -44,7 +44,7 @@ class _ReplicaState:
 
 
 class ReplicaPublisher:
-    """All schedulers, by the route of their session. For the loop's thread.
+    """All schedulers, by the route of their session. Only the loop's thread uses it.
 
     ``presence(namespace)`` is a snapshot of the store. ``acknowledge_eviction(token)`` tells the
     store that every scheduler has acknowledged a notice. ``usable_bits()``: bits of the tiers that
@@ -78,13 +78,14 @@ class ReplicaPublisher:
         self._start_snapshot(replica)
 
     def stop(self, route: bytes) -> None:
-        """The scheduler is gone; its acknowledgements are not awaited."""
+        """Ends the replica of a scheduler that has detached or exited. Its acknowledgements are not
+        awaited."""
         self._replicas.pop(route, None)
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
             self.acknowledge(route, token)
 
     def presence_changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
-        """Bits of a key were set or cleared."""
+        """Queues a change of a key's bits."""
         pending = self._pending.setdefault(namespace, {})
         added, removed = pending.get(key, (0, 0))
         pending[key] = (
@@ -92,12 +93,12 @@ class ReplicaPublisher:
         )
 
     def usable_tiers_changed(self) -> None:
-        """The tiers that may be used have changed."""
+        """Queues a change of the tiers that may be used."""
         for route in self._replicas:
             self._send(route, Usable(bits=self._usable_bits()))
 
     def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
-        """Keys are about to be evicted from RAM."""
+        """Queues a notice that keys are about to be evicted from RAM."""
         self.flush()
         routes = {
             route for route, replica in self._replicas.items() if replica.namespace == namespace
@@ -111,7 +112,7 @@ class ReplicaPublisher:
             self._emit(route, self._replicas[route], message)
 
     def acknowledge(self, route: bytes, token: int) -> None:
-        """A scheduler no longer offers the keys of this notice."""
+        """Notes that a scheduler no longer uses the keys of this notice."""
         found = self._tokens.get(token)
         if found is None:
             return

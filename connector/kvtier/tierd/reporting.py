@@ -249,8 +249,8 @@ class Reporter:
             found.append(
                 StatusCondition(
                     "Draining",
-                    "the pod is terminating: no further stores are accepted"
-                    ", pending ones are written",
+                    "the pod is terminating: new stores are rejected, and pending stores are "
+                    "written to secondary tiers",
                 )
             )
         if inputs.live_config.refusals:

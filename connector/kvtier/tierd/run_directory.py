@@ -46,9 +46,9 @@ SESSIONS_NAME = "sessions"
 PREFIX = "kvtier-"
 MARKER = b"kvtier run directory\n"
 SHARED_MARKER = b"kvtier run directory of a pod\n"
-"""Content of ``alive``. Only a directory with ``MARKER`` is ever removed. A pod's directory has the
-other one: between two lives of the sidecar's tierd no process may hold the lock, and the pool must
-survive."""
+"""Content of ``alive``. Only a directory with ``MARKER`` is ever removed. A pod's directory has
+``SHARED_MARKER``: while the sidecar restarts tierd, possibly no process holds the lock, and the
+pool must survive."""
 MAX_SOCKET_PATH_BYTES = 107
 MAX_EPOCH = 1 << 62
 """More than can ever be counted, and small enough for a message."""
@@ -144,7 +144,7 @@ class RunDirectory:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    None, "another process keeps removing the directory", str(self.path)
+                    None, "another process keeps removing the run directory", str(self.path)
                 )
             time.sleep(0.01)
 
@@ -238,7 +238,7 @@ class RunDirectory:
             if not self._holder_exited(path):
                 return False
             path.unlink(missing_ok=True)
-            _log.warning("a thread of the previous tierd hangs: discarded its lock")
+            _log.warning("discarded the lock of the previous tierd: one of its threads hangs")
             return True
         finally:
             discard_lock.close()
@@ -293,7 +293,9 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             # A reused epoch would count as drained, so continue with a number that no counter has
             # reached.
-            _log.error("cannot read %s: %s; skipping epochs", self.path / EPOCH_NAME, error)
+            _log.error(
+                "cannot read %s: %s; continuing with a higher epoch", self.path / EPOCH_NAME, error
+            )
             return time.time_ns() // 1_000_000
 
     def write_epoch(self, epoch: int) -> None:

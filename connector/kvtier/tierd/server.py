@@ -95,7 +95,7 @@ class ServerLoop:
         self.sessions = Sessions(self, dependencies, counters, timeouts)
         self.hits = HitCounters()
         self.dispatcher: Dispatcher | None = None
-        """Of the open store; None while the pool is being allocated."""
+        """The dispatcher of the open store; None while the pool is being allocated."""
         self.pool_error = ""
         """Why the pool could not be allocated; empty: it is allocated, or being allocated."""
         self._stopping = False
@@ -141,7 +141,7 @@ class ServerLoop:
             self.dispatcher.stop_reservations()
 
     def pool_failed(self, reason: str) -> None:
-        """The pool could not be allocated: refuses every session with the reason."""
+        """Refuses every session with the reason why the pool could not be allocated."""
         self.pool_error = reason
         waiting, self._waiting_for_pool = self._waiting_for_pool, {}
         for route in waiting:
@@ -230,7 +230,7 @@ class ServerLoop:
 
     def _undecodable(self, route: bytes, error: Exception, now: float) -> None:
         self._counters.add("protocol_violations", "", "undecodable")
-        _log.error("cannot decode message: %s", error)
+        _log.error("cannot decode a message: %s", error)
         session = self.sessions.get(route)
         if session is None:
             self.send(
@@ -240,7 +240,7 @@ class ServerLoop:
                 ),
             )
         else:
-            self.sessions.unreachable(session, now, "it sent a message that cannot be decoded")
+            self.sessions.unreachable(session, now, "a message from it cannot be decoded")
 
     def _handle(self, route: bytes, message: FromEngine, now: float) -> None:
         if isinstance(message, Hello):
@@ -283,8 +283,7 @@ class ServerLoop:
             self.send(
                 route,
                 SessionRefused(
-                    reason="too many processes wait for the host pool: at most "
-                    f"{MAX_WAITING_FOR_POOL}"
+                    reason=f"{MAX_WAITING_FOR_POOL} processes are already waiting for the host pool"
                 ),
             )
 

@@ -6,7 +6,7 @@ drain, and attach again.
 
 Every opening has its own epoch, larger than all before. A store that was planned before a loss
 therefore names an epoch without workers, even if tierd did not restart; and "drained to epoch N"
-refers to the previous life of this engine.
+refers to the previous opening of this engine.
 
 Proof that a worker no longer touches slots is one of: its ``Bye``; a ``Hello`` of the same process
 that has drained the epoch; the end of its process. Without proof its slots stay in quarantine: as
@@ -17,7 +17,7 @@ Cases of ``hello``:
 
 1. the version differs or the description is invalid: refused;
 2. the member is attached, in the same process: it reattaches, and an open engine closes first;
-3. the member is attached in a process that is gone: the loss is handled first, then case 5;
+3. the member is attached in a process that has exited: the loss is handled first, then case 5;
 4. the member is attached in another process that lives: refused;
 5. the engine is ending, because a member has sent ``Bye``: it closes, and a new one forms;
 6. otherwise it joins the forming engine, which opens with its last member.
@@ -67,7 +67,7 @@ class Session:
 
     @property
     def title(self) -> str:
-        """For logs."""
+        """Description for logs."""
         role = "scheduler" if self.is_scheduler else f"rank {self.hello.rank}"
         return f"{self.hello.engine} {role} (process {self.hello.pid})"
 
@@ -258,15 +258,15 @@ class Sessions:
                 self._reattach(engine, there, hello, now)
                 engine = self._engines.get(hello.engine)
             elif self._liveness(there.process) is Liveness.GONE:
-                self._session_lost(there, now, "its process is gone", proven=True)
+                self._session_lost(there, now, "its process has exited", proven=True)
                 engine = None
             else:
                 self._reject_session(
-                    route, hello, f"{there.title} is attached already; engine ids must be unique"
+                    route, hello, f"{there.title} is already attached: engine ids must be unique"
                 )
                 return
         if engine is not None and engine.ending:
-            self._close_engine(engine, now, "another session starts")
+            self._close_engine(engine, now, "a new session of this engine starts")
             engine = None
         self._join(route, hello, process, engine, now)
 
@@ -286,7 +286,7 @@ class Sessions:
         if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
             return f"writer ranks {list(hello.writer_ranks)}: must be among {hello.ranks} ranks"
         if len(self._sessions) >= MAX_SESSIONS:
-            return f"too many sessions: at most {MAX_SESSIONS}"
+            return f"{MAX_SESSIONS} sessions are already attached"
         return ""
 
     def _reject_session(self, route: bytes, hello: Hello, reason: str) -> None:
@@ -301,7 +301,7 @@ class Sessions:
         self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
         if engine.open or engine.ending:
             self._close_engine(
-                engine, now, f"{there.title} attached again", proven=[there] if drained else []
+                engine, now, f"{there.title} reattached", proven=[there] if drained else []
             )
         else:
             self._remove(engine, there)
@@ -344,7 +344,7 @@ class Sessions:
             return
         outside = [rank for rank in engine.workers if rank >= engine.ranks]
         if outside:
-            self._reject_engine(engine, f"ranks {outside} of {engine.ranks}")
+            self._reject_engine(engine, f"ranks {outside}: must be below {engine.ranks}")
             return
         if len(engine.workers) < engine.ranks:
             return
@@ -363,7 +363,7 @@ class Sessions:
         shards = [hellos[rank].shard_bytes for rank in writers]
         if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
             raise ValueError(
-                f"groups per rank are {[len(sizes) for sizes in shards]}: must be equal, not 0"
+                f"groups per rank {[len(sizes) for sizes in shards]}: must be equal and positive"
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
@@ -384,7 +384,7 @@ class Sessions:
         )
 
     def _reject_engine(self, engine: EngineSessions, reason: str) -> None:
-        """The members are inconsistent. Nothing was granted, so nothing is quarantined."""
+        """Rejects an inconsistent engine. It has no grants, so nothing is quarantined."""
         for session in engine.members():
             self._reject_session(session.route, session.hello, f"engine {engine.engine}: {reason}")
             self._remove(engine, session)
@@ -399,17 +399,17 @@ class Sessions:
         session.last_heard_at = now
 
     def reset_timeouts(self, now: float) -> None:
-        """This process was suspended: silence so far does not count."""
+        """Restarts every timeout, because this process was suspended."""
         for session in self._sessions.values():
             session.last_heard_at = now
 
     def check(self, now: float) -> None:
-        """Ends sessions that are silent or whose process is gone, and quarantines that are over."""
+        """Ends sessions that are silent or whose process has exited, and expired quarantines."""
         for session in list(self._sessions.values()):
             if session.route not in self._sessions:
                 continue
             if self._liveness(session.process) is Liveness.GONE:
-                self._session_lost(session, now, "its process is gone", proven=True)
+                self._session_lost(session, now, "its process has exited", proven=True)
             elif now - session.last_heard_at > self._timeouts.silence_seconds:
                 self._session_lost(
                     session,
@@ -428,7 +428,7 @@ class Sessions:
     # Closing.
 
     def bye(self, route: bytes) -> None:
-        """A process ends its session: it has drained its copies."""
+        """Ends a session whose process has drained its copies."""
         session = self._sessions.get(route)
         if session is None:
             # It crossed with tierd's own ``Bye``; the copies are drained all the same.
@@ -452,7 +452,7 @@ class Sessions:
             self._engines.pop(engine.engine, None)
 
     def unreachable(self, session: Session, now: float, reason: str) -> None:
-        """Its connection is closed, or it does not read."""
+        """Ends a session whose connection is closed, or that does not read."""
         if session.route in self._sessions:
             self._session_lost(
                 session, now, reason, proven=self._liveness(session.process) is Liveness.GONE
@@ -462,7 +462,7 @@ class Sessions:
         self._counters.add("sessions_vanished", "", "proven" if proven else "unproven")
         engine = self._engines[session.hello.engine]
         self._close_engine(
-            engine, now, f"{session.title} is lost: {reason}", proven=[session] if proven else []
+            engine, now, f"lost {session.title}: {reason}", proven=[session] if proven else []
         )
 
     def _close_engine(

@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         type=_positive,
         default=DATA_BYTES,
         metavar="N",
-        help="memory limit of tierd beside the host pool (default: %(default)s)",
+        help="memory limit of tierd in bytes, not counting the host pool (default: %(default)s)",
     )
     run.add_argument(
         "--port",
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     drain = commands.add_parser(
-        "drain", help="preStop hook: accept no further stores and write the pending ones"
+        "drain", help="preStop hook: reject new stores and write pending stores"
     )
     _add_run_directory(drain)
     return found
@@ -115,7 +115,7 @@ def _add_run_directory(command: argparse.ArgumentParser) -> None:
         type=Path,
         default=RUN_DIRECTORY,
         metavar="DIR",
-        help="directory shared with the engine (default: %(default)s)",
+        help="run directory, shared with the engine (default: %(default)s)",
     )
 
 

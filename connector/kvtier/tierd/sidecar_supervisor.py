@@ -8,7 +8,7 @@
        (HTTP 503)                    ended
 
 If the *container* restarted, the pages of the host pool would stay charged to the pod but not to
-the new container, whose memory limit would then authorizer nothing. Nothing that tierd does may
+the new container, whose memory limit would then not cover them. Nothing that tierd does may
 therefore end this process. See docs/sidecar.md.
 
 Everything runs on the main thread, except ``SidecarSupervisor.stop``, which may be called from any
@@ -61,14 +61,14 @@ _log = logging.getLogger("kvtier.sidecar")
 
 @dataclass(frozen=True, slots=True)
 class SidecarOptions:
-    """See the command line. ``command``: runs instead of tierd, for tests."""
+    """The options of ``kvtier-sidecar run``. ``command``: runs instead of tierd, in tests."""
 
     topology_directory: Path
     run_directory: Path
     token_file: Path | None = None
     data_bytes: int = 0
     port: int = HttpEndpoint().port
-    """HTTP port while no document names another."""
+    """HTTP port until a structural document sets one."""
     log_level: str = "info"
     command: Sequence[str] = ()
 
@@ -118,7 +118,7 @@ class PlaceholderServer:
     like an unreachable pod. ``start`` and ``stop`` never raise."""
 
     def __init__(self, token_file: Path | None, port: int) -> None:
-        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  (clients are in other pods)
+        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  # for other pods
         self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()
@@ -211,7 +211,7 @@ class ContainerProcess:
         if not self.reaped() and self._hangs_after_kill():
             # It cannot be reaped before the mount answers. The reaper collects it whenever that
             # happens.
-            _log.error("a thread of tierd (process %d) hangs in the kernel; not waiting", self.pid)
+            _log.error("not waiting for tierd (process %d): a thread hangs in the kernel", self.pid)
             self._end(-signal.SIGKILL)
         return self._exit_code is not None
 
@@ -256,10 +256,10 @@ class SidecarLauncher:
         self._logged_problem = ""
 
     def prepare(self) -> None:
-        """Nothing to prepare."""
+        """Does nothing: the sidecar has nothing to prepare."""
 
     def launch(self) -> ContainerProcess | None:
-        """None: there is no valid document yet."""
+        """Starts tierd; None while there is no valid structural document."""
         first = self._first
         if first is None or first.structural is None:
             first = self._first = first_document(
@@ -276,16 +276,16 @@ class SidecarLauncher:
         return ContainerProcess(self._command(first.path), _environment(), self._reaper)
 
     def on_heartbeat(self) -> None:
-        """Nothing waits for it here."""
+        """Does nothing: nothing in the sidecar waits for the first heartbeat."""
 
     def on_exit(self, process: ContainerProcess, delay_seconds: float) -> None:
-        """Answers in tierd's place."""
+        """Serves the problem as a condition until tierd runs again."""
         how = process.exit_description
-        _log.error("tierd exited %s, restarting it in %g s", how, delay_seconds)
+        _log.error("tierd exited %s; restarting it in %g s", how, delay_seconds)
         self._start_placeholder(f"tierd exited {how} and is being restarted")
 
     def on_failure(self, error: Exception) -> None:
-        """Answers in tierd's place."""
+        """Serves the problem as a condition until tierd runs again."""
         _log.error("cannot start tierd: %s", error)
         self._start_placeholder(f"tierd cannot be started: {error}")
 
@@ -387,11 +387,11 @@ class SidecarSupervisor:
     # Draining and ending.
 
     def _remove_old_drain_request(self) -> None:
-        """A previous life of this container may have left one."""
+        """Removes a drain request that an earlier run of this container left."""
         try:
             self._drain_file.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("ignoring drain requests, cannot remove an old one: %s", error)
+            _log.warning("ignoring drain requests: cannot remove an old request: %s", error)
             self._ignore_drain = True
 
     def _forward_drain(self) -> None:
@@ -402,7 +402,7 @@ class SidecarSupervisor:
         if process is self._drained or self._ignore_drain or not self._drain_file.exists():
             return
         self._drained = process
-        _log.info("draining: tierd accepts no further stores and writes the pending ones")
+        _log.info("draining: tierd rejects new stores and writes pending stores")
         process.send_signal(signal.SIGUSR1)
 
     def _end(self) -> None:
@@ -420,14 +420,16 @@ class SidecarSupervisor:
             if not killed and (now >= deadline or self._stop_requests > 1):
                 killed = True
                 _log.warning(
-                    "tierd (process %d) did not end in %g s: killing it", process.pid, END_SECONDS
+                    "killing tierd (process %d): it did not exit within %g s",
+                    process.pid,
+                    END_SECONDS,
                 )
                 process.kill()
                 deadline = now + TIMING.poll
             elif killed and now >= deadline:
                 # A thread hangs in a dead mount: the kernel keeps the container until the call
                 # returns.
-                _log.error("tierd (process %d) does not end after SIGKILL", process.pid)
+                _log.error("tierd (process %d) has not exited after SIGKILL", process.pid)
                 return
             self._wait(min(TIMING.poll, max(0.0, deadline - now)))
             self._reaper.reap()

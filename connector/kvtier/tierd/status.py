@@ -140,8 +140,8 @@ class SessionStatus:
 
 @dataclass(frozen=True, slots=True)
 class StatusCondition:
-    """Something a person may want to act on. ``type``: a word for programs; ``message``: a
-    sentence."""
+    """A condition that may need action. ``type``: an identifier for programs. ``message``: a
+    sentence for people."""
 
     type: str
     message: str
@@ -149,8 +149,8 @@ class StatusCondition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is shown. ``pool``: bytes by use; ``events``: counters by (name, tier,
-    reason)."""
+    """The state that /status and /metrics report. ``pool``: bytes by use; ``events``: counters by
+    (name, tier, reason)."""
 
     version: str = ""
     policy: str = ""
@@ -255,7 +255,9 @@ class _SnapshotCollector(Collector):
         for role in ("scheduler", "worker"):
             sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
         events = CounterMetricFamily(
-            "kvtier_events", "Events, by name, tier and reason.", labels=["name", "tier", "reason"]
+            "kvtier_events",
+            "Internal events, by name, tier and reason.",
+            labels=["name", "tier", "reason"],
         )
         for labels, value in sorted(snapshot.events.items()):
             events.add_metric(list(labels), value)
@@ -271,7 +273,7 @@ class _SnapshotCollector(Collector):
                 "Generation of the live values in effect.",
                 snapshot.applied_generation,
             ),
-            ("kvtier_epoch", "Latest epoch.", snapshot.epoch),
+            ("kvtier_epoch", "Latest epoch that tierd has assigned.", snapshot.epoch),
             (
                 "kvtier_fenced",
                 "1 while tierd waits for workers of earlier epochs, else 0.",

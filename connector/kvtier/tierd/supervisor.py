@@ -58,7 +58,7 @@ class DetachedProcess:
         self, command: Sequence[str], environment: Mapping[str, str], to_standard_error: bool = True
     ) -> None:
         if shutil.which(command[0]) is None:
-            raise FileNotFoundError(None, "no such program", command[0])
+            raise FileNotFoundError(None, "program not found", command[0])
         shell = subprocess.Popen(
             [
                 "/bin/sh",
@@ -165,26 +165,26 @@ class EngineLauncher:
         return DetachedProcess(self._command, tierd_environment(), _has_descriptor(sys.stderr))
 
     def on_heartbeat(self) -> None:
-        """From here on the daemon's lock is held."""
+        """Releases the spawn lock, because tierd holds the daemon's lock now."""
         self.release_spawn_lock()
 
     def on_exit(self, process: DetachedProcess, delay_seconds: float) -> None:
-        """Lets any engine start the next one."""
+        """Releases the spawn lock, so that any engine may start the next tierd."""
         _log.info("tierd (process %d) exited", process.pid)
         self.release_spawn_lock()
 
     def on_failure(self, error: Exception) -> None:
-        """Lets any engine try."""
+        """Releases the spawn lock, so that any engine may try."""
         _log.error("cannot start tierd in %s: %s", self._run_directory.path, error)
         self.release_spawn_lock()
 
     @property
     def holds_spawn_lock(self) -> bool:
-        """Whether a start is under way."""
+        """Whether this process is starting tierd."""
         return self._spawn_lock is not None
 
     def release_spawn_lock(self) -> None:
-        """May be called at any time."""
+        """Releases the spawn lock, if this process holds it."""
         lock, self._spawn_lock = self._spawn_lock, None
         if lock is not None:
             lock.close()
@@ -221,7 +221,7 @@ class Supervisor:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Of the watchdog."""
+        """Counters of the watchdog."""
         return self._watchdog.counters
 
     @property

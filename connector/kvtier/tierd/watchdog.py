@@ -29,7 +29,7 @@ _log = logging.getLogger("kvtier.tierd")
 
 
 class SupervisedProcess(Protocol):
-    """A tierd that was started."""
+    """A tierd process that a launcher has started."""
 
     pid: int
 
@@ -44,10 +44,10 @@ Process = TypeVar("Process", bound=SupervisedProcess)
 
 
 class Launcher(Protocol[Process]):
-    """What differs between the two modes."""
+    """How tierd starts, and what follows from its state, in an engine or in the sidecar."""
 
     def prepare(self) -> None:
-        """Start of a step; not called while a failure backs off. Raises ``OSError`` or
+        """Prepares a step. Not called during back-off. Raises ``OSError`` or
         ``ConfigurationError``."""
 
     def launch(self) -> Process | None:
@@ -55,18 +55,18 @@ class Launcher(Protocol[Process]):
         starts it. Raises ``OSError``."""
 
     def on_heartbeat(self) -> None:
-        """tierd has sent a heartbeat."""
+        """Called after the first heartbeat of tierd."""
 
     def on_exit(self, process: Process, delay_seconds: float) -> None:
-        """tierd has exited. The next one starts after ``delay_seconds``."""
+        """Called when tierd has exited. The next one starts after ``delay_seconds``."""
 
     def on_failure(self, error: Exception) -> None:
-        """``prepare`` or ``launch`` has raised ``error``."""
+        """Called when ``prepare`` or ``launch`` has raised ``error``."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogTiming:
-    """All in seconds."""
+    """The intervals and limits of a watchdog, in seconds."""
 
     poll: float = 0.5
     """Interval between steps; the owner of the watchdog waits for it."""
@@ -163,7 +163,7 @@ class Watchdog(Generic[Process]):
         silent_seconds = now - self._heartbeat_at
         if silent_seconds > (timing.unresponsive if self._has_heartbeat else timing.start):
             _log.error(
-                "tierd (process %d) has sent no heartbeat for %.0f s: killing it",
+                "killing tierd (process %d): no heartbeat for %.0f s",
                 process.pid,
                 silent_seconds,
             )

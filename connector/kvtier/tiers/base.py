@@ -102,7 +102,7 @@ from any thread; must not block."""
 
 
 class Tier(ABC):
-    """A storage of objects. See the module's text for threads, memory and errors."""
+    """Storage for objects. The module describes the rules for threads, memory and errors."""
 
     name: str
     capabilities: TierCapabilities

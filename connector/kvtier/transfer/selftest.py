@@ -54,9 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pool-dir", default=_POOL_DIRECTORY, help="a memory-backed directory")
     parser.add_argument(
-        "--bytes", type=int, default=0, help="measure with a cache of about this many bytes"
+        "--pool-dir", default=_POOL_DIRECTORY, help="memory-backed directory for the pool"
+    )
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        default=0,
+        help="also measure copy rates, with a cache of about this many bytes",
     )
     options = parser.parse_args(arguments)
     geometries = (

@@ -128,7 +128,7 @@ def test_a_topology_directory_replaces_the_policy(
         (("--held", "nvme=512", "--speed", "nvme=1"), "in the form NAME=MS,GB/S"),
         (("--held", "nvme=512", "--speed", "nvme=1,0"), "must be positive"),
         (("--held", "nvme=512", "--speed", "nvme=nan,1"), "must be a finite number"),
-        (("--held", "nvme=512", "--speed", "nvme=-1,1"), "the latency must not be negative"),
+        (("--held", "nvme=512", "--speed", "nvme=-1,1"), "must have a latency of 0 or more"),
         (("--held", "nvme=512", "--alpha", "-1"), "must not be negative"),
         (
             ("--held", "nvme=512", "--alpha", "1", "--tokens-per-second", "3"),

@@ -233,7 +233,7 @@ class TestRender:
             "PYTHONHASHSEED=3",
             "VLLM_PLUGINS=other,kvtier",
         ]
-        assert "holds no connector" in outcome.err
+        assert "contains no connector" in outcome.err
         assert "PYTHONHASHSEED is 3" in outcome.err
 
     def test_a_variable_that_is_not_set_is_ignored(

@@ -310,14 +310,17 @@ class TestStructural:
             (lambda document: document.update(unknown=1), "unknown"),
             (lambda document: document.update(chunkTokens=0), "chunkTokens"),
             (lambda document: document["tiers"].reverse(), "only memory tier"),
-            (lambda document: document["tiers"].append(document["tiers"][0]), "must be unique"),
+            (
+                lambda document: document["tiers"].append(document["tiers"][0]),
+                "must have unique names",
+            ),
             (lambda document: document["tiers"][1].update(path="kv"), "tiers.nvme.path"),
             (lambda document: document["tiers"][1].update(path="/kv/../x"), "tiers.nvme.path"),
             (lambda document: document.update(runDirectory="run"), "runDirectory"),
             (lambda document: document["live"]["tiers"].pop("nvme"), "values for nvme"),
             (
                 lambda document: document["live"]["tiers"]["nvme"].pop("capacityBytes"),
-                "required for a file tier",
+                "must be set for a fileSystem tier",
             ),
             (
                 lambda document: document["live"]["tiers"]["nvme"].update(lowWatermarkPercent=99),

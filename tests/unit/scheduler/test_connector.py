@@ -297,5 +297,7 @@ def test_subclasses_of_supported_specs_are_not_supported() -> None:
 
 def test_context_parallelism_is_rejected(directory: Path) -> None:
     config = _config(directory, decode_context_parallel_size=2)
-    with pytest.raises(UnsupportedGeometryError, match="decode_context_parallel_size is 2"):
+    with pytest.raises(
+        UnsupportedGeometryError, match="decode_context_parallel_size: Invalid value: 2"
+    ):
         planner_for(config, _caches(_full()), CHUNK)

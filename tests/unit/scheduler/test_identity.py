@@ -297,4 +297,4 @@ def test_an_identity_that_cannot_be_determined_is_ephemeral(
     config = _config(_model(tmp_path / "m"))
     config.cache_config = None
     identity = IdentityBuilder(config, _planner(), topology().structural, lambda: SEED)()
-    assert "cannot be determined" in identity.ephemeral_reason
+    assert "cannot determine the identity" in identity.ephemeral_reason

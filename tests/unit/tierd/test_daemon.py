@@ -27,7 +27,7 @@ from kvtier.harness.stub_engine import (
     StubEngineOptions,
     block_hash,
 )
-from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
@@ -338,7 +338,7 @@ def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
 def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_for(
     tmp_path: Path,
 ) -> None:
-    case = TierdTestbed(tmp_path / "case", file_bytes=1 << 30)
+    case = TierdTestbed(tmp_path / "case", TierdOptions(file_bytes=1 << 30))
     case.files.rmdir()
     case.files.write_text("a file, where the tier's directory has to be")
     case.retune(case.live.model_copy(update={"breaker": BreakerSettings(period_seconds=1)}))

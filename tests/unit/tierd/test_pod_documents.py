@@ -10,7 +10,7 @@ import pytest
 from kvtier.config.loader import load_for_engine
 from kvtier.config.models import Daemon, FileSystemTierDocument
 from kvtier.config.writer import document_text
-from kvtier.harness.tierd_testbed import TierdTestbed
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed
 from kvtier.testing.objects import make_object
 from kvtier.tierd import tier_factory
 from kvtier.tierd.sidecar_supervisor import first_document
@@ -20,7 +20,7 @@ from kvtier.tiers.filesystem import index
 
 @pytest.fixture
 def case(tmp_path: Path) -> TierdTestbed:
-    return TierdTestbed(tmp_path, file_bytes=1 << 20, run_directory=tmp_path / "run")
+    return TierdTestbed(tmp_path, TierdOptions(file_bytes=1 << 20, run_directory=tmp_path / "run"))
 
 
 def test_files_are_given_a_group_that_this_process_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(
 
 def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: TierdTestbed) -> None:
     without = TierdTestbed(
-        case.directory / "other", run_directory=case.run_directory
+        case.directory / "other", TierdOptions(run_directory=case.run_directory)
     ).topology.structural
     with_files = case.topology.structural
     assert (

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
-from kvtier.harness.tierd_testbed import TierdTestbed, wait_for
+from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.watchdog import DEFAULT_TIMING, WatchdogTiming
 
@@ -37,7 +37,7 @@ if sys.argv[3] == "hang":
 
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[TierdTestbed]:
-    found = TierdTestbed(tmp_path, daemon=Daemon.ENGINE)
+    found = TierdTestbed(tmp_path, TierdOptions(daemon=Daemon.ENGINE))
     yield found
     found.close()
 
@@ -166,7 +166,7 @@ def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(
 
 
 def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
-    case = TierdTestbed(tmp_path, daemon=Daemon.SIDECAR)
+    case = TierdTestbed(tmp_path, TierdOptions(daemon=Daemon.SIDECAR))
     supervisor = make(case)
     supervisor.ensure()
     supervisor.stop(5)

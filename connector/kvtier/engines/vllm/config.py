@@ -42,7 +42,7 @@ def planner_for(
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = int(getattr(parallel, name, 1) or 1)
         if size != 1:
-            raise UnsupportedGeometryError(f"{name} is {size}; must be 1")
+            raise UnsupportedGeometryError(f"{name}: Invalid value: {size}: must be 1")
     groups = [group_of(group) for group in kv_cache_config.kv_cache_groups]
     # Before vLLM resolves its block sizes, which raises for some groups.
     check_served(groups)
@@ -80,9 +80,9 @@ def group_of(group: Any) -> KVCacheGroup:
     name = type(spec).__name__
     block_tokens = int(getattr(spec, "block_size", 0) or 0)
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, not for transfer")
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, excluded from KV transfer")
     if getattr(spec, "prefix_replay_tokens", 0):
-        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name} with replay")
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name} with prefix replay")
     if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
         return KVCacheGroup(GroupKind.FULL, block_tokens, name)
     if type(spec) is specs.SlidingWindowSpec:

@@ -95,14 +95,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         directory = str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
         if not directory:
             raise ConfigurationError(
-                "kv_connector_extra_config.topology", directory, "the topology directory"
+                "kv_connector_extra_config.topology",
+                directory,
+                "must be the path of a topology directory",
             )
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             raise ConfigurationError(
                 "kv_load_failure_policy",
                 policy,
-                "'recompute'; with any other value a lost object ends its request",
+                "must be 'recompute': with other policies a lost object fails its request",
             )
         topology = load_for_engine(Path(directory))
         planner = planner_for(vllm_config, kv_cache_config, topology.structural.chunk_tokens)
@@ -122,7 +124,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.start()
         self._scheduler = scheduler
         logger.info(
-            "KVTier: engine %s, chunks of %d tokens, tiers %s",
+            "KVTier: configured engine %s with chunks of %d tokens and tiers %s",
             engine,
             planner.chunk_tokens,
             ", ".join(tier.name for tier in topology.structural.tiers),
@@ -146,7 +148,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is no delivery: a request that is preempted while it is stored loses nothing."""
+        """Returns False: a request that is preempted during a store loses nothing."""
         return False
 
     # Worker side.
@@ -157,7 +159,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guarded("register_kv_caches", None, worker.register_kv_caches, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Needs nothing: no block is reused while a copy still touches it.
+        """Does nothing, because no block is reused while a copy still accesses it.
 
         The scheduler side references the blocks that a store reads. A request that waits for its
         load cannot be preempted. Aborted loads arrive as ``cancelled_loads``.

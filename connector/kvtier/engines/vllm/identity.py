@@ -80,10 +80,11 @@ class IdentityBuilder:
             except Exception as error:
                 # A model's configuration may hold anything. The memory tier works without it.
                 logger.exception(
-                    "KVTier: objects stay in the memory tier of this engine: no identity"
+                    "KVTier: objects stay in the memory tier for the lifetime of this engine: "
+                    "cannot determine the identity"
                 )
                 self._identity = EngineIdentity(
-                    "{}", f"the identity cannot be determined: {type(error).__name__}: {error}"
+                    "{}", f"cannot determine the identity: {type(error).__name__}: {error}"
                 )
         return self._identity
 
@@ -93,7 +94,10 @@ class IdentityBuilder:
         )
         reason = "; ".join(reasons)
         if reason:
-            logger.warning("KVTier: objects stay in the memory tier of this engine: %s", reason)
+            logger.warning(
+                "KVTier: objects stay in the memory tier for the lifetime of this engine: %s",
+                reason,
+            )
         return EngineIdentity(canonical_json(mapping), reason)
 
     def _wait_for_seed(self) -> str | None:

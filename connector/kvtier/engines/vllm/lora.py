@@ -52,7 +52,7 @@ def adapter_digest(path: str, loaded_after: float = math.inf, nonce: bytes = b""
     files = sorted(file for file in root.rglob("*") if file.is_file())
     if not files or len(files) > MAX_FILES:
         raise FileNotFoundError(
-            f"{path}: {len(files)} files; a local adapter directory has 1 to {MAX_FILES}"
+            f"{path} has {len(files)} files: an adapter directory must have 1 to {MAX_FILES}"
         )
     digest = blake3()
     for file in files:
@@ -134,5 +134,5 @@ class AdapterDigests:
             except (OSError, ValueError) as error:
                 self._digests[key] = None
                 logger.warning(
-                    "KVTier: requests with the LoRA adapter in %s are not cached: %s", key[1], error
+                    "KVTier: cannot cache requests with the LoRA adapter in %s: %s", key[1], error
                 )

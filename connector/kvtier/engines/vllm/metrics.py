@@ -55,7 +55,7 @@ COUNTERS = (
     Metric("dropped_stores", "Computed chunks that were not stored, by reason.", "reason"),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
     Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
-    Metric("worker_events", "Other events on the workers, by event.", "event"),
+    Metric("worker_events", "Other worker events, by event.", "event"),
     Metric(
         "errors",
         "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
@@ -156,7 +156,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         except Exception as error:  # vLLM would end the server
             if not self._failure_logged:
                 self._failure_logged = True
-                logger.exception("KVTier: metrics could not be recorded: %s", error)
+                logger.exception("KVTier: cannot record metrics: %s", error)
 
     def _observe(self, data: Mapping[str, Any], engine: int) -> None:
         engine_values = list(self.per_engine_labelvalues.get(engine, ()))

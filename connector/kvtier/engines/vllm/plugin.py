@@ -98,7 +98,7 @@ def _conflict(engine_args: Any) -> str:
         )
         return f"the engine has a KV transfer configuration already ({name})"
     if getattr(engine_args, "kv_offloading_size", None):
-        return "kv_offloading_size is set, which configures vLLM's own offloading"
+        return "kv_offloading_size is set: vLLM's own offloading takes precedence"
     return ""
 
 
@@ -117,7 +117,7 @@ def _configure(engine_args: Any, directory: str) -> str:
 
         engine_type = load_structural(os.path.join(directory, STRUCTURAL_FILE)).engine_type
         if engine_type != "VLLM":
-            return f"the topology in {directory} is for {engine_type}"
+            return f"the topology in {directory} is for engine type {engine_type}"
         # A failure to import ends here in a log line; in vLLM it ends the engine's start.
         importlib.import_module(CONNECTOR_MODULE)
         engine_args.kv_transfer_config = KVTransferConfig(**transfer_config(directory))

@@ -190,7 +190,7 @@ class KVTierConnectorScheduler:
             self._steps.popleft()
         if self.stores.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
-            logger.warning("KVTier: this vLLM does not share its block pool; nothing is stored")
+            logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
         stores = self.stores.take_jobs()
         # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
         loads, cancelled = self.loads.take_jobs()

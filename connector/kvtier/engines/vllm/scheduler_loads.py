@@ -427,7 +427,7 @@ class SchedulerLoads:
             self._cancelled_loads.append(state.load_id)
 
     def on_session_lost(self) -> None:
-        """tierd is gone: no request waits for a promotion. The workers end the loads in flight."""
+        """Handles the loss of tierd: ends all promotions. The workers end the loads in flight."""
         pending, self._pending = self._pending, {}
         for state in pending.values():
             state.pending_promotion = None

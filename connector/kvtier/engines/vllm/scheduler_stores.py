@@ -238,7 +238,7 @@ class SchedulerStores:
         self._keys = {store.key for store in self._open.values()}
 
     def on_session_lost(self) -> None:
-        """tierd is gone, and its slots with it.
+        """Handles the loss of tierd, whose slots are lost as well.
 
         The blocks of open stores stay referenced until the workers report.
         """

@@ -45,7 +45,7 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
-RESET_REASON = "the engine's cache was reset, which happens when weights are replaced"
+RESET_REASON = "the engine's cache was reset, so its weights may have changed"
 
 
 class SchedulerClient(Protocol):
@@ -204,7 +204,7 @@ class TierdSession:
         self.inbox.append(message)
 
     def on_client_lost(self, reason: str) -> None:
-        """tierd is gone, or closed the session."""
+        """Handles the loss of tierd, and a session that tierd closed."""
         self._snapshot_epoch = 0
         self.replica.clear()
         self.inbox.append(SessionLost())
@@ -296,7 +296,7 @@ class TierdSession:
         self.counters["attached"] += 1
         if welcome.settings:
             self._apply_settings(welcome.settings)
-        logger.info("KVTier: scheduler side attached to tierd, epoch %d", welcome.epoch)
+        logger.info("KVTier: attached the scheduler side to tierd, epoch %d", welcome.epoch)
 
     def _on_ready(self, ready: Ready) -> None:
         if self._reset_unsent:
@@ -308,7 +308,7 @@ class TierdSession:
         self.ready = ready
         self.counters["ready"] += 1
         logger.info(
-            "KVTier: namespace %s opened, object sizes %s bytes%s",
+            "KVTier: opened namespace %s, object sizes %s bytes%s",
             ready.namespace,
             ", ".join(map(str, ready.slot_bytes)),
             "" if ready.persistent else ", memory tier only, for the lifetime of this engine",
@@ -318,7 +318,7 @@ class TierdSession:
         self.live, problems = merge_live(settings.encode(), self.live, self._structural)
         for problem in problems:
             self.counters["settings_refused"] += 1
-            logger.warning("KVTier: live settings: %s", problem)
+            logger.warning("KVTier: invalid live settings: %s", problem)
 
     def _on_refused(self, reason: str) -> None:
         self.counters["refused"] += 1

@@ -132,13 +132,13 @@ class KVTierConnectorWorker:
         except KVTierError as error:
             self._turn_off(str(error))
         except Exception as error:  # a cache never stops an engine
-            logger.exception("KVTier: unexpected error at start")
+            logger.exception("KVTier: unexpected error while starting")
             self._turn_off(f"{type(error).__name__}: {error}")
 
     def _start(self, kv_caches: Mapping[str, object]) -> None:
         if not self._single_group and not reports_failed_requests():
             raise KVTierError(
-                "this vLLM does not support failed loads of a model with several KV cache groups"
+                "this vLLM cannot recompute failed loads of models with several KV cache groups"
             )
         codec, device = self._build_codec(kv_caches)
         engine = self._make_engine(kv_caches, codec)
@@ -156,7 +156,7 @@ class KVTierConnectorWorker:
         self._off_reason = ""
         self._thread.start()
         logger.info(
-            "KVTier: rank %d copies chunks of %d tokens, %s engine, shards of %s bytes",
+            "KVTier: rank %d uses chunks of %d tokens, the %s copy engine and shards of %s bytes",
             self._rank,
             self._chunk_tokens,
             engine.kind,
@@ -225,7 +225,7 @@ class KVTierConnectorWorker:
         try:
             return self._thread.fence()
         except RuntimeError as error:
-            self._turn_off(f"no fence could be recorded on the compute stream: {error}")
+            self._turn_off(f"cannot record a fence on the compute stream: {error}")
             return None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

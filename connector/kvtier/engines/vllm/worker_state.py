@@ -200,5 +200,5 @@ class WorkerOutbox:
             self._unsent.clear()
 
     def clear(self) -> None:
-        """Drops queued messages: tierd is gone."""
+        """Drops queued messages after the loss of tierd."""
         self._unsent.clear()

@@ -106,7 +106,7 @@ class TransferThread:
         """Drains, ends the thread and detaches from tierd within ``timeout_seconds``.
 
         Without proof that the copies have ended it does not detach: tierd then waits until this
-        process is gone.
+        process has exited.
         """
         started_at = time.monotonic()
         with self._wake:
@@ -139,11 +139,11 @@ class TransferThread:
             self._put(message, always=not isinstance(message, LoadReady))
 
     def on_client_lost(self, reason: str) -> None:
-        """tierd is gone. The client does not reattach before this thread has drained."""
+        """Queues the loss of tierd. The client does not reattach before this thread has drained."""
         self._put(_ClientLost(reason), always=True)
 
     def on_pool_ready(self, ready: PoolReady) -> None:
-        """The mapper is done."""
+        """Queues the result of the mapper."""
         self._put(ready, always=True)
 
     def _put(self, item: _Input, always: bool = False) -> bool:
@@ -168,7 +168,7 @@ class TransferThread:
             self._drained = True
         except Exception as error:  # the last resort: the engine serves on
             self._counters.add("thread_failures")
-            logger.exception("KVTier: transfer thread failed, serving without tiers (%s)", error)
+            logger.exception("KVTier: serving without tiers: transfer thread failed: %s", error)
         finally:
             self._finish()
 
@@ -218,7 +218,9 @@ class TransferThread:
             case SessionRefused():
                 self._counters.add("refused")
                 self._completions.epoch = 0
-                logger.warning("KVTier: serving without tiers: tierd refused: %s", item.reason)
+                logger.warning(
+                    "KVTier: serving without tiers: tierd refused the session: %s", item.reason
+                )
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
@@ -258,7 +260,7 @@ class TransferThread:
     def _on_lost(self, reason: str) -> None:
         self._counters.add("lost")
         self._completions.epoch = 0
-        logger.warning("KVTier: lost tierd (%s), serving without tiers until it is back", reason)
+        logger.warning("KVTier: serving without tiers until tierd is available again: %s", reason)
         self._drain("lost")
         self._outbox.clear()
         if self._welcome is not None:
@@ -305,6 +307,6 @@ class TransferThread:
             self._engine.synchronize()
         except Exception as error:  # the reports below must go out in any case
             self._counters.add("copy_errors")
-            logger.exception("KVTier: the device could not be synchronized (%s)", error)
+            logger.exception("KVTier: cannot synchronize the device: %s", error)
         self._loads.abandon("off")
         self._stores.drop_all()

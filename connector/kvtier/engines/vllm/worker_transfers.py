@@ -300,7 +300,7 @@ class WorkerStores:
                 self._finish((job.reservation,), delivered=False)
 
     def drop_all(self) -> None:
-        """Ends every store without telling tierd, which is gone. No copy may run."""
+        """Ends every store after the loss of tierd, without a message to it. No copy may run."""
         dropped = [number for _, numbers in self._in_flight for number in numbers]
         dropped += [job.reservation for job, _ in self._pending]
         self._in_flight.clear()

@@ -118,12 +118,12 @@ class Index:
     # Objects.
 
     def reserve(self, size_bytes: int) -> None:
-        """A file is about to be written."""
+        """Reserves the bytes of a file that is about to be written."""
         with self._lock:
             self._reserved_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
-        """A reserved file was not published."""
+        """Releases the bytes of a reserved file that was not published."""
         with self._lock:
             self._reserved_bytes -= size_bytes
 
@@ -160,7 +160,7 @@ class Index:
             return self._put(namespace, key, size_bytes, self._uses)
 
     def touch(self, namespace: str, key: bytes) -> None:
-        """The object was used."""
+        """Notes a use of the object."""
         with self._lock:
             objects = self._objects.get(namespace)
             value = objects.get(key) if objects is not None else None

@@ -276,22 +276,22 @@ class Janitor:
         return self._recount_requested
 
     def request_recount(self) -> None:
-        """The ledger may charge too much: the next count should come soon."""
+        """Requests an early count, because the ledger may charge too much."""
         self._recount_requested = True
 
     def begin_count(self) -> None:
-        """A count of the directory starts."""
+        """Starts a count of the directory."""
         self._counted_bucket = None
         self.needs_full_count = self._recount_requested = False
         self.ledger.begin_count(self._reported_bytes())
 
     def count_bucket(self, size_bytes: int, bucket: BucketName) -> None:
-        """The count has read a bucket."""
+        """Accounts for a bucket that the count has read."""
         self.ledger.add_counted(size_bytes)
         self._counted_bucket = bucket
 
     def end_count(self, now: float) -> None:
-        """The count is complete."""
+        """Ends a complete count."""
         self._counted_bucket = None
         self.needs_full_count = False
         self._counted_at = now
@@ -299,7 +299,7 @@ class Janitor:
         self._dirty = True
 
     def abort_count(self) -> None:
-        """The count will not be completed."""
+        """Ends a count that will not be completed."""
         self._counted_bucket = None
         self._recount_requested = True
         self.ledger.abort_count()

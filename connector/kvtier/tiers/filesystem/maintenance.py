@@ -260,9 +260,9 @@ class DirectoryMaintenance:
         found = os.stat(self._root)
         identity = (found.st_dev, found.st_ino)
         if self._root_identity not in (None, identity) and not (self._root / CONTROL).is_dir():
-            # The mount is gone and this is the mount point below it, which must not be filled.
+            # The mount was removed, and this is the mount point below it, which must not be filled.
             raise OSError(
-                errno.ESTALE, "another directory has replaced the tier's", str(self._root)
+                errno.ESTALE, "another directory has replaced the tier's directory", str(self._root)
             )
         self._root_identity = identity
         make_control_directory(self._root, self._directory.modes)

@@ -262,7 +262,7 @@ class ByteGrants:
             return self._request_count
 
     def withdraw(self, request: int) -> None:
-        """The thread no longer waits."""
+        """Withdraws a thread's request."""
         with self._changed:
             self._requests.pop(request, None)
 
@@ -289,7 +289,7 @@ class ByteGrants:
             return {grant.number: grant.used_bytes for grant in self._grants.values()}
 
     def add(self, number: int, size_bytes: int) -> None:
-        """A grant was received."""
+        """Adds a grant."""
         with self._changed:
             self._grants[number] = _HeldGrant(number, size_bytes)
             self._changed.notify_all()

@@ -133,7 +133,7 @@ class ScanScheduler:
             self._index.end_scan()
         if janitor is not None and unreadable:
             _log.warning(
-                "%s: discarded a count in which %d names could not be read",
+                "%s: discarded the count of the directory: cannot read %d names",
                 self._directory.root,
                 unreadable,
             )
@@ -150,7 +150,9 @@ class ScanScheduler:
             # A clock that jumps ahead by days must not remove what an engine of this process uses.
             expired = newest < scan.started_at - retention
             if expired and namespace not in self._directory.in_use():
-                _log.info("%s: removing namespace %s: its retention has passed", root, namespace)
+                _log.info(
+                    "%s: removing namespace %s: not used within its retention", root, namespace
+                )
                 try:
                     janitor.remove_namespace(namespace)
                 except LeadershipLostError:

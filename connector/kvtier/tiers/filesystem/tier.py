@@ -72,7 +72,7 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 
 
 class FileSystemTier(Tier):
-    """See the module's text. ``gid``: group of the created files, None for the process's own.
+    """A tier in a directory. ``gid``: group of the created files, None for the process's own.
     ``wall``: seconds since the epoch. ``clock``: monotonic seconds, for leases. ``max_objects``:
     how many objects are indexed at most (index.py).
 
@@ -326,7 +326,7 @@ class FileSystemTier(Tier):
 
     def _raise_fenced(self) -> None:
         if not os.path.isdir(self._root):
-            raise OSError(errno.ESTALE, "the tier's directory does not exist", str(self._root))
+            raise OSError(errno.ESTALE, "the directory of the tier does not exist", str(self._root))
         self.maintenance.wake()
         raise TierNoSpaceError(
             f"{self._root}: the leader fenced this process and revoked its grants"
