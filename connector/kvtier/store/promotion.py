@@ -60,7 +60,7 @@ class _ProbeRead:
 
 
 @dataclass(slots=True)
-class _Prefix:
+class _PromotionPrefix:
     """The longest prefix of a request that can be provided. Lists are indexed by position.
 
     ``sources``: tier that the key is expected from, 0 for RAM. ``entries``: pinned objects, None
@@ -188,10 +188,10 @@ class Promotions:
 
     def _find_prefix(
         self, engine: EngineState, keys: Sequence[tuple[int, bytes]], may_wait: bool
-    ) -> _Prefix:
+    ) -> _PromotionPrefix:
         """The longest prefix of ``keys`` that can be provided; its keys in RAM are pinned."""
         resident, namespace = self._resident, engine.namespace
-        prefix = _Prefix()
+        prefix = _PromotionPrefix()
         room: dict[int, int] = {}
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
@@ -247,7 +247,7 @@ class Promotions:
         room[kind.slot_bytes] -= 1
         return secondary.index
 
-    def _probe_tier(self, engine: EngineState, secondary: SecondaryTier, prefix: _Prefix) -> None:
+    def _probe_tier(self, engine: EngineState, secondary: SecondaryTier, prefix: _PromotionPrefix) -> None:
         """Measures a tier that was found too slow: reads as many of the prefix's keys as the tier
         has threads."""
         if not self._planner.probe_due(secondary):

@@ -145,7 +145,7 @@ MAINTAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class TierSnapshot:
+class StoreTierState:
     """The state of one tier for reports. ``state``: Healthy, Degraded, BreakerOpen, or Unknown
     before the first open. ``since_seconds``: when the breaker last changed, in seconds of the
     store's clock."""
@@ -451,7 +451,7 @@ class SecondaryTiers:
             )
             secondary.unindexed = total
 
-    def snapshot(self, secondary: SecondaryTier) -> TierSnapshot:
+    def snapshot(self, secondary: SecondaryTier) -> StoreTierState:
         """The state of one tier for reports."""
         if secondary.breaker.open:
             state = "BreakerOpen"
@@ -460,7 +460,7 @@ class SecondaryTiers:
         else:
             state = "Degraded" if secondary.breaker.failures or secondary.late_reads else "Healthy"
         usage = secondary.tier.usage()
-        return TierSnapshot(
+        return StoreTierState(
             secondary.name,
             state,
             usage.used_bytes,

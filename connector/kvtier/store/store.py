@@ -31,7 +31,7 @@ from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
-from kvtier.store.secondary_tier import SecondaryTiers, TierSnapshot
+from kvtier.store.secondary_tier import SecondaryTiers, StoreTierState
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
@@ -338,10 +338,10 @@ class TierStore:
         these."""
         return len(self._checksummer) + len(self._writes)
 
-    def tier_reports(self) -> list[TierSnapshot]:
+    def tier_reports(self) -> list[StoreTierState]:
         """The state of all tiers, the memory tier first."""
         accounts = self._pool.accounts()
-        memory = TierSnapshot(
+        memory = StoreTierState(
             name=self._memory_name,
             state="Healthy",
             used_bytes=accounts.pool_bytes - accounts.free - accounts.unusable,

@@ -82,7 +82,7 @@ class LoadCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix:
+class _LoadPrefix:
     """Chunks to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory."""
 
     computed_tokens: int
@@ -268,7 +268,7 @@ class SchedulerLoads:
         if state.stores_in_flight and not self._store_wait_expired(state, now):
             return True
         promotion_id = next(self._ids)
-        prefix = _Prefix(computed_tokens, first, chosen.keys)
+        prefix = _LoadPrefix(computed_tokens, first, chosen.keys)
         if not session.send(self._promote_message(promotion_id, state, prefix, budget, waited)):
             return False
         state.cached_match = None
@@ -284,7 +284,7 @@ class SchedulerLoads:
         self,
         promotion_id: int,
         state: RequestState,
-        prefix: _Prefix,
+        prefix: _LoadPrefix,
         budget_seconds: float,
         waited_seconds: float,
     ) -> Promote:
