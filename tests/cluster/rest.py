@@ -1,6 +1,4 @@
-"""The API server over plain HTTP: JSON in, status and JSON out. No client library stands between a test and an
-answer.
-"""
+"""The API server over plain HTTP: JSON in, status and JSON out. No client library is involved."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ REQUEST_SECONDS = 30
 
 
 class Api:
-    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the session's own; with
-    ``impersonate`` every call is made as that user.
+    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the
+    session's own; with ``impersonate`` every call is made as that user.
     """
 
     def __init__(

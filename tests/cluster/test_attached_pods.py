@@ -275,7 +275,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
                 elif body["status"]["qosClass"] != pod_objects.qos_class(decision.pod["spec"]):
                     wrong.append(f"{shape}/{which}: class {body['status']['qosClass']}")
                 elif by_itself["status"]["qosClass"] == "Guaranteed" != body["status"]["qosClass"]:
-                    wrong.append(f"{shape}/{which} is not Guaranteed any more")
+                    wrong.append(f"{shape}/{which} is no longer Guaranteed")
                 continue
             assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
             refused += 1
@@ -290,7 +290,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
 
 
 def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected:
-    """With what the pod's own resources refuse: they are taken away for the decision and put back."""
+    """The decision without the pod's own resources, which are put back afterwards."""
     spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
     decision = inject(policy, {**pod, "spec": spec}, pod_objects.context(), SETTINGS)
     assert isinstance(decision, Injected), decision

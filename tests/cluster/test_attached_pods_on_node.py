@@ -1,4 +1,4 @@
-"""Attached pods on a node that runs them: what the kubelet makes of variables, users, modes and directories."""
+"""Attached pods on a real node: variables, users, modes and directories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ deadline = time.monotonic() + 60
 run = pathlib.Path("/run/kvtier")
 while not (run / "http.json").exists() and time.monotonic() < deadline:
     time.sleep(0.2)
-points = [p.value for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.dist.locate_file("") == pathlib.Path(sys.argv[2])]
+payload = pathlib.Path(sys.argv[2])
+points = importlib.metadata.entry_points(group="vllm.general_plugins")
+points = [point.value for point in points if point.dist.locate_file("") == payload]
 names = ("PYTHONPATH", "VLLM_PLUGINS", "PYTHONHASHSEED", "KVTIER_LOCAL_RANKS")
 mounts = [line.split()[4] for line in open("/proc/self/mountinfo")]
 print(json.dumps({

@@ -1,5 +1,5 @@
-"""The injection breaker, overdue pods and workload restarts on a real API server with controllers and
-scheduler.
+"""The injection breaker, overdue pods and workload restarts on a real API server with controllers
+and scheduler.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
                 },
                 "type": "Warning",
                 "reason": "FailedMount",
-                "message": 'MountVolume.SetUp failed for volume "kvtier-tier-nas" : mount failed: exit status 32',
+                "message": 'MountVolume.SetUp failed for volume "kvtier-tier-nas" : '
+                "mount failed: exit status 32",
                 "lastTimestamp": where.nodes.now(),
                 "source": {"component": "kubelet"},
             }
@@ -182,7 +183,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
                 await where.run(pod["metadata"]["name"])
             await where.until("Ready", "True", "InForce")
 
-            # A structural change alone restarts nobody.
+            # A structural change alone restarts no workload.
             await where.policy(chunkTokens=512)
             found = await where.until("UpToDate", "False", "Outdated")
             second = found["status"]["structuralHash"]
@@ -203,7 +204,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
             await asyncio.sleep(1.0)
             assert len(await replica_sets(where, "b")) == 1
 
-            # The played kubelet runs what comes; the played webhook gives it the structure of the time.
+            # The fake kubelet runs every pod. The fake webhook injects the current structure.
             await roll(where, "a", second)
             await until("b has another ReplicaSet", lambda: restarted("b"))
             await roll(where, "b", second)
@@ -329,8 +330,7 @@ def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
 
 
 def test_the_api_server_accepts_the_status(run: RunStory) -> None:
-    """Every field that is written fits the definition: the API server prunes what it does not know, so what was written is read
-    back whole."""
+    """The API server prunes unknown fields, so a status that is read back whole fits the CRD."""
 
     async def story(where: StatusNamespace) -> None:
         async with running_controller(where):
@@ -339,9 +339,10 @@ def test_the_api_server_accepts_the_status(run: RunStory) -> None:
             found = await where.client.get(POLICIES, where.namespace, "chat")
             kinds = [each["type"] for each in found["status"]["conditions"]]
             assert kinds == [
-                "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy",
+                "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned",
+                "EnginesCompatible", "TiersHealthy",
             ]  # fmt: skip
             with pytest.raises(ApiError, match="404"):
-                await where.client.get(POLICIES, where.namespace, "nobody")
+                await where.client.get(POLICIES, where.namespace, "missing")
 
     run(story)

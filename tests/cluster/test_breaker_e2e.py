@@ -1,5 +1,5 @@
-"""The injection breaker end to end: the real webhook injects a pod that cannot start, the controller
-suspends its owner and deletes the pod, and the webhook does not inject the replacement.
+"""The injection breaker end to end: the real webhook injects a pod that cannot start, the
+controller suspends its owner and deletes the pod, and the webhook does not inject the replacement.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def test_the_replacement_of_a_blocked_pod_is_not_injected(
             assert told_of == {name}
             await where.events("Suspended")
 
-            # After the retry time the owner is free again: the pod that runs is left in peace, and the next one gets tiers.
+            # After the retry time the suspension ends. The running pod stays and the next one
+            # gets tiers.
             await where.until("Attached", "False", "Suspended")
             await where.client.delete(
                 PODS,

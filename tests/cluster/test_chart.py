@@ -1,4 +1,4 @@
-"""The chart on a real API server with all controllers: installed, upgraded, uninstalled through Helm's own code."""
+"""The chart on a real API server with all controllers, managed by Helm's own code."""
 
 from __future__ import annotations
 

@@ -139,7 +139,10 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             found = await where.until("UpToDate", "False", "Outdated")
             newer = found["status"]["structuralHash"]
             assert newer != written
-            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. Replace the pods to update them."
+            late = (
+                f"2 of 2 pods have an older structure than {newer}: {one}, {two}. "
+                "Replace the pods to update them."
+            )
             await says(
                 where,
                 {

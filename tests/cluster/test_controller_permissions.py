@@ -1,4 +1,4 @@
-"""The controller with the permissions that the code declares: all are sufficient, and each is needed."""
+"""The permissions that the code declares are sufficient for the controller, and necessary."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Limited:
 
 
 def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
-    """A policy's whole life: made, changed, its claims replaced, deleted, and what it left removed."""
+    """A policy is created, changed and deleted, its claims are replaced, its data is removed."""
 
     async def story() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:

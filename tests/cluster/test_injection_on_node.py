@@ -1,6 +1,6 @@
-"""Injection on a real node under conditions that could prevent an engine from starting or harm a running
-one: each test ends with a serving engine and a reported reason. A stub engine starts in a second and
-attaches as vLLM's connector does.
+"""Injection on a real node under conditions that could prevent an engine from starting or harm a
+running one: each test ends with a serving engine and a reported reason. A stub engine starts in a
+second and attaches as vLLM's connector does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def test_an_unreachable_storage_server_delays_only_the_first_pod(
         )
         place.apply(engines.deployment())
         pod = place.ready(120)
-        # Either it was known in time that the storage is not there, or the breaker gave the owner a pod without it.
+        # Either it was known in time that the storage is not there, or the breaker gave the owner a
+        # pod without it.
         assert not any("persistentVolumeClaim" in volume for volume in pod["spec"]["volumes"])
         nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
 

@@ -94,7 +94,8 @@ CASES = [
             "Accepted": (
                 "False",
                 "VolumeNotAllowed",
-                'spec.tiers[1].fileSystem.volume.nfs: Forbidden: NFS export "nas.example:/kvx" is not '
+                "spec.tiers[1].fileSystem.volume.nfs: Forbidden: "
+                'NFS export "nas.example:/kvx" is not '
                 "allowed: allowedVolumes has only nas.example:/kv and below for namespace "
                 '"NS"',
             ),
@@ -177,7 +178,8 @@ CASES = [
             "StorageReady": (
                 "False",
                 "ClaimNotShared",
-                "tier disk: claim NS/mine has accessModes ReadWriteOnce; sharing: Cluster needs ReadWriteMany",
+                "tier disk: claim NS/mine has accessModes ReadWriteOnce; "
+                "sharing: Cluster needs ReadWriteMany",
             )
         },
         tiers=[_claimed()],
@@ -274,18 +276,18 @@ def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
                 assert await until("it is accepted", accepted) == {
                     "status": "False",
                     "reason": "ClaimTerminating",
-                    "message": f"tier shared: claim {namespace}/{name} is being deleted; it is recreated once no pod "
-                    "uses it",
+                    "message": f"tier shared: claim {namespace}/{name} is being deleted; "
+                    "it is recreated once no pod uses it",
                 }
                 held = await client.get(CLAIMS, namespace, name)
                 assert held["metadata"]["labels"]["kvtier.io/tier"] == "tampered"
                 await client.patch(CLAIMS, namespace, name, {"metadata": {"finalizers": None}})
 
-                async def anew() -> bool:
+                async def recreated() -> bool:
                     claims = await client.list(CLAIMS, namespace)
                     return bool(claims) and claims[0]["metadata"]["uid"] != claim["metadata"]["uid"]
 
-                await until("it is made anew", anew)
+                await until("the claim is recreated", recreated)
             await controllers.drop_namespace(client, namespace)
 
     asyncio.run(story())

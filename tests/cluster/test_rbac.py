@@ -1,4 +1,6 @@
-"""The operator with the chart's permissions: processes on this machine with tokens of the chart's accounts."""
+"""The operator with the chart's permissions: processes on this machine with tokens of the chart's
+accounts.
+"""
 
 from __future__ import annotations
 
@@ -350,7 +352,7 @@ def test_the_webhook_answers_with_the_rights_that_ship(
 def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_alone(
     release: Release, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
-    # Installed anew: what a test has changed by hand in a role, an upgrade leaves alone.
+    # Reinstalled, because an upgrade does not undo a test's manual changes to a role.
     release.uninstall()
     release.install(VALUES)
     settings = settings_of(
@@ -403,7 +405,9 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
 
 
 def _no_rule_beyond_the_code(api: Any) -> None:
-    """Of the roles as the API server holds them: an upgrade must take away what a mode no longer needs."""
+    """Of the roles as the API server holds them: an upgrade must take away what a mode no longer
+    needs.
+    """
     on = frozenset({rbac.CREATE_VOLUMES})
     for account, given in (("controller", rbac.CONTROLLER), ("webhook", rbac.WEBHOOK)):
         watched, cluster, own = (rbac.rules(given, scope, on) for scope in Scope)

@@ -41,7 +41,9 @@ Story = Callable[[ApiClient, str], Awaitable[None]]
 
 @pytest.fixture(scope="session")
 def reconciled(kubernetes_cluster: Any) -> Callable[[Story], None]:
-    """Runs a story with a client and a namespace of its own, on a control plane without controllers."""
+    """Runs a story with a client and a namespace of its own, on a control plane without
+    controllers.
+    """
     return lambda story: asyncio.run(_told(kubernetes_cluster, story))
 
 
@@ -186,7 +188,7 @@ def test_drift_is_repaired_and_counts_as_a_change_of_live_values(
                 return bool((await _live(client, namespace))["generation"] == 3)
 
             await until(
-                "a deleted ConfigMap is made anew, with a generation no engine has seen", back
+                "a deleted ConfigMap is recreated with a generation no engine has seen", back
             )
 
     reconciled(story)
@@ -231,9 +233,10 @@ def test_foreign_objects_of_the_same_name_are_not_changed(
         assert condition(found, "Accepted") == {
             "status": "True",
             "reason": "PartlyApplied",
-            "message": f"ConfigMap {namespace}/chat-live: another ConfigMap has this name; rename or delete it, or rename "
-            f"the policy; Secret {namespace}/chat-token: another Secret has this name; rename or delete it, or rename "
-            "the policy",
+            "message": f"ConfigMap {namespace}/chat-live: another ConfigMap has this name; "
+            "rename or delete it, or rename the policy; "
+            f"Secret {namespace}/chat-token: another Secret has this name; "
+            "rename or delete it, or rename the policy",
         }
         assert "data" not in await client.get(CONFIG_MAPS, namespace, "chat-live")
 

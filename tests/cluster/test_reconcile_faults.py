@@ -1,4 +1,6 @@
-"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges to the same objects."""
+"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges
+to the same objects.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 
 async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, Any], list[Call]]:
-    """A policy that is made and then changed in everything, and a pod that was left alone and is told about in an Event,
-    while the controller meets the faults. Killed, it is started again. Returns what there is at the end, and the calls.
+    """A policy that is made and then changed in everything, and a pod that was left alone and is
+    told about in an Event, while the controller meets the faults. Killed, it is started again.
+    Returns what there is at the end, and the calls.
     """
     namespace = await controllers.make_namespace(client, "life")
     await _left_alone(client, namespace)
@@ -142,7 +145,7 @@ def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
 def test_a_fault_in_any_call_leads_to_the_same_objects(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
 ) -> None:
-    """Every call of a policy's life, one after the other; after a kill the operator starts anew."""
+    """Each call in a policy's lifetime fails once. After a kill the operator restarts."""
     expected, calls = undisturbed
     assert EVENTS in {call.kind for call in calls}
     if fault is Fault.SLOW:

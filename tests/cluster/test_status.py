@@ -1,5 +1,5 @@
-"""The status of a policy on a real API server with controllers and scheduler, with a real tierd where
-it matters.
+"""The status of a policy on a real API server with controllers and scheduler, with a real tierd
+where it matters.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 await where.run(pod["metadata"]["name"])
                 found = await where.until("Ready", "True", "InForce")
                 assert found["status"]["pods"] == {
-                    "selected": 1, "attached": 1, "current": 1, "outdated": 0, "skipped": 0, "tuned": 1,
+                    "selected": 1, "attached": 1, "current": 1,
+                    "outdated": 0, "skipped": 0, "tuned": 1,
                 }  # fmt: skip
                 tiers = {tier["name"]: tier for tier in found["status"]["tiers"]}
                 assert (tiers["ram"]["state"], tiers["ram"]["capacityBytes"]) == (
@@ -107,12 +108,14 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 )
                 assert tiers["disk"]["state"] == "Healthy"
                 columns = await where.columns(wide=True)
-                assert {name: columns[name] for name in ("Ready", "Reason", "Pods", "Tiers", "Live")} == {
-                    "Ready": "True", "Reason": "InForce", "Pods": "1/1", "Tiers": "ram,disk", "Live": 1,
+                expected = {
+                    "Ready": "True", "Reason": "InForce", "Pods": "1/1",
+                    "Tiers": "ram,disk", "Live": 1,
                 }  # fmt: skip
+                assert {name: columns[name] for name in expected} == expected
                 assert columns["Structural"] == written
 
-                # The engine stores and loads, and says how many tokens of its prompts came from where.
+                # The engine stores and loads, and reports the source of its prompt tokens.
                 async def hits() -> bool:
                     return ((await where.columns())["Hit%"] or 0) > 0
 
@@ -125,7 +128,7 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 case.retune(case.live.model_copy(update={"generation": 2}))
                 await where.until("Tuned", "True", "Applied")
 
-                # The engine ends, while its container says that it is ready: injected, and not attached.
+                # The engine exits while its container is ready: injected and not attached.
                 await asyncio.to_thread(engine.stop)
                 await where.until("Attached", "False", "NotAttached")
                 assert {event["type"] for event in await where.events("NotAttached")} == {"Warning"}
@@ -135,7 +138,7 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 found = await where.until("EnginesCompatible", "False", "SessionsRefused")
                 assert "a version mismatch" in condition(found, "EnginesCompatible")["message"]
 
-                # And nobody answers: then nothing is known, which is not the same as not attached.
+                # Without an answer the state is unknown, which is not the same as not attached.
                 end(tierd)
                 found = await where.until("Attached", "Unknown", "Unreachable")
                 assert "connection failed" in condition(found, "Attached")["message"]
@@ -230,7 +233,7 @@ def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: 
                 )
                 await where.until("TiersHealthy", "False", kind)
 
-            # Whatever it answers, the status stays within the API, and the others' numbers are not lost for it.
+            # Whatever it answers, the status stays valid and the other pods' numbers count.
             most = (1 << 63) - 1
             hostile = tier_document("ram", usedBytes=most, capacityBytes=most, hitTokens=most)
             tierd.document = status_document(

@@ -51,7 +51,8 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
             volume("kvtier-a", **nfs("/kv/below"), mountOptions=["soft", "timeo=50", "vers=4.1"]),
             None,
         ),
-        # An option that is listed with a value is allowed with that value, as the operator reads the list.
+        # An option that is listed with a value is allowed with that value, as the operator reads
+        # the list.
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5p", "soft"]), None),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5"]), "mount options"),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec"]), "mount options"),

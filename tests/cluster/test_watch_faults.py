@@ -1,4 +1,4 @@
-"""The watcher and the lister behind an API server that misbehaves: nothing is lost, no ghost stays."""
+"""The watcher and lister with a faulty API server: no object is lost, no deleted one stays."""
 
 from __future__ import annotations
 
@@ -232,7 +232,8 @@ def test_no_single_bad_response_ends_the_watch(
         async with world.running():
             await world.holds("a", "ghost")
             held = asyncio.Event()
-            # While the watch is away the ghost goes; where the list is to fail, one has to come first.
+            # The object is deleted while the watch is down. If the list is to fail, a list comes
+            # first.
             away = world.proxy.fail(world.watching, error_event(410, "Expired", held))
             world.proxy.cut()
             await away.struck.wait()

@@ -1,4 +1,6 @@
-"""The webhook process with a real API server: injected pods, skipped pods, and pods while it is down."""
+"""The webhook process with a real API server: injected pods, skipped pods, and pods while it is
+down.
+"""
 
 from __future__ import annotations
 
@@ -295,7 +297,7 @@ def test_a_policy_that_is_deleted_and_made_again_is_the_new_one(
     space.apply_policy(policy())
     space.nodes.ok(space.api.request("DELETE", f"{space.policies}/chat"))
     space.nodes.wait_for(
-        "nobody governs", lambda: not space.seen(space.create(pod(), dry_run=True))
+        "no policy governs the pod", lambda: not space.seen(space.create(pod(), dry_run=True))
     )
     again = space.apply_policy(policy())
     stored = space.create(pod())

@@ -1,4 +1,6 @@
-"""A pod that the API server admits without KVTier is admitted with it, for any pod, namespace and policy."""
+"""A pod that the API server admits without KVTier is admitted with it, for any pod, namespace and
+policy.
+"""
 
 from __future__ import annotations
 

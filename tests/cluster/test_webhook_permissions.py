@@ -50,7 +50,9 @@ class Account:
         self.cluster = SimpleNamespace(kubeconfig=kubeconfig, context="webhook")
 
     def grant(self, given: Sequence[Permission]) -> None:
-        """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the chart has it."""
+        """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the
+        chart has it.
+        """
         on = frozenset({rbac.SELF_MANAGED})
         wide = [
             *rbac.rules(given, Scope.WATCHED, on),

@@ -1,5 +1,5 @@
-"""Unusual pods and policies with a real API server: they are admitted as without KVTier, and the webhook
-keeps answering.
+"""Unusual pods and policies with a real API server: they are admitted as without KVTier, and the
+webhook keeps answering.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ HUGE: dict[str, Change] = {
         args=["--tensor-parallel-size", "9" * 5_000]
     ),
 }
-"""Within what the API server takes. Each of the first three kept a thread, and with it the process, for seconds to hours."""
+"""Within what the API server takes. Each of the first three kept a thread, and with it the process,
+for seconds to hours.
+"""
 
 
 @pytest.mark.parametrize("name", HUGE)
@@ -125,7 +127,8 @@ def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(
     document = pod()
     HUGE[name](document)
     failures = [webhook.metric(ASKED % result) for result in ("Failed", "Malformed")]
-    # The API server itself may need longer than the second that a decision is given; what counts is that it ends.
+    # The API server itself may need longer than the second that a decision is given; what counts is
+    # that it ends.
     assert space.outcome(space.create(document, dry_run=True)) in (
         "attached",
         "",

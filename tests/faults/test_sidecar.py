@@ -63,10 +63,10 @@ class Sidecar:
 
     def end(self) -> float:
         """SIGTERM; how many seconds it took."""
-        begun = time.monotonic()
+        start = time.monotonic()
         self.process.terminate()
         assert self.process.wait(WAIT_SECONDS) == 0
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     def close(self) -> None:
         if self.process.poll() is None:

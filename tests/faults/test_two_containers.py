@@ -121,8 +121,8 @@ def test_a_tierd_started_after_the_engine_died_is_not_fenced(testbed: TierdTestb
     testbed.kill_tierd()
     os.kill(first_process(engine), signal.SIGKILL)
     engine.process.wait(WAIT_SECONDS)
-    begun = time.monotonic()
+    start = time.monotonic()
     testbed.start_tierd()
     wait_for(lambda: not testbed.status()["fenced"], "the fence opens")
-    assert time.monotonic() - begun < AT_ONCE_SECONDS
+    assert time.monotonic() - start < AT_ONCE_SECONDS
     assert not list((testbed.run_directory / "sessions").iterdir())

@@ -1,4 +1,6 @@
-"""What a dead tierd left in a run directory, for tests that change some of it before the next one looks."""
+"""What a dead tierd left in a run directory, for tests that change some of it before the next one
+looks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pods of a policy in every state that a kubelet can report, and what their tierd says, as values for tests."""
+"""Pods of a policy in every state that a kubelet can report, and what their tierd says, as values
+for tests.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def bare_pod(
     owner: str = "ReplicaSet chat-5d",
     **labels: str,
 ) -> dict[str, Any]:
-    """A selected pod to which nothing was added, pending. ``owner``: kind and name of its controller; empty: none."""
+    """A selected pod to which nothing was added, pending. ``owner``: kind and name of its
+    controller; empty: none.
+    """
     kind, _, owner_name = owner.partition(" ")
     references = [
         {
@@ -148,7 +152,7 @@ def state(
 def scheduled(
     pod: Mapping[str, Any], since: float = NOON - 3600, node: str = "node-a"
 ) -> dict[str, Any]:
-    """It has a node, and its kubelet has begun nothing."""
+    """It has a node, and its kubelet has started nothing."""
     found = copy.deepcopy(dict(pod))
     found["spec"]["nodeName"] = node
     found["status"] = {
@@ -256,7 +260,9 @@ def tier_document(name: str = "ram", status: str = "Healthy", **more: Any) -> di
 def status_document(
     *tiers: Mapping[str, Any], sessions: str = "ready", generation: int = 5, **more: Any
 ) -> dict[str, Any]:
-    """What ``/status`` answers. ``sessions``: ``ready``, ``none``, ``unready`` (a worker is missing)."""
+    """What ``/status`` answers. ``sessions``: ``ready``, ``none``, ``unready`` (a worker is
+    missing).
+    """
     ready = sessions == "ready"
     scheduler = {
         "engine": "e",

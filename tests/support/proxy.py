@@ -1,4 +1,6 @@
-"""A TCP proxy in front of an API server that can fall silent, be slow, or cut its connections. TLS passes through it."""
+"""A TCP proxy in front of an API server that can fall silent, be slow, or cut its connections. TLS
+passes through it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from urllib.parse import urlsplit
 class Proxy:
     """``async with Proxy(server) as proxy``: then ``proxy.server`` is where clients go.
 
-    ``silent``: connections stay open and nothing passes. ``delay_seconds``: each piece of an answer is held up so long.
+    ``silent``: connections stay open and nothing passes. ``delay_seconds``: each piece of an answer
+    is held up so long.
     """
 
     def __init__(self, server: str) -> None:
@@ -49,7 +52,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fall_silent(self) -> None:
-        """From here on nothing passes, and nobody is told."""
+        """From here on no data passes, and the connections stay open."""
         self._open.clear()
 
     def speak(self) -> None:

@@ -1,4 +1,6 @@
-"""A tier that exists only in simulated time: how long a read takes, and how it ends, is arithmetic and a plan."""
+"""A tier that exists only in simulated time: how long a read takes, and how it ends, is arithmetic
+and a plan.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ OUTCOMES = ("good", "lie", *FAILURES)
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one read is in for: its latency, the most it gets by itself of the tier's bandwidth, and its end."""
+    """What one read is in for: its latency, the most it gets by itself of the tier's bandwidth, and
+    its end.
+    """
 
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
@@ -49,8 +53,10 @@ class _Running:
 
 
 class SimulatedTier(Tier):
-    """Delivers ``bytes_per_second`` as a whole, shared equally by the reads that are past their latency, or (``in_order``)
-    given to the one that began first. Everything may be changed while reads are under way."""
+    """Delivers ``bytes_per_second`` as a whole, shared equally by the reads that are past their
+    latency, or (``in_order``) given to the one that began first. Everything may be changed while
+    reads are under way.
+    """
 
     capabilities = TierCapabilities(persistent=True, shared=False, indexed=True)
 

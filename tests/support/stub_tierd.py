@@ -1,7 +1,9 @@
-"""A tierd that exists only in this process, as one worker's client sees it: for tests of the worker side.
+"""A tierd that exists only in this process, as one worker's client sees it: for tests of the worker
+side.
 
-It keeps what the worker sends, and says what the test tells it to. Like the real client it delivers from a thread of
-its own if ``threaded``, and after a loss it does not attach again before ``reattach``.
+It keeps what the worker sends, and says what the test tells it to. Like the real client it delivers
+from a thread of its own if ``threaded``, and after a loss it does not attach again before
+``reattach``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class StubTierd:
         self.hellos: list[Hello] = []
         self.reattached: list[int] = []
         self.on_reattach: Callable[[int], None] | None = None
-        """Called on the worker's thread, before it goes on: what a new tierd does at that moment."""
+        """Called on the worker's thread, before it goes on: what a new tierd does at that moment.
+        """
 
     def start(self) -> None:
         """As the client's."""

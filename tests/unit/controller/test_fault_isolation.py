@@ -26,8 +26,8 @@ def counted(registry: CollectorRegistry, reason: str) -> float:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(RecursionError(), "Fault"), (RuntimeError("x"), "Fault"), (OSError("x"), "Fault"), (KeyError("x"), "Fault"),
-     (TimeoutError(), "Deadline")],
+    [(RecursionError(), "Fault"), (RuntimeError("x"), "Fault"), (OSError("x"), "Fault"),
+     (KeyError("x"), "Fault"), (TimeoutError(), "Deadline")],
     ids=repr,
 )  # fmt: skip
 def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str) -> None:

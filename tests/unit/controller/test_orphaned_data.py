@@ -46,7 +46,8 @@ def test_deleting_a_shared_directory_is_not_suggested() -> None:
         cached_policy(tiers=TIERS[:1], status=LIVE), allowed(shared=True).allowed_volumes
     )
     assert [each.message for each in events] == [
-        "tier export: its data stays in nas:/kv/a, which it shared with others, and is evicted with theirs"
+        "tier export: its data stays in nas:/kv/a, which it shared with others, "
+        "and is evicted with theirs"
     ]
 
 

@@ -59,7 +59,7 @@ def test_a_key_that_is_added_while_it_is_worked_on_comes_once_more_afterwards() 
         assert await now(work) == A
         work.add(A)
         work.add(A)
-        assert await now(work) is None, "nobody else works on it meanwhile"
+        assert await now(work) is None, "a key is processed by one worker at a time"
         work.done(A)
         assert await now(work) == A
         work.done(A)

@@ -138,8 +138,8 @@ def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_ex
     assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
 
 
-def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    """In a container nobody does it for a first process that has no handler: its pod stays for its
+def test_a_sigterm_during_the_imports_ends_the_command() -> None:
+    """Without a handler the first process of a container ignores SIGTERM, and its pod stays for its
     grace period.
     """
     assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0

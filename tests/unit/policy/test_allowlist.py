@@ -1,4 +1,6 @@
-"""Directories of nodes and exports have to be allowed by an administrator, by namespace and path component."""
+"""Directories of nodes and exports have to be allowed by an administrator, by namespace and path
+component.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_mount_options_beyond_tuning_must_be_listed() -> None:
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers"]}], option) == []
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers=4.2"]}], option) == []
     assert len(_refused([DISK, {**EXPORT, "mountOptions": ["vers=3"]}], option)) == 1
-    # What two entries allow apart is not allowed together: the API server's guard on volumes looks at one entry at a time.
+    # What two entries allow apart is not allowed together: the API server's guard on volumes looks
+    # at one entry at a time.
     both = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "sec=krb5p"]}
     apart = [{**EXPORT, "mountOptions": ["vers"]}, {**EXPORT, "mountOptions": ["sec=krb5p"]}]
     [message] = _refused([DISK, *apart], both)

@@ -1,4 +1,6 @@
-"""What is generated from the models is what the repository holds, and says something about every field."""
+"""What is generated from the models is what the repository holds, and says something about every
+field.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every policy that one object shows to be wrong is refused, with field, value and what is accepted."""
+"""Every policy that one object shows to be wrong is refused, with field, value and what is
+accepted.
+"""
 
 from __future__ import annotations
 

@@ -279,7 +279,8 @@ class TestReading:
         assert "not read within" in str(refusals[0])
 
     def test_a_swapped_link_is_followed(self, tmp_path: Path) -> None:
-        # As the kubelet replaces a ConfigMap: live.json -> ..data/live.json, ..data -> another directory.
+        # As the kubelet replaces a ConfigMap: live.json -> ..data/live.json, ..data -> another
+        # directory.
         for name, tokens in (("first", 1), ("second", 2)):
             (tmp_path / name).mkdir()
             (tmp_path / name / LIVE_FILE).write_text(json.dumps({"minLoadTokens": tokens}))

@@ -108,7 +108,8 @@ class TestContentHash:
         ) == content_hash(_policy().spec)
 
     def test_does_not_hold_defaults(self) -> None:
-        # A field left out and the same field with its default are different texts: defaults change, texts do not.
+        # A field left out and the same field with its default are different texts: defaults change,
+        # texts do not.
         bare = _policy({"spec.chunkTokens": REMOVED})
         assert bare.spec.chunk_tokens == _policy().spec.chunk_tokens
         assert content_hash(bare.spec) != content_hash(_policy().spec)
@@ -119,7 +120,8 @@ class TestContentHash:
         assert content_hash(bare.spec) == content_hash(filled.spec)
 
     def test_has_eight_hex_digits_and_never_changes_by_itself(self) -> None:
-        # A new value here means that every pod of every user is reported as outdated after an upgrade.
+        # A new value here means that every pod of every user is reported as outdated after an
+        # upgrade.
         assert content_hash(_policy().spec) == "b35c35b8"
 
 

@@ -27,7 +27,7 @@ def test_tokens_count_as_loaded_when_the_load_is_complete(rig: Rig) -> None:
 
 
 def test_a_request_whose_load_failed_matches_nothing_again(rig: Rig) -> None:
-    """vLLM asks again after a failed load, gets the same answer, and so on for ever."""
+    """vLLM asks again after a failed load. The same answer again would be an endless loop."""
     request, job = _loading(rig)
     rig.report(loads=[rig.result(job.load, 0, reason="limit")])
     assert rig.ask(request) == 0

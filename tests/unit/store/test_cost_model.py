@@ -170,10 +170,10 @@ def test_a_tier_that_stays_slow_is_slow_after_a_handful_of_loads() -> None:
 
 def test_a_load_that_was_given_up_counts_with_its_true_end() -> None:
     model = TierModel(threads=8)
-    begun = [model.begin(i * 10.0) for i in range(3)]
-    for batch in begun:
+    started = [model.begin(i * 10.0) for i in range(3)]
+    for batch in started:
         model.submitted(batch, MIB)
-    for batch in begun:
+    for batch in started:
         model.ended(batch, batch.began_at + 60.0, MIB, True)
     found = model.estimate(100.0)
     assert found is not None

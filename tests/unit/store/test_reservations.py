@@ -127,7 +127,7 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
 @pytest.mark.parametrize(
     ("reason", "act"),
     [
-        ("unknown_engine", lambda w: w.store.deliver("nobody", 0, 1)),
+        ("unknown_engine", lambda w: w.store.deliver("unknown", 0, 1)),
         ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
         (
             "slot_not_granted",

@@ -770,7 +770,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif what == "left":
             self.do("call", "acknowledge_eviction", number + 1_000_000)
         elif what == "engine":
-            self.do("call", "deliver", "nobody", 0, number)
+            self.do("call", "deliver", "unknown", 0, number)
         elif what == "load" and name in self.engines:
             self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
         elif (

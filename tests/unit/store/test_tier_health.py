@@ -193,8 +193,8 @@ def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers
 def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     limit: int, begins_at: float
 ) -> None:
-    # Its limit is no longer than what a read may take, or it waited for a thread: then nobody's
-    # deadline finds it late.
+    # The request's limit is not longer than a read may take, or the read waited for a thread. In
+    # both cases no deadline finds it late.
     fixture = StoreFixture(
         values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)),
         read_threads=2,

@@ -81,7 +81,7 @@ def test_a_table_that_cannot_be_opened_leaves_tierd_working_without_one(pool: Po
     assert open_table(pool.path.parent, 0o600, pool, "t", persists=True) is None
 
 
-def test_a_table_full_of_nonsense_is_refused_and_begun_anew(pool: PoolFile) -> None:
+def test_an_invalid_table_is_rejected_and_reinitialized(pool: PoolFile) -> None:
     (pool.path.parent / "slots").write_bytes(os.urandom(9000))
     table = opened(pool)
     assert table.recovered == []
