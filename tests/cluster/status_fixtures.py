@@ -249,13 +249,17 @@ async def running_controller(
 
 
 def run_story(
-    story: Callable[[StatusNamespace], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any
+    scenario: Callable[[StatusNamespace], Any],
+    cluster: Any,
+    api: Any,
+    nodes: ModuleType,
+    **more: Any,
 ) -> None:
     """Runs a test in a new namespace."""
 
     async def main() -> None:
         async with status_namespace(cluster, api, nodes, **more) as where:
-            await story(where)
+            await scenario(where)
 
     asyncio.run(main())
 

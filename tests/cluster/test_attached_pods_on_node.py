@@ -107,7 +107,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("user", [None, 1000, 0])
-def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
+def test_unnamed_users_share_memory_and_only_tierd_mounts_the_storage(
     node_cluster: Any,
     node_api: Any,
     nodes: ModuleType,
@@ -135,7 +135,7 @@ def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
     assert any(own.iterdir()), "tierd wrote there"
 
 
-def test_variables_from_elsewhere_are_extended_by_the_kubelet(
+def test_the_kubelet_extends_variables_from_config_maps_and_images(
     node_cluster: Any,
     node_api: Any,
     nodes: ModuleType,

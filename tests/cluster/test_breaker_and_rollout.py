@@ -30,21 +30,21 @@ from kvtier_operator.kube.resources import (
     Object,
 )
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 20}}
 RESTARTING = {"rollout": {"strategy": "RestartWorkloads"}}
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
-    run: RunStory,
+    run: RunScenario,
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -78,13 +78,13 @@ def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
             )
             await where.until("Attached", "Unknown", "NoPods", seconds=60)
 
-    run(story)
+    run(scenario)
 
 
 def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
-    run: RunStory,
+    run: RunScenario,
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         quota = {"metadata": {"name": "gold"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
         await where.client.create(QUOTAS, where.namespace, quota)
         async with running_controller(where):
@@ -102,11 +102,11 @@ def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
             assert (suspended["kind"], suspended["reason"]) == ("ReplicaSet", "Refused")
             assert "exceeded quota: gold" in condition(found, "Attached")["message"]
 
-    run(story)
+    run(scenario)
 
 
-def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -119,17 +119,17 @@ def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: Ru
                 'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
 def test_an_overdue_pod_is_reported_with_node_and_mount(
-    run: RunStory, monkeypatch: pytest.MonkeyPatch
+    run: RunScenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtier_operator.controller.pods import terminating
 
     monkeypatch.setattr(terminating, "OVERDUE_SECONDS", 2.0)
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
@@ -164,7 +164,7 @@ def test_an_overdue_pod_is_reported_with_node_and_mount(
             await where.finish(name)
             await where.until("Attached", "False", "Starting")
 
-    run(story)
+    run(scenario)
 
 
 async def replica_sets(where: StatusNamespace, name: str) -> list[Object]:
@@ -172,8 +172,8 @@ async def replica_sets(where: StatusNamespace, name: str) -> list[Object]:
     return [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == name]
 
 
-def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             first = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
@@ -245,11 +245,11 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
 
         await until(f"the old pod of {name} ends", old_goes)
 
-    run(story)
+    run(scenario)
 
 
-def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**RESTARTING)
             await where.until("Attached", "Unknown", "NoPods")
@@ -268,11 +268,11 @@ def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunStory) -> None:
                 in condition(found, "UpToDate")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_a_group_with_different_structures_is_mixed(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_a_group_with_different_structures_is_mixed(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -294,11 +294,11 @@ def test_a_group_with_different_structures_is_mixed(run: RunStory) -> None:
                 in condition(found, "UpToDate")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_changing_bytes_cause_few_status_writes(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with (
             FakeTierdServer() as tierd,
             running_controller(where, {"controller": {"pollSeconds": 0.1}}),
@@ -326,13 +326,13 @@ def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
             after = await where.client.get(POLICIES, where.namespace, "chat")
             assert after["metadata"]["resourceVersion"] == version
 
-    run(story)
+    run(scenario)
 
 
-def test_the_api_server_accepts_the_status(run: RunStory) -> None:
+def test_the_api_server_accepts_the_status(run: RunScenario) -> None:
     """The API server prunes unknown fields, so a status that is read back whole fits the CRD."""
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             await where.until("Attached", "Unknown", "NoPods")
@@ -345,4 +345,4 @@ def test_the_api_server_accepts_the_status(run: RunStory) -> None:
             with pytest.raises(ApiError, match="404"):
                 await where.client.get(POLICIES, where.namespace, "missing")
 
-    run(story)
+    run(scenario)

@@ -53,7 +53,7 @@ async def known(where: StatusNamespace) -> None:
 def test_the_replacement_of_a_blocked_pod_is_not_injected(
     full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             await where.until("Attached", "Unknown", "NoPods")
@@ -117,4 +117,4 @@ def test_the_replacement_of_a_blocked_pod_is_not_injected(
             (third,) = await where.pods()
             assert STRUCTURAL_ANNOTATION in third["metadata"]["annotations"]
 
-    run_story(story, full_cluster, full_api, nodes)
+    run_story(scenario, full_cluster, full_api, nodes)

@@ -20,7 +20,7 @@ from tests.support.pods import status_document, tier_document
 
 from kvtier_operator.kube.resources import POLICIES
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 Sentence = tuple[str, str, str]
 """Status, reason, message."""
 
@@ -32,9 +32,9 @@ ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has bl
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
@@ -54,8 +54,8 @@ async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None
         raise AssertionError(f"{error}; these are {wrong}") from None
 
 
-def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             await says(
@@ -160,11 +160,11 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
                 },
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10})
             found = await where.until("Attached", "Unknown", "NoPods")
@@ -219,7 +219,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
             )
             await reports("Attached", "NotAttached", not_attached, sessions="none")
 
-    run(story)
+    run(scenario)
 
 
 def test_the_first_hits_are_in_the_columns_before_the_next_period(
@@ -227,7 +227,7 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
 ) -> None:
     """With the default period of five minutes."""
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
         async with FakeTierdServer() as tierd, running_controller(where, sections):
             await where.policy()
@@ -255,4 +255,4 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
             await asyncio.sleep(3 * QUICK["pollSeconds"])
             assert (await where.columns())["Hit%"] == 35
 
-    run_story(story, full_cluster, full_api, nodes)
+    run_story(scenario, full_cluster, full_api, nodes)

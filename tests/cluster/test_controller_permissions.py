@@ -110,7 +110,7 @@ class Limited:
 def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
     """A policy is created, changed and deleted, its claims are replaced, its data is removed."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "rights")
@@ -149,14 +149,14 @@ def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
     "cut", ALWAYS_CALLED, ids=lambda cut: "-".join(cut.resources).replace("/", "-")
 )
 def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "cut")
@@ -183,4 +183,4 @@ def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) ->
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

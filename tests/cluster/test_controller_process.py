@@ -28,7 +28,7 @@ POLICY_COUNT = 6
 def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "process")
@@ -78,7 +78,7 @@ def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
                     running.end()
                 await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_controller_that_is_killed_repeatedly_reaches_the_same_objects(

@@ -208,12 +208,12 @@ def test_a_request_with_a_hit_in_hanging_storage_waits_at_most_its_deadline(froz
     assert frozen.answers[0] == frozen.expected[0]
 
 
-def test_the_deadline_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
+def test_the_deadline_that_was_applied_to_the_running_engine_is_used(frozen: Frozen) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds > (FIRST_CLOCK_SECONDS + CLOCK_SECONDS) / 2
 
 
-def test_a_later_hit_waits_at_most_the_shorter_deadline_that_was_applied_since(
+def test_a_later_hit_waits_at_most_the_deadline_applied_since(
     frozen: Frozen,
 ) -> None:
     assert frozen.live_change

@@ -64,10 +64,10 @@ def writes(metrics: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in written)
 
 
-def test_a_killed_leader_is_replaced_in_time_and_nothing_is_applied_twice(
+def test_a_killed_leader_is_replaced_within_the_lease_and_nothing_is_applied_twice(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             await own_namespace(client)
@@ -133,7 +133,7 @@ def test_a_killed_leader_is_replaced_in_time_and_nothing_is_applied_twice(
                         each.end()
                 await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @contextlib.asynccontextmanager
@@ -167,12 +167,12 @@ async def soon(check: Callable[[], Any], what: str) -> None:
     await until(what, checked)
 
 
-def test_a_leader_that_is_cut_off_stops_to_write_before_another_one_begins(
+def test_a_disconnected_leader_stops_writing_before_the_next_one_starts(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
     timing = Timing(lease_seconds=5, deadline_seconds=2.5, retry_seconds=1.0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         async with ApiProxy(*given, tmp_path) as proxy:
             near = await credentials.from_kubeconfig(proxy.kubeconfig)
@@ -194,11 +194,11 @@ def test_a_leader_that_is_cut_off_stops_to_write_before_another_one_begins(
                     assert first.remaining_seconds() == 0
                     await soon(lambda: told == ["began", "ended"], "its work has ended")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_the_lease_is_created_held_and_released(kubernetes_cluster: Any) -> None:
-    async def story() -> None:
+def test_the_lease_is_created_renewed_and_released(kubernetes_cluster: Any) -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         access = await credentials.from_kubeconfig(*given)
         async with connect(*given) as client:
@@ -217,15 +217,15 @@ def test_the_lease_is_created_held_and_released(kubernetes_cluster: Any) -> None
                 await soon(lambda: candidate.remaining_seconds() > 0, "another one leads at once")
                 assert time.monotonic() - began < Timing().lease_seconds / 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
+def test_a_controller_that_lost_the_lease_continues_after_reacquiring_it(
     kubernetes_cluster: Any,
 ) -> None:
     timing = Timing(lease_seconds=5, deadline_seconds=2.5, retry_seconds=1.0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         access = await credentials.from_kubeconfig(*given)
         async with connect(*given) as client, open_api(access) as api:
@@ -255,4 +255,4 @@ def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
             await running
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -20,7 +20,7 @@ ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix"
 def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_log(
     kubernetes_cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "leavings")
@@ -52,4 +52,4 @@ def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_lo
             await controllers.drop_namespace(client, namespace)
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(story())
+        asyncio.run(scenario())

@@ -211,7 +211,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "conditions")
             if case.claim is not None:
@@ -231,7 +231,7 @@ def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
                 assert accepted["message"] == text
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase: str) -> None:
@@ -251,7 +251,7 @@ async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase:
 def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "leaving")
             chosen = settings(namespace, allowedVolumes=EXPORTS, storage={"createVolumes": True})
@@ -290,13 +290,13 @@ def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
                 await until("the claim is recreated", recreated)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "allowed")
             await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
@@ -328,7 +328,7 @@ def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
             assert await client.get(VOLUMES, None, claim["spec"]["volumeName"])
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
@@ -336,7 +336,7 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
 ) -> None:
     """As after a downgrade: the API server holds what this operator does not know."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "invalid")
             await client.apply(POLICIES, policy(namespace))
@@ -376,13 +376,13 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
                 await controllers.install_definition(client)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "long")
             url = "redis://cache.serving:6379/" + "x" * 1900
@@ -405,11 +405,11 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
             assert condition(found, "Ready")["message"] == f"Accepted: {accepted['message']}"
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_transition_times_change_with_the_status_of_a_condition_only(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "times")
             await client.apply(POLICIES, policy(namespace))
@@ -435,4 +435,4 @@ def test_transition_times_change_with_the_status_of_a_condition_only(cluster: An
             assert second["StorageReady"] > first["StorageReady"]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

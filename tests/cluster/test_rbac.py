@@ -223,7 +223,7 @@ def _exists(api: Any, path: str) -> bool:
     return bool(api.request("GET", path)[0] == 200)
 
 
-def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
+def test_the_charts_permissions_are_sufficient_for_the_controller(
     chart: Settings, full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path
 ) -> None:
     api, namespace = full_api, make_namespace(full_api, "rights", {"kvtier.io/inject": "enabled"})
@@ -302,7 +302,7 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
     api.request("DELETE", core)
 
 
-def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
+def test_a_removed_permission_is_named_in_the_policys_status(
     chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
     api, namespace = full_api, make_namespace(full_api, "cut", {"kvtier.io/inject": "enabled"})
@@ -335,7 +335,7 @@ def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
         api.request("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
-def test_the_webhook_answers_with_the_rights_that_ship(
+def test_the_charts_permissions_are_sufficient_for_the_webhook(
     chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "controller").mkdir()
@@ -349,7 +349,7 @@ def test_the_webhook_answers_with_the_rights_that_ship(
         assert written <= {"get", "list", "watch"}
 
 
-def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_alone(
+def test_with_mounted_certificates_both_need_fewer_permissions_and_do_not_change_the_ca(
     release: Release, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
     # Reinstalled, because an upgrade does not undo a test's manual changes to a role.

@@ -130,11 +130,11 @@ async def _settled_or_killed(
 
 @pytest.fixture(scope="session")
 def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
-    async def story() -> tuple[dict[str, Any], list[Call]]:
+    async def scenario() -> tuple[dict[str, Any], list[Call]]:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             return await _life(client, {})
 
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_fault_in_any_call_leads_to_the_same_objects(
             what = [str(call) for number, call in enumerate(made, start=1) if number in struck]
             assert found == expected, f"{fault} at {what}: {_difference(expected, found)}"
 
-    async def story() -> None:
+    async def scenario() -> None:
         places = asyncio.Semaphore(BESIDE)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -168,7 +168,7 @@ def test_a_fault_in_any_call_leads_to_the_same_objects(
             for struck in numbers:
                 group.create_task(one(client, places, struck))
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
@@ -184,7 +184,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 def test_two_concurrent_controllers_converge_to_the_same_objects(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "two")
             await _left_alone(client, namespace)
@@ -208,13 +208,13 @@ def test_two_concurrent_controllers_converge_to_the_same_objects(
                 assert await belongings(client, namespace) == undisturbed[0]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_silently_dropped_connection_is_detected_and_the_controller_continues(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         access = await from_kubeconfig(cluster.kubeconfig, cluster.context)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -246,7 +246,7 @@ def test_a_silently_dropped_connection_is_detected_and_the_controller_continues(
             assert live["minLoadTokens"] == 77
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def replace_server(access: Any, server: str) -> Any:
@@ -257,7 +257,7 @@ def replace_server(access: Any, server: str) -> Any:
 def test_a_slow_api_server_delays_and_changes_nothing(
     cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         access = await from_kubeconfig(cluster.kubeconfig, cluster.context)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -279,11 +279,11 @@ def test_a_slow_api_server_delays_and_changes_nothing(
             assert await belongings(client, namespace) == undisturbed[0]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "refused")
             await client.apply(POLICIES, policy(namespace, tiers=[EXPORT]))
@@ -316,7 +316,7 @@ def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
                 await until("the claim is made once nothing is in the way", made)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def _refuse_claims(call: Call) -> Fault | None:
@@ -336,7 +336,7 @@ async def _missing(client: ApiClient, kind: Kind, namespace: str, name: str) -> 
 
 
 def test_a_killed_controller_does_not_count_as_settled(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             faulty = FaultyClient(client, {1: Fault.KILLED_BEFORE})
             with pytest.raises(KilledError):
@@ -345,4 +345,4 @@ def test_a_killed_controller_does_not_count_as_settled(cluster: Any) -> None:
                 await faulty.get(POLICIES, "default", "none")
             assert len(faulty.calls) == 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())

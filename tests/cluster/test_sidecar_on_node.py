@@ -222,7 +222,7 @@ def running(
     nodes.wait_for("the pod is gone", lambda: node_api.request("GET", f"{pods}/engine")[0] == 404)
 
 
-def test_the_sidecar_lives_through_kills_of_tierd_and_engine_and_ends_with_its_pod(
+def test_the_sidecar_survives_kills_of_tierd_and_engine_and_exits_with_its_pod(
     running: Running, node_api: Any, nodes: ModuleType
 ) -> None:
     def wait_for(what: str, ready: Callable[[], Any]) -> Any:

@@ -27,14 +27,14 @@ from tests.support.pods import status_document, tier_document
 from kvtier.harness.tierd_testbed import TierdTestbed, environment
 from kvtier_operator.kube.resources import POLICIES
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10}}
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ async def started(case: TierdTestbed) -> int:
 
 
 def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
-    run: RunStory, case: TierdTestbed
+    run: RunScenario, case: TierdTestbed
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
@@ -145,13 +145,13 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
             finally:
                 end(tierd)
 
-    run(story)
+    run(scenario)
 
 
 def test_skipped_and_missed_pods_are_listed_with_their_reasons(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         await where.policy()
         await where.bare(
             "configured", **skipped("AlreadyConfigured", "the command sets --kv-transfer-config")
@@ -179,11 +179,13 @@ def test_skipped_and_missed_pods_are_listed_with_their_reasons(
             about = {event["involvedObject"]["name"] for event in await where.events("Skipped")}
             assert about <= {"configured", "missed"}
 
-    run_story(story, full_cluster, full_api, nodes, labels={})
+    run_story(scenario, full_cluster, full_api, nodes, labels={})
 
 
-def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(
+    run: RunScenario,
+) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where) as controller:
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -251,11 +253,11 @@ def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: 
 
             await until("no pod counts as attached", none)
 
-    run(story)
+    run(scenario)
 
 
-def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -302,11 +304,11 @@ def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: Ru
             await where.until("Attached", "False", "TierdFailed")
             await where.events("TierdFailed")
 
-    run(story)
+    run(scenario)
 
 
-def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         older = await where.policy()
         body = {**older, "metadata": {"name": "older", "namespace": where.namespace}}
         await where.bare("pod", **skipped("AlreadyConfigured", "x"))
@@ -327,4 +329,4 @@ def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunStory
             )
             assert (await where.columns())["Pods"] == "0/0"
 
-    run(story)
+    run(scenario)

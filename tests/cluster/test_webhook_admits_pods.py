@@ -302,7 +302,7 @@ def made(api: Any, nodes: ModuleType, labels: dict[str, str], guards: list[Guard
     return name
 
 
-def test_a_pod_that_is_taken_without_kvtier_is_taken_with_it(
+def test_a_pod_that_is_admitted_without_kvtier_is_admitted_with_it(
     full_api: Any, nodes: ModuleType, webhook: WebhookProcess
 ) -> None:
     choose = random.Random(SEED)

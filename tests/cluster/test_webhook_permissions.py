@@ -93,7 +93,7 @@ def account(
     full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
-def test_with_the_rights_that_ship_a_pod_is_attached(
+def test_with_the_charts_permissions_a_pod_is_injected(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path
 ) -> None:
     account.grant(rbac.WEBHOOK)
@@ -121,7 +121,7 @@ def test_with_the_rights_that_ship_a_pod_is_attached(
 
 
 @pytest.mark.parametrize("missing", ["kvtierpolicies", "nodes", "limitranges"])
-def test_a_right_that_is_missing_is_named_and_pods_start_unchanged(
+def test_a_missing_permission_is_named_and_pods_are_admitted_unchanged(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path, missing: str
 ) -> None:
     account.grant([each for each in rbac.WEBHOOK if missing not in each.resources])

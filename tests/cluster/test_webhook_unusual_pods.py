@@ -120,7 +120,7 @@ for seconds to hours.
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(
+def test_a_pod_of_the_maximum_size_delays_no_other_pod(
     space: Space, webhook: WebhookProcess, name: str
 ) -> None:
     space.apply(policy())
@@ -204,7 +204,7 @@ ODD: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_pod_is_decided_about_like_any_other(
+def test_an_unusual_pod_is_decided_like_any_other(
     space: Space, webhook: WebhookProcess, name: str
 ) -> None:
     space.apply(policy())
@@ -217,7 +217,7 @@ def test_an_odd_pod_is_decided_about_like_any_other(
     assert webhook.metric(ASKED % "Failed") == failed
 
 
-def test_a_pod_that_is_changed_later_is_not_asked_about(
+def test_the_webhook_is_not_called_for_updates_of_a_pod(
     space: Space, webhook: WebhookProcess
 ) -> None:
     found = space.nodes.ok(space.api.request("POST", space.pods, pod({"app": "other"})))
@@ -270,7 +270,9 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_odd_policy_harms_no_pod(space: Space, webhook: WebhookProcess, name: str) -> None:
+def test_an_unusual_policy_does_not_affect_pods(
+    space: Space, webhook: WebhookProcess, name: str
+) -> None:
     document, expected = copy.deepcopy(POLICIES[name])
     failed = webhook.metric(ASKED % "Failed")
     space.apply(document)

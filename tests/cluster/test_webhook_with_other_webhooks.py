@@ -139,7 +139,7 @@ def create(
 
 
 @pytest.mark.parametrize("name", ["a-mesh", "z-mesh"])
-def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine(
+def test_a_container_that_a_mesh_adds_before_or_after_is_not_the_engine(
     full_api: Any,
     nodes: ModuleType,
     tmp_path: Path,
@@ -162,7 +162,7 @@ def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine
     assert every.count(TIERD_CONTAINER) == 1
 
 
-def test_a_pod_that_a_later_webhook_makes_an_engines_is_attached_when_asked_again(
+def test_an_engine_added_by_a_later_webhook_is_injected_on_reinvocation(
     full_api: Any, nodes: ModuleType, tmp_path: Path, create: tuple[str, Callable[..., Any]]
 ) -> None:
     namespace, made = create

@@ -50,7 +50,7 @@ def test_a_tier_that_fails_every_read_is_a_miss(
     faultless.wait_for(lambda: faultless.tier_failures() > failures, "no failed read was counted")
 
 
-def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
+def test_a_tier_that_fails_after_some_reads_provides_the_prefix(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(faultless, plain, 301)
@@ -150,7 +150,7 @@ def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None
     set_copy_seconds(case, 0)
 
 
-def test_the_daemon_is_lost_while_a_request_loads(
+def test_tierd_is_lost_while_a_request_loads(
     faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
@@ -169,7 +169,7 @@ def test_the_daemon_is_lost_while_a_request_loads(
     assert loads.tokens == CHUNKS * CHUNK_TOKENS or faultless.load_failures() > failures
 
 
-def test_the_daemon_is_lost_while_a_request_waits(
+def test_tierd_is_lost_while_a_request_waits(
     faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     tokens = _stored(faultless, plain, 340 + blow)
@@ -181,7 +181,7 @@ def test_the_daemon_is_lost_while_a_request_waits(
     assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
 
 
-def test_the_daemon_is_lost_while_a_request_stores(
+def test_tierd_is_lost_while_a_request_stores(
     faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
 ) -> None:
     prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
@@ -198,7 +198,7 @@ def test_the_daemon_is_lost_while_a_request_stores(
     assert requests.run_together(prompts, 30) == plain.together(prompts, 30)
 
 
-def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(
+def test_after_ten_kills_of_tierd_the_engine_still_loads_and_leaks_nothing(
     faultless: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 390)

@@ -38,7 +38,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         case.close()
 
 
-def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(
+def test_an_engine_starts_without_its_sidecar_and_attaches_once_it_runs(
     case: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)

@@ -129,7 +129,7 @@ def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
     assert "killing it" in sidecar.log()
 
 
-def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
+def test_a_tierd_in_a_hung_mount_is_replaced_and_does_not_delay_the_exit(
     tmp_path: Path,
 ) -> None:
     if unavailable():
@@ -205,7 +205,9 @@ def test_a_drain_request_of_a_previous_container_is_ignored(
     assert not testbed.status()["conditions"]
 
 
-def test_it_waits_for_a_valid_document_and_reports_why(testbed: TierdTestbed, start: Start) -> None:
+def test_the_sidecar_waits_for_a_valid_document_and_reports_why(
+    testbed: TierdTestbed, start: Start
+) -> None:
     structural = testbed.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")

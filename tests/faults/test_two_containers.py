@@ -114,7 +114,7 @@ def test_slots_of_a_sleeping_engine_stay_quarantined(
         thread.join(WAIT_SECONDS)
 
 
-def test_a_tierd_started_after_the_engine_died_is_not_fenced(testbed: TierdTestbed) -> None:
+def test_a_tierd_started_after_the_engine_exited_is_not_fenced(testbed: TierdTestbed) -> None:
     testbed.start_tierd()
     engine = engine_in_a_container(testbed, "--keys", "20")
     engine.wait_more("loaded", 5)

@@ -103,12 +103,12 @@ def post(cluster: Any, *rounds: list[Event], seconds_between: float = 0.0) -> Ev
     now = [0.0]
     recorder = EventRecorder(cluster, lambda: now[0])
 
-    async def story() -> None:
+    async def scenario() -> None:
         for events in rounds:
             await recorder.post(events, NOON + now[0])
             now[0] += seconds_between
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     return recorder
 
 

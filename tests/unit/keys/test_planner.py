@@ -36,7 +36,7 @@ def test_the_effective_chunk_is_the_smallest_common_multiple_that_is_large_enoug
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [16, -1], [1021, 1031, 1033]])
-def test_block_sizes_without_a_usable_multiple_are_refused_with_the_numbers(
+def test_block_sizes_without_a_usable_multiple_are_rejected_with_the_numbers(
     sizes: list[int],
 ) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
@@ -63,7 +63,7 @@ def test_models_that_are_not_served_are_named_with_their_groups(groups: list[KVC
 
 
 @pytest.mark.parametrize(("hashed", "ranks"), [(0, 1), (48, 1), (32, 0)])
-def test_hashes_that_do_not_divide_a_chunk_and_no_ranks_are_refused(
+def test_a_hash_size_that_does_not_divide_a_chunk_and_zero_ranks_are_rejected(
     hashed: int, ranks: int
 ) -> None:
     with pytest.raises(UnsupportedGeometryError):

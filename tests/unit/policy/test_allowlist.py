@@ -34,7 +34,7 @@ def test_an_empty_list_allows_nothing() -> None:
     assert 'NFS export "nas.example:/kv" is not allowed: allowedVolumes has no nfs entry' in export
 
 
-def test_what_is_listed_for_the_namespace_is_allowed() -> None:
+def test_a_volume_that_is_listed_for_the_namespace_is_allowed() -> None:
     assert _refused([DISK, EXPORT]) == []
 
 

@@ -112,13 +112,13 @@ def test_the_installation_is_repeated_when_what_it_depends_on_changed(
     assert installed(project) == ["pip install"]
 
 
-def test_an_installation_that_failed_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_installation_is_retried(tmp_path: Path) -> None:
     project = a_project(tmp_path / "project")
     assert installed(project, fails=True) == ["venv", "pip install"]
     assert installed(project) == ["pip install"]
 
 
-def test_a_checkout_that_was_moved_gets_another_environment(tmp_path: Path) -> None:
+def test_a_moved_checkout_gets_a_new_environment(tmp_path: Path) -> None:
     project = a_project(tmp_path / "project")
     installed(project)
     moved = project.rename(tmp_path / "moved")

@@ -102,7 +102,7 @@ def test_an_engine_that_has_become_slower_is_noticed_within_a_dozen_steps() -> N
         max_size=40,
     )
 )
-def test_coefficients_are_never_negative_whatever_was_measured(
+def test_coefficients_are_never_negative_for_any_measurement(
     measured: list[tuple[int, int, float]],
 ) -> None:
     model = PrefillModel()
@@ -146,7 +146,7 @@ def test_before_enough_loads_there_is_no_estimate() -> None:
     assert model.estimate(now) is not None
 
 
-def test_one_stalled_load_among_good_ones_moves_nothing() -> None:
+def test_one_stalled_load_does_not_change_the_estimate() -> None:
     model = TierModel(threads=8)
     now = 0.0
     for seconds in (0.1, 0.1, 0.1, 0.1, 9.0):

@@ -27,7 +27,7 @@ def test_a_slot_is_noted_while_a_read_into_it_may_run() -> None:
     assert fixture.read_log.places == {}
 
 
-def test_a_read_that_is_taken_back_is_not_noted_any_more() -> None:
+def test_a_revoked_read_is_no_longer_recorded() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -37,7 +37,7 @@ def test_a_read_that_is_taken_back_is_not_noted_any_more() -> None:
     assert fixture.read_log.places == {}
 
 
-def test_a_read_that_cannot_be_noted_is_not_made() -> None:
+def test_a_read_that_cannot_be_recorded_is_not_started() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -74,7 +74,7 @@ def test_over_several_lives() -> None:
     assert fixture.store.accounts().quarantined == 2 * PAGE
 
 
-def test_behind_the_fence_as_well() -> None:
+def test_the_same_applies_behind_the_fence() -> None:
     fixture = reading(0)
     fixture.restart(True, hung="7")
     fixture.store.unfence()
@@ -89,7 +89,7 @@ def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
     assert fixture.store.accounts().quarantined == 0
 
 
-def test_a_place_that_is_not_in_this_pool_is_counted() -> None:
+def test_a_position_outside_the_pool_is_counted() -> None:
     fixture = reading()
     fixture.orphaned_reads["7"] = (SlotLocation(1 << 30, PAGE, 1 << 30, 4),)
     fixture.restart()

@@ -76,7 +76,7 @@ def test_sequence_numbers_rise_from_life_to_life(reopen: Open) -> None:
     assert all(a.sequence < b.sequence for a, b in pairwise(reopen().recovered))
 
 
-def test_erased_places_are_used_again(reopen: Open, file: int) -> None:
+def test_erased_positions_are_reused(reopen: Open, file: int) -> None:
     table = reopen()
     for number in range(200):
         table.add(record(number % 250))

@@ -253,7 +253,7 @@ def test_a_slow_tier_is_late_only_at_three_times_its_usual_time() -> None:
     assert state(fixture) == "BreakerOpen"
 
 
-def test_half_of_the_read_threads_hung_opens_the_breaker_whatever_the_threshold() -> None:
+def test_half_of_the_read_threads_hung_opens_the_breaker_for_any_threshold() -> None:
     fixture = StoreFixture(values=live(threshold=100, period=10, disk=LiveTier()), read_threads=4)
     fixture.engine()
     fixture.put_in_tier(0, 1)

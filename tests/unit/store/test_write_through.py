@@ -198,7 +198,7 @@ def test_an_object_read_from_one_tier_is_written_to_the_others_when_it_is_loaded
     assert fixture.tiers[0].objects[ref(0)][1] == object_meta(NAMESPACE, ref(0).key, (PAGE,))
 
 
-def test_writes_of_an_engine_that_went_are_finished() -> None:
+def test_writes_of_an_engine_that_exited_are_completed() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put(0)

@@ -55,7 +55,7 @@ def test_a_namespace_without_its_own_text_gives_nothing(pool: PoolFile, text: st
     assert table.rejected == {"namespace": 1}
 
 
-def test_texts_of_namespaces_of_which_nothing_is_left_go(pool: PoolFile) -> None:
+def test_texts_of_empty_namespaces_are_removed(pool: PoolFile) -> None:
     with_one_object(pool, "f" * 32)
     opened(pool)
     assert list((pool.path.parent / "namespaces").iterdir()) == []
@@ -69,7 +69,7 @@ def test_a_replaced_pool_file_gives_nothing(pool: PoolFile) -> None:
     other.close()
 
 
-def test_without_persistence_there_is_no_table_and_an_old_one_goes(pool: PoolFile) -> None:
+def test_without_persistence_there_is_no_table_and_an_old_one_is_removed(pool: PoolFile) -> None:
     with_one_object(pool)
     assert open_table(pool.path.parent, 0o600, pool, "t", persists=False) is None
     assert sorted(path.name for path in pool.path.parent.iterdir()) == ["namespaces", "pool"]

@@ -30,7 +30,7 @@ def test_another_start_time_is_another_process() -> None:
     assert liveness_of(replace(own_identity(), start=own_identity().start + 1)) is Liveness.GONE
 
 
-def test_what_is_in_another_pid_namespace_cannot_be_known() -> None:
+def test_a_process_in_another_pid_namespace_is_unverifiable() -> None:
     assert liveness_of(replace(own_identity(), pid_namespace="1")) is Liveness.UNKNOWN
     assert liveness_of(replace(own_identity(), pid_namespace="")) is Liveness.UNKNOWN
 

@@ -92,7 +92,7 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
     assert best < 0.002
 
 
-def test_what_lies_only_in_tiers_that_may_not_be_used_is_not_there_until_they_may() -> None:
+def test_objects_only_in_unusable_tiers_are_absent_until_the_tiers_are_usable() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2), (b"b", 3), (b"c", 4))))
     removals = replica.removals
@@ -116,7 +116,7 @@ def test_withdrawing_a_tier_does_not_look_at_its_keys() -> None:
     assert not any(replica.get(key) for key in keys)
 
 
-def test_the_next_tierd_says_anew_which_tiers_may_be_used() -> None:
+def test_the_next_tierd_announces_again_which_tiers_are_usable() -> None:
     replica = Replica()
     replica.apply(Usable(bits=1))
     replica.clear()

@@ -43,7 +43,7 @@ def test_without_predecessors_there_is_no_fence(tmp_path: Path) -> None:
     assert not make(tmp_path)[0].is_active
 
 
-def test_what_was_written_is_read_by_the_next_one(tmp_path: Path) -> None:
+def test_the_next_process_reads_what_was_written(tmp_path: Path) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR, epoch=4, rank=1))
     assert set(fence.waiting) == {worker(NEAR), worker(FAR, epoch=4, rank=1)}
 
@@ -59,7 +59,7 @@ def test_it_opens_when_each_worker_has_drained_its_epoch(tmp_path: Path) -> None
     assert files.read() == []
 
 
-def test_another_process_or_rank_cannot_speak_for_it(tmp_path: Path) -> None:
+def test_a_report_of_another_process_or_rank_does_not_count(tmp_path: Path) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR))
     fence.worker_attached(worker(ProcessIdentity(8, 81, "here")), 9)
     fence.worker_attached(worker(NEAR, rank=1), 9)
@@ -77,7 +77,7 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
     assert files.read() == []
 
 
-def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_ever(
+def test_an_invisible_process_is_waited_for_a_minute_and_a_living_one_without_limit(
     tmp_path: Path,
 ) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR))
