@@ -157,7 +157,7 @@ class ApiProxy:
                 request.transport.abort()
         self._watches.clear()
 
-    def asked(self, matches: Callable[[Request], bool]) -> int:
+    def request_count(self, matches: Callable[[Request], bool]) -> int:
         """The number of requests so far that ``matches`` accepts."""
         return sum(matches(each) for each in self.requests)
 

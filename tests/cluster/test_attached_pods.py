@@ -298,7 +298,7 @@ def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected
     return decision
 
 
-def test_the_setups_have_accepted_and_rejected_pods(spaces: dict[str, Space]) -> None:
+def test_the_setups_have_injected_and_skipped_pods(spaces: dict[str, Space]) -> None:
     answers: dict[bool, int] = {True: 0, False: 0}
     for space in spaces.values():
         for shape in PODS:
@@ -431,7 +431,7 @@ def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -
         ),
     ],
 )
-def test_skipped_pods_equal_those_that_the_api_server_returns(
+def test_pods_with_server_defaults_are_skipped_with_the_reason(
     spaces: dict[str, Space], pod: dict[str, Any], reason: SkipReason
 ) -> None:
     space = spaces["plain"]

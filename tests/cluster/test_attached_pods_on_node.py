@@ -97,8 +97,8 @@ def run(
     assert found["status"]["phase"] == "Succeeded", output + cluster.kubectl(
         "-n", space, "logs", name, "-c", TIERD_CONTAINER
     )
-    said: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return said | {"class": found["status"]["qosClass"]}
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return report | {"class": found["status"]["qosClass"]}
 
 
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -118,15 +118,15 @@ def test_unnamed_users_share_memory_and_only_tierd_mounts_the_storage(
     directory = prepared(tmp_path_factory)
     context = {} if user is None else {"securityContext": {"runAsUser": user, "runAsGroup": user}}
     pod = pod_objects.pod(looking(**context), restartPolicy="Never")
-    said = run(node_cluster, node_api, nodes, space, pod, directory)
-    assert said["user"] == (65532 if user is None else user)
-    assert {"pool", "tierd.sock"} <= set(said["files"])
-    assert said["writable"]
-    assert said["tiers"] == []
-    assert said["structural"] == "chat"
-    assert said["plugins"] == ["kvtier.engines.vllm.plugin:register"]
-    assert said["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
-    assert said["variables"]["KVTIER_LOCAL_RANKS"] == "2"
+    report = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert report["user"] == (65532 if user is None else user)
+    assert {"pool", "tierd.sock"} <= set(report["files"])
+    assert report["writable"]
+    assert report["tiers"] == []
+    assert report["structural"] == "chat"
+    assert report["plugins"] == ["kvtier.engines.vllm.plugin:register"]
+    assert report["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
+    assert report["variables"]["KVTIER_LOCAL_RANKS"] == "2"
     own = directory / space / pod_objects.POLICY_UID
     status = own.stat()
     assert (status.st_gid, status.st_mode & 0o2070) == (STORAGE_GID, 0o2070), (
@@ -135,7 +135,7 @@ def test_unnamed_users_share_memory_and_only_tierd_mounts_the_storage(
     assert any(own.iterdir()), "tierd wrote there"
 
 
-def test_the_kubelet_extends_variables_from_config_maps_and_images(
+def test_the_kubelet_expands_variables_with_value_from(
     node_cluster: Any,
     node_api: Any,
     nodes: ModuleType,
@@ -149,8 +149,8 @@ def test_the_kubelet_extends_variables_from_config_maps_and_images(
     }
     source = [{"configMapRef": {"name": "settings"}}]
     pod = pod_objects.pod(looking(env=[plugins], envFrom=source), restartPolicy="Never")
-    said = run(node_cluster, node_api, nodes, space, pod, directory)
-    assert said["variables"] == {
+    report = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert report["variables"] == {
         "PYTHONPATH": "/opt/kvtier/payload:/from/a/map",
         "VLLM_PLUGINS": "lora_resolver,kvtier",
         "PYTHONHASHSEED": "0",

@@ -37,7 +37,7 @@ def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
     return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
-async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
+async def expect_messages(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
     """Waits until the conditions are these; the failure shows those that are not."""
     wrong: dict[str, Any] = {}
 
@@ -58,7 +58,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
     async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("Unknown", "NoPods", f"Attached: {NO_POD}"),
@@ -75,7 +75,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             await where.deployment(where.injected(tierd.port, written), replicas=2)
             one, two = (pod["metadata"]["name"] for pod in await where.pods(2))
             starting = f"0 of 2 pods attached; {one}, {two}: container vllm is starting."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("False", "Starting", f"Attached: {starting}"),
@@ -86,7 +86,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             )
             await where.run(one)
             half = f"1 of 2 pods attached; starting: {two}."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Starting", f"{IN_FORCE} {half}"),
@@ -99,7 +99,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
                 },
             )
             await where.run(two)
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "InForce", IN_FORCE),
@@ -128,7 +128,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             )
             await where.policy(minLoadTokens=640)
             waiting = f"0 of 2 attached pods have applied live generation 2; {LATER}"
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Applying", f"{IN_FORCE} Tuned: {waiting}"),
@@ -143,7 +143,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
                 f"2 of 2 pods have an older structure than {newer}: {one}, {two}. "
                 "Replace the pods to update them."
             )
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Outdated", f"{IN_FORCE} UpToDate: {late}"),
@@ -152,7 +152,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             )
             await tierd.stop()
             unreachable = f"0 of 2 pods attached; {one}, {two} cannot be polled: connection failed."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("Unknown", "Unreachable", f"Attached: {unreachable}"),
@@ -172,7 +172,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
             (pod,) = await where.pods()
             name = pod["metadata"]["name"]
             await where.run(name)
-            await says(where, {"Ready": ("True", "InForce", IN_FORCE)})
+            await expect_messages(where, {"Ready": ("True", "InForce", IN_FORCE)})
 
             async def reports(
                 kind: str, reason: str, message: str, *tiers: Any, ready: str = "False", **more: Any
@@ -184,7 +184,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
                     expected["Ready"] = ("False", reason, f"{kind}: {message}")
                 else:
                     expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
-                await says(where, expected)
+                await expect_messages(where, expected)
 
             unhealthy = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
             await reports(

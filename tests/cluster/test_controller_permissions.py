@@ -51,7 +51,7 @@ def _all_rules(permissions: Sequence[Permission]) -> list[dict[str, Any]]:
 
 
 class Limited:
-    """A client of an account that has these rules, and what the API server said to it."""
+    """A client of an account that has these rules, and the responses of the API server."""
 
     def __init__(
         self, cluster: Any, admin: ApiClient, namespace: str, permissions: Sequence[Permission]
@@ -60,7 +60,7 @@ class Limited:
         self._admin = admin
         self._namespace = namespace
         self._permissions = permissions
-        self.said: Counter[tuple[str, str, int]] = Counter()
+        self.responses: Counter[tuple[str, str, int]] = Counter()
 
     async def client(self) -> AbstractAsyncContextManager[ApiClient]:
         name, group = self._namespace, "rbac.authorization.k8s.io"
@@ -95,11 +95,11 @@ class Limited:
         return open_client(access, observer=self._observe)
 
     def _observe(self, verb: str, kind: str, status: int, seconds: float) -> None:
-        self.said[verb, kind, status] += 1
+        self.responses[verb, kind, status] += 1
 
     @property
     def forbidden(self) -> set[tuple[str, str]]:
-        return {(verb, kind) for verb, kind, status in self.said if status == 403}
+        return {(verb, kind) for verb, kind, status in self.responses if status == 403}
 
     async def remove(self) -> None:
         for kind in (BINDINGS, ROLES):
@@ -140,7 +140,7 @@ def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
 
                 await until("the volume is removed", no_volume)
             assert limited.forbidden == set()
-            done = {(verb, kind) for verb, kind, status in limited.said if 200 <= status < 300}
+            done = {(verb, kind) for verb, kind, status in limited.responses if 200 <= status < 300}
             assert {
                 ("delete", "PersistentVolume"),
                 ("delete", "ConfigMap"),
@@ -176,10 +176,10 @@ def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) ->
                 plural = cut.resources[0].partition("/")[0]
                 if "list" in cut.verbs:
 
-                    async def said() -> bool:
+                    async def named() -> bool:
                         return any(kind.startswith(plural) for kind in controller.cache.problems())
 
-                    await until("the controller says which kind it cannot list", said)
+                    await until("the controller says which kind it cannot list", named)
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 

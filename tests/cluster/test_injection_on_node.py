@@ -55,7 +55,11 @@ def test_an_unreachable_storage_server_delays_only_the_first_pod(
         # Either it was known in time that the storage is not there, or the breaker gave the owner a
         # pod without it.
         assert not any("persistentVolumeClaim" in volume for volume in pod["spec"]["volumes"])
-        nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
+        nodes.wait_for(
+            "the policy says why",
+            lambda: _are_false(place, "Attached", "StorageReady"),
+            60,
+        )
 
 
 def test_a_pod_without_a_tiers_claim_gets_the_other_tiers(
@@ -322,7 +326,7 @@ def test_a_deleted_policy_does_not_affect_running_pods_and_its_successor_serves_
         assert engines.do(third, "store", n=4)["done"] == 4
 
 
-def _told(place: Any, *kinds: str) -> bool:
+def _are_false(place: Any, *kinds: str) -> bool:
     return any(place.condition(kind).get("status") == "False" for kind in kinds)
 
 

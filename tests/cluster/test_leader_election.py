@@ -140,21 +140,21 @@ def test_a_killed_leader_is_replaced_within_the_lease_and_nothing_is_applied_twi
 async def elector(
     access: credentials.Credentials, name: str, identity: str, timing: Timing
 ) -> AsyncIterator[tuple[Elector, list[str]]]:
-    """A candidate that works until it is cancelled, and what it told."""
-    told: list[str] = []
+    """A candidate that works until it is cancelled, and the events that it recorded."""
+    events: list[str] = []
 
     async def work() -> None:
-        told.append("began")
+        events.append("began")
         try:
             await asyncio.Event().wait()
         finally:
-            told.append("ended")
+            events.append("ended")
 
     async with open_api(access) as api:
         candidate = Elector(Lock(api, "default", name, identity), timing)
         running = asyncio.ensure_future(candidate.run(work))
         try:
-            yield candidate, told
+            yield candidate, events
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -177,7 +177,7 @@ def test_a_disconnected_leader_stops_writing_before_the_next_one_starts(
         async with ApiProxy(*given, tmp_path) as proxy:
             near = await credentials.from_kubeconfig(proxy.kubeconfig)
             far = await credentials.from_kubeconfig(*given)
-            async with elector(near, "cut-off", "a", timing) as (first, told):
+            async with elector(near, "cut-off", "a", timing) as (first, events):
                 await soon(lambda: first.remaining_seconds() > 0, "the first one leads")
                 async with elector(far, "cut-off", "b", timing) as (second, _):
                     await asyncio.sleep(2.0)
@@ -192,7 +192,7 @@ def test_a_disconnected_leader_stops_writing_before_the_next_one_starts(
                         assert time.monotonic() < deadline
                         await asyncio.sleep(0.01)
                     assert first.remaining_seconds() == 0
-                    await soon(lambda: told == ["began", "ended"], "its work has ended")
+                    await soon(lambda: events == ["began", "ended"], "its work has ended")
 
     asyncio.run(scenario())
 
@@ -202,14 +202,14 @@ def test_the_lease_is_created_renewed_and_released(kubernetes_cluster: Any) -> N
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         access = await credentials.from_kubeconfig(*given)
         async with connect(*given) as client:
-            async with elector(access, "plain", "a", Timing()) as (candidate, told):
+            async with elector(access, "plain", "a", Timing()) as (candidate, events):
                 await soon(lambda: candidate.remaining_seconds() > 0, "it leads")
                 lease = await client.get(LEASES, "default", "plain")
                 assert lease["spec"]["holderIdentity"] == "a"
                 assert lease["spec"]["leaseDurationSeconds"] == Timing().lease_seconds
                 renewed = time.strptime(lease["spec"]["renewTime"][:19], "%Y-%m-%dT%H:%M:%S")
                 assert abs(time.mktime(renewed) - time.mktime(time.gmtime())) < 10
-            assert told == ["began", "ended"]
+            assert events == ["began", "ended"]
             lease = await client.get(LEASES, "default", "plain")
             assert not lease["spec"].get("holderIdentity")
             began = time.monotonic()

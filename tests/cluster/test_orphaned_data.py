@@ -43,12 +43,12 @@ def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_lo
             )
             assert event["message"].startswith(words)
             assert event["involvedObject"]["uid"] == uids["chat"]
-            said = [
+            messages = [
                 record.getMessage()
                 for record in caplog.records
                 if "the policy is gone" in record.getMessage()
             ]
-            assert [each.partition(": ")[2].startswith(words) for each in said] == [True]
+            assert [each.partition(": ")[2].startswith(words) for each in messages] == [True]
             await controllers.drop_namespace(client, namespace)
 
     with caplog.at_level(logging.INFO):

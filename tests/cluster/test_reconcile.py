@@ -44,16 +44,16 @@ def reconciled(kubernetes_cluster: Any) -> Callable[[Scenario], None]:
     """Runs a scenario with a client and a namespace of its own, on a control plane without
     controllers.
     """
-    return lambda scenario: asyncio.run(_told(kubernetes_cluster, scenario))
+    return lambda scenario: asyncio.run(_run_scenario(kubernetes_cluster, scenario))
 
 
 @pytest.fixture(scope="session")
 def governed(full_cluster: Any) -> Callable[[Scenario], None]:
     """The same, where claims are bound and what has no owner is collected."""
-    return lambda scenario: asyncio.run(_told(full_cluster, scenario))
+    return lambda scenario: asyncio.run(_run_scenario(full_cluster, scenario))
 
 
-async def _told(cluster: Any, scenario: Scenario) -> None:
+async def _run_scenario(cluster: Any, scenario: Scenario) -> None:
     async with connect(cluster.kubeconfig, cluster.context) as client:
         await controllers.install_definition(client)
         namespace = await controllers.make_namespace(client, "reconcile")

@@ -129,7 +129,7 @@ async def _settled_or_killed(
 
 
 @pytest.fixture(scope="session")
-def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
+def without_faults(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
     async def scenario() -> tuple[dict[str, Any], list[Call]]:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             return await _life(client, {})
@@ -143,10 +143,10 @@ def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
     ids=lambda fault: fault.value,
 )
 def test_a_fault_in_any_call_leads_to_the_same_objects(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]], fault: Fault
 ) -> None:
     """Each call in a policy's lifetime fails once. After a kill the operator restarts."""
-    expected, calls = undisturbed
+    expected, calls = without_faults
     assert EVENTS in {call.kind for call in calls}
     if fault is Fault.SLOW:
         numbers = [list(range(1, len(calls) + 1))]
@@ -182,7 +182,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def test_two_concurrent_controllers_converge_to_the_same_objects(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]]
 ) -> None:
     async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
@@ -205,7 +205,7 @@ def test_two_concurrent_controllers_converge_to_the_same_objects(
                 assert len(left.calls) + len(right.calls) == count, (
                     "they do not undo each other's work"
                 )
-                assert await belongings(client, namespace) == undisturbed[0]
+                assert await belongings(client, namespace) == without_faults[0]
             await controllers.drop_namespace(client, namespace)
 
     asyncio.run(scenario())
@@ -255,7 +255,7 @@ def replace_server(access: Any, server: str) -> Any:
 
 
 def test_a_slow_api_server_delays_and_changes_nothing(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]]
 ) -> None:
     async def scenario() -> None:
         access = await from_kubeconfig(cluster.kubeconfig, cluster.context)
@@ -276,7 +276,7 @@ def test_a_slow_api_server_delays_and_changes_nothing(
                 ):
                     await client.apply(POLICIES, body)
                     await settled(controller, client, namespace)
-            assert await belongings(client, namespace) == undisturbed[0]
+            assert await belongings(client, namespace) == without_faults[0]
             await controllers.drop_namespace(client, namespace)
 
     asyncio.run(scenario())

@@ -184,7 +184,7 @@ class Running:
                 continue
         return found
 
-    def said(self) -> dict[str, Any]:
+    def engine_report(self) -> dict[str, Any]:
         """The engine's last words."""
         name, namespace = self.path.split("/")[-1], self.path.split("/")[-3]
         lines = self._cluster.kubectl(
@@ -273,8 +273,8 @@ def test_the_sidecar_survives_kills_of_tierd_and_engine_and_exits_with_its_pod(
         "the next engine is attached",
         lambda: running.container("vllm")["restartCount"] == 1 and running.usable(),
     )
-    wait_for("it loads", lambda: running.said().get("loaded", 0) > 20)
-    assert running.said()["wrong"] == 0
+    wait_for("it loads", lambda: running.engine_report().get("loaded", 0) > 20)
+    assert running.engine_report()["wrong"] == 0
     assert running.container("kvtier-tierd")["restartCount"] == 0
 
     # The pod ends: draining begins with the engine's SIGTERM, and the sidecar is gone soon after

@@ -122,7 +122,9 @@ async def until(check: Callable[[], Any], what: str = "", seconds: float = WAIT_
         await asyncio.sleep(0.01)
 
 
-def told(cluster: Any, home: Path, scenario: Callable[[WatchTestbed], Awaitable[None]]) -> None:
+def run_scenario(
+    cluster: Any, home: Path, scenario: Callable[[WatchTestbed], Awaitable[None]]
+) -> None:
     async def run() -> None:
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -161,7 +163,7 @@ def test_objects_deleted_before_a_relist_are_dropped(
             ]
             await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_a_recreated_object_of_the_same_name_is_a_different_object(
@@ -185,7 +187,7 @@ def test_a_recreated_object_of_the_same_name_is_a_different_object(
             assert held is not None
             assert held["metadata"]["uid"] == made["metadata"]["uid"]
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_a_disconnected_or_silent_watch_is_resumed_without_loss(
@@ -196,16 +198,16 @@ def test_a_disconnected_or_silent_watch_is_resumed_without_loss(
         pace = Pace(first_pause_seconds=0.05, last_pause_seconds=0.3, inactivity_seconds=1.0)
         async with testbed.running(pace=pace):
             await testbed.holds("a")
-            lists = testbed.proxy.asked(testbed.listing)
+            lists = testbed.proxy.request_count(testbed.listing)
             rule = testbed.proxy.fail(testbed.watching, silence())
             testbed.proxy.cut()
             await rule.struck.wait()
             await testbed.remove("a")
             await testbed.make("b")
             await testbed.holds("b")
-            assert testbed.proxy.asked(testbed.listing) == lists
+            assert testbed.proxy.request_count(testbed.listing) == lists
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_a_disconnected_or_silent_watch_is_resumed_without_loss(
 def test_no_single_bad_response_ends_the_watch(
     kubernetes_cluster: Any, tmp_path: Path, fault: api_proxy.Fault, on_list: bool
 ) -> None:
-    """After several of these kopf stops all watches: it is asked again, or started again."""
+    """After several of these kopf stops all watches: it is called again or restarted."""
 
     async def scenario(testbed: WatchTestbed) -> None:
         await testbed.make("a")
@@ -248,7 +250,7 @@ def test_no_single_bad_response_ends_the_watch(
             await testbed.follows()
             assert not testbed.lister.problems()
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_an_expired_page_token_restarts_the_list(
@@ -270,7 +272,7 @@ def test_an_expired_page_token_restarts_the_list(
             await testbed.holds(*names)
             await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_requests_that_are_rejected_for_long_are_retried_and_reported(
@@ -288,7 +290,7 @@ def test_requests_that_are_rejected_for_long_are_retried_and_reported(
             assert "Forbidden" in testbed.restarts
             assert "Stopped" not in testbed.restarts
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_kopf_writes_nothing_and_leaves_the_finalizers_of_other_operators(
@@ -319,7 +321,7 @@ def test_kopf_writes_nothing_and_leaves_the_finalizers_of_other_operators(
             CONFIG_MAPS, testbed.namespace, "theirs", {"metadata": {"finalizers": None}}
         )
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_a_kopf_thread_that_does_not_return_is_abandoned_and_restarted(
@@ -343,7 +345,7 @@ def test_a_kopf_thread_that_does_not_return_is_abandoned_and_restarted(
             began = time.monotonic()
         assert time.monotonic() - began < 3.0
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_an_object_that_matches_the_selector_again_is_cached_again(
@@ -358,7 +360,7 @@ def test_an_object_that_matches_the_selector_again_is_cached_again(
             await testbed.make("a")
             await testbed.holds("a")
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_a_write_is_visible_at_once_and_does_not_outlive_the_object(
@@ -369,13 +371,15 @@ def test_a_write_is_visible_at_once_and_does_not_outlive_the_object(
             made = await testbed.make("a")
             testbed.lister.note(CONFIG_MAPS, made)
             assert testbed.names() == {"a"}
-            await until(lambda: any(name == "a" for name, _ in testbed.changes), "it is told")
+            await until(
+                lambda: any(name == "a" for name, _ in testbed.changes), "the change is announced"
+            )
             await testbed.remove("a")
             await testbed.holds()
             testbed.lister.note(CONFIG_MAPS, made)
             assert testbed.names() == set()
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_a_kind_is_watched_while_its_crd_exists(kubernetes_cluster: Any, tmp_path: Path) -> None:
@@ -431,4 +435,4 @@ def test_a_kind_is_watched_while_its_crd_exists(kubernetes_cluster: Any, tmp_pat
                 await until(lambda: not held(), "its objects are gone")
                 await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, scenario)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)

@@ -310,12 +310,12 @@ def test_a_pod_that_is_admitted_without_kvtier_is_admitted_with_it(
     seen: collections.Counter[str] = collections.Counter()
     refused: list[str] = []
     for space, (labels, guards) in SPACES.items():
-        alone, asked = (
+        plain, injected = (
             made(full_api, nodes, labels, guards),
             made(full_api, nodes, {**labels, **LABELLED}, guards),
         )
         for document in policies():
-            path = f"/apis/kvtier.io/v1alpha1/namespaces/{asked}/kvtierpolicies"
+            path = f"/apis/kvtier.io/v1alpha1/namespaces/{injected}/kvtierpolicies"
             nodes.ok(full_api.request("POST", path, document))
         nodes.wait_for(
             "all policies are known", lambda: webhook.metric(POLICIES_KNOWN) % len(names) == 0
@@ -323,10 +323,12 @@ def test_a_pod_that_is_admitted_without_kvtier_is_admitted_with_it(
         for _ in range(PODS_PER_SPACE):
             document = any_pod(choose, choose.choice(names))
             query = "pods?dryRun=All&fieldValidation=Strict"
-            if full_api.request("POST", f"/api/v1/namespaces/{alone}/{query}", document)[0] != 201:
+            if full_api.request("POST", f"/api/v1/namespaces/{plain}/{query}", document)[0] != 201:
                 seen["refused as it is"] += 1
                 continue
-            status, body = full_api.request("POST", f"/api/v1/namespaces/{asked}/{query}", document)
+            status, body = full_api.request(
+                "POST", f"/api/v1/namespaces/{injected}/{query}", document
+            )
             if status != 201:
                 refused.append(f"{space}: {body['message'][:600]}\n{json.dumps(document)}")
                 continue
@@ -337,7 +339,7 @@ def test_a_pod_that_is_admitted_without_kvtier_is_admitted_with_it(
                 if POLICY_ANNOTATION in annotations
                 else skipped.get("reason", "untouched")
             ] += 1
-        for namespace in (alone, asked):
+        for namespace in (plain, injected):
             full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
     assert not refused, f"{len(refused)} of {sum(seen.values())}; {dict(seen)}\n" + "\n".join(
         refused[:MESSAGES]

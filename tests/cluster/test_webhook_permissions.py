@@ -35,9 +35,9 @@ class Account:
                 {"metadata": {"name": self.name}},
             )
         )
-        asked = {"spec": {"expirationSeconds": 3600}}
+        token_request = {"spec": {"expirationSeconds": 3600}}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{self.name}/token"
-        token = nodes.ok(api.request("POST", path, asked))["status"]["token"]
+        token = nodes.ok(api.request("POST", path, token_request))["status"]["token"]
         config = yaml.safe_load(cluster.kubeconfig.read_text())
         chosen = next(each for each in config["contexts"] if each["name"] == cluster.context)[
             "context"

@@ -222,7 +222,7 @@ def test_the_webhook_is_not_called_for_updates_of_a_pod(
 ) -> None:
     found = space.nodes.ok(space.api.request("POST", space.pods, pod({"app": "other"})))
     space.apply(policy())
-    asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     path = f"{space.pods}/{found['metadata']['name']}"
     # From here on the policy selects it; what it was given at its creation is what it has.
     changed = space.nodes.ok(
@@ -236,7 +236,7 @@ def test_the_webhook_is_not_called_for_updates_of_a_pod(
         space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic)
     )
     assert not space.outcome(changed["metadata"].get("annotations") or {})
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
+    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
 
 
 LONG = ("a." * 32)[:63].rstrip(".")

@@ -41,11 +41,17 @@ def another_webhook(
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
-            seen.append(" ".join(each["name"] for each in asked["object"]["spec"]["containers"]))
-            operations = base64.b64encode(json.dumps(patch(asked["object"])).encode()).decode()
+            review_request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+                "request"
+            ]
+            seen.append(
+                " ".join(each["name"] for each in review_request["object"]["spec"]["containers"])
+            )
+            operations = base64.b64encode(
+                json.dumps(patch(review_request["object"])).encode()
+            ).decode()
             response = {
-                "uid": asked["uid"],
+                "uid": review_request["uid"],
                 "allowed": True,
                 "patchType": "JSONPatch",
                 "patch": operations,

@@ -48,19 +48,19 @@ def credentials(
 
 
 class Server:
-    """Answers every request by ``answer(request, number)`` and keeps what was asked."""
+    """Answers every request by ``answer(request, number)`` and keeps what was requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.asked: list[web.Request] = []
+        self.requests: list[web.Request] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request)
+        self.requests.append(request)
         await request.read()
-        return await self.answer(request, len(self.asked))
+        return await self.answer(request, len(self.requests))
 
 
-def told(
+def run_scenario(
     answer: Answer,
     scenario: Callable[[ApiClient, Server], Awaitable[None]],
     limits: Limits = QUICK,
@@ -104,7 +104,7 @@ def test_reads_and_applies_are_repeated_and_the_last_error_is_raised() -> None:
 
     async def scenario(client: ApiClient, server: Server) -> None:
         for call in (client.get(CONFIG_MAPS, "n", "a"), client.apply(CONFIG_MAPS, BODY)):
-            server.asked.clear()
+            server.requests.clear()
             with pytest.raises(ApiError) as caught:
                 await call
             assert (caught.value.status, caught.value.reason, caught.value.message) == (
@@ -112,9 +112,9 @@ def test_reads_and_applies_are_repeated_and_the_last_error_is_raised() -> None:
                 "ServiceUnavailable",
                 "why",
             )
-            assert len(server.asked) == QUICK.attempts
+            assert len(server.requests) == QUICK.attempts
 
-    told(failing, scenario)
+    run_scenario(failing, scenario)
 
 
 def test_a_creation_is_repeated_only_where_nothing_was_done() -> None:
@@ -130,11 +130,11 @@ def test_a_creation_is_repeated_only_where_nothing_was_done() -> None:
     async def scenario(client: ApiClient, server: Server) -> None:
         with pytest.raises(ApiError):
             await client.create(CONFIG_MAPS, "n", BODY)
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
         assert await client.create(CONFIG_MAPS, "n", BODY) == BODY
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
 
-    told(first_fails, scenario)
+    run_scenario(first_fails, scenario)
 
 
 def test_a_conflict_is_the_callers_at_once() -> None:
@@ -144,9 +144,9 @@ def test_a_conflict_is_the_callers_at_once() -> None:
     async def scenario(client: ApiClient, server: Server) -> None:
         with pytest.raises(ApiError) as caught:
             await client.apply(CONFIG_MAPS, BODY)
-        assert (caught.value.status, len(server.asked)) == (409, 1)
+        assert (caught.value.status, len(server.requests)) == (409, 1)
 
-    told(conflict, scenario)
+    run_scenario(conflict, scenario)
 
 
 def test_retry_after_is_honoured() -> None:
@@ -162,7 +162,7 @@ def test_retry_after_is_honoured() -> None:
         await client.get(CONFIG_MAPS, "n", "a")
         assert time.monotonic() - began >= 1
 
-    told(busy, scenario)
+    run_scenario(busy, scenario)
 
 
 def test_no_call_outlives_its_deadline() -> None:
@@ -177,7 +177,7 @@ def test_no_call_outlives_its_deadline() -> None:
         assert (caught.value.status, caught.value.reason) == (0, "Timeout")
         assert time.monotonic() - began < 5
 
-    told(
+    run_scenario(
         hangs, scenario, Limits(deadline_seconds=0.5, attempt_seconds=0.2, first_pause_seconds=0.01)
     )
 
@@ -197,7 +197,7 @@ def test_the_number_of_calls_at_once_is_bounded() -> None:
         now -= 1
         return web.json_response(BODY)
 
-    told(counting, scenario, Limits(concurrency=3))
+    run_scenario(counting, scenario, Limits(concurrency=3))
 
 
 def test_a_token_is_reread_every_minute_and_at_once_after_a_401() -> None:
@@ -211,10 +211,10 @@ def test_a_token_is_reread_every_minute_and_at_once_after_a_401() -> None:
         for seconds in (0.0, 61.0, 62.0):
             clock[0] = seconds
             await client.get(CONFIG_MAPS, "n", "a")
-        said = [request.headers["Authorization"] for request in server.asked]
-        assert said == ["Bearer one", "Bearer two", "Bearer two", "Bearer three"]
+        headers = [request.headers["Authorization"] for request in server.requests]
+        assert headers == ["Bearer one", "Bearer two", "Bearer two", "Bearer three"]
 
-    told(picky, scenario, read_token=lambda: next(tokens), clock=lambda: clock[0])
+    run_scenario(picky, scenario, read_token=lambda: next(tokens), clock=lambda: clock[0])
 
 
 def test_a_token_that_cannot_be_read_for_a_moment_stays_the_last_one() -> None:
@@ -249,7 +249,7 @@ def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> No
         assert bodies[0]["preconditions"] == {"uid": "u"}
         assert bodies[2]["preconditions"] == {"uid": "u", "resourceVersion": "7"}
 
-    told(gone, scenario)
+    run_scenario(gone, scenario)
 
 
 def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None:
@@ -263,9 +263,9 @@ def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None
     async def scenario(client: ApiClient, server: Server) -> None:
         found = await client.list(CONFIG_MAPS, "n", labels="a=b")
         assert [(each["kind"], each["apiVersion"]) for each in found] == [("ConfigMap", "v1")] * 2
-        assert server.asked[0].query["labelSelector"] == "a=b"
+        assert server.requests[0].query["labelSelector"] == "a=b"
 
-    told(pages, scenario)
+    run_scenario(pages, scenario)
 
 
 def test_every_attempt_is_observed() -> None:
@@ -279,7 +279,7 @@ def test_every_attempt_is_observed() -> None:
         await client.get(CONFIG_MAPS, "n", "a")
         assert seen == [("get", "ConfigMap", 500), ("get", "ConfigMap", 200)]
 
-    told(second, scenario)
+    run_scenario(second, scenario)
 
 
 def test_outside_of_a_pod_the_error_names_the_required_setting(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_uids_are_listed_page_by_page_and_again_from_the_start_if_the_snapshot_e
         assert await client.identities(CONFIG_MAPS, "n") == (frozenset({"u3", "u4"}), 4)
         assert await client.identities(CONFIG_MAPS, "n") == (frozenset(), 5)
 
-    told(pages, scenario)
+    run_scenario(pages, scenario)
 
 
 def test_kinds_of_a_group_that_is_not_served_are_none() -> None:
@@ -338,7 +338,7 @@ def test_kinds_of_a_group_that_is_not_served_are_none() -> None:
         assert await client.served("kvtier.io", "v1alpha1") == {"kvtierpolicies"}
         assert await client.served("other.io", "v1") == frozenset()
 
-    told(groups, scenario)
+    run_scenario(groups, scenario)
 
 
 def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
@@ -355,7 +355,7 @@ def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
             await client.apply(CONFIG_MAPS, BODY)
         assert caught.value.reason == "Timeout"
         remaining[0] = 0.0
-        server.asked.clear()
+        server.requests.clear()
         for call in (
             client.apply(CONFIG_MAPS, BODY),
             client.create(CONFIG_MAPS, "n", BODY),
@@ -365,8 +365,8 @@ def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
             with pytest.raises(ApiError) as caught:
                 await call
             assert caught.value.reason == "NotLeader"
-        assert server.asked == []
+        assert server.requests == []
         assert await client.get(CONFIG_MAPS, "n", "a") == BODY
 
     limits = Limits(deadline_seconds=2, attempts=1)
-    told(slow, scenario, limits, options={"write_seconds": lambda: remaining[0]})
+    run_scenario(slow, scenario, limits, options={"write_seconds": lambda: remaining[0]})

@@ -71,7 +71,7 @@ def test_a_write_is_visible_at_once_and_announced_by_the_watch() -> None:
     assert testbed.changes == [("a", Change.MODIFIED)]
 
 
-def test_nothing_brings_back_what_was_deleted() -> None:
+def test_deleted_objects_do_not_reappear() -> None:
     testbed = ListerTestbed()
     testbed.lister.put(CONFIG_MAPS, config_map("a", 1))
     testbed.lister.drop(CONFIG_MAPS, config_map("a", 1), deleted_at=5)

@@ -26,18 +26,18 @@ def queue(clock: Clock, per_second: float = 1000.0) -> WorkQueue:
     )
 
 
-def told(scenario: Callable[[], Awaitable[None]]) -> None:
+def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 async def now(work: WorkQueue) -> Key | None:
     """The key that can be had at once."""
-    asked = asyncio.ensure_future(work.get())
+    pending = asyncio.ensure_future(work.get())
     for _ in range(5):
         await asyncio.sleep(0)
-    if asked.done():
-        return asked.result()
-    asked.cancel()
+    if pending.done():
+        return pending.result()
+    pending.cancel()
     return None
 
 
@@ -49,7 +49,7 @@ def test_a_key_that_is_added_often_is_handed_out_once() -> None:
         assert (len(work), await now(work), len(work)) == (1, A, 0)
         assert await now(work) is None
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_a_key_that_is_added_while_it_is_worked_on_comes_once_more_afterwards() -> None:
@@ -65,7 +65,7 @@ def test_a_key_that_is_added_while_it_is_worked_on_comes_once_more_afterwards() 
         work.done(A)
         assert await now(work) is None
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_the_earlier_of_two_times_counts() -> None:
@@ -82,7 +82,7 @@ def test_the_earlier_of_two_times_counts() -> None:
         clock.now = 1000
         assert await now(work) is None
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_an_urgent_key_is_processed_before_waiting_keys() -> None:
@@ -92,7 +92,7 @@ def test_an_urgent_key_is_processed_before_waiting_keys() -> None:
         work.add(B, -60)
         assert [await now(work), await now(work)] == [B, A]
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_pauses_after_failures_double_to_a_bound_and_end_with_success() -> None:
@@ -113,7 +113,7 @@ def test_pauses_after_failures_double_to_a_bound_and_end_with_success() -> None:
         assert await now(work) == A
         assert work.failed(A, at_least_seconds=3) == 3
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_events_do_not_shorten_the_pause_of_a_key_that_failed_while_it_was_worked_on() -> None:
@@ -128,10 +128,10 @@ def test_events_do_not_shorten_the_pause_of_a_key_that_failed_while_it_was_worke
         clock.now = 1
         assert await now(work) == A
 
-    told(scenario)
+    run_scenario(scenario)
 
 
-def test_one_key_that_fails_does_not_hold_up_another() -> None:
+def test_a_failing_key_does_not_delay_other_keys() -> None:
     async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
@@ -140,7 +140,7 @@ def test_one_key_that_fails_does_not_hold_up_another() -> None:
         work.add(B)
         assert await now(work) == B
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_no_more_keys_per_second_than_allowed_after_a_burst() -> None:
@@ -157,10 +157,10 @@ def test_no_more_keys_per_second_than_allowed_after_a_burst() -> None:
                 work.done(key)
         assert handed == [0, 0, 0.5, 1, 1.5, 2]
 
-    told(scenario)
+    run_scenario(scenario)
 
 
-def test_nothing_is_kept_of_a_policy_that_is_gone() -> None:
+def test_the_state_of_a_deleted_policy_is_removed() -> None:
     async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
@@ -169,15 +169,15 @@ def test_nothing_is_kept_of_a_policy_that_is_gone() -> None:
         work.forget(A)
         assert (len(work), work.failures(A), work.busy) == (0, 0, False)
 
-    told(scenario)
+    run_scenario(scenario)
 
 
 def test_a_waiting_worker_is_woken() -> None:
     async def scenario() -> None:
         work = queue(Clock())
-        asked = asyncio.ensure_future(work.get())
+        pending = asyncio.ensure_future(work.get())
         await asyncio.sleep(0)
         work.add(A)
-        assert await asked == A
+        assert await pending == A
 
-    told(scenario)
+    run_scenario(scenario)

@@ -141,11 +141,11 @@ class TestTierd:
             pod_objects.pod(pod_objects.engine(resources=resources)),
         ).pod
         found = container(pod, TIERD_CONTAINER)["resources"]
-        wanted = None if expected is None else str(expected * MIB)
+        expected_limit = None if expected is None else str(expected * MIB)
         assert (
             found["requests"].get("ephemeral-storage")
             == found["limits"].get("ephemeral-storage")
-            == wanted
+            == expected_limit
         )
 
     def test_tierd_has_no_probe_that_delays_or_restarts_the_pod(self) -> None:

@@ -23,14 +23,14 @@ def _planner(block: int = 32, chunk: int = 64, hashed: int = 32) -> Planner:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "asked", "effective"),
+    ("blocks", "requested", "effective"),
     [([16], 256, 256), ([32], 250, 256), ([48], 256, 288), ([16, 24], 100, 144), ([512], 256, 512)],
 )
 def test_the_effective_chunk_is_the_smallest_common_multiple_that_is_large_enough(
-    blocks: list[int], asked: int, effective: int
+    blocks: list[int], requested: int, effective: int
 ) -> None:
     assert (
-        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in blocks], asked)
+        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in blocks], requested)
         == effective
     )
 

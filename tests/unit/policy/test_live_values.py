@@ -42,7 +42,7 @@ def _merged(document: Any) -> tuple[Live, dict[str, str]]:
 
 
 class TestMerging:
-    def test_every_value_is_taken(self) -> None:
+    def test_every_valid_value_is_accepted(self) -> None:
         after, refusals = _merged(
             {
                 "generation": 3,
@@ -93,7 +93,7 @@ class TestMerging:
     def test_an_unknown_tier_is_ignored(self) -> None:
         assert _merged({"tiers": {"later": {"anything": []}}}) == (BEFORE, {})
 
-    def test_one_bad_value_leaves_the_others(self) -> None:
+    def test_an_invalid_value_does_not_affect_the_others(self) -> None:
         after, refusals = _merged(
             {
                 "selection": "Cheapest",

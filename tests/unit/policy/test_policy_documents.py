@@ -213,7 +213,7 @@ def test_null_is_the_same_as_absent() -> None:
     assert "engine" not in with_null.spec.model_fields_set
 
 
-def test_everything_that_is_wrong_is_reported_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     wrong = changed(
         complete_policy(), {"spec.chunkTokens": 7, "spec.tiers.1.loadWeight": 0, "spec.zzz": 1}
     )

@@ -199,7 +199,7 @@ class TestTopology:
             "structural.json",
         ]
 
-    def test_file_tiers_without_kubernetes_require_a_directory(self, tmp_path: Path) -> None:
+    def test_file_tiers_without_kubernetes_get_a_directory(self, tmp_path: Path) -> None:
         written = local.write_topology(
             _local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path
         )

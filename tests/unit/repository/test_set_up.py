@@ -136,8 +136,8 @@ def a_project(directory: Path) -> Path:
         "#!/bin/sh\n"
         'program() { echo "#!/bin/sh" > "$1"; chmod +x "$1"; }\n'
         'case "$1" in\n'
-        "    venv) echo venv >> asked; mkdir -p .venv/bin; program .venv/bin/python ;;\n"
-        '    pip) echo "$1 $2" >> asked; [ ! -e fails ] || exit 1; program .venv/bin/kvtier ;;\n'
+        "    venv) echo venv >> uv_calls; mkdir -p .venv/bin; program .venv/bin/python ;;\n"
+        '    pip) echo "$1 $2" >> uv_calls; [ ! -e fails ] || exit 1; program .venv/bin/kvtier ;;\n'
         "esac\n"
     )
     uv.chmod(0o755)
@@ -145,8 +145,8 @@ def a_project(directory: Path) -> Path:
 
 
 def installed(project: Path, fails: bool = False) -> list[str]:
-    """Runs ``tools/install``; what it asked of uv, in order."""
-    (project / "asked").write_text("")
+    """Runs ``tools/install``; the calls of uv, in order."""
+    (project / "uv_calls").write_text("")
     if fails:
         (project / "fails").touch()
     answer = subprocess.run(
@@ -154,4 +154,4 @@ def installed(project: Path, fails: bool = False) -> list[str]:
     )
     (project / "fails").unlink(missing_ok=True)
     assert (answer.returncode != 0) is fails, answer.stderr
-    return (project / "asked").read_text().splitlines()
+    return (project / "uv_calls").read_text().splitlines()

@@ -24,11 +24,11 @@ class _Digests:
 
     def __init__(self) -> None:
         self.release = threading.Event()
-        self.asked: list[str] = []
+        self.read_paths: list[str] = []
         self.adapters = AdapterDigests(self._digest)
 
     def _digest(self, path: str) -> bytes:
-        self.asked.append(path)
+        self.read_paths.append(path)
         assert self.release.wait(30)
         if path == "/missing":
             raise FileNotFoundError(path)
@@ -89,12 +89,12 @@ def test_the_same_files_give_the_same_keys(digests: _Digests) -> None:
     testbed = SchedulerTestbed(adapters=digests.adapters)
     testbed.client.credit(8)
     digests.known(_lora())
-    stored = _stored(testbed, _asked(testbed, testbed.request(300, "one", lora=_lora())))
+    stored = _stored(testbed, _matched(testbed, testbed.request(300, "one", lora=_lora())))
     testbed.hold(stored, RAM)
     assert testbed.ask(testbed.request(300, "two", lora=_lora())) == 4 * CHUNK
 
 
-def _asked(testbed: SchedulerTestbed, request: FakeRequest) -> FakeRequest:
+def _matched(testbed: SchedulerTestbed, request: FakeRequest) -> FakeRequest:
     assert testbed.ask(request) == 0
     return request
 
@@ -111,7 +111,7 @@ def test_an_adapter_replaced_in_place_is_never_cached_again(digests: _Digests) -
     testbed = SchedulerTestbed(adapters=digests.adapters)
     testbed.client.credit(32)
     digests.known(_lora())
-    running = _asked(testbed, testbed.request(300, "running", lora=_lora()))
+    running = _matched(testbed, testbed.request(300, "running", lora=_lora()))
     testbed.run({"running": 300})
     running.append(1)
     testbed.ask(testbed.request(300, "replacing", lora=_lora(inplace=True)))
@@ -132,7 +132,7 @@ def test_a_digest_is_computed_once(digests: _Digests) -> None:
     for _ in range(5):
         digests.adapters.digest(_lora())
     digests.known(_lora())
-    assert digests.asked == ["/x"]
+    assert digests.read_paths == ["/x"]
 
 
 def test_a_digest_covers_names_and_contents(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_coefficients_are_never_negative_for_any_measurement(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_time_that_is_none_is_ignored(seconds: float) -> None:
+def test_an_invalid_time_is_ignored(seconds: float) -> None:
     model = PrefillModel()
     for _ in range(10):
         model.observe([(0, 1_000)], seconds)

@@ -91,7 +91,7 @@ def test_objects_of_a_vanished_engines_loads_stay_for_60_seconds_and_remain_read
     assert fixture.store.pinned_bytes == 0
 
 
-def test_objects_an_engine_was_reading_are_released_once_it_is_confirmed_dead() -> None:
+def test_objects_an_engine_was_reading_are_released_once_its_exit_is_confirmed() -> None:
     fixture = stored(1)
     fixture.load(0)
     fixture.store.close_engine("e", False)

@@ -48,7 +48,7 @@ def test_a_read_that_cannot_be_recorded_is_not_started() -> None:
     assert "read" not in fixture.tier.calls
 
 
-def test_slots_of_orphaned_reads_are_quarantined_until_their_process_is_dead() -> None:
+def test_slots_of_orphaned_reads_are_quarantined_until_their_process_has_exited() -> None:
     fixture = reading(0, 1)
     hung = set(fixture.read_log.places)
     fixture.restart(hung="7")
@@ -74,14 +74,14 @@ def test_over_several_lives() -> None:
     assert fixture.store.accounts().quarantined == 2 * PAGE
 
 
-def test_the_same_applies_behind_the_fence() -> None:
+def test_slots_of_an_orphaned_read_stay_quarantined_after_the_fence_opens() -> None:
     fixture = reading(0)
     fixture.restart(True, hung="7")
     fixture.store.unfence()
     assert fixture.store.accounts().quarantined == PAGE
 
 
-def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
+def test_an_orphaned_read_that_ends_before_the_fence_opens_releases_its_slots() -> None:
     fixture = reading(0)
     fixture.restart(True, hung="7")
     fixture.release_orphaned_reads("7")
@@ -89,7 +89,7 @@ def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
     assert fixture.store.accounts().quarantined == 0
 
 
-def test_a_position_outside_the_pool_is_counted() -> None:
+def test_a_location_outside_the_pool_is_counted() -> None:
     fixture = reading()
     fixture.orphaned_reads["7"] = (SlotLocation(1 << 30, PAGE, 1 << 30, 4),)
     fixture.restart()

@@ -52,7 +52,7 @@ def test_keys_in_a_secondary_tier_are_read_into_pinned_slots_and_then_loaded_fro
         )
 
 
-def test_an_empty_run_directory_ends_the_wait_at_once() -> None:
+def test_a_promotion_without_an_object_in_any_tier_ends_at_once() -> None:
     fixture = StoreFixture()
     fixture.engine()
     assert ended(fixture, fixture.promote(0)) == (PromotionOutcome.FAILED, 0)

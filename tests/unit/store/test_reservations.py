@@ -227,7 +227,7 @@ class TestAnEngineThatWent:
         accounts = fixture.store.accounts()
         assert (accounts.quarantined, accounts.granted) == (0, 4 * PAGE)
 
-    def test_does_not_take_with_it_what_it_committed(self) -> None:
+    def test_keeps_the_objects_that_it_committed(self) -> None:
         fixture = StoreFixture()
         fixture.engine()
         fixture.put(0)

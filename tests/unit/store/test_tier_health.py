@@ -332,7 +332,7 @@ def test_live_limits_reach_the_tier_at_once() -> None:
     )
 
 
-def test_an_error_that_is_no_tier_error_is_a_failure_like_any_other() -> None:
+def test_an_error_other_than_a_tier_error_is_a_failure() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0)

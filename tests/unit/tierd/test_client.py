@@ -96,23 +96,23 @@ class Daemon:
 
 
 class ClientTestbed:
-    """A client and what it said to its owner."""
+    """A client, and what it delivered to its owner."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.said: queue.Queue[Message | str] = queue.Queue()
+        self.received: queue.Queue[Message | str] = queue.Queue()
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         self.client = TierdClient(
             directory,
             hello,
-            self.said.put,
-            self.said.put,
+            self.received.put,
+            self.received.put,
             lambda: self.heartbeat(),
             ClientOptions(**options),
         )
         self.client.start()
 
     def next(self) -> Message | str:
-        return self.said.get(timeout=WAIT_SECONDS)
+        return self.received.get(timeout=WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_silence_loses_the_session_and_a_heartbeat_keeps_it(
     testbed.client.close(5)
 
 
-def test_a_tierd_that_is_still_allocating_reports_its_progress_to_the_client(
+def test_heartbeats_of_a_tierd_that_is_still_allocating_keep_the_client_waiting(
     daemon: Daemon, directory: Path
 ) -> None:
     testbed = ClientTestbed(directory, session_timeout_seconds=0.6)

@@ -290,10 +290,10 @@ def test_live_values_are_pushed_to_attached_sessions(
 
 
 @pytest.mark.parametrize(
-    ("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
+    ("daemon", "condition"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
 )
-def test_a_port_in_use_is_a_condition_and_no_death(
-    case: TierdTestbed, peers: Callable[..., Peer], daemon: Daemon, said: str
+def test_a_port_in_use_is_a_condition_and_does_not_end_the_process(
+    case: TierdTestbed, peers: Callable[..., Peer], daemon: Daemon, condition: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = HttpEndpoint(port=taken.getsockname()[1])
@@ -306,11 +306,14 @@ def test_a_port_in_use_is_a_condition_and_no_death(
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
         pair(peers)[0].receive(Ready)
-        wait_for(lambda: said in [each.type for each in served.snapshot.conditions], "it is said")
+        wait_for(
+            lambda: condition in [each.type for each in served.snapshot.conditions],
+            "the condition is reported",
+        )
         if daemon is Daemon.SIDECAR:
             # A pod of the host's network, or a port that the engine has: another port is served,
             # and http.json says which.
-            assert case.status()["conditions"][0]["type"] == said
+            assert case.status()["conditions"][0]["type"] == condition
         served.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()

@@ -89,7 +89,7 @@ def test_a_malformed_value_is_rejected_alone_and_counted_once(tmp_path: Path) ->
     assert (follower.refused_total, follower.refusals) == (2, ())
 
 
-def test_a_file_that_is_no_json_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_with_invalid_json_changes_nothing(tmp_path: Path) -> None:
     follower = make(tmp_path)
     swap(tmp_path, "1", {"generation": 2})
     follower.poll()

@@ -102,7 +102,7 @@ def test_children_that_outlive_their_parent_do_not_keep_its_lock(
     assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is False
 
 
-def test_a_child_that_ends_does_not_take_its_parents_lock_along(
+def test_a_child_that_exits_does_not_release_its_parents_lock(
     tmp_path: Path, holders: list[Holder]
 ) -> None:
     holder = Holder(tmp_path, "fork")

@@ -47,7 +47,7 @@ def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdTestbed
     assert first_document(case.topology_directory, run) == first
 
 
-def test_a_corrupt_saved_document_is_replaced_by_the_pods_annotation(
+def test_a_corrupt_saved_document_is_replaced_by_the_pods_document(
     case: TierdTestbed,
 ) -> None:
     first_document(case.topology_directory, case.run_directory)
@@ -68,7 +68,7 @@ def test_an_engine_reads_the_sidecars_document(
     assert load_for_engine(case.topology_directory).structural.chunk_tokens == chunk_tokens
 
 
-def test_an_engine_that_starts_before_the_sidecar_reads_the_pods_annotation(
+def test_an_engine_that_starts_before_the_sidecar_reads_the_pods_document(
     case: TierdTestbed,
 ) -> None:
     assert load_for_engine(case.topology_directory).structural == case.topology.structural

@@ -22,7 +22,7 @@ def identity(pid: int) -> ProcessIdentity:
     return ProcessIdentity(pid, process_start(pid), pid_namespace())
 
 
-def test_this_process_lives() -> None:
+def test_this_process_is_alive() -> None:
     assert liveness_of(own_identity()) is Liveness.ALIVE
 
 

@@ -22,7 +22,7 @@ def test_deltas_set_and_clear_single_bits() -> None:
     assert len(replica) == 1
 
 
-def test_removals_rise_only_when_a_bit_went() -> None:
+def test_removals_increase_only_when_a_bit_is_cleared() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
     assert replica.removals == 0

@@ -138,7 +138,7 @@ def test_the_lock_of_a_living_tierd_is_never_set_aside(tmp_path: Path) -> None:
     taken.close()
 
 
-def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
+def test_a_lock_kept_by_a_hung_thread_of_a_killed_tierd_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(tmp_path), make(tmp_path)

@@ -242,7 +242,7 @@ def test_a_bye_of_the_scheduler_does_not_end_its_workers_sessions(
     assert testbed.calls[-1] == ("closed", "e#11", True)
 
 
-def test_silence_ends_the_engine_without_proof_and_tells_the_others(
+def test_silence_ends_the_engine_without_confirmation_and_notifies_the_others(
     testbed: SessionTestbed,
 ) -> None:
     testbed.pair()
@@ -298,7 +298,7 @@ def test_a_worker_that_has_drained_attaches_again_and_ends_its_own_quarantine(
     assert testbed.calls[-1] == ("opened", "e#12")
 
 
-def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_proven(
+def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_confirmed(
     testbed: SessionTestbed,
 ) -> None:
     testbed.pair()
@@ -320,7 +320,7 @@ def test_a_worker_that_attaches_again_without_having_drained_stays_quarantined(
     assert len(testbed.files.read()) == 2
 
 
-def test_a_scheduler_that_attaches_again_opens_a_later_epoch_and_invalidates_old_plans(
+def test_a_scheduler_that_attaches_again_ends_the_engine_and_opens_a_later_epoch(
     testbed: SessionTestbed,
 ) -> None:
     testbed.pair()
@@ -371,7 +371,7 @@ def test_after_a_bye_another_session_begins_a_fresh_engine(testbed: SessionTestb
     assert testbed.calls[-1] == ("opened", "e#12")
 
 
-def test_two_engines_do_not_touch_each_other(testbed: SessionTestbed) -> None:
+def test_two_engines_do_not_affect_each_other(testbed: SessionTestbed) -> None:
     testbed.pair("a", 10, b"a")
     testbed.pair("b", 20, b"b")
     testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"sb", b"wb")

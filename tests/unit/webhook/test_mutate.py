@@ -119,7 +119,7 @@ def test_an_outdated_reason_is_removed(fixture: Fixture) -> None:
     ],
     ids=["not selected", "no labels", "injected", "static", "daemon set", "no pod"],
 )
-def test_pods_that_no_policy_selects_are_not_decided(
+def test_pods_that_cannot_be_injected_are_not_decided(
     fixture: Fixture, document: dict[str, Any]
 ) -> None:
     assert decided(fixture, document) is None

@@ -1,7 +1,7 @@
 """A small KV cache and a pool, for the worker side without an engine.
 
-``RankTestbed`` has the state machines of the transfer thread without threads. ``WorkerTestbed`` is a
-complete worker side.
+``RankTestbed`` has the state machines of the transfer thread without threads. ``WorkerTestbed`` is
+a complete worker side.
 """
 
 from __future__ import annotations
