@@ -1,4 +1,4 @@
-"""The webhook as a process of this machine, asked by the API server over loopback."""
+"""The webhook as a local process that the API server calls over loopback."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _check_binaries(assets: Path, parts: Parts) -> None:
 
 
 def _with_system_path() -> dict[str, str]:
-    """The environment with the places where runc and iptables lie, which are not on every PATH."""
+    """The environment with the directories of runc and iptables, which are not on every PATH."""
     return {**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
 
 

@@ -32,7 +32,7 @@ def now() -> str:
 
 
 def ok(answer: tuple[int, Any]) -> Any:
-    """The body of an answer that is no refusal."""
+    """The body of a successful response."""
     status, body = answer
     if status >= 300:
         raise AssertionError(f"{status}: {body.get('message', body)}")

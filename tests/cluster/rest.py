@@ -51,7 +51,7 @@ class Api:
         accept: str = "application/json",
         content_type: str = "application/json",
     ) -> tuple[int, Any]:
-        """Status and decoded answer, refusals included."""
+        """The status and the decoded response, including errors."""
         headers = {"Accept": accept, "Content-Type": content_type}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"

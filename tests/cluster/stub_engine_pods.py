@@ -103,7 +103,7 @@ def policy(*tiers: Mapping[str, Any], name: str = "tiers", **spec: Any) -> dict[
 
 
 class Place:
-    """A namespace of one test: what it holds, and what is asked there."""
+    """A namespace of one test, with its objects and requests."""
 
     def __init__(self, cluster: Any, api: Any, namespace: str) -> None:
         self._cluster, self._api, self.namespace = cluster, api, namespace
@@ -126,7 +126,7 @@ class Place:
             self._cluster.kubectl("-n", self.namespace, "apply", "-f", "-", stdin=json.dumps(body))
 
     def apply_policy(self, body: Mapping[str, Any]) -> None:
-        """Applies a policy and waits until the controller has said something about it."""
+        """Applies a policy and waits until the controller has written its status."""
         self.apply(body)
         name = str(body["metadata"]["name"])
         try:

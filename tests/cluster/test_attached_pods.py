@@ -226,8 +226,8 @@ class Space:
         return int(status), body
 
     def by_itself(self, shape: str) -> Any:
-        """A pod as a webhook is asked about it, with the server's defaults; None where the server
-        refuses it anyway.
+        """A pod as the webhook receives it, with the server's defaults. None if the server rejects
+        it.
         """
         if shape not in self._known:
             status, body = self.create(PODS[shape])

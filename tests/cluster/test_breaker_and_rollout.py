@@ -1,6 +1,4 @@
-"""The injection breaker, overdue pods and workload restarts on a real API server with controllers
-and scheduler.
-"""
+"""The injection breaker, overdue pods and workload restarts on a real API server."""
 
 from __future__ import annotations
 
@@ -191,7 +189,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunScena
             assert found["status"]["pods"]["outdated"] == 2
             assert len(await replica_sets(where, "a")) == 1
 
-            # When it is asked for, the first is restarted, and the second waits for it.
+            # With restarts enabled, the first is restarted and the second waits for it.
             await where.policy(chunkTokens=512, **RESTARTING)
 
             async def restarted(name: str) -> bool:

@@ -27,7 +27,7 @@ SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 15}}
 def webhook(
     full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """The webhook's process, asked by the API server."""
+    """The webhook process, which the API server calls."""
     home: Path = tmp_path_factory.mktemp("webhook")
     with admission.definition(full_cluster, full_api, nodes):
         process = WebhookProcess(home, full_cluster)
@@ -36,7 +36,7 @@ def webhook(
 
 
 async def known(where: StatusNamespace) -> None:
-    """Until the webhook knows the policy: a pod that it is asked about is injected."""
+    """Waits until the webhook knows the policy and injects a pod."""
     pod = bare_pod("probe", owner="")
     body = {"metadata": {"name": "probe", "labels": pod["metadata"]["labels"]}, "spec": pod["spec"]}
     path = f"/api/v1/namespaces/{where.namespace}/pods?dryRun=All"

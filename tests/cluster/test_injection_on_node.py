@@ -112,7 +112,7 @@ def test_a_crashing_sidecar_does_not_prevent_the_engine_from_starting(
     try:
         with operator_on_node.namespace("sidecar-crashes") as place:
             place.apply_policy(engines.policy())
-            # The sidecar runs as the engine's user; this image names none, and root is refused.
+            # The sidecar runs as the engine's user. This image names none, and root is rejected.
             place.apply(engines.deployment(container={"securityContext": {"runAsUser": 1000}}))
             pod = place.ready()
             assert engines.injected(pod)

@@ -39,8 +39,8 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, settings and claims, and the expected conditions. ``NS`` and ``CLAIM`` in messages
-    stand for the names.
+    """A policy, settings and claims, and the expected conditions. ``NS`` and ``CLAIM`` are
+    placeholders in messages.
     """
 
     name: str

@@ -103,9 +103,7 @@ def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
 
 
 def test_a_renamed_policy_takes_over_the_pods_as_outdated(run: RunScenario) -> None:
-    """There is no renaming: another is made and the first is deleted. Running pods stay as they
-    are.
-    """
+    """Renaming creates a policy and deletes the previous one. Running pods do not change."""
 
     async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):

@@ -1,6 +1,4 @@
-"""The operator with the chart's permissions: processes on this machine with tokens of the chart's
-accounts.
-"""
+"""The operator with the chart's permissions: local processes with tokens of its accounts."""
 
 from __future__ import annotations
 
@@ -250,7 +248,7 @@ def test_the_charts_permissions_are_sufficient_for_the_controller(
         for path in ("configmaps/chat-live", "secrets/chat-token", "configmaps/written-structural"):
             wait_for(path, lambda path=path: _exists(api, f"{core}/{path}"))
         wait_for("an NFS volume", lambda: _volumes(api, namespace) == 1)
-        # A pod that the policy governs and that was not asked about: found and told of.
+        # A governed pod that was created without the webhook is reported.
         pod = {
             "metadata": {"name": "missed", "labels": {"app": "chat"}},
             "spec": {"containers": [{"name": "vllm", "image": "x"}]},
@@ -269,7 +267,7 @@ def test_the_charts_permissions_are_sufficient_for_the_controller(
             "Events",
             lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200,
         )
-        # A live value changes, what was written for people is no longer wanted, the policy goes.
+        # A live value changes, the structural ConfigMap is removed, the policy is deleted.
         change = {"spec": {"minLoadTokens": 1024}}
         ok(api.request("PATCH", f"{policies}/chat", change, content_type=MERGE))
         wait_for(
@@ -405,9 +403,7 @@ def test_with_mounted_certificates_both_need_fewer_permissions_and_do_not_change
 
 
 def _no_rule_beyond_the_code(api: Any) -> None:
-    """Of the roles as the API server holds them: an upgrade must take away what a mode no longer
-    needs.
-    """
+    """The rules that the API server has: an upgrade must remove those no longer needed."""
     on = frozenset({rbac.CREATE_VOLUMES})
     for account, given in (("controller", rbac.CONTROLLER), ("webhook", rbac.WEBHOOK)):
         watched, cluster, own = (rbac.rules(given, scope, on) for scope in Scope)

@@ -41,9 +41,7 @@ Scenario = Callable[[ApiClient, str], Awaitable[None]]
 
 @pytest.fixture(scope="session")
 def reconciled(kubernetes_cluster: Any) -> Callable[[Scenario], None]:
-    """Runs a scenario with a client and a namespace of its own, on a control plane without
-    controllers.
-    """
+    """Runs a scenario in a new namespace of a control plane without controllers."""
     return lambda scenario: asyncio.run(_run_scenario(kubernetes_cluster, scenario))
 
 

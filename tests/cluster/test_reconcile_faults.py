@@ -1,6 +1,4 @@
-"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges
-to the same objects.
-"""
+"""With faults (kills, rejections, delays, lost connections) the controller still converges."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ SECTIONS = {
     ],
 }
 BESIDE = 4
-"""Lives that are told side by side."""
+"""Scenarios that run concurrently."""
 
 
 @pytest.fixture(scope="session")

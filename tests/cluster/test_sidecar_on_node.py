@@ -257,7 +257,7 @@ def test_the_sidecar_survives_kills_of_tierd_and_engine_and_exits_with_its_pod(
     assert Path(f"/proc/{again.pid}/root/run/kvtier/pool").stat().st_ino == inode
     assert running.container("kvtier-tierd")["restartCount"] == 0
 
-    # The engine dies: its slots come back at once, and the next engine finds what it had stored.
+    # The engine is killed. Its slots are freed at once and the next engine finds its objects.
     running.kill("vllm", "kvtier.harness.stub_engine")
     start = time.monotonic()
     wait_for(

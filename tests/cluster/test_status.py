@@ -1,6 +1,4 @@
-"""The status of a policy on a real API server with controllers and scheduler, with a real tierd
-where it matters.
-"""
+"""The status of a policy on a real API server, in some tests with a real tierd."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The webhook process with a real API server: injected pods, skipped pods, and pods while it is
-down.
-"""
+"""The webhook process with a real API server: injected pods, skipped pods, failures."""
 
 from __future__ import annotations
 

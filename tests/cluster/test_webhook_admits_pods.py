@@ -1,6 +1,4 @@
-"""A pod that the API server admits without KVTier is admitted with it, for any pod, namespace and
-policy.
-"""
+"""The API server admits the same pods with KVTier as without it."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ ENFORCE = "pod-security.kubernetes.io/enforce"
 PODS_PER_SPACE = 30
 SEED = 20
 MESSAGES = 3
-"""How many refusals a failure shows, with their pods."""
+"""How many rejected pods a failure shows."""
 POLICIES_KNOWN = 'kvtier_webhook_policies{state="readable"}'
 Guard = tuple[str, dict[str, Any]]
 

@@ -50,9 +50,7 @@ class Account:
         self.cluster = SimpleNamespace(kubeconfig=kubeconfig, context="webhook")
 
     def grant(self, given: Sequence[Permission]) -> None:
-        """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the
-        chart has it.
-        """
+        """Creates a Role for namespaced rules and a ClusterRole for the others, as the chart does."""
         on = frozenset({rbac.SELF_MANAGED})
         wide = [
             *rbac.rules(given, Scope.WATCHED, on),

@@ -1,6 +1,4 @@
-"""Unusual pods and policies with a real API server: they are admitted as without KVTier, and the
-webhook keeps answering.
-"""
+"""Unusual pods and policies with a real API server do not affect admission or the webhook."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ HUGE: dict[str, Change] = {
         args=["--tensor-parallel-size", "9" * 5_000]
     ),
 }
-"""Within what the API server takes. Each of the first three kept a thread, and with it the process,
-for seconds to hours.
-"""
+"""The API server accepts these. Each of the first three once occupied a thread for hours."""
 
 
 @pytest.mark.parametrize("name", HUGE)

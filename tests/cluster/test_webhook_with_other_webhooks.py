@@ -29,8 +29,8 @@ Patch = Callable[[dict[str, Any]], list[dict[str, Any]]]
 def another_webhook(
     api: Any, home: Path, name: str, namespace: str, patch: Patch
 ) -> Iterator[list[str]]:
-    """A second mutating webhook; configurations are asked in the order of their names. Yields the
-    names of containers that it saw, one entry per question.
+    """A second mutating webhook; webhooks are called in the order of the configurations' names.
+    Yields the container names that it saw, one entry per call.
     """
     issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
     pair = home / f"{name}.pem"

@@ -169,7 +169,7 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
             for path in testbed.files_root.iterdir()
             if path.is_dir() and len(path.name) == 32 and path != first_namespace
         ]
-        # Even under the other's name, an object is refused: its header says whose it is.
+        # Even under the other's name an object is rejected, because its header has its own name.
         for path in other_namespace.rglob("*.kv"):
             shutil.copyfile(first_namespace / path.relative_to(other_namespace), path)
         case.kill_daemon()

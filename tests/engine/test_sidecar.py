@@ -1,4 +1,4 @@
-"""A real engine beside a sidecar that comes late, loses its tierd, and is told another document."""
+"""A real engine with a sidecar that starts late, loses its tierd and gets a new document."""
 
 from __future__ import annotations
 

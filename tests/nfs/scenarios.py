@@ -122,7 +122,7 @@ def found_by_another(a: Client, b: Client) -> dict[str, Any]:
 
 
 def never_half_written(a: Client, b: Client) -> dict[str, Any]:
-    """Whatever the other mount shows under an object's name is a whole object."""
+    """The other mount shows only complete objects under an object's name."""
     stop, looked, partial = threading.Event(), 0, []
     root = Path(os.environ["NFS_MOUNT_2"])
     worker = threading.Thread(target=lambda: a.store(range(100, 120)))
@@ -245,7 +245,7 @@ LAST = ("end beside a hang", "directory replaced")
 
 
 def main() -> int:
-    """Runs all scenarios, whatever one of them does."""
+    """Runs all scenarios, even if one fails."""
     directory = Path(sys.argv[1])
     clients = [
         Client(directory / "a", os.environ["NFS_MOUNT"]),

@@ -1,6 +1,4 @@
-"""A client that fails where a test says so. It wraps the client of a real API server, or the one in
-memory.
-"""
+"""A client that injects faults. It wraps the client of a real or an in-memory API server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An executor whose calls run when the test says so: in any order, or never. And a clock that only
-the test moves.
-"""
+"""An executor and a clock that tests control: calls run in any order, or never."""
 
 from __future__ import annotations
 

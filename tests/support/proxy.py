@@ -1,6 +1,4 @@
-"""A TCP proxy in front of an API server that can fall silent, be slow, or cut its connections. TLS
-passes through it.
-"""
+"""A TCP proxy for an API server that can stall, delay or close connections. TLS is unchanged."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from urllib.parse import urlsplit
 class Proxy:
     """``async with Proxy(server) as proxy``: then ``proxy.server`` is where clients go.
 
-    ``silent``: connections stay open and nothing passes. ``delay_seconds``: each piece of an answer
-    is held up so long.
+    ``silent``: connections stay open and no data passes. ``delay_seconds``: the delay of each piece
+    of a response.
     """
 
     def __init__(self, server: str) -> None:

@@ -41,9 +41,7 @@ MATCH_CONDITIONS = (
 
 
 def mutating(settings: Settings) -> dict[str, Any]:
-    """Asks about new pods, in namespaces that an administrator labelled. Never about the operator's
-    own.
-    """
+    """Intercepts new pods in labelled namespaces, never in the operator's own namespace."""
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingWebhookConfiguration",

@@ -1,6 +1,4 @@
-"""The client of the API server: deadlines, retries, Retry-After, tokens that rotate. Against a
-small HTTP server.
-"""
+"""The API client: deadlines, retries, Retry-After, rotating tokens, with a small HTTP server."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def credentials(
 
 
 class Server:
-    """Answers every request by ``answer(request, number)`` and keeps what was requests."""
+    """Answers every request by ``answer(request, number)`` and records the requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

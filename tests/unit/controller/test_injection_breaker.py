@@ -1,6 +1,4 @@
-"""The injection breaker: which failures are traced to an injected part, and what is done about
-them.
-"""
+"""The injection breaker: which failures injection causes, and how the controller reacts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def config_map(name: str, version: int, uid: str = "", namespace: str = "n") -> 
 
 
 class ListerTestbed:
-    """A lister, its clock, and what it told."""
+    """A lister, its clock, and the changes that it announced."""
 
     def __init__(self, *watches: Watch) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ def test_deleted_objects_do_not_reappear() -> None:
 
 
 def test_an_object_with_a_newer_version_exists_again() -> None:
-    """It stopped to match the selector, which is told as a deletion, and matches it again."""
+    """An object that stops matching the selector counts as deleted, and then matches again."""
     testbed = ListerTestbed()
     testbed.lister.put(CONFIG_MAPS, config_map("a", 1))
     testbed.lister.drop(CONFIG_MAPS, config_map("a", 2))

@@ -1,6 +1,4 @@
-"""Reconciling pods against an API server in memory: what is written, deleted and restarted, and in
-which order.
-"""
+"""The pod reconciler with an in-memory API server: writes, deletions, restarts, their order."""
 
 from __future__ import annotations
 

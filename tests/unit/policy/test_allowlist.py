@@ -1,6 +1,4 @@
-"""Directories of nodes and exports have to be allowed by an administrator, by namespace and path
-component.
-"""
+"""An administrator allows hostPath directories and exports by namespace and path."""
 
 from __future__ import annotations
 

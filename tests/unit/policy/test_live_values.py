@@ -1,4 +1,4 @@
-"""The topology directory is read with limits, and live values are taken or refused one by one."""
+"""The topology directory is read with limits. Live values are validated one by one."""
 
 from __future__ import annotations
 

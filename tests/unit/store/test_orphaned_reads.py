@@ -1,4 +1,4 @@
-"""Slots that a thread of a dead tierd may still be reading into are quarantined."""
+"""Slots are quarantined while a thread of a previous tierd may still read into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time to first token in simulated time: bounds that hold whatever the tiers do."""
+"""Time to first token in simulated time: bounds for any behaviour of the tiers."""
 
 from __future__ import annotations
 

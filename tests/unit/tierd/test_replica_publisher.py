@@ -1,4 +1,4 @@
-"""What schedulers are told of the store, and in which order."""
+"""The messages that schedulers receive about the store, and their order."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_foreign_files_in_place_of_a_record_do_not_stop_the_janitor(
 
 
 def signed(body: bytes) -> bytes:
-    """A record with a good checksum over whatever."""
+    """A record with arbitrary content and a valid checksum."""
     empty = record._encoded({})
     digest = blake3_hex(body, empty.index(b" "))
     return f"{digest} {len(body):010d}\n".encode() + body
