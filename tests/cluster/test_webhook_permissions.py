@@ -50,7 +50,7 @@ class Account:
         self.cluster = SimpleNamespace(kubeconfig=kubeconfig, context="webhook")
 
     def grant(self, given: Sequence[Permission]) -> None:
-        """Creates a Role for namespaced rules and a ClusterRole for the others, as the chart does."""
+        """Creates a Role for namespaced rules and a ClusterRole for the others, as in the chart."""
         on = frozenset({rbac.SELF_MANAGED})
         wide = [
             *rbac.rules(given, Scope.WATCHED, on),

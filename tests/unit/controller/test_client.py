@@ -163,7 +163,7 @@ def test_retry_after_is_honoured() -> None:
     run_scenario(busy, scenario)
 
 
-def test_no_call_outlives_its_deadline() -> None:
+def test_every_call_ends_by_its_deadline() -> None:
     async def hangs(request: web.Request, number: int) -> web.Response:
         await asyncio.sleep(30)
         return status(500)
@@ -326,7 +326,7 @@ def test_uids_are_listed_page_by_page_and_again_from_the_start_if_the_snapshot_e
     run_scenario(pages, scenario)
 
 
-def test_kinds_of_a_group_that_is_not_served_are_none() -> None:
+def test_an_unserved_group_has_no_kinds() -> None:
     async def groups(request: web.Request, number: int) -> web.Response:
         if request.path == "/apis/kvtier.io/v1alpha1":
             return web.json_response({"resources": [{"name": "kvtierpolicies"}]})

@@ -78,7 +78,7 @@ async def acquire(candidate: Lock) -> bool:
     )
 
 
-def test_a_lease_is_taken_over_only_after_it_was_not_renewed_for_its_duration() -> None:
+def test_a_lease_is_acquired_only_after_it_was_not_renewed_for_its_duration() -> None:
     async def scenario() -> None:
         leases, clock = Leases(), Clock()
         first, second = lock(leases, "a", clock), lock(leases, "b", clock)

@@ -52,7 +52,7 @@ def test_a_key_that_is_added_often_is_handed_out_once() -> None:
     run_scenario(scenario)
 
 
-def test_a_key_that_is_added_while_it_is_worked_on_comes_once_more_afterwards() -> None:
+def test_a_key_that_is_added_during_its_processing_is_processed_once_more() -> None:
     async def scenario() -> None:
         work = queue(Clock())
         work.add(A)

@@ -78,7 +78,7 @@ class TestOrder:
         assert pod["spec"]["containers"][0] == mesh
         assert "KVTIER_TOPOLOGY" in variables(container(pod, "vllm"))
 
-    def test_an_injected_pod_is_returned_as_it_is(self) -> None:
+    def test_an_injected_pod_is_returned_unchanged(self) -> None:
         policy = pod_objects.policy(memory_tier(), file_tier("nvme", HOST))
         once = attached(policy, pod_objects.pod()).pod
         assert attached(policy, once).pod == once

@@ -54,7 +54,7 @@ def test_block_sizes_without_a_usable_multiple_are_rejected_with_the_numbers(
         [KVCacheGroup(GroupKind.OTHER, 16, "ChunkedLocalAttentionSpec")],
     ],
 )
-def test_models_that_are_not_served_are_named_with_their_groups(groups: list[KVCacheGroup]) -> None:
+def test_unsupported_models_are_named_with_their_groups(groups: list[KVCacheGroup]) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
         Planner.build(groups, 256, 32)
     for group in groups:
@@ -105,6 +105,6 @@ def test_tokens_and_chunks_convert_both_ways(tokens: int) -> None:
     assert planner.tokens(chunks) <= tokens < planner.tokens(chunks + 1)
 
 
-def test_a_load_begins_at_block_boundaries_only() -> None:
+def test_a_load_starts_at_block_boundaries_only() -> None:
     assert _planner().starts_at_block(96)
     assert not _planner().starts_at_block(90)

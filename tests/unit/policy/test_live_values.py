@@ -164,7 +164,7 @@ class TestMerging:
         assert (after.tiers["ram"].capacity_bytes, after.tiers["ram"].load_weight) == (None, 7)
         assert set(refusals) == {"tiers.ram.capacityBytes"}
 
-    def test_the_capacity_of_files_cannot_be_taken_away(self) -> None:
+    def test_the_capacity_of_a_file_tier_cannot_be_removed(self) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"capacityBytes": None}}})
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.capacityBytes"})
 

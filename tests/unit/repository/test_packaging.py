@@ -114,7 +114,7 @@ def test_the_operator_imports_nothing_that_only_another_package_brings() -> None
     )
 
 
-def test_the_installed_distribution_has_the_command_the_daemon_and_the_plugin() -> None:
+def test_the_installed_distribution_has_the_command_tierd_and_the_plugin() -> None:
     distribution = metadata.distribution("kvtier")
     assert distribution.version == kvtier.__version__
     entries = {(entry.group, entry.name): entry.value for entry in distribution.entry_points}

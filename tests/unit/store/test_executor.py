@@ -27,7 +27,7 @@ def collect_until(executor: ThreadExecutor, condition: Callable[[], bool]) -> No
             time.sleep(0.001)
 
 
-def test_results_and_errors_come_back_on_the_owners_thread() -> None:
+def test_results_and_errors_are_delivered_on_the_owners_thread() -> None:
     executor = ThreadExecutor({"hash": 1})
     found: list[object] = []
     where: list[threading.Thread] = []
@@ -44,7 +44,7 @@ def test_results_and_errors_come_back_on_the_owners_thread() -> None:
     executor.close()
 
 
-def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_was_given() -> None:
+def test_calls_of_a_lane_start_in_order_on_at_most_its_number_of_threads() -> None:
     executor = ThreadExecutor({"read:disk": 2})
     gate = threading.Event()
     started: list[int] = []
@@ -68,7 +68,7 @@ def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_w
     executor.close()
 
 
-def test_calls_that_come_together_do_not_share_the_one_thread_that_is_idle() -> None:
+def test_concurrent_calls_do_not_wait_for_the_same_idle_thread() -> None:
     executor = ThreadExecutor({"read:disk": 4})
     finished: list[object] = []
     executor.submit("read:disk", lambda: None, lambda r, e: finished.append(r))

@@ -67,7 +67,7 @@ def test_slots_of_orphaned_reads_are_quarantined_until_their_process_has_exited(
     fixture.check_accounts()
 
 
-def test_over_several_lives() -> None:
+def test_slots_of_orphaned_reads_stay_quarantined_across_restarts() -> None:
     fixture = reading(0, 1)
     fixture.restart(hung="7")
     fixture.restart()

@@ -178,7 +178,7 @@ def test_a_deadline_missed_by_a_read_that_waited_in_its_queue_is_not_the_tiers_f
     assert state(fixture) == "Healthy"
 
 
-def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers_failure() -> None:
+def test_a_deadline_missed_by_a_slow_read_is_charged_to_the_tier() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0)

@@ -243,7 +243,7 @@ def test_objects_checksummed_while_a_tier_was_opening_are_written_once_it_is_ope
     assert fixture.bits(0) == 3
 
 
-def test_writes_dropped_while_a_breaker_was_open_are_made_once_it_has_closed() -> None:
+def test_writes_dropped_while_a_breaker_was_open_are_written_once_it_closes() -> None:
     fixture = StoreFixture(values=live(threshold=1, period=10, disk=LiveTier()))
     fixture.engine()
     fixture.tier.fail = TierUnavailableError("gone")

@@ -325,7 +325,7 @@ def test_closing_sends_a_bye_after_the_queued_messages(
     testbed.client.close(5)
 
 
-def test_closing_ends_in_time_without_a_daemon(testbed: ClientTestbed) -> None:
+def test_closing_ends_in_time_without_a_tierd(testbed: ClientTestbed) -> None:
     begin = time.monotonic()
     testbed.client.close(5)
     assert time.monotonic() - begin < 4

@@ -319,7 +319,7 @@ def test_a_port_in_use_is_a_condition_and_does_not_end_the_process(
         assert not thread.is_alive()
 
 
-def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
+def test_a_tier_of_an_unsupported_kind_is_unknown_and_the_others_work(
     case: TierdTestbed, start: Start
 ) -> None:
     tiers = [
@@ -373,7 +373,7 @@ def test_a_tier_that_opens_later_receives_the_texts_of_namespaces(
         case.close()
 
 
-def test_a_second_daemon_in_the_same_directory_ends_at_once(
+def test_a_second_tierd_in_the_same_directory_exits_at_once(
     case: TierdTestbed, start: Start
 ) -> None:
     start()

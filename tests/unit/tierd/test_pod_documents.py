@@ -85,7 +85,7 @@ def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: Tier
     )
 
 
-def test_file_tiers_share_what_a_daemon_may_index(
+def test_file_tiers_share_the_index_limit_of_tierd(
     case: TierdTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "MAX_INDEXED_OBJECTS", 6)

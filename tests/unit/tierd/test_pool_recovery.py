@@ -36,7 +36,7 @@ def with_one_object(pool: PoolFile, namespace: str = NAMESPACE) -> None:
     table.close()
 
 
-def test_objects_whose_namespace_is_described_are_taken_over(pool: PoolFile) -> None:
+def test_objects_whose_namespace_is_described_are_recovered(pool: PoolFile) -> None:
     with_one_object(pool)
     assert [record.offset for record in opened(pool).recovered] == [4096]
 

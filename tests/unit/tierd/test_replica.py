@@ -42,7 +42,7 @@ def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgeme
     assert replica.removals == 2
 
 
-def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_once() -> None:
+def test_a_gap_empties_the_replica_until_the_snapshot_that_it_requests_once() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
     assert not replica.needs_resync()
@@ -59,7 +59,7 @@ def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_onc
     assert (replica.get(b"c"), replica.get(b"d"), replica.get(b"e")) == (0, 1, 1)
 
 
-def test_a_snapshot_replaces_everything_and_comes_in_several_pieces() -> None:
+def test_a_snapshot_replaces_the_replica_and_arrives_in_several_messages() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"old", 1),)))
     replica.apply(Delta(sequence=2, snapshot=True, added=((b"a", 1),)))

@@ -362,7 +362,7 @@ def test_a_second_hello_of_a_member_before_the_engine_opens_replaces_the_first(
     assert len(testbed.files.read()) == 1
 
 
-def test_after_a_bye_another_session_begins_a_fresh_engine(testbed: SessionTestbed) -> None:
+def test_after_a_bye_the_next_session_opens_a_new_engine(testbed: SessionTestbed) -> None:
     testbed.pair()
     testbed.sessions.bye(b"w")
     testbed.hello(b"w2", hello("worker"))

@@ -62,7 +62,7 @@ def kill_and_stop(supervisor: Supervisor) -> None:
     supervisor.stop(5)
 
 
-def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTestbed) -> None:
+def test_any_number_of_supervisors_start_one_tierd(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
@@ -77,7 +77,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTes
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
 
 
-def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
+def test_no_tierd_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
     case.run_directory.mkdir(parents=True, exist_ok=True)
     case.run_directory.chmod(0o777)
     supervisor = make(case)
@@ -88,7 +88,7 @@ def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: Tier
     assert not list(case.run_directory.iterdir())
 
 
-def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(
+def test_tierd_survives_a_kill_of_its_starter_and_all_descendants(
     case: TierdTestbed,
 ) -> None:
     supervisor = make(case)

@@ -58,7 +58,7 @@ def test_copies_wait_for_the_fence_of_their_step(rank_testbed: RankTestbed) -> N
     ]
 
 
-def test_a_load_that_begins_inside_a_chunk_copies_just_the_missing_blocks(
+def test_a_load_that_starts_inside_a_chunk_copies_only_the_missing_blocks(
     rank_testbed: RankTestbed,
 ) -> None:
     pool = rank_testbed.engine.pool
@@ -278,7 +278,7 @@ def test_models_with_several_groups_report_the_request_and_no_blocks(
     assert taken.recving == {"request-7", "request-8"}
 
 
-def test_another_ranks_shard_begins_at_its_own_offset(rank_testbed: RankTestbed) -> None:
+def test_each_ranks_shard_starts_at_its_own_offset(rank_testbed: RankTestbed) -> None:
     context = replace(rank_testbed.context, shard_offsets=(rank_testbed.slot_bytes,))
     loads = WorkerLoads(context, rank_testbed.sent.append)
     rank_testbed.fill_slot(3, 33)
