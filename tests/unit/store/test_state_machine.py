@@ -750,10 +750,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
-        # Vanished engines stop writing in the instant they are certain to be gone; the store may reuse their
-        # slots from then on.
+        # A vanished engine stops writing once its exit is confirmed. From then on the store may
+        # reuse its slots.
         self.vanished_engines = [
-            g for g in self.vanished_engines if g.gone_at is None or until < g.gone_at + 60.0
+            engine
+            for engine in self.vanished_engines
+            if engine.gone_at is None or until < engine.gone_at + 60.0
         ]
         self.do("advance", seconds)
 
