@@ -90,7 +90,7 @@ def measure(directory: Path, reserved: bool) -> dict[str, object]:
     free = gone = late = 0.0
     end = started + _ENDLESS_SECONDS
     while time.monotonic() < end:
-        if not free and liveness.is_held(directory / liveness.PEERS_NAME, name) is False:
+        if not free and liveness.is_lock_held(directory / liveness.PEERS_NAME, name) is False:
             free = time.monotonic() - started
             for offset in marks:
                 view[offset] = MARK
