@@ -1,4 +1,4 @@
-"""The webhook as a process of this machine, asked by the API server over loopback."""
+"""The webhook as a local process that the API server calls over loopback."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def free_port() -> int:
 
 
 class WebhookProcess:
-    """``kvtier-operator webhook`` for as long as the block runs. ``options``: settings beside addresses and
-    certificates; by default the certificate is mounted, and made here.
+    """``kvtier-operator webhook`` for as long as the block runs. ``options``: settings beside
+    addresses and certificates; by default the certificate is mounted, and made here.
     """
 
     def __init__(self, home: Path, cluster: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -73,7 +73,7 @@ class WebhookProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def mount(self) -> None:
-        """Puts a new certificate into the directory as the kubelet does: all files at once, by a link."""
+        """Replaces the certificate as the kubelet does: all files at once, by a link."""
         issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
         version = self.directory / f"..{time.monotonic_ns()}"
         version.mkdir(parents=True)
@@ -102,7 +102,7 @@ class WebhookProcess:
         try:
             self.start()
         except BaseException:
-            # The block is never entered, so nobody else would end the process.
+            # The block is never entered, so no other code would end the process.
             self.stop(signal.SIGKILL)
             raise
         return self
@@ -170,7 +170,7 @@ class WebhookProcess:
             self.process = None
 
     def monitoring(self, path: str) -> tuple[int, str]:
-        """What the monitoring port answers; status 0 where nobody does."""
+        """What the monitoring port answers; status 0 if there is no answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.monitoring_port, timeout=5)
         try:
             connection.request("GET", path)
@@ -201,7 +201,7 @@ class WebhookProcess:
 
 @contextlib.contextmanager
 def definition(cluster: Any, api: Any, nodes: Any) -> Iterator[None]:
-    """The CRD, served while the block runs; in a cluster that is the tests' own it stays for those that follow."""
+    """Serves the CRD while the block runs. A cluster that the tests own keeps it afterwards."""
     document = crd.definition()
     path = f"{DEFINITIONS}/{document['metadata']['name']}"
     query = "?fieldManager=kvtier-tests&force=true"
@@ -217,7 +217,7 @@ def definition(cluster: Any, api: Any, nodes: Any) -> Iterator[None]:
 
 
 def by_url(configuration: dict[str, Any], port: int, bundle: bytes) -> dict[str, Any]:
-    """The configuration, with the Service replaced by loopback; without a bundle where it is empty."""
+    """The configuration with the Service replaced by loopback. An empty bundle is left out."""
     changed = copy.deepcopy(configuration)
     for hook in changed["webhooks"]:
         path = hook["clientConfig"]["service"]["path"]
@@ -229,7 +229,7 @@ def by_url(configuration: dict[str, Any], port: int, bundle: bytes) -> dict[str,
 
 @contextlib.contextmanager
 def installed(api: Any, *configurations: dict[str, Any]) -> Iterator[None]:
-    """Webhook configurations, in force while the block runs (the API server follows them by a watch)."""
+    """Webhook configurations that apply while the block runs. The API server watches them."""
     paths = []
     try:
         for configuration in configurations:

@@ -91,7 +91,7 @@ def silence() -> Fault:
 
 @dataclass
 class Rule:
-    """Answers the next ``times`` requests that ``matches`` accepts. ``struck``: set by the first."""
+    """Answers the next ``times`` requests that ``matches`` accepts. The first sets ``struck``."""
 
     matches: Callable[[Request], bool]
     fault: Fault
@@ -101,7 +101,7 @@ class Rule:
 
 
 class ApiProxy:
-    """``async with ApiProxy(kubeconfig, context, home) as proxy``; ``proxy.kubeconfig`` leads to it."""
+    """Use ``async with ApiProxy(kubeconfig, context, home) as proxy`` and ``proxy.kubeconfig``."""
 
     def __init__(self, kubeconfig: Path, context: str, home: Path) -> None:
         self._upstream = (kubeconfig, context)
@@ -157,7 +157,7 @@ class ApiProxy:
                 request.transport.abort()
         self._watches.clear()
 
-    def asked(self, matches: Callable[[Request], bool]) -> int:
+    def request_count(self, matches: Callable[[Request], bool]) -> int:
         """The number of requests so far that ``matches`` accepts."""
         return sum(matches(each) for each in self.requests)
 

@@ -1,4 +1,7 @@
-"""The chart on a cluster, through Helm's own code. ``Release`` is one installation; ``object_list`` what it rendered."""
+"""The chart on a cluster, installed by Helm's own code.
+
+``Release`` is one installation. ``object_list`` returns the objects that it rendered.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ NAME = "kvtier"
 
 
 def without_definition(cluster: Any) -> None:
-    """Other tests of the same cluster apply the definition by themselves, and Helm takes over nothing that it did not make."""
+    """Removes the definition that other tests applied: Helm does not adopt objects of others."""
     cluster.kubectl(
         "delete",
         "crd",
@@ -27,7 +30,7 @@ def without_definition(cluster: Any) -> None:
 
 
 class Release:
-    """Helm on one cluster: install, upgrade, uninstall of the chart as release ``kvtier`` in ``kvtier-system``."""
+    """Installs, upgrades and uninstalls the chart as release ``kvtier`` in ``kvtier-system``."""
 
     def __init__(self, kubeconfig: Path, context: str, namespace: str = NAMESPACE) -> None:
         self.namespace = namespace
@@ -68,7 +71,7 @@ class Release:
 
 
 def changed_chart(home: Path, version: str, property_name: str) -> Path:
-    """A copy of the chart as a later release could be: another version, and one more field in the definition."""
+    """A copy of the chart as a later release: a new version, and one more field in the CRD."""
     copy = home / f"chart-{version}"
     shutil.copytree(CHART, copy)
     description = yaml.safe_load((copy / "Chart.yaml").read_text())

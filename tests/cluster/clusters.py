@@ -1,11 +1,13 @@
 """Finding a real Kubernetes API server for tests, or starting one.
 
-In this order: the cluster of ``KVTIER_TEST_KUBECONFIG``; a throw-away kind cluster where Docker runs; a control plane
-from the binaries in ``KUBEBUILDER_ASSETS``; one from binaries that lie beside the checkout; one built from source where
-Go is installed. A cluster that nobody named is never touched: ``KUBECONFIG`` and ``~/.kube/config`` are not looked at.
+In this order: the cluster of ``KVTIER_TEST_KUBECONFIG``; a throw-away kind cluster where Docker
+runs; a control plane from the binaries in ``KUBEBUILDER_ASSETS``; one from binaries that lie beside
+the checkout; one built from source where Go is installed. Tests never use a cluster that was
+not named for them: ``KUBECONFIG`` and ``~/.kube/config`` are ignored.
 
-``cluster(home)`` needs an API server only; with ``Parts.CONTROLLERS`` Deployments become pods and the scheduler binds them, and
-with ``Parts.NODE`` pods run: that node is this machine, because tests look at its cgroups, mounts and processes.
+``cluster(home)`` needs an API server only; with ``Parts.CONTROLLERS`` Deployments become pods and
+the scheduler binds them, and with ``Parts.NODE`` pods run: that node is this machine, because tests
+look at its cgroups, mounts and processes.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ NODE_TOOLS = ("containerd", "ctr", "runc", "iptables", "ip", "openssl")
 CNI_PLUGIN = Path("/usr/lib/cni/bridge")
 NODE_LOCK = Path(tempfile.gettempdir()) / "kvtier-node.lock"
 NODE_LINK = Path("/sys/class/net/kvt0")
-"""The bridge that ``start --node`` makes, under a name of its own: one node at a time per machine."""
+"""The bridge that ``start --node`` creates. A machine has one node at a time."""
 NODE_WAIT_SECONDS = 1_200
 
 
 class Parts(Enum):
-    """How much of a cluster a test needs: the API server; controllers and scheduler too; a node that runs pods as well."""
+    """What a test needs: the API server, controllers and a scheduler, or also a node."""
 
     API = 0
     CONTROLLERS = 1
@@ -59,8 +61,8 @@ class Parts(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that tests may write to. ``own``: it was made for them and goes with them. ``home`` and ``assets``: where its
-    files and the binaries lie, for those that the starter made.
+    """A cluster that tests may write to. ``own``: it was created for the tests and is removed with
+    them. ``home`` and ``assets``: its files and the binaries, if the starter created it.
     """
 
     kubeconfig: Path
@@ -73,7 +75,7 @@ class Cluster:
     def kubectl(
         self, *arguments: str, check: bool = True, stdin: str | None = None, seconds: float = 60
     ) -> str:
-        """Standard output of kubectl in this cluster's context. With ``check``, a failure raises with what it said."""
+        """Standard output of kubectl. With ``check``, a failure raises its output."""
         program = str(self.assets / "kubectl") if self.assets else shutil.which("kubectl")
         if program is None:
             raise ClusterBrokenError("kubectl is not installed")
@@ -91,7 +93,7 @@ class Cluster:
         return done.stdout
 
     def ctr(self, *arguments: str, check: bool = True, seconds: float = 120) -> str:
-        """Standard output of containerd's own command, on the node's containers and images (``Parts.NODE`` only)."""
+        """Standard output of containerd's command on the node (``Parts.NODE`` only)."""
         if self.home is None:
             raise ClusterBrokenError("this cluster has no containerd of ours")
         command = ["ctr", "-a", str(self.home / "containerd.sock"), "-n", "k8s.io", *arguments]
@@ -108,7 +110,7 @@ class Cluster:
         return done.stdout
 
     def load(self, archive: Path) -> None:
-        """Puts a container image archive (as ``kubernetes/image`` writes) on the node; use ``imagePullPolicy: Never``."""
+        """Loads an archive of ``kubernetes/image`` on the node; use ``imagePullPolicy: Never``."""
         self.ctr("images", "import", str(archive), seconds=300)
 
 
@@ -123,7 +125,8 @@ class ClusterBrokenError(Exception):
 @contextlib.contextmanager
 def cluster(home: Path, parts: Parts | None = None) -> Iterator[Cluster]:
     """A cluster for as long as the block runs; ``home`` is an empty directory for its files. Raises
-    ``NoClusterError`` and ``ClusterBrokenError``. Without ``parts``: the API server only, unless ``KVTIER_TEST_FULL=1``.
+    ``NoClusterError`` and ``ClusterBrokenError``. Without ``parts``: the API server only, unless
+    ``KVTIER_TEST_FULL=1``.
     """
     if parts is None:
         parts = Parts.CONTROLLERS if os.environ.get("KVTIER_TEST_FULL") == "1" else Parts.API
@@ -176,7 +179,7 @@ def _check_binaries(assets: Path, parts: Parts) -> None:
 
 
 def _with_system_path() -> dict[str, str]:
-    """The environment with the places where runc and iptables lie, which are not on every PATH."""
+    """The environment with the directories of runc and iptables, which are not on every PATH."""
     return {**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
 
 
@@ -211,7 +214,8 @@ def _named(tried: list[str]) -> Cluster | None:
         return None
     if not context:
         raise NoClusterError(
-            f"{KUBECONFIG_VARIABLE} is set, but {CONTEXT_VARIABLE} does not say which context tests may use"
+            f"{KUBECONFIG_VARIABLE} is set, but "
+            f"{CONTEXT_VARIABLE} does not say which context tests may use"
         )
     return Cluster(Path(path), context, own=False, origin=KUBECONFIG_VARIABLE)
 

@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 
 sys.path.append(str(HERE))
-# Modules of this directory import one another by their bare names, as they do when `make demo-cluster` runs one of them.
+# Modules of this directory import one another by their bare names, as they do when `make
+# demo-cluster` runs one of them.
 
 
 def _beside(name: str) -> ModuleType:
@@ -33,9 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in Path(item.path).parents]
     for item in ours:
         item.add_marker(pytest.mark.cluster)
-        # The first of them may build the API server from source, which takes about eight minutes on two cores.
+        # The first of them may build the API server from source, which takes about eight minutes on
+        # two cores.
         item.add_marker(pytest.mark.timeout(1_800))
-    # Tests with a node come one after the other, so that the node is there (and this machine's only one) no longer than they need.
+    # Tests with a node run one after the other, because a machine has one node at a time.
     placed = iter(sorted(ours, key=_needs_node))
     items[:] = [next(placed) if HERE in Path(item.path).parents else item for item in items]
 
@@ -64,7 +66,7 @@ def _cluster(home: Path, parts: str, stack: contextlib.ExitStack) -> Any:
 
 @pytest.fixture(scope="session")
 def kubernetes_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster (``clusters.Cluster``) that tests may write to; skips with the reason where there is none."""
+    """A cluster (``clusters.Cluster``) that tests may write to. Skips if there is none."""
     with contextlib.ExitStack() as stack:
         clusters = _beside("clusters")
         try:
@@ -75,8 +77,8 @@ def kubernetes_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 
 @pytest.fixture(scope="session")
 def full_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster with controllers and scheduler, and no node: pods are made and bound, none runs. ``nodes.FakeNode``
-    stands in for a node.
+    """A cluster with controllers and scheduler, and no node: pods are created and bound but do not
+    run. ``nodes.FakeNode`` replaces a node.
     """
     with contextlib.ExitStack() as stack:
         yield _cluster(tmp_path_factory.mktemp("full"), "CONTROLLERS", stack)
@@ -90,8 +92,9 @@ def full_api(full_cluster: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A cluster whose node is this machine and runs pods. Needs root and containerd, runc, CNI plugins and iptables. It goes
-    after the last test that asks for it. Make a namespace of your own in each test, and delete it.
+    """A cluster whose node is this machine and runs pods. Needs root and containerd, runc, CNI
+    plugins and iptables. It is removed
+    after the last test that uses it. Each test creates and deletes a namespace of its own.
     """
     return _cluster(tmp_path_factory.mktemp("node"), "NODE", _node)
 
@@ -121,7 +124,7 @@ def operator_on_node(
 
 @pytest.fixture(scope="session")
 def nodes() -> ModuleType:
-    """The module ``nodes``: namespaces, nodes without a machine, and the statuses that a kubelet writes."""
+    """The module ``nodes``: namespaces, fake nodes, and the statuses that a kubelet writes."""
     return _beside("nodes")
 
 

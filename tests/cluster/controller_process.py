@@ -30,7 +30,7 @@ class Process:
             allowedVolumes=[
                 {"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}
             ],
-            # Slow enough that a kill finds some policies done and some not begun.
+            # Slow enough that a kill finds some policies done and some not started.
             controller={"maxReconcilesPerSecond": 8, **controller},
         )
         self._settings = home / "settings.yaml"

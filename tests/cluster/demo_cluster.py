@@ -1,9 +1,10 @@
-"""`make demo-cluster`: the end-to-end run on a new cluster on this machine, with a table of results.
+"""`make demo-cluster`: runs the end-to-end test on a new local cluster and prints a table.
 
     python tests/cluster/demo_cluster.py [--json]
 
-With `--json` only the result is printed. KVTIER_DEMO_DIR names a directory to keep (default: one that goes). Needs root and what
-tools/debian-packages installs; says what is missing otherwise. The last line is `RESULT {json}`.
+With `--json` only the result is printed. KVTIER_DEMO_DIR names a directory to keep (default: a
+temporary one). Requires root and the packages of tools/debian-packages, and reports what is
+missing. The last line is `RESULT {json}`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtier.cli.demo_display import Display
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: everything was as it should be. 1: it was not. 2: there is no cluster to be had here."""
+    """0: every check passed. 1: a check failed. 2: no cluster can be started here."""
     parser = argparse.ArgumentParser(
         description="The whole loop on a real Kubernetes with a real vLLM."
     )
@@ -97,7 +98,8 @@ def _show(loop: EndToEndRun, display: Display) -> None:
         for row in loop.rows
     ]
     display.table(
-        f"Where prompts came from ({NEW_TOKENS} tokens each, compared with an engine without KVTier)",
+        f"Where prompts came from ({NEW_TOKENS} tokens each, "
+        "compared with an engine without KVTier)",
         headings,
         rows,
     )

@@ -1,13 +1,15 @@
-"""End-to-end run on a real cluster: from `helm install` to an engine that reloads its cache after failures.
+"""End-to-end run on a real cluster, from `helm install` to a reloaded cache after failures.
 
 1. The chart is installed; the operator runs as pods with the chart's own rights.
 2. A policy with a RAM tier and a file tier on a directory of the node is applied.
-3. A Deployment of the real vLLM server, its command untouched, comes up with tiers. Beside it, in a namespace that nobody
-   labelled, the same Deployment without: it gives the answers that all others are compared with.
-4. Prompts A, B and C, which share a prefix, are computed; once the engine's own cache is emptied they come from RAM.
+3. A Deployment of the real vLLM server, its command unchanged, starts with tiers. The same
+   Deployment in a namespace without the label has none; all answers are compared with its answers.
+4. Prompts A, B and C, which share a prefix, are computed; once the engine's own cache is emptied
+   they come from RAM.
 5. The engine's container is killed and started again inside its pod: from RAM again.
 6. The pod is deleted and replaced: from the file tier.
-7. `kubectl apply` of another weight and time limit: the running engine decides otherwise, its pod untouched.
+7. `kubectl apply` of another weight and time limit: the running engine decides
+   differently and its pod does not change.
 8. `kubectl get kvtp` and `kubectl describe kvtp` show the result.
 """
 
@@ -33,7 +35,7 @@ from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 CHUNK_TOKENS = 128
 SHARED_CHUNKS, OWN_CHUNKS = 4, 2
 REST_TOKENS = 17
-"""Shorter than a block, so that a reload and a hit in the engine's own cache cover the same tokens."""
+"""Shorter than a block, so that a reload and a hit in the GPU cache cover the same tokens."""
 NEW_TOKENS = 16
 PROMPT_TOKENS = (SHARED_CHUNKS + OWN_CHUNKS) * CHUNK_TOKENS
 SHARED_TOKENS = SHARED_CHUNKS * CHUNK_TOKENS
@@ -64,8 +66,9 @@ class KubectlOutput:
 
 @dataclass(slots=True)
 class EndToEndRun:
-    """The loop on ``cluster``, a node of this machine; ``home`` keeps the model, the images and the file tier. ``images_loaded``: they
-    are on the node already."""
+    """The run on ``cluster``, whose node is this machine. ``home`` has the model, images and
+    the file tier. ``images_loaded``: the images are on the node already.
+    """
 
     cluster: Any
     home: Path
@@ -77,8 +80,8 @@ class EndToEndRun:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, object]:
-        """Everything, in order. Raises ``AssertionError`` with what was seen where something is not as it should be."""
-        begun = time.monotonic()
+        """Runs every step in order. A failed check raises ``AssertionError`` with what was seen."""
+        start = time.monotonic()
         model = write_llama(self.home / "model", seed=0)
         api = Api(self.cluster.kubeconfig, self.cluster.context, WITH_TIERS)
         (directory,) = operators.storage(self.home, "tier")
@@ -95,7 +98,7 @@ class EndToEndRun:
                 self._tell(api)
             finally:
                 self._remove(release, api)
-        self.facts["seconds"] = round(time.monotonic() - begun, 1)
+        self.facts["seconds"] = round(time.monotonic() - start, 1)
         return self._result()
 
     def _install(self, release: Release, directory: Path) -> None:
@@ -180,7 +183,7 @@ class EndToEndRun:
     def _tune(self, pod: EnginePod, directory: Path) -> None:
         before, status = pod.now(), pod.status(POLICY)
         with self.display.step("kubectl apply of another weight and time limit"):
-            begun = time.monotonic()
+            start = time.monotonic()
             self._apply(policy(directory, weight=10, seconds=2))
             generation = status["appliedGeneration"]
             wait_for(
@@ -189,7 +192,7 @@ class EndToEndRun:
                 150,
                 period=0.1,
             )
-            self.facts["live_change_seconds"] = round(time.monotonic() - begun, 2)
+            self.facts["live_change_seconds"] = round(time.monotonic() - start, 2)
         # A hit of 512 tokens in RAM now outweighs one of 768 that needs the file tier.
         self._ask(pod, "weight 100 -> 10", "C")
         after = pod.now()
@@ -224,7 +227,7 @@ class EndToEndRun:
             )
 
     def _ask(self, pod: EnginePod, stage: str, *names: str) -> None:
-        """Each prompt on its own: what an earlier one left in the engine's cache is emptied before."""
+        """Sends the prompts one by one, each with an empty GPU cache."""
         client = pod.client()
         for name in names:
             client.reset_prefix_cache()
@@ -235,7 +238,7 @@ class EndToEndRun:
             )
 
     def _wait_attached(self, pod: EnginePod) -> None:
-        """An engine serves before its tiers are there; the loop wants them from the first prompt on."""
+        """Waits for the tiers. An engine serves before they are attached."""
         try:
             wait_for("engine and tierd came together", lambda: pod.attached(POLICY), 60)
         except AssertionError as error:
@@ -286,7 +289,7 @@ def prompts() -> dict[str, list[int]]:
 
 
 def policy(directory: Path, weight: int = 100, seconds: int = 5) -> dict[str, Any]:
-    """RAM and a directory of the node. A tiny model recomputes faster than any disk reads, so ``Weighted``."""
+    """RAM and a directory. ``Weighted``, because a tiny model recomputes faster than it loads."""
     return {
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",

@@ -1,4 +1,4 @@
-"""Images for the node: those that ship, made by ``tools/images`` from this checkout, and one that crashes."""
+"""Images for the node: the released ones, built by ``tools/images``, and one that crashes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shipped(home: Path) -> list[Path]:
 
 
 def crashing(home: Path) -> Path | None:
-    """An archive whose ``kvtier-sidecar`` ends at once with status 1; None on machines that it is not written for."""
+    """An archive whose ``kvtier-sidecar`` exits with status 1. None on unsupported machines."""
     if os.uname().machine != "x86_64":
         return None
     home.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def crashing(home: Path) -> Path | None:
 
 
 def _exiting_program() -> bytes:
-    """An ELF file for Linux on x86-64 whose only instructions are ``exit(1)``: it needs no library and no shell."""
+    """An ELF file for Linux on x86-64 that only calls ``exit(1)`` and needs no library or shell."""
     code = bytes.fromhex("bf01000000b83c0000000f05")  # mov edi, 1; mov eax, 60; syscall
     address, header = 0x400000, 64 + 56
     size = (header + len(code)).to_bytes(8, "little")

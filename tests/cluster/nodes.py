@@ -1,7 +1,8 @@
 """Fake nodes, and pods whose status is set as a kubelet would set it.
 
-For clusters without a node (``full_cluster``): controllers make pods of Deployments and the scheduler binds them to a
-``FakeNode``; here their statuses are written as a kubelet would. Everything goes through ``rest.Api``.
+For clusters without a node (``full_cluster``): controllers create pods of Deployments and the
+scheduler binds them to a ``FakeNode``. This module writes their statuses as a kubelet would.
+Everything goes through ``rest.Api``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def now() -> str:
 
 
 def ok(answer: tuple[int, Any]) -> Any:
-    """The body of an answer that is no refusal."""
+    """The body of a successful response."""
     status, body = answer
     if status >= 300:
         raise AssertionError(f"{status}: {body.get('message', body)}")
@@ -51,8 +52,8 @@ def wait_for(what: str, ready: Callable[[], Any], seconds: float = 60, period: f
 
 
 def make_namespace(api: Any, name: str, labels: Mapping[str, str] | None = None) -> str:
-    """A namespace whose default account is there (ServiceAccount admission wants it; controllers make it, and without
-    controllers it is made here).
+    """A namespace with a default account, which ServiceAccount admission requires. Without
+    controllers the account is created here.
     """
     ok(
         api.request(
@@ -69,7 +70,7 @@ def make_namespace(api: Any, name: str, labels: Mapping[str, str] | None = None)
 
 
 class FakeNode:
-    """A Node that is Ready for as long as the block runs, and that the scheduler uses; nothing runs on it."""
+    """A Ready Node that the scheduler uses while the block runs. No pod runs on it."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class FakeNode:
             )
         )
         self._beat()
-        # The admission plugin taints a new node, and the controller takes it back once the node is Ready; at once is faster.
+        # The admission plugin taints a new node, and the controller removes the taint once the node
+        # is Ready. Removing it here is faster.
         ok(
             self._api.request(
                 "PATCH",
@@ -172,7 +174,9 @@ def set_status(api: Any, namespace: str, name: str, status: Mapping[str, Any]) -
 def container_state(
     name: str, state: Mapping[str, Any], *, restarts: int = 0, image: str = "test"
 ) -> dict[str, Any]:
-    """One entry of ``containerStatuses``; ``state`` as in the API, ``{"running": {"startedAt": ...}}`` say."""
+    """One entry of ``containerStatuses``. ``state`` is as in the API, for example
+    ``{"running": {"startedAt": ...}}``.
+    """
     running = "running" in state
     return {
         "name": name,
@@ -187,7 +191,9 @@ def container_state(
 
 
 def run_pod(api: Any, namespace: str, name: str, address: str = "127.0.0.1") -> Any:
-    """The pod runs: every container is ready, those of before ended well, sidecars are up, ``podIP`` is ``address``."""
+    """The pod runs: every container and sidecar is ready, init containers have succeeded and
+    ``podIP`` is ``address``.
+    """
     pod = ok(api.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}"))
     running = {"running": {"startedAt": now()}}
     ended = {
@@ -238,8 +244,9 @@ def hold_pod(
     message: str,
     others: Sequence[str] = (),
 ) -> Any:
-    """The pod waits: ``container`` (an init container or not) is in state waiting with ``reason`` (``ImagePullBackOff``,
-    ``CrashLoopBackOff``, ``CreateContainerConfigError``); whatever comes after it has not begun.
+    """The pod waits: ``container`` (an init container or not) is in state waiting with ``reason``
+    (``ImagePullBackOff``, ``CrashLoopBackOff``, ``CreateContainerConfigError``); later
+    containers have not started.
     """
     pod = ok(api.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}"))
     waiting = {"waiting": {"reason": reason, "message": message}}

@@ -1,4 +1,4 @@
-"""The operator on the node: its images are made and loaded, the chart is installed, and its pods run with the chart's rights."""
+"""The operator on the node, installed from its images and chart, with the chart's permissions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ QUICK = {
     "controller": {"pollSeconds": 2, "statusBytesSeconds": 2, "resyncSeconds": 30},
     "webhook": {"drainSeconds": 0},
 }
-"""Periods for tests: nobody wants to wait half a minute for a status."""
+"""Short periods, so that tests do not wait half a minute for a status."""
 
 
 def load_images(cluster: Any, home: Path) -> None:
-    """Makes the images that ship and puts them on the node, under the names that the chart's values have."""
+    """Builds the released images and loads them on the node under the chart's names."""
     for archive in images.shipped(home):
         cluster.load(archive)
         archive.unlink()
 
 
 def storage(home: Path, *names: str) -> list[Path]:
-    """Directories as an administrator prepares them for file tiers: the group of the tiers' files may write."""
+    """Creates directories for file tiers, writable by the storage group."""
     made = []
     for name in names:
         directory = home / name
@@ -44,7 +44,9 @@ def storage(home: Path, *names: str) -> list[Path]:
 
 
 def install(cluster: Any, release: Release, values: dict[str, Any], seconds: int = 180) -> None:
-    """Installs the chart and waits until both Deployments are available and the webhook is trusted by the API server."""
+    """Installs the chart and waits until both Deployments are available and the API server trusts
+    the webhook.
+    """
     try:
         release.install(values)
         wait_for(
@@ -74,7 +76,7 @@ class Installed:
 
     @contextlib.contextmanager
     def namespace(self, name: str, labels: Mapping[str, str] | None = None) -> Iterator[Place]:
-        """A namespace whose pods may be given tiers; deleted when the block ends, and gone a little later."""
+        """A namespace with injection enabled, deleted when the block ends."""
         make_namespace(self.api, name, {"kvtier.io/inject": "enabled", **(labels or {})})
         try:
             place = Place(self.cluster, self.api, name)
@@ -109,7 +111,7 @@ class Installed:
 
 @contextlib.contextmanager
 def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
-    """The chart's release for as long as the block runs; every directory below ``home`` is allowed."""
+    """The chart's release while the block runs. Every directory below ``home`` is allowed."""
     allowed = [
         {"namespaces": ["*"], "hostPath": str(home)},
         {"namespaces": ["*"], "nfs": DEAD_EXPORT},
@@ -130,8 +132,8 @@ def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
 
 
 def available(cluster: Any) -> bool:
-    """Whether controller and webhook have all their replicas, and those of before are gone: a replica that is ending may still be
-    asked, and here it does not wait for that (``drainSeconds``).
+    """Whether controller and webhook have all their replicas and the previous ones are gone. A
+    terminating replica may still receive requests, and here it does not drain (``drainSeconds``).
     """
     found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", "deployments", "-o", "json"))[
         "items"

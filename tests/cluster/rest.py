@@ -1,6 +1,4 @@
-"""The API server over plain HTTP: JSON in, status and JSON out. No client library stands between a test and an
-answer.
-"""
+"""The API server over plain HTTP: JSON in, status and JSON out. No client library is involved."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ REQUEST_SECONDS = 30
 
 
 class Api:
-    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the session's own; with
-    ``impersonate`` every call is made as that user.
+    """One context of a kubeconfig, with a token or a client certificate. ``namespace`` is the
+    session's own; with ``impersonate`` every call is made as that user.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Api:
         accept: str = "application/json",
         content_type: str = "application/json",
     ) -> tuple[int, Any]:
-        """Status and decoded answer, refusals included."""
+        """The status and the decoded response, including errors."""
         headers = {"Accept": accept, "Content-Type": content_type}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"

@@ -1,4 +1,4 @@
-"""Engines in pods of this machine's node: what they run from, asking them, their tiers' status, ending one container."""
+"""Engines in pods on this machine's node: images, requests, tier status, killing a container."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class EnginePod:
     def wait_ready(
         self, seconds: float = START_SECONDS, restarts: int = 0, other_than: str = ""
     ) -> dict[str, Any]:
-        """Waits until the engine's container is ready, after ``restarts`` restarts, in a pod whose uid is not ``other_than``.
-        What keeps it from that is in the error.
+        """Waits until the engine's container is ready, after ``restarts`` restarts, in a pod whose
+        uid is not ``other_than``. The error names the cause.
         """
 
         def ready() -> Any:
@@ -134,7 +134,7 @@ class EnginePod:
         return roles >= {"scheduler", "worker"}
 
     def kill_container(self, name: str = "vllm") -> None:
-        """SIGKILL to a container's processes; its pod stays, and the kubelet starts the container again."""
+        """Sends SIGKILL to a container's processes. The kubelet restarts the container."""
         identifier = container_status(self.now(), name)["containerID"].removeprefix("containerd://")
         self._cluster.ctr("task", "kill", "--all", "--signal", "SIGKILL", identifier)
 
@@ -162,7 +162,9 @@ def loaded_tokens(client: EngineClient) -> dict[str, int]:
 def ask(
     client: EngineClient, tokens: list[int], new_tokens: int, seconds: float = 120
 ) -> tuple[tuple[int, ...], dict[str, int], float]:
-    """One prompt: the answer's tokens, tokens loaded for it by tier, and seconds to the first token. Nobody else asks."""
+    """One prompt: the answer's tokens, tokens loaded for it by tier, and seconds to the first
+    token. There are no other requests.
+    """
     before, finished = (
         loaded_tokens(client),
         client.metrics().get("vllm:request_success_total", 0.0),

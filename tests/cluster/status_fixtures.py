@@ -1,5 +1,5 @@
-"""Fixtures for tests of a policy's status: real workloads on a fake node. The tests set the state of
-pods as a kubelet would; tierd is a small HTTP server, or the real one on loopback.
+"""Fixtures for tests of a policy's status: real workloads on a fake node. The tests set the state
+of pods as a kubelet would; tierd is a small HTTP server, or the real one on loopback.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FakeTierdServer:
 
 @dataclass
 class StatusNamespace:
-    """A namespace with a policy ``chat`` and a fake node. ``api`` and ``nodes`` set the state of pods."""
+    """A namespace with policy ``chat`` and a fake node. ``api`` and ``nodes`` set pod states."""
 
     client: ApiClient
     api: Any
@@ -249,13 +249,17 @@ async def running_controller(
 
 
 def run_story(
-    story: Callable[[StatusNamespace], Any], cluster: Any, api: Any, nodes: ModuleType, **more: Any
+    scenario: Callable[[StatusNamespace], Any],
+    cluster: Any,
+    api: Any,
+    nodes: ModuleType,
+    **more: Any,
 ) -> None:
     """Runs a test in a new namespace."""
 
     async def main() -> None:
         async with status_namespace(cluster, api, nodes, **more) as where:
-            await story(where)
+            await scenario(where)
 
     asyncio.run(main())
 

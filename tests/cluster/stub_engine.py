@@ -3,7 +3,7 @@
 computes nothing.
 
     GET /health        200 once it listens: it serves whether or not there are tiers
-    GET /seen          {"configured", "attached", "stored", "loaded", "promoted", "wrong", "lost", ...}
+    GET /seen          {"configured", "attached", "stored", "loaded", "promoted", "wrong", ...}
     POST /store?n=COUNT&from=NUMBER     stores chunks; {"done": how many}
     POST /load?n=COUNT&from=NUMBER&budget=SECONDS     loads a prefix; {"done", "seconds"}
     POST /touch?bytes=BYTES     takes that much memory of its own and keeps it
@@ -83,7 +83,7 @@ class StandIn:
         if self._engine is None:
             return {"done": 0}
         first, count = int(options.get("from", 0)), int(options.get("n", 1))
-        begun = time.monotonic()
+        start = time.monotonic()
         with self._lock:
             numbers = range(first, first + count)
             if what == "load":
@@ -93,7 +93,7 @@ class StandIn:
                 done = self._engine.load(list(numbers), float(options.get("budget", 5)))
             else:
                 done = sum(self._store(self._engine, number) for number in numbers)
-        return {"done": done, "seconds": time.monotonic() - begun}
+        return {"done": done, "seconds": time.monotonic() - start}
 
     @staticmethod
     def _store(engine: StubEngine, number: int) -> bool:

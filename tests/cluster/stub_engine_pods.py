@@ -14,7 +14,7 @@ from serving import container_status, pods_of
 
 STORAGE_GID = 3000
 IMPATIENT = {"startTimeoutSeconds": 10, "retrySeconds": 600}
-"""``attach`` of policies that are known to keep a pod from starting; a machine that does much else starts others late."""
+"""``attach`` of policies that prevent a pod from starting. A busy machine starts others late."""
 CONTAINER = "engine"
 PORT = 8000
 APP = "engine"
@@ -26,7 +26,7 @@ def deployment(
     pod: Mapping[str, Any] | None = None,
     name: str = APP,
 ) -> dict[str, Any]:
-    """A Deployment of one stand-in engine; ``container`` and ``pod`` add to or replace parts of their specs."""
+    """A Deployment of one stub engine. ``container`` and ``pod`` override parts of their specs."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -103,7 +103,7 @@ def policy(*tiers: Mapping[str, Any], name: str = "tiers", **spec: Any) -> dict[
 
 
 class Place:
-    """A namespace of one test: what it holds, and what is asked there."""
+    """A namespace of one test, with its objects and requests."""
 
     def __init__(self, cluster: Any, api: Any, namespace: str) -> None:
         self._cluster, self._api, self.namespace = cluster, api, namespace
@@ -126,7 +126,7 @@ class Place:
             self._cluster.kubectl("-n", self.namespace, "apply", "-f", "-", stdin=json.dumps(body))
 
     def apply_policy(self, body: Mapping[str, Any]) -> None:
-        """Applies a policy and waits until the controller has said something about it."""
+        """Applies a policy and waits until the controller has written its status."""
         self.apply(body)
         name = str(body["metadata"]["name"])
         try:

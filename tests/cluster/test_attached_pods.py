@@ -226,8 +226,8 @@ class Space:
         return int(status), body
 
     def by_itself(self, shape: str) -> Any:
-        """A pod as a webhook is asked about it, with the server's defaults; None where the server
-        refuses it anyway.
+        """A pod as the webhook receives it, with the server's defaults. None if the server rejects
+        it.
         """
         if shape not in self._known:
             status, body = self.create(PODS[shape])
@@ -254,7 +254,7 @@ def spaces(full_api: Any, nodes: ModuleType) -> Iterator[dict[str, Space]]:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_the_server_refuses_exactly_what_was_said_to_be_refused(
+def test_the_api_server_rejects_exactly_the_pods_that_are_expected_to_be_rejected(
     spaces: dict[str, Space], setup: str
 ) -> None:
     space = spaces[setup]
@@ -275,7 +275,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
                 elif body["status"]["qosClass"] != pod_objects.qos_class(decision.pod["spec"]):
                     wrong.append(f"{shape}/{which}: class {body['status']['qosClass']}")
                 elif by_itself["status"]["qosClass"] == "Guaranteed" != body["status"]["qosClass"]:
-                    wrong.append(f"{shape}/{which} is not Guaranteed any more")
+                    wrong.append(f"{shape}/{which} is no longer Guaranteed")
                 continue
             assert decision.reason is SkipReason.WOULD_BE_REFUSED, decision
             refused += 1
@@ -290,7 +290,7 @@ def test_the_server_refuses_exactly_what_was_said_to_be_refused(
 
 
 def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected:
-    """With what the pod's own resources refuse: they are taken away for the decision and put back."""
+    """The decision without the pod's own resources, which are put back afterwards."""
     spec = {key: value for key, value in pod["spec"].items() if key != "resources"}
     decision = inject(policy, {**pod, "spec": spec}, pod_objects.context(), SETTINGS)
     assert isinstance(decision, Injected), decision
@@ -298,7 +298,7 @@ def _patched_all_the_same(policy: KVTierPolicy, pod: dict[str, Any]) -> Injected
     return decision
 
 
-def test_the_setups_show_both_answers(spaces: dict[str, Space]) -> None:
+def test_the_setups_have_injected_and_skipped_pods(spaces: dict[str, Space]) -> None:
     answers: dict[bool, int] = {True: 0, False: 0}
     for space in spaces.values():
         for shape in PODS:
@@ -369,7 +369,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("which", ["claims", "in-the-engine", "offloading"])
-def test_pods_of_every_shape_are_attached_and_accepted(
+def test_pods_of_every_shape_are_injected_and_admitted(
     spaces: dict[str, Space], shape: str, which: str
 ) -> None:
     restricted = "restricted" in shape and which != "in-the-engine"  # that policy mounts a hostPath
@@ -431,7 +431,7 @@ def test_image_volumes_pass_pod_security(spaces: dict[str, Space], level: str) -
         ),
     ],
 )
-def test_pods_that_are_left_alone_are_as_the_server_knows_them(
+def test_pods_with_server_defaults_are_skipped_with_the_reason(
     spaces: dict[str, Space], pod: dict[str, Any], reason: SkipReason
 ) -> None:
     space = spaces["plain"]
@@ -442,7 +442,7 @@ def test_pods_that_are_left_alone_are_as_the_server_knows_them(
     assert decision.reason is reason
 
 
-def test_a_pod_that_was_stored_with_its_tiers_comes_back_unchanged(
+def test_an_injected_pod_is_stored_and_returned_unchanged(
     spaces: dict[str, Space],
 ) -> None:
     space = spaces["plain"]

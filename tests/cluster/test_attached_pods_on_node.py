@@ -1,4 +1,4 @@
-"""Attached pods on a node that runs them: what the kubelet makes of variables, users, modes and directories."""
+"""Attached pods on a real node: variables, users, modes and directories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ deadline = time.monotonic() + 60
 run = pathlib.Path("/run/kvtier")
 while not (run / "http.json").exists() and time.monotonic() < deadline:
     time.sleep(0.2)
-points = [p.value for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.dist.locate_file("") == pathlib.Path(sys.argv[2])]
+payload = pathlib.Path(sys.argv[2])
+points = importlib.metadata.entry_points(group="vllm.general_plugins")
+points = [point.value for point in points if point.dist.locate_file("") == payload]
 names = ("PYTHONPATH", "VLLM_PLUGINS", "PYTHONHASHSEED", "KVTIER_LOCAL_RANKS")
 mounts = [line.split()[4] for line in open("/proc/self/mountinfo")]
 print(json.dumps({
@@ -95,8 +97,8 @@ def run(
     assert found["status"]["phase"] == "Succeeded", output + cluster.kubectl(
         "-n", space, "logs", name, "-c", TIERD_CONTAINER
     )
-    said: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return said | {"class": found["status"]["qosClass"]}
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return report | {"class": found["status"]["qosClass"]}
 
 
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -105,7 +107,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("user", [None, 1000, 0])
-def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
+def test_unnamed_users_share_memory_and_only_tierd_mounts_the_storage(
     node_cluster: Any,
     node_api: Any,
     nodes: ModuleType,
@@ -116,15 +118,15 @@ def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
     directory = prepared(tmp_path_factory)
     context = {} if user is None else {"securityContext": {"runAsUser": user, "runAsGroup": user}}
     pod = pod_objects.pod(looking(**context), restartPolicy="Never")
-    said = run(node_cluster, node_api, nodes, space, pod, directory)
-    assert said["user"] == (65532 if user is None else user)
-    assert {"pool", "tierd.sock"} <= set(said["files"])
-    assert said["writable"]
-    assert said["tiers"] == []
-    assert said["structural"] == "chat"
-    assert said["plugins"] == ["kvtier.engines.vllm.plugin:register"]
-    assert said["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
-    assert said["variables"]["KVTIER_LOCAL_RANKS"] == "2"
+    report = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert report["user"] == (65532 if user is None else user)
+    assert {"pool", "tierd.sock"} <= set(report["files"])
+    assert report["writable"]
+    assert report["tiers"] == []
+    assert report["structural"] == "chat"
+    assert report["plugins"] == ["kvtier.engines.vllm.plugin:register"]
+    assert report["variables"]["PYTHONPATH"] == "/opt/kvtier/payload"
+    assert report["variables"]["KVTIER_LOCAL_RANKS"] == "2"
     own = directory / space / pod_objects.POLICY_UID
     status = own.stat()
     assert (status.st_gid, status.st_mode & 0o2070) == (STORAGE_GID, 0o2070), (
@@ -133,7 +135,7 @@ def test_users_that_are_nobody_share_memory_and_only_tierd_has_the_storage(
     assert any(own.iterdir()), "tierd wrote there"
 
 
-def test_variables_from_elsewhere_are_extended_by_the_kubelet(
+def test_the_kubelet_expands_variables_with_value_from(
     node_cluster: Any,
     node_api: Any,
     nodes: ModuleType,
@@ -147,8 +149,8 @@ def test_variables_from_elsewhere_are_extended_by_the_kubelet(
     }
     source = [{"configMapRef": {"name": "settings"}}]
     pod = pod_objects.pod(looking(env=[plugins], envFrom=source), restartPolicy="Never")
-    said = run(node_cluster, node_api, nodes, space, pod, directory)
-    assert said["variables"] == {
+    report = run(node_cluster, node_api, nodes, space, pod, directory)
+    assert report["variables"] == {
         "PYTHONPATH": "/opt/kvtier/payload:/from/a/map",
         "VLLM_PLUGINS": "lora_resolver,kvtier",
         "PYTHONHASHSEED": "0",

@@ -1,6 +1,4 @@
-"""The injection breaker, overdue pods and workload restarts on a real API server with controllers and
-scheduler.
-"""
+"""The injection breaker, overdue pods and workload restarts on a real API server."""
 
 from __future__ import annotations
 
@@ -30,21 +28,21 @@ from kvtier_operator.kube.resources import (
     Object,
 )
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 20}}
 RESTARTING = {"rollout": {"strategy": "RestartWorkloads"}}
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
-    run: RunStory,
+    run: RunScenario,
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10, "retrySeconds": 10})
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -65,7 +63,8 @@ def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
                 },
                 "type": "Warning",
                 "reason": "FailedMount",
-                "message": 'MountVolume.SetUp failed for volume "kvtier-tier-nas" : mount failed: exit status 32',
+                "message": 'MountVolume.SetUp failed for volume "kvtier-tier-nas" : '
+                "mount failed: exit status 32",
                 "lastTimestamp": where.nodes.now(),
                 "source": {"component": "kubelet"},
             }
@@ -77,13 +76,13 @@ def test_a_failed_mount_is_detected_from_events_and_the_suspension_expires(
             )
             await where.until("Attached", "Unknown", "NoPods", seconds=60)
 
-    run(story)
+    run(scenario)
 
 
 def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
-    run: RunStory,
+    run: RunScenario,
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         quota = {"metadata": {"name": "gold"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
         await where.client.create(QUOTAS, where.namespace, quota)
         async with running_controller(where):
@@ -101,11 +100,11 @@ def test_pods_that_a_quota_rejects_because_of_injection_suspend_their_owner(
             assert (suspended["kind"], suspended["reason"]) == ("ReplicaSet", "Refused")
             assert "exceeded quota: gold" in condition(found, "Attached")["message"]
 
-    run(story)
+    run(scenario)
 
 
-def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -118,17 +117,17 @@ def test_an_unschedulable_pod_is_deleted_if_its_tiers_claim_is_the_cause(run: Ru
                 'persistentvolumeclaim "gone" not found' in condition(found, "Attached")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
 def test_an_overdue_pod_is_reported_with_node_and_mount(
-    run: RunStory, monkeypatch: pytest.MonkeyPatch
+    run: RunScenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtier_operator.controller.pods import terminating
 
     monkeypatch.setattr(terminating, "OVERDUE_SECONDS", 2.0)
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
@@ -163,7 +162,7 @@ def test_an_overdue_pod_is_reported_with_node_and_mount(
             await where.finish(name)
             await where.until("Attached", "False", "Starting")
 
-    run(story)
+    run(scenario)
 
 
 async def replica_sets(where: StatusNamespace, name: str) -> list[Object]:
@@ -171,8 +170,8 @@ async def replica_sets(where: StatusNamespace, name: str) -> list[Object]:
     return [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == name]
 
 
-def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             first = (await where.until("Attached", "Unknown", "NoPods"))["status"]["structuralHash"]
@@ -182,7 +181,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
                 await where.run(pod["metadata"]["name"])
             await where.until("Ready", "True", "InForce")
 
-            # A structural change alone restarts nobody.
+            # A structural change alone restarts no workload.
             await where.policy(chunkTokens=512)
             found = await where.until("UpToDate", "False", "Outdated")
             second = found["status"]["structuralHash"]
@@ -190,7 +189,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
             assert found["status"]["pods"]["outdated"] == 2
             assert len(await replica_sets(where, "a")) == 1
 
-            # When it is asked for, the first is restarted, and the second waits for it.
+            # With restarts enabled, the first is restarted and the second waits for it.
             await where.policy(chunkTokens=512, **RESTARTING)
 
             async def restarted(name: str) -> bool:
@@ -203,7 +202,7 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
             await asyncio.sleep(1.0)
             assert len(await replica_sets(where, "b")) == 1
 
-            # The played kubelet runs what comes; the played webhook gives it the structure of the time.
+            # The fake kubelet runs every pod. The fake webhook injects the current structure.
             await roll(where, "a", second)
             await until("b has another ReplicaSet", lambda: restarted("b"))
             await roll(where, "b", second)
@@ -244,11 +243,11 @@ def test_outdated_deployments_are_restarted_one_at_a_time_and_once(run: RunStory
 
         await until(f"the old pod of {name} ends", old_goes)
 
-    run(story)
+    run(scenario)
 
 
-def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**RESTARTING)
             await where.until("Attached", "Unknown", "NoPods")
@@ -267,11 +266,11 @@ def test_an_owner_that_is_not_restarted_gives_the_reason(run: RunStory) -> None:
                 in condition(found, "UpToDate")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_a_group_with_different_structures_is_mixed(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_a_group_with_different_structures_is_mixed(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -293,11 +292,11 @@ def test_a_group_with_different_structures_is_mixed(run: RunStory) -> None:
                 in condition(found, "UpToDate")["message"]
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_changing_bytes_cause_few_status_writes(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with (
             FakeTierdServer() as tierd,
             running_controller(where, {"controller": {"pollSeconds": 0.1}}),
@@ -325,23 +324,23 @@ def test_changing_bytes_cause_few_status_writes(run: RunStory) -> None:
             after = await where.client.get(POLICIES, where.namespace, "chat")
             assert after["metadata"]["resourceVersion"] == version
 
-    run(story)
+    run(scenario)
 
 
-def test_the_api_server_accepts_the_status(run: RunStory) -> None:
-    """Every field that is written fits the definition: the API server prunes what it does not know, so what was written is read
-    back whole."""
+def test_the_api_server_accepts_the_status(run: RunScenario) -> None:
+    """The API server prunes unknown fields, so a status that is read back whole fits the CRD."""
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             await where.until("Attached", "Unknown", "NoPods")
             found = await where.client.get(POLICIES, where.namespace, "chat")
             kinds = [each["type"] for each in found["status"]["conditions"]]
             assert kinds == [
-                "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy",
+                "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned",
+                "EnginesCompatible", "TiersHealthy",
             ]  # fmt: skip
             with pytest.raises(ApiError, match="404"):
-                await where.client.get(POLICIES, where.namespace, "nobody")
+                await where.client.get(POLICIES, where.namespace, "missing")
 
-    run(story)
+    run(scenario)

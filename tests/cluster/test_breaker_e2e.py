@@ -1,5 +1,5 @@
-"""The injection breaker end to end: the real webhook injects a pod that cannot start, the controller
-suspends its owner and deletes the pod, and the webhook does not inject the replacement.
+"""The injection breaker end to end: the real webhook injects a pod that cannot start, the
+controller suspends its owner and deletes the pod, and the webhook does not inject the replacement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHORT = {"attach": {"startTimeoutSeconds": 10, "retrySeconds": 15}}
 def webhook(
     full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """The webhook's process, asked by the API server."""
+    """The webhook process, which the API server calls."""
     home: Path = tmp_path_factory.mktemp("webhook")
     with admission.definition(full_cluster, full_api, nodes):
         process = WebhookProcess(home, full_cluster)
@@ -36,7 +36,7 @@ def webhook(
 
 
 async def known(where: StatusNamespace) -> None:
-    """Until the webhook knows the policy: a pod that it is asked about is injected."""
+    """Waits until the webhook knows the policy and injects a pod."""
     pod = bare_pod("probe", owner="")
     body = {"metadata": {"name": "probe", "labels": pod["metadata"]["labels"]}, "spec": pod["spec"]}
     path = f"/api/v1/namespaces/{where.namespace}/pods?dryRun=All"
@@ -53,7 +53,7 @@ async def known(where: StatusNamespace) -> None:
 def test_the_replacement_of_a_blocked_pod_is_not_injected(
     full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with running_controller(where):
             await where.policy(**SHORT)
             await where.until("Attached", "Unknown", "NoPods")
@@ -104,7 +104,8 @@ def test_the_replacement_of_a_blocked_pod_is_not_injected(
             assert told_of == {name}
             await where.events("Suspended")
 
-            # After the retry time the owner is free again: the pod that runs is left in peace, and the next one gets tiers.
+            # After the retry time the suspension ends. The running pod stays and the next one
+            # gets tiers.
             await where.until("Attached", "False", "Suspended")
             await where.client.delete(
                 PODS,
@@ -116,4 +117,4 @@ def test_the_replacement_of_a_blocked_pod_is_not_injected(
             (third,) = await where.pods()
             assert STRUCTURAL_ANNOTATION in third["metadata"]["annotations"]
 
-    run_story(story, full_cluster, full_api, nodes)
+    run_story(scenario, full_cluster, full_api, nodes)

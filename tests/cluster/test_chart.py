@@ -1,4 +1,4 @@
-"""The chart on a real API server with all controllers: installed, upgraded, uninstalled through Helm's own code."""
+"""The chart on a real API server with all controllers, managed by Helm's own code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def allowed(api: Any, account: str, verb: str, resource: str, group: str = "", *
     return bool(body["status"]["allowed"])
 
 
-def test_an_installed_chart_is_a_definition_two_deployments_and_webhooks_that_fail_open(
+def test_an_installed_chart_has_a_crd_two_deployments_and_webhooks_that_fail_open(
     release: Any, charts: ModuleType, full_api: Any, nodes: ModuleType
 ) -> None:
     objects = charts.rendered(release.install())
@@ -131,7 +131,7 @@ def test_the_operators_pods_are_admitted_under_the_restricted_pod_security_stand
         )
 
 
-def test_an_upgrade_changes_the_definition_and_keeps_policies_and_the_written_ca(
+def test_an_upgrade_updates_the_crd_and_keeps_policies_and_the_ca_bundle(
     release: Any, charts: ModuleType, full_api: Any, nodes: ModuleType, tmp_path: Path
 ) -> None:
     release.install()
@@ -175,7 +175,7 @@ def test_an_upgrade_changes_the_definition_and_keeps_policies_and_the_written_ca
     )
 
 
-def test_an_uninstalled_chart_leaves_definition_and_policies_and_nothing_that_blocks_a_deletion(
+def test_uninstalling_keeps_crd_and_policies_and_leaves_nothing_that_blocks_deletion(
     release: Any, full_api: Any, full_cluster: Any, nodes: ModuleType
 ) -> None:
     release.install({"storage": {"createVolumes": True}, "allowedVolumes": [EXPORT]})
@@ -209,7 +209,7 @@ def test_an_uninstalled_chart_leaves_definition_and_policies_and_nothing_that_bl
     )
 
 
-def test_accounts_may_do_what_they_need_and_nothing_that_would_make_them_an_administrator(
+def test_accounts_have_the_permissions_they_need_and_cannot_escalate(
     release: Any, full_api: Any
 ) -> None:
     release.install()
@@ -255,7 +255,7 @@ def test_accounts_may_do_what_they_need_and_nothing_that_would_make_them_an_admi
     )
 
 
-def test_a_policys_author_needs_a_right_of_its_own(
+def test_creating_a_policy_requires_its_own_permission(
     release: Any, full_api: Any, nodes: ModuleType
 ) -> None:
     release.install()

@@ -45,11 +45,12 @@ class Caller:
             self.loaded += done
             if done != 8:
                 self.failed.append(
-                    f"{done} of 8 chunks loaded at {time.time():.1f}: {stub_engine_pods.seen(self._pod)}"
+                    f"{done} of 8 chunks loaded at {time.time():.1f}: "
+                    f"{stub_engine_pods.seen(self._pod)}"
                 )
 
 
-def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled_and_installed_again(
+def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_and_reinstalled(
     operator_on_node: Any, tmp_path: Path
 ) -> None:
     release, cluster = operator_on_node.release, operator_on_node.cluster
@@ -68,7 +69,7 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
             time.sleep(3)
             release.uninstall()
             wait_for("the operator is gone", lambda: "kvtier" not in _pods(cluster), 60, period=0.5)
-            # A new pod starts, without tiers: nobody is asked any more.
+            # A new pod starts, without tiers: no webhook is called.
             plain = stub_engine_pods.deployment(name="later")
             place.apply(plain)
             assert not stub_engine_pods.injected(place.ready(app="later"))
@@ -84,7 +85,7 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_uninstalled
         after = place.pods()[0]
         assert after["metadata"]["uid"] == pod["metadata"]["uid"]
         assert {each["restartCount"] for each in _statuses(after)} == {0}
-        # An operator that was upgraded or came back outdates nobody.
+        # Neither an upgrade nor a reinstallation makes pods outdated.
         counts = place.policy()["status"]["pods"]
         assert (counts["attached"], counts["current"], counts.get("outdated", 0)) == (1, 1, 0)
 

@@ -20,7 +20,7 @@ from tests.support.pods import status_document, tier_document
 
 from kvtier_operator.kube.resources import POLICIES
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 Sentence = tuple[str, str, str]
 """Status, reason, message."""
 
@@ -32,12 +32,12 @@ ENGINE_OFF = {"conditions": [{"type": "EngineGroups", "message": "group 3 has bl
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
-async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
+async def expect_messages(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None:
     """Waits until the conditions are these; the failure shows those that are not."""
     wrong: dict[str, Any] = {}
 
@@ -54,11 +54,11 @@ async def says(where: StatusNamespace, expected: Mapping[str, Sentence]) -> None
         raise AssertionError(f"{error}; these are {wrong}") from None
 
 
-def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy()
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("Unknown", "NoPods", f"Attached: {NO_POD}"),
@@ -75,7 +75,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             await where.deployment(where.injected(tierd.port, written), replicas=2)
             one, two = (pod["metadata"]["name"] for pod in await where.pods(2))
             starting = f"0 of 2 pods attached; {one}, {two}: container vllm is starting."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("False", "Starting", f"Attached: {starting}"),
@@ -86,7 +86,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             )
             await where.run(one)
             half = f"1 of 2 pods attached; starting: {two}."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Starting", f"{IN_FORCE} {half}"),
@@ -99,7 +99,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
                 },
             )
             await where.run(two)
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "InForce", IN_FORCE),
@@ -128,7 +128,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             )
             await where.policy(minLoadTokens=640)
             waiting = f"0 of 2 attached pods have applied live generation 2; {LATER}"
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Applying", f"{IN_FORCE} Tuned: {waiting}"),
@@ -139,8 +139,11 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             found = await where.until("UpToDate", "False", "Outdated")
             newer = found["status"]["structuralHash"]
             assert newer != written
-            late = f"2 of 2 pods have an older structure than {newer}: {one}, {two}. Replace the pods to update them."
-            await says(
+            late = (
+                f"2 of 2 pods have an older structure than {newer}: {one}, {two}. "
+                "Replace the pods to update them."
+            )
+            await expect_messages(
                 where,
                 {
                     "Ready": ("True", "Outdated", f"{IN_FORCE} UpToDate: {late}"),
@@ -149,7 +152,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
             )
             await tierd.stop()
             unreachable = f"0 of 2 pods attached; {one}, {two} cannot be polled: connection failed."
-            await says(
+            await expect_messages(
                 where,
                 {
                     "Ready": ("Unknown", "Unreachable", f"Attached: {unreachable}"),
@@ -157,11 +160,11 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunStory) -> None:
                 },
             )
 
-    run(story)
+    run(scenario)
 
 
-def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(attach={"startTimeoutSeconds": 10})
             found = await where.until("Attached", "Unknown", "NoPods")
@@ -169,7 +172,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
             (pod,) = await where.pods()
             name = pod["metadata"]["name"]
             await where.run(name)
-            await says(where, {"Ready": ("True", "InForce", IN_FORCE)})
+            await expect_messages(where, {"Ready": ("True", "InForce", IN_FORCE)})
 
             async def reports(
                 kind: str, reason: str, message: str, *tiers: Any, ready: str = "False", **more: Any
@@ -181,7 +184,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
                     expected["Ready"] = ("False", reason, f"{kind}: {message}")
                 else:
                     expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
-                await says(where, expected)
+                await expect_messages(where, expected)
 
             unhealthy = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
             await reports(
@@ -216,7 +219,7 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunStory) -> None:
             )
             await reports("Attached", "NotAttached", not_attached, sessions="none")
 
-    run(story)
+    run(scenario)
 
 
 def test_the_first_hits_are_in_the_columns_before_the_next_period(
@@ -224,7 +227,7 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
 ) -> None:
     """With the default period of five minutes."""
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         sections = {"controller": {**QUICK, "statusBytesSeconds": 300}}
         async with FakeTierdServer() as tierd, running_controller(where, sections):
             await where.policy()
@@ -252,4 +255,4 @@ def test_the_first_hits_are_in_the_columns_before_the_next_period(
             await asyncio.sleep(3 * QUICK["pollSeconds"])
             assert (await where.columns())["Hit%"] == 35
 
-    run_story(story, full_cluster, full_api, nodes)
+    run_story(scenario, full_cluster, full_api, nodes)

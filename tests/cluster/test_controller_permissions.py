@@ -1,4 +1,4 @@
-"""The controller with the permissions that the code declares: all are sufficient, and each is needed."""
+"""The permissions that the code declares are sufficient for the controller, and necessary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _all_rules(permissions: Sequence[Permission]) -> list[dict[str, Any]]:
 
 
 class Limited:
-    """A client of an account that has these rules, and what the API server said to it."""
+    """A client of an account that has these rules, and the responses of the API server."""
 
     def __init__(
         self, cluster: Any, admin: ApiClient, namespace: str, permissions: Sequence[Permission]
@@ -60,7 +60,7 @@ class Limited:
         self._admin = admin
         self._namespace = namespace
         self._permissions = permissions
-        self.said: Counter[tuple[str, str, int]] = Counter()
+        self.responses: Counter[tuple[str, str, int]] = Counter()
 
     async def client(self) -> AbstractAsyncContextManager[ApiClient]:
         name, group = self._namespace, "rbac.authorization.k8s.io"
@@ -95,11 +95,11 @@ class Limited:
         return open_client(access, observer=self._observe)
 
     def _observe(self, verb: str, kind: str, status: int, seconds: float) -> None:
-        self.said[verb, kind, status] += 1
+        self.responses[verb, kind, status] += 1
 
     @property
     def forbidden(self) -> set[tuple[str, str]]:
-        return {(verb, kind) for verb, kind, status in self.said if status == 403}
+        return {(verb, kind) for verb, kind, status in self.responses if status == 403}
 
     async def remove(self) -> None:
         for kind in (BINDINGS, ROLES):
@@ -108,9 +108,9 @@ class Limited:
 
 
 def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
-    """A policy's whole life: made, changed, its claims replaced, deleted, and what it left removed."""
+    """A policy is created, changed and deleted, its claims are replaced, its data is removed."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "rights")
@@ -140,7 +140,7 @@ def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
 
                 await until("the volume is removed", no_volume)
             assert limited.forbidden == set()
-            done = {(verb, kind) for verb, kind, status in limited.said if 200 <= status < 300}
+            done = {(verb, kind) for verb, kind, status in limited.responses if 200 <= status < 300}
             assert {
                 ("delete", "PersistentVolume"),
                 ("delete", "ConfigMap"),
@@ -149,14 +149,14 @@ def test_the_controllers_permissions_are_sufficient(full_cluster: Any) -> None:
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
     "cut", ALWAYS_CALLED, ids=lambda cut: "-".join(cut.resources).replace("/", "-")
 )
 def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as admin:
             await controllers.install_definition(admin)
             namespace = await controllers.make_namespace(admin, "cut")
@@ -176,11 +176,11 @@ def test_a_missing_permission_is_reported(full_cluster: Any, cut: Permission) ->
                 plural = cut.resources[0].partition("/")[0]
                 if "list" in cut.verbs:
 
-                    async def said() -> bool:
+                    async def named() -> bool:
                         return any(kind.startswith(plural) for kind in controller.cache.problems())
 
-                    await until("the controller says which kind it cannot list", said)
+                    await until("the controller says which kind it cannot list", named)
             await limited.remove()
             await controllers.drop_namespace(admin, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -28,7 +28,7 @@ POLICY_COUNT = 6
 def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "process")
@@ -78,13 +78,13 @@ def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
                     running.end()
                 await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_controller_that_is_killed_repeatedly_reaches_the_same_objects(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    """The kills come at any point of start, listing, planning and applying: nothing is timed to be harmless."""
+    """The kills happen at any point of start, listing, planning and applying."""
     seed = int(os.environ.get("KVTIER_TEST_SEED", "0")) or random.randrange(1, 1 << 30)
     chance = random.Random(seed)
 

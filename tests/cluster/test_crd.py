@@ -66,7 +66,7 @@ def test_examples_are_accepted(api: Any, policies: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
-def test_is_refused_by_the_api_server_with_the_message(
+def test_an_invalid_policy_is_rejected_by_the_api_server_with_the_message(
     api: Any, policies: str, case: InvalidCase
 ) -> None:
     status, body = _create(api, policies, changed(complete_policy(), case.changes))
@@ -118,7 +118,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_what_the_server_fills_in_means_what_was_written(stored: Any) -> None:
+def test_defaults_of_the_api_server_do_not_change_the_meaning(stored: Any) -> None:
     for written in (SMALL, complete_policy()):
         back = load_policy(json.dumps(stored(written)))
         original = load_policy(
@@ -137,7 +137,7 @@ def test_what_the_server_fills_in_means_what_was_written(stored: Any) -> None:
         )
 
 
-def test_live_defaults_show_and_structural_ones_do_not(stored: Any) -> None:
+def test_the_api_server_defaults_live_fields_and_not_structural_ones(stored: Any) -> None:
     spec = stored(SMALL)["spec"]
     assert (spec["minLoadTokens"], spec["selection"], spec["rollout"]) == (
         512,
@@ -150,7 +150,7 @@ def test_live_defaults_show_and_structural_ones_do_not(stored: Any) -> None:
     assert "readThreads" not in spec["tiers"][1]["fileSystem"]
 
 
-def test_a_null_is_the_same_as_not_written(stored: Any) -> None:
+def test_null_is_the_same_as_absent(stored: Any) -> None:
     spec = stored(
         changed(
             SMALL, {"spec.engine": None, "spec.minLoadTokens": None, "spec.tiers.0.lmcache": None}
@@ -163,13 +163,15 @@ def test_a_null_is_the_same_as_not_written(stored: Any) -> None:
     )
 
 
-def test_an_unknown_field_is_refused_by_strict_clients(api: Any, policies: str) -> None:
+def test_an_unknown_field_is_rejected_with_strict_validation(api: Any, policies: str) -> None:
     status, body = _create(api, policies, changed(SMALL, {"spec.minLoadToken": 1}))
     assert status == 400
     assert 'unknown field "spec.minLoadToken"' in body["message"]
 
 
-def test_a_change_that_spoils_a_policy_is_refused(api: Any, policies: str, stored: Any) -> None:
+def test_a_change_that_makes_a_policy_invalid_is_rejected(
+    api: Any, policies: str, stored: Any
+) -> None:
     name = stored(SMALL)["metadata"]["name"]
     patch = {"spec": {"breaker": {"failureThreshold": 0}}}
     status, body = api.request(
@@ -240,7 +242,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_status_is_a_subresource_and_shows_in_the_columns(
+def test_status_is_a_subresource_and_appears_in_the_columns(
     api: Any, policies: str, stored: Any
 ) -> None:
     policy = stored({**SMALL, "status": STATUS})

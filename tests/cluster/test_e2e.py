@@ -37,21 +37,21 @@ def test_tokens_equal_those_of_an_engine_without_kvtier_at_every_step(loop: Any)
     assert loop[1]["identical_tokens"]
 
 
-def test_the_engine_is_attached_with_its_command_and_its_memory_limit_untouched(loop: Any) -> None:
+def test_the_engine_is_attached_with_its_command_and_memory_limit_unchanged(loop: Any) -> None:
     assert loop[1]["attached_pods"] == 1
     assert loop[1]["command_untouched"]
     assert loop[1]["engine_memory_limit_unchanged"]
 
 
-def test_an_empty_cache_is_filled_from_memory(loop: Any) -> None:
+def test_an_empty_gpu_cache_is_filled_from_ram(loop: Any) -> None:
     assert loop[1]["loaded_tokens_ram"] == 2 * 768
 
 
-def test_the_memory_tier_outlives_the_engines_container(loop: Any) -> None:
+def test_the_memory_tier_survives_a_restart_of_the_engine_container(loop: Any) -> None:
     assert loop[1]["loaded_tokens_ram_after_container_restart"] == 2 * 768
 
 
-def test_the_file_tier_outlives_the_pod(loop: Any) -> None:
+def test_the_file_tier_survives_a_replacement_of_the_pod(loop: Any) -> None:
     # A brings the shared prefix into RAM, where B finds it.
     by_prompt = {
         row.prompt: (row.ram, row.file) for row in loop[0].rows if row.stage == "pod replaced"
@@ -59,7 +59,7 @@ def test_the_file_tier_outlives_the_pod(loop: Any) -> None:
     assert by_prompt == {"A": (0, 768), "B": (512, 256)}
 
 
-def test_another_weight_changes_what_the_running_engine_loads_with_the_pod_untouched(
+def test_a_changed_weight_changes_what_the_running_engine_loads_without_a_new_pod(
     loop: Any,
 ) -> None:
     assert loop[1]["pod_untouched"]

@@ -23,7 +23,7 @@ def _deployment(image: str) -> dict[str, Any]:
     }
 
 
-def test_a_deployments_pod_is_bound_to_a_fake_node_and_runs_on_demand(
+def test_a_pod_of_a_deployment_is_bound_to_a_fake_node_and_can_be_set_running(
     full_api: Any, nodes: ModuleType
 ) -> None:
     namespace = nodes.make_namespace(full_api, "fixtures")

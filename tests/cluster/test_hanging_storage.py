@@ -36,7 +36,7 @@ NAMESPACE, POLICY, APP = "frozen", "tiers", "chat"
 CHUNK_TOKENS, CHUNKS = 128, 6
 NEW_TOKENS = 4
 FIRST_CLOCK_SECONDS, CLOCK_SECONDS, OTHER_CLOCK_SECONDS = 3, 6, 2
-"""What the pod starts with, what is applied before the storage hangs, what is applied while it hangs."""
+"""The deadline at the start, the one applied before the storage hangs, and while it hangs."""
 SLACK_SECONDS = 3.0
 """Computing a prompt, and a machine that does much else."""
 OTHERS = 10
@@ -45,7 +45,9 @@ POD_GONE_SECONDS = 60
 
 
 def policy(directory: Path, clock_seconds: int) -> dict[str, Any]:
-    """RAM for five prompts, and the directory. A breaker that opened would spare requests the wait that is measured here."""
+    """RAM for five prompts, and the directory. The breaker stays closed: an open
+    one would avoid the wait that is measured here.
+    """
     disk = {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": str(directory)}}}
     return {
         "apiVersion": "kvtier.io/v1alpha1",
@@ -123,8 +125,8 @@ def _watch(installed: Any, place: Any, storage: FaultyMount, model: Path) -> Fro
 
     hit = threading.Thread(target=lambda: _hit(pod, seen))
     hit.start()
-    begun = time.monotonic()
-    while hit.is_alive() and time.monotonic() - begun < 60:
+    start = time.monotonic()
+    while hit.is_alive() and time.monotonic() - start < 60:
         # One that is new, and one that lies in RAM.
         for number in (1000 + len(seen.other_seconds), OTHERS + 1):
             seen.other_seconds.append(
@@ -168,7 +170,7 @@ def _stored(pod: EnginePod, objects: int) -> bool:
 def _end_container(installed: Any, pod: EnginePod, seen: Frozen) -> None:
     """SIGTERM to the engine's first process, as a kubelet that stops the container sends it."""
     identifier = container_status(pod.now(), "vllm")["containerID"].removeprefix("containerd://")
-    begun = time.monotonic()
+    start = time.monotonic()
     installed.cluster.ctr("task", "kill", "--signal", "SIGTERM", identifier)
     wait_for(
         "the engine's container ends",
@@ -178,7 +180,7 @@ def _end_container(installed: Any, pod: EnginePod, seen: Frozen) -> None:
         ),
         120,
     )
-    seen.container_end_seconds = time.monotonic() - begun
+    seen.container_end_seconds = time.monotonic() - start
 
 
 def _delete_pod(
@@ -196,9 +198,9 @@ def _delete_pod(
     seen.still_there_before_thaw = installed.api.request("GET", path)[0] == 200
     ok(installed.api.request("GET", path))
     storage.release()
-    begun = time.monotonic()
+    start = time.monotonic()
     wait_for("the pod goes", lambda: installed.api.request("GET", path)[0] == 404, 120)
-    seen.gone_after_thaw_seconds = time.monotonic() - begun
+    seen.gone_after_thaw_seconds = time.monotonic() - start
 
 
 def test_a_request_with_a_hit_in_hanging_storage_waits_at_most_its_deadline(frozen: Frozen) -> None:
@@ -206,12 +208,12 @@ def test_a_request_with_a_hit_in_hanging_storage_waits_at_most_its_deadline(froz
     assert frozen.answers[0] == frozen.expected[0]
 
 
-def test_the_deadline_is_the_one_that_was_applied_to_the_running_engine(frozen: Frozen) -> None:
+def test_the_deadline_that_was_applied_to_the_running_engine_is_used(frozen: Frozen) -> None:
     assert frozen.live_change
     assert frozen.hit_seconds > (FIRST_CLOCK_SECONDS + CLOCK_SECONDS) / 2
 
 
-def test_a_later_hit_waits_at_most_the_shorter_deadline_that_was_applied_since(
+def test_a_later_hit_waits_at_most_the_deadline_applied_since(
     frozen: Frozen,
 ) -> None:
     assert frozen.live_change

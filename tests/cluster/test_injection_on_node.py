@@ -1,6 +1,6 @@
-"""Injection on a real node under conditions that could prevent an engine from starting or harm a running
-one: each test ends with a serving engine and a reported reason. A stub engine starts in a second and
-attaches as vLLM's connector does.
+"""Injection on a real node under conditions that could prevent an engine from starting or harm a
+running one: each test ends with a serving engine and a reported reason. A stub engine starts in a
+second and attaches as vLLM's connector does.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ def test_an_unreachable_storage_server_delays_only_the_first_pod(
         )
         place.apply(engines.deployment())
         pod = place.ready(120)
-        # Either it was known in time that the storage is not there, or the breaker gave the owner a pod without it.
+        # Either it was known in time that the storage is not there, or the breaker gave the owner a
+        # pod without it.
         assert not any("persistentVolumeClaim" in volume for volume in pod["spec"]["volumes"])
-        nodes.wait_for("the policy says why", lambda: _told(place, "Attached", "StorageReady"), 60)
+        nodes.wait_for(
+            "the policy says why",
+            lambda: _are_false(place, "Attached", "StorageReady"),
+            60,
+        )
 
 
 def test_a_pod_without_a_tiers_claim_gets_the_other_tiers(
@@ -107,7 +112,7 @@ def test_a_crashing_sidecar_does_not_prevent_the_engine_from_starting(
     try:
         with operator_on_node.namespace("sidecar-crashes") as place:
             place.apply_policy(engines.policy())
-            # The sidecar runs as the engine's user; this image names none, and root is refused.
+            # The sidecar runs as the engine's user. This image names none, and root is rejected.
             place.apply(engines.deployment(container={"securityContext": {"runAsUser": 1000}}))
             pod = place.ready()
             assert engines.injected(pod)
@@ -321,7 +326,7 @@ def test_a_deleted_policy_does_not_affect_running_pods_and_its_successor_serves_
         assert engines.do(third, "store", n=4)["done"] == 4
 
 
-def _told(place: Any, *kinds: str) -> bool:
+def _are_false(place: Any, *kinds: str) -> bool:
     return any(place.condition(kind).get("status") == "False" for kind in kinds)
 
 

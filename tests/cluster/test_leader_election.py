@@ -64,10 +64,10 @@ def writes(metrics: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in written)
 
 
-def test_a_killed_leader_is_replaced_in_time_and_nothing_is_applied_twice(
+def test_a_killed_leader_is_replaced_within_the_lease_and_nothing_is_applied_twice(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             await own_namespace(client)
@@ -133,28 +133,28 @@ def test_a_killed_leader_is_replaced_in_time_and_nothing_is_applied_twice(
                         each.end()
                 await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @contextlib.asynccontextmanager
 async def elector(
     access: credentials.Credentials, name: str, identity: str, timing: Timing
 ) -> AsyncIterator[tuple[Elector, list[str]]]:
-    """A candidate that works until it is cancelled, and what it told."""
-    told: list[str] = []
+    """A candidate that works until it is cancelled, and the events that it recorded."""
+    events: list[str] = []
 
     async def work() -> None:
-        told.append("began")
+        events.append("began")
         try:
             await asyncio.Event().wait()
         finally:
-            told.append("ended")
+            events.append("ended")
 
     async with open_api(access) as api:
         candidate = Elector(Lock(api, "default", name, identity), timing)
         running = asyncio.ensure_future(candidate.run(work))
         try:
-            yield candidate, told
+            yield candidate, events
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -167,17 +167,17 @@ async def soon(check: Callable[[], Any], what: str) -> None:
     await until(what, checked)
 
 
-def test_a_leader_that_is_cut_off_stops_to_write_before_another_one_begins(
+def test_a_disconnected_leader_stops_writing_before_the_next_one_starts(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
     timing = Timing(lease_seconds=5, deadline_seconds=2.5, retry_seconds=1.0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         async with ApiProxy(*given, tmp_path) as proxy:
             near = await credentials.from_kubeconfig(proxy.kubeconfig)
             far = await credentials.from_kubeconfig(*given)
-            async with elector(near, "cut-off", "a", timing) as (first, told):
+            async with elector(near, "cut-off", "a", timing) as (first, events):
                 await soon(lambda: first.remaining_seconds() > 0, "the first one leads")
                 async with elector(far, "cut-off", "b", timing) as (second, _):
                     await asyncio.sleep(2.0)
@@ -192,24 +192,24 @@ def test_a_leader_that_is_cut_off_stops_to_write_before_another_one_begins(
                         assert time.monotonic() < deadline
                         await asyncio.sleep(0.01)
                     assert first.remaining_seconds() == 0
-                    await soon(lambda: told == ["began", "ended"], "its work has ended")
+                    await soon(lambda: events == ["began", "ended"], "its work has ended")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_the_lease_is_created_held_and_released(kubernetes_cluster: Any) -> None:
-    async def story() -> None:
+def test_the_lease_is_created_renewed_and_released(kubernetes_cluster: Any) -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         access = await credentials.from_kubeconfig(*given)
         async with connect(*given) as client:
-            async with elector(access, "plain", "a", Timing()) as (candidate, told):
+            async with elector(access, "plain", "a", Timing()) as (candidate, events):
                 await soon(lambda: candidate.remaining_seconds() > 0, "it leads")
                 lease = await client.get(LEASES, "default", "plain")
                 assert lease["spec"]["holderIdentity"] == "a"
                 assert lease["spec"]["leaseDurationSeconds"] == Timing().lease_seconds
                 renewed = time.strptime(lease["spec"]["renewTime"][:19], "%Y-%m-%dT%H:%M:%S")
                 assert abs(time.mktime(renewed) - time.mktime(time.gmtime())) < 10
-            assert told == ["began", "ended"]
+            assert events == ["began", "ended"]
             lease = await client.get(LEASES, "default", "plain")
             assert not lease["spec"].get("holderIdentity")
             began = time.monotonic()
@@ -217,15 +217,15 @@ def test_the_lease_is_created_held_and_released(kubernetes_cluster: Any) -> None
                 await soon(lambda: candidate.remaining_seconds() > 0, "another one leads at once")
                 assert time.monotonic() - began < Timing().lease_seconds / 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
+def test_a_controller_that_lost_the_lease_continues_after_reacquiring_it(
     kubernetes_cluster: Any,
 ) -> None:
     timing = Timing(lease_seconds=5, deadline_seconds=2.5, retry_seconds=1.0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         given = kubernetes_cluster.kubeconfig, kubernetes_cluster.context
         access = await credentials.from_kubeconfig(*given)
         async with connect(*given) as client, open_api(access) as api:
@@ -254,4 +254,4 @@ def test_a_controller_that_lost_the_lease_goes_on_when_it_has_it_again(
             await running
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -20,7 +20,7 @@ ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix"
 def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_log(
     kubernetes_cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "leavings")
@@ -43,13 +43,13 @@ def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_lo
             )
             assert event["message"].startswith(words)
             assert event["involvedObject"]["uid"] == uids["chat"]
-            said = [
+            messages = [
                 record.getMessage()
                 for record in caplog.records
                 if "the policy is gone" in record.getMessage()
             ]
-            assert [each.partition(": ")[2].startswith(words) for each in said] == [True]
+            assert [each.partition(": ")[2].startswith(words) for each in messages] == [True]
             await controllers.drop_namespace(client, namespace)
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(story())
+        asyncio.run(scenario())

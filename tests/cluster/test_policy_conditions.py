@@ -39,8 +39,8 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, settings and claims, and the expected conditions. ``NS`` and ``CLAIM`` in messages
-    stand for the names.
+    """A policy, settings and claims, and the expected conditions. ``NS`` and ``CLAIM`` are
+    placeholders in messages.
     """
 
     name: str
@@ -94,7 +94,8 @@ CASES = [
             "Accepted": (
                 "False",
                 "VolumeNotAllowed",
-                'spec.tiers[1].fileSystem.volume.nfs: Forbidden: NFS export "nas.example:/kvx" is not '
+                "spec.tiers[1].fileSystem.volume.nfs: Forbidden: "
+                'NFS export "nas.example:/kvx" is not '
                 "allowed: allowedVolumes has only nas.example:/kv and below for namespace "
                 '"NS"',
             ),
@@ -177,7 +178,8 @@ CASES = [
             "StorageReady": (
                 "False",
                 "ClaimNotShared",
-                "tier disk: claim NS/mine has accessModes ReadWriteOnce; sharing: Cluster needs ReadWriteMany",
+                "tier disk: claim NS/mine has accessModes ReadWriteOnce; "
+                "sharing: Cluster needs ReadWriteMany",
             )
         },
         tiers=[_claimed()],
@@ -209,7 +211,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "conditions")
             if case.claim is not None:
@@ -229,7 +231,7 @@ def test_conditions_have_reason_and_message(cluster: Any, case: Case) -> None:
                 assert accepted["message"] == text
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase: str) -> None:
@@ -249,7 +251,7 @@ async def _claim(client: ApiClient, namespace: str, spec: dict[str, Any], phase:
 def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "leaving")
             chosen = settings(namespace, allowedVolumes=EXPORTS, storage={"createVolumes": True})
@@ -274,27 +276,27 @@ def test_a_terminating_claim_is_not_ready_and_nothing_is_applied_to_it(
                 assert await until("it is accepted", accepted) == {
                     "status": "False",
                     "reason": "ClaimTerminating",
-                    "message": f"tier shared: claim {namespace}/{name} is being deleted; it is recreated once no pod "
-                    "uses it",
+                    "message": f"tier shared: claim {namespace}/{name} is being deleted; "
+                    "it is recreated once no pod uses it",
                 }
                 held = await client.get(CLAIMS, namespace, name)
                 assert held["metadata"]["labels"]["kvtier.io/tier"] == "tampered"
                 await client.patch(CLAIMS, namespace, name, {"metadata": {"finalizers": None}})
 
-                async def anew() -> bool:
+                async def recreated() -> bool:
                     claims = await client.list(CLAIMS, namespace)
                     return bool(claims) and claims[0]["metadata"]["uid"] != claim["metadata"]["uid"]
 
-                await until("it is made anew", anew)
+                await until("the claim is recreated", recreated)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "allowed")
             await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
@@ -326,7 +328,7 @@ def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
             assert await client.get(VOLUMES, None, claim["spec"]["volumeName"])
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
@@ -334,7 +336,7 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
 ) -> None:
     """As after a downgrade: the API server holds what this operator does not know."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "invalid")
             await client.apply(POLICIES, policy(namespace))
@@ -374,13 +376,13 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
                 await controllers.install_definition(client)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "long")
             url = "redis://cache.serving:6379/" + "x" * 1900
@@ -403,11 +405,11 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
             assert condition(found, "Ready")["message"] == f"Accepted: {accepted['message']}"
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_transition_times_change_with_the_status_of_a_condition_only(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "times")
             await client.apply(POLICIES, policy(namespace))
@@ -433,4 +435,4 @@ def test_transition_times_change_with_the_status_of_a_condition_only(cluster: An
             assert second["StorageReady"] > first["StorageReady"]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

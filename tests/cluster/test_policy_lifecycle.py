@@ -29,7 +29,7 @@ from kvtier_operator.kube.resources import (
     ApiError,
 )
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 EXPORT = file_tier("shared", {"nfs": {"server": "nas.example", "path": "/kv/chat"}})
 ALLOWED = {
     "storage": {"createVolumes": True},
@@ -40,9 +40,9 @@ ALLOWED = {
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 async def _is_gone(client: ApiClient, namespace: str) -> bool:
@@ -59,7 +59,7 @@ async def _is_gone(client: ApiClient, namespace: str) -> bool:
 def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
     full_cluster: Any, pause: float
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(full_cluster.kubeconfig, full_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "going")
@@ -99,13 +99,13 @@ def test_a_namespace_can_be_deleted_while_its_policies_are_reconciled(
                 await until("a policy there is followed", accepted)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_renamed_policy_takes_over_the_pods_as_outdated(run: RunStory) -> None:
-    """There is no renaming: another is made and the first is deleted. Running pods stay as they are."""
+def test_a_renamed_policy_takes_over_the_pods_as_outdated(run: RunScenario) -> None:
+    """Renaming creates a policy and deletes the previous one. Running pods do not change."""
 
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             first = await where.policy()
             found = await where.until("Attached", "Unknown", "NoPods")
@@ -146,4 +146,4 @@ def test_a_renamed_policy_takes_over_the_pods_as_outdated(run: RunStory) -> None
             }
             assert "renamed-token" in names
 
-    run(story)
+    run(scenario)

@@ -1,4 +1,4 @@
-"""The operator with the chart's permissions: processes on this machine with tokens of the chart's accounts."""
+"""The operator with the chart's permissions: local processes with tokens of its accounts."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _exists(api: Any, path: str) -> bool:
     return bool(api.request("GET", path)[0] == 200)
 
 
-def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
+def test_the_charts_permissions_are_sufficient_for_the_controller(
     chart: Settings, full_cluster: Any, full_api: Any, nodes: ModuleType, tmp_path: Path
 ) -> None:
     api, namespace = full_api, make_namespace(full_api, "rights", {"kvtier.io/inject": "enabled"})
@@ -248,7 +248,7 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
         for path in ("configmaps/chat-live", "secrets/chat-token", "configmaps/written-structural"):
             wait_for(path, lambda path=path: _exists(api, f"{core}/{path}"))
         wait_for("an NFS volume", lambda: _volumes(api, namespace) == 1)
-        # A pod that the policy governs and that was not asked about: found and told of.
+        # A governed pod that was created without the webhook is reported.
         pod = {
             "metadata": {"name": "missed", "labels": {"app": "chat"}},
             "spec": {"containers": [{"name": "vllm", "image": "x"}]},
@@ -267,7 +267,7 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
             "Events",
             lambda: api.request("GET", f"{core}/events?fieldSelector=source=kvtier")[0] == 200,
         )
-        # A live value changes, what was written for people is no longer wanted, the policy goes.
+        # A live value changes, the structural ConfigMap is removed, the policy is deleted.
         change = {"spec": {"minLoadTokens": 1024}}
         ok(api.request("PATCH", f"{policies}/chat", change, content_type=MERGE))
         wait_for(
@@ -300,7 +300,7 @@ def test_the_controller_does_all_of_its_work_with_the_rights_that_ship(
     api.request("DELETE", core)
 
 
-def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
+def test_a_removed_permission_is_named_in_the_policys_status(
     chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
     api, namespace = full_api, make_namespace(full_api, "cut", {"kvtier.io/inject": "enabled"})
@@ -333,7 +333,7 @@ def test_a_right_that_is_cut_is_missed_and_the_policy_says_which(
         api.request("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
-def test_the_webhook_answers_with_the_rights_that_ship(
+def test_the_charts_permissions_are_sufficient_for_the_webhook(
     chart: Settings, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "controller").mkdir()
@@ -347,10 +347,10 @@ def test_the_webhook_answers_with_the_rights_that_ship(
         assert written <= {"get", "list", "watch"}
 
 
-def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_alone(
+def test_with_mounted_certificates_both_need_fewer_permissions_and_do_not_change_the_ca(
     release: Release, full_cluster: Any, full_api: Any, tmp_path: Path
 ) -> None:
-    # Installed anew: what a test has changed by hand in a role, an upgrade leaves alone.
+    # Reinstalled, because an upgrade does not undo a test's manual changes to a role.
     release.uninstall()
     release.install(VALUES)
     settings = settings_of(
@@ -403,7 +403,7 @@ def test_with_mounted_certificates_both_work_with_fewer_rights_and_leave_the_ca_
 
 
 def _no_rule_beyond_the_code(api: Any) -> None:
-    """Of the roles as the API server holds them: an upgrade must take away what a mode no longer needs."""
+    """The rules that the API server has: an upgrade must remove those no longer needed."""
     on = frozenset({rbac.CREATE_VOLUMES})
     for account, given in (("controller", rbac.CONTROLLER), ("webhook", rbac.WEBHOOK)):
         watched, cluster, own = (rbac.rules(given, scope, on) for scope in Scope)

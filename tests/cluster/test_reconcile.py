@@ -36,27 +36,27 @@ NFS = {"nfs": {"server": "nas.example", "path": "/kv/chat"}}
 ALLOWED = [{"namespaces": ["*"], "nfs": {"server": "nas.example", "exportPrefix": "/kv"}}]
 VOLUMES_ALLOWED = {"storage": {"createVolumes": True}, "allowedVolumes": ALLOWED}
 
-Story = Callable[[ApiClient, str], Awaitable[None]]
+Scenario = Callable[[ApiClient, str], Awaitable[None]]
 
 
 @pytest.fixture(scope="session")
-def reconciled(kubernetes_cluster: Any) -> Callable[[Story], None]:
-    """Runs a story with a client and a namespace of its own, on a control plane without controllers."""
-    return lambda story: asyncio.run(_told(kubernetes_cluster, story))
+def reconciled(kubernetes_cluster: Any) -> Callable[[Scenario], None]:
+    """Runs a scenario in a new namespace of a control plane without controllers."""
+    return lambda scenario: asyncio.run(_run_scenario(kubernetes_cluster, scenario))
 
 
 @pytest.fixture(scope="session")
-def governed(full_cluster: Any) -> Callable[[Story], None]:
+def governed(full_cluster: Any) -> Callable[[Scenario], None]:
     """The same, where claims are bound and what has no owner is collected."""
-    return lambda story: asyncio.run(_told(full_cluster, story))
+    return lambda scenario: asyncio.run(_run_scenario(full_cluster, scenario))
 
 
-async def _told(cluster: Any, story: Story) -> None:
+async def _run_scenario(cluster: Any, scenario: Scenario) -> None:
     async with connect(cluster.kubeconfig, cluster.context) as client:
         await controllers.install_definition(client)
         namespace = await controllers.make_namespace(client, "reconcile")
         try:
-            await story(client, namespace)
+            await scenario(client, namespace)
         finally:
             await controllers.drop_namespace(client, namespace)
 
@@ -78,9 +78,9 @@ async def _gone(client: ApiClient, kind: Any, namespace: str | None, name: str) 
 
 
 def test_a_policy_gets_its_live_config_map_its_token_and_a_status(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, minLoadTokens=640))
         async with running(client, settings(namespace)) as controller:
             found = await settled(controller, client, namespace)
@@ -99,13 +99,13 @@ def test_a_policy_gets_its_live_config_map_its_token_and_a_status(
             assert "finalizers" not in made["metadata"]
         assert "finalizers" not in found["metadata"]
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_a_live_change_increments_the_generation_and_a_restart_does_not(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         async with running(client, settings(namespace)) as controller:
             await settled(controller, client, namespace)
@@ -121,13 +121,13 @@ def test_a_live_change_increments_the_generation_and_a_restart_does_not(
         assert (await client.get(SECRETS, namespace, "chat-token"))["data"] == token
         assert [str(call) for call in counting.calls] == [f"get Secret {namespace}/chat-token"]
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_a_change_of_a_policy_costs_two_calls(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         counting = FaultyClient(client)
         async with running(counting, settings(namespace)) as controller:
@@ -144,13 +144,13 @@ def test_a_change_of_a_policy_costs_two_calls(
                 ]
                 assert (await _live(client, namespace))["generation"] == number
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_drift_is_repaired_and_counts_as_a_change_of_live_values(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         async with running(client, settings(namespace)) as controller:
             await settled(controller, client, namespace)
@@ -186,16 +186,16 @@ def test_drift_is_repaired_and_counts_as_a_change_of_live_values(
                 return bool((await _live(client, namespace))["generation"] == 3)
 
             await until(
-                "a deleted ConfigMap is made anew, with a generation no engine has seen", back
+                "a deleted ConfigMap is recreated with a generation no engine has seen", back
             )
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_a_deleted_token_is_replaced_at_the_resync(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         quick = settings(namespace, controller={"resyncSeconds": 0.5})
         async with running(client, quick) as controller:
@@ -207,7 +207,7 @@ def test_a_deleted_token_is_replaced_at_the_resync(
             )
         assert (await client.get(SECRETS, namespace, "chat-token"))["data"] != first["data"]
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 async def _present(client: ApiClient, kind: Any, namespace: str | None, name: str) -> bool:
@@ -215,9 +215,9 @@ async def _present(client: ApiClient, kind: Any, namespace: str | None, name: st
 
 
 def test_foreign_objects_of_the_same_name_are_not_changed(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         for kind, name in ((CONFIG_MAPS, "chat-live"), (SECRETS, "chat-token")):
             body = {
                 "apiVersion": "v1",
@@ -231,19 +231,20 @@ def test_foreign_objects_of_the_same_name_are_not_changed(
         assert condition(found, "Accepted") == {
             "status": "True",
             "reason": "PartlyApplied",
-            "message": f"ConfigMap {namespace}/chat-live: another ConfigMap has this name; rename or delete it, or rename "
-            f"the policy; Secret {namespace}/chat-token: another Secret has this name; rename or delete it, or rename "
-            "the policy",
+            "message": f"ConfigMap {namespace}/chat-live: another ConfigMap has this name; "
+            "rename or delete it, or rename the policy; "
+            f"Secret {namespace}/chat-token: another Secret has this name; "
+            "rename or delete it, or rename the policy",
         }
         assert "data" not in await client.get(CONFIG_MAPS, namespace, "chat-live")
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_of_two_policies_that_select_a_pod_the_older_governs_it(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         selector = {"matchLabels": {"app": "shared"}}
         await client.apply(POLICIES, policy(namespace, "older", podSelector=selector))
         await asyncio.sleep(1.1)  # creation times have seconds
@@ -274,7 +275,7 @@ def test_of_two_policies_that_select_a_pod_the_older_governs_it(
 
             await until("the younger one governs", taken_over)
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 async def _create_pod(client: ApiClient, namespace: str, body: dict[str, Any]) -> None:
@@ -300,9 +301,9 @@ async def _create_pod(client: ApiClient, namespace: str, body: dict[str, Any]) -
 
 
 def test_config_map_only_creates_both_documents_and_deletes_the_structural_one_afterwards(
-    reconciled: Callable[[Story], None],
+    reconciled: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, attach={"mode": "ConfigMapOnly"}))
         async with running(client, settings(namespace)) as controller:
             found = await settled(controller, client, namespace)
@@ -324,13 +325,13 @@ def test_config_map_only_creates_both_documents_and_deletes_the_structural_one_a
             await settled(controller, client, namespace)
             assert await _gone(client, CONFIG_MAPS, namespace, "chat-structural")
 
-    reconciled(story)
+    reconciled(scenario)
 
 
 def test_a_claim_is_created_from_its_template_and_never_changed(
-    governed: Callable[[Story], None],
+    governed: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         template = {
             "claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}
         }
@@ -369,13 +370,13 @@ def test_a_claim_is_created_from_its_template_and_never_changed(
 
             await until("the claim is another one", replaced)
 
-    governed(story)
+    governed(scenario)
 
 
 def test_a_mounted_claim_stays_until_its_pod_is_gone(
-    governed: Callable[[Story], None],
+    governed: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         volume = {
             "claimTemplate": {"storageClassName": "none-such", "accessModes": ["ReadWriteMany"]}
         }
@@ -409,11 +410,13 @@ def test_a_mounted_claim_stays_until_its_pod_is_gone(
             await client.delete(PODS, namespace, "p", uid=pod["metadata"]["uid"])
             await until("the claim is removed", lambda: _gone(client, CLAIMS, namespace, name))
 
-    governed(story)
+    governed(scenario)
 
 
-def test_an_export_gets_a_volume_and_a_claim_that_bind(governed: Callable[[Story], None]) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+def test_an_export_gets_a_volume_and_a_claim_that_bind(
+    governed: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
         async with running(client, settings(namespace, **VOLUMES_ALLOWED)) as controller:
 
@@ -434,13 +437,13 @@ def test_an_export_gets_a_volume_and_a_claim_that_bind(governed: Callable[[Story
             "message": f"Every claim is bound: {claim['metadata']['name']}.",
         }
 
-    governed(story)
+    governed(scenario)
 
 
 def test_a_recreated_policy_does_not_use_the_objects_of_its_predecessor(
-    governed: Callable[[Story], None],
+    governed: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         body = policy(namespace, tiers=[file_tier("shared", NFS)])
         await client.apply(POLICIES, body)
         async with running(
@@ -478,15 +481,15 @@ def test_a_recreated_policy_does_not_use_the_objects_of_its_predecessor(
                 second["metadata"]["uid"]
             }
 
-    governed(story)
+    governed(scenario)
 
 
 def _of(volume: Any, namespace: str) -> bool:
     return bool(volume["metadata"].get("labels", {}).get("kvtier.io/policy-namespace") == namespace)
 
 
-def test_a_deleted_claim_is_recreated_and_binds(governed: Callable[[Story], None]) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+def test_a_deleted_claim_is_recreated_and_binds(governed: Callable[[Scenario], None]) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
         async with running(client, settings(namespace, **VOLUMES_ALLOWED)) as controller:
 
@@ -511,13 +514,13 @@ def test_a_deleted_claim_is_recreated_and_binds(governed: Callable[[Story], None
             await until("another claim is bound", another)
             await until("storage is ready again", bound)
 
-    governed(story)
+    governed(scenario)
 
 
 def test_volumes_of_deleted_policies_are_removed_at_the_next_start(
-    governed: Callable[[Story], None],
+    governed: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace, tiers=[file_tier("shared", NFS)]))
         chosen = settings(namespace, **VOLUMES_ALLOWED)
         async with running(client, chosen) as controller:
@@ -535,4 +538,4 @@ def test_volumes_of_deleted_policies_are_removed_at_the_next_start(
                 lambda: _gone(client, VOLUMES, None, volume["metadata"]["name"]),
             )
 
-    governed(story)
+    governed(scenario)

@@ -1,4 +1,4 @@
-"""The controller with faults: killed, rejected, delayed, disconnected or duplicated, it converges to the same objects."""
+"""With faults (kills, rejections, delays, lost connections) the controller still converges."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECTIONS = {
     ],
 }
 BESIDE = 4
-"""Lives that are told side by side."""
+"""Scenarios that run concurrently."""
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +57,9 @@ def cluster(kubernetes_cluster: Any) -> Any:
 
 
 async def _life(client: ApiClient, faults: dict[int, Fault]) -> tuple[dict[str, Any], list[Call]]:
-    """A policy that is made and then changed in everything, and a pod that was left alone and is told about in an Event,
-    while the controller meets the faults. Killed, it is started again. Returns what there is at the end, and the calls.
+    """A policy that is made and then changed in everything, and a pod that was left alone and is
+    told about in an Event, while the controller meets the faults. Killed, it is started again.
+    Returns what there is at the end, and the calls.
     """
     namespace = await controllers.make_namespace(client, "life")
     await _left_alone(client, namespace)
@@ -126,12 +127,12 @@ async def _settled_or_killed(
 
 
 @pytest.fixture(scope="session")
-def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
-    async def story() -> tuple[dict[str, Any], list[Call]]:
+def without_faults(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
+    async def scenario() -> tuple[dict[str, Any], list[Call]]:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             return await _life(client, {})
 
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -140,10 +141,10 @@ def undisturbed(cluster: Any) -> tuple[dict[str, Any], list[Call]]:
     ids=lambda fault: fault.value,
 )
 def test_a_fault_in_any_call_leads_to_the_same_objects(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]], fault: Fault
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]], fault: Fault
 ) -> None:
-    """Every call of a policy's life, one after the other; after a kill the operator starts anew."""
-    expected, calls = undisturbed
+    """Each call in a policy's lifetime fails once. After a kill the operator restarts."""
+    expected, calls = without_faults
     assert EVENTS in {call.kind for call in calls}
     if fault is Fault.SLOW:
         numbers = [list(range(1, len(calls) + 1))]
@@ -156,7 +157,7 @@ def test_a_fault_in_any_call_leads_to_the_same_objects(
             what = [str(call) for number, call in enumerate(made, start=1) if number in struck]
             assert found == expected, f"{fault} at {what}: {_difference(expected, found)}"
 
-    async def story() -> None:
+    async def scenario() -> None:
         places = asyncio.Semaphore(BESIDE)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -165,7 +166,7 @@ def test_a_fault_in_any_call_leads_to_the_same_objects(
             for struck in numbers:
                 group.create_task(one(client, places, struck))
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
@@ -179,9 +180,9 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def test_two_concurrent_controllers_converge_to_the_same_objects(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]]
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "two")
             await _left_alone(client, namespace)
@@ -202,16 +203,16 @@ def test_two_concurrent_controllers_converge_to_the_same_objects(
                 assert len(left.calls) + len(right.calls) == count, (
                     "they do not undo each other's work"
                 )
-                assert await belongings(client, namespace) == undisturbed[0]
+                assert await belongings(client, namespace) == without_faults[0]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_silently_dropped_connection_is_detected_and_the_controller_continues(
     cluster: Any,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         access = await from_kubeconfig(cluster.kubeconfig, cluster.context)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -243,7 +244,7 @@ def test_a_silently_dropped_connection_is_detected_and_the_controller_continues(
             assert live["minLoadTokens"] == 77
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def replace_server(access: Any, server: str) -> Any:
@@ -252,9 +253,9 @@ def replace_server(access: Any, server: str) -> Any:
 
 
 def test_a_slow_api_server_delays_and_changes_nothing(
-    cluster: Any, undisturbed: tuple[dict[str, Any], list[Call]]
+    cluster: Any, without_faults: tuple[dict[str, Any], list[Call]]
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         access = await from_kubeconfig(cluster.kubeconfig, cluster.context)
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -273,14 +274,14 @@ def test_a_slow_api_server_delays_and_changes_nothing(
                 ):
                     await client.apply(POLICIES, body)
                     await settled(controller, client, namespace)
-            assert await belongings(client, namespace) == undisturbed[0]
+            assert await belongings(client, namespace) == without_faults[0]
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "refused")
             await client.apply(POLICIES, policy(namespace, tiers=[EXPORT]))
@@ -313,7 +314,7 @@ def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
                 await until("the claim is made once nothing is in the way", made)
             await controllers.drop_namespace(client, namespace)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def _refuse_claims(call: Call) -> Fault | None:
@@ -333,7 +334,7 @@ async def _missing(client: ApiClient, kind: Kind, namespace: str, name: str) -> 
 
 
 def test_a_killed_controller_does_not_count_as_settled(cluster: Any) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             faulty = FaultyClient(client, {1: Fault.KILLED_BEFORE})
             with pytest.raises(KilledError):
@@ -342,4 +343,4 @@ def test_a_killed_controller_does_not_count_as_settled(cluster: Any) -> None:
                 await faulty.get(POLICIES, "default", "none")
             assert len(faulty.calls) == 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())

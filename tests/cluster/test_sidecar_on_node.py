@@ -125,7 +125,8 @@ def pod() -> dict[str, Any]:
                     ENGINE,
                     [topology, run, {**payload, "readOnly": True}],
                     securityContext={"runAsUser": 4_242},
-                    # The payload has no test code, so that the stub engine comes from the image's own copy.
+                    # The payload has no test code, so that the stub engine comes from the image's
+                    # own copy.
                     env=[{"name": "PYTHONPATH", "value": "/opt/kvtier/source"}],
                 )
             ],
@@ -183,7 +184,7 @@ class Running:
                 continue
         return found
 
-    def said(self) -> dict[str, Any]:
+    def engine_report(self) -> dict[str, Any]:
         """The engine's last words."""
         name, namespace = self.path.split("/")[-1], self.path.split("/")[-3]
         lines = self._cluster.kubectl(
@@ -221,13 +222,13 @@ def running(
     nodes.wait_for("the pod is gone", lambda: node_api.request("GET", f"{pods}/engine")[0] == 404)
 
 
-def test_the_sidecar_lives_through_kills_of_tierd_and_engine_and_ends_with_its_pod(
+def test_the_sidecar_survives_kills_of_tierd_and_engine_and_exits_with_its_pod(
     running: Running, node_api: Any, nodes: ModuleType
 ) -> None:
     def wait_for(what: str, ready: Callable[[], Any]) -> Any:
         return nodes.wait_for(what, ready, SECONDS)
 
-    # Without the Secret nobody is let in; then the kubelet puts it there.
+    # Without the Secret every request is rejected, until the kubelet mounts it.
     wait_for("it answers", lambda: running.ask("/healthz")[0] == 200)
     assert [running.ask("/status")[0], running.ask("/metrics")[0]] == [401, 401]
     assert running.container("kvtier-payload")["state"]["terminated"]["exitCode"] == 0
@@ -256,28 +257,29 @@ def test_the_sidecar_lives_through_kills_of_tierd_and_engine_and_ends_with_its_p
     assert Path(f"/proc/{again.pid}/root/run/kvtier/pool").stat().st_ino == inode
     assert running.container("kvtier-tierd")["restartCount"] == 0
 
-    # The engine dies: its slots come back at once, and the next engine finds what it had stored.
+    # The engine is killed. Its slots are freed at once and the next engine finds its objects.
     running.kill("vllm", "kvtier.harness.stub_engine")
-    begun = time.monotonic()
+    start = time.monotonic()
     wait_for(
-        "nothing of the dead engine is held",
+        "no slot of the killed engine is held",
         lambda: (
             (status := running.status())
             and not status["quarantinedProcesses"]
             and status["pool"]["quarantined"] == 0
         ),
     )
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start < 20
     wait_for(
         "the next engine is attached",
         lambda: running.container("vllm")["restartCount"] == 1 and running.usable(),
     )
-    wait_for("it loads", lambda: running.said().get("loaded", 0) > 20)
-    assert running.said()["wrong"] == 0
+    wait_for("it loads", lambda: running.engine_report().get("loaded", 0) > 20)
+    assert running.engine_report()["wrong"] == 0
     assert running.container("kvtier-tierd")["restartCount"] == 0
 
-    # The pod ends: draining begins with the engine's SIGTERM, and the sidecar is gone soon after the engine.
+    # The pod ends: draining begins with the engine's SIGTERM, and the sidecar is gone soon after
+    # the engine.
     nodes.ok(node_api.request("DELETE", running.path))
-    begun = time.monotonic()
+    start = time.monotonic()
     wait_for("the pod is gone", lambda: node_api.request("GET", running.path)[0] == 404)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - start < 15

@@ -1,6 +1,4 @@
-"""The status of a policy on a real API server with controllers and scheduler, with a real tierd where
-it matters.
-"""
+"""The status of a policy on a real API server, in some tests with a real tierd."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ from tests.support.pods import status_document, tier_document
 from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, environment
 from kvtier_operator.kube.resources import POLICIES
 
-RunStory = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
+RunScenario = Callable[[Callable[[StatusNamespace], Awaitable[None]]], None]
 SHORT = {"attach": {"startTimeoutSeconds": 10}}
 
 
 @pytest.fixture
-def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunStory:
-    """Runs a story in a labelled namespace of its own."""
-    return lambda story: run_story(story, full_cluster, full_api, nodes)
+def run(full_cluster: Any, full_api: Any, nodes: ModuleType) -> RunScenario:
+    """Runs a scenario in a labelled namespace of its own."""
+    return lambda scenario: run_story(scenario, full_cluster, full_api, nodes)
 
 
 @pytest.fixture
@@ -73,9 +71,9 @@ async def started(case: TierdTestbed) -> int:
 
 
 def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
-    run: RunStory, case: TierdTestbed
+    run: RunScenario, case: TierdTestbed
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         volume = {"hostPath": {"path": "/mnt/disk"}}
         disk = {
             "name": "disk",
@@ -98,7 +96,8 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 await where.run(pod["metadata"]["name"])
                 found = await where.until("Ready", "True", "InForce")
                 assert found["status"]["pods"] == {
-                    "selected": 1, "attached": 1, "current": 1, "outdated": 0, "skipped": 0, "tuned": 1,
+                    "selected": 1, "attached": 1, "current": 1,
+                    "outdated": 0, "skipped": 0, "tuned": 1,
                 }  # fmt: skip
                 tiers = {tier["name"]: tier for tier in found["status"]["tiers"]}
                 assert (tiers["ram"]["state"], tiers["ram"]["capacityBytes"]) == (
@@ -107,12 +106,14 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 )
                 assert tiers["disk"]["state"] == "Healthy"
                 columns = await where.columns(wide=True)
-                assert {name: columns[name] for name in ("Ready", "Reason", "Pods", "Tiers", "Live")} == {
-                    "Ready": "True", "Reason": "InForce", "Pods": "1/1", "Tiers": "ram,disk", "Live": 1,
+                expected = {
+                    "Ready": "True", "Reason": "InForce", "Pods": "1/1",
+                    "Tiers": "ram,disk", "Live": 1,
                 }  # fmt: skip
+                assert {name: columns[name] for name in expected} == expected
                 assert columns["Structural"] == written
 
-                # The engine stores and loads, and says how many tokens of its prompts came from where.
+                # The engine stores and loads, and reports the source of its prompt tokens.
                 async def hits() -> bool:
                     return ((await where.columns())["Hit%"] or 0) > 0
 
@@ -125,7 +126,7 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 case.retune(case.live.model_copy(update={"generation": 2}))
                 await where.until("Tuned", "True", "Applied")
 
-                # The engine ends, while its container says that it is ready: injected, and not attached.
+                # The engine exits while its container is ready: injected and not attached.
                 await asyncio.to_thread(engine.stop)
                 await where.until("Attached", "False", "NotAttached")
                 assert {event["type"] for event in await where.events("NotAttached")} == {"Warning"}
@@ -135,20 +136,20 @@ def test_a_real_tierd_with_an_engine_is_attached_and_its_failures_are_reported(
                 found = await where.until("EnginesCompatible", "False", "SessionsRefused")
                 assert "a version mismatch" in condition(found, "EnginesCompatible")["message"]
 
-                # And nobody answers: then nothing is known, which is not the same as not attached.
+                # Without an answer the state is unknown, which is not the same as not attached.
                 end(tierd)
                 found = await where.until("Attached", "Unknown", "Unreachable")
                 assert "connection failed" in condition(found, "Attached")["message"]
             finally:
                 end(tierd)
 
-    run(story)
+    run(scenario)
 
 
 def test_skipped_and_missed_pods_are_listed_with_their_reasons(
     full_cluster: Any, full_api: Any, nodes: ModuleType
 ) -> None:
-    async def story(where: StatusNamespace) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         await where.policy()
         await where.bare(
             "configured", **skipped("AlreadyConfigured", "the command sets --kv-transfer-config")
@@ -176,11 +177,13 @@ def test_skipped_and_missed_pods_are_listed_with_their_reasons(
             about = {event["involvedObject"]["name"] for event in await where.events("Skipped")}
             assert about <= {"configured", "missed"}
 
-    run_story(story, full_cluster, full_api, nodes, labels={})
+    run_story(scenario, full_cluster, full_api, nodes, labels={})
 
 
-def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(
+    run: RunScenario,
+) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where) as controller:
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -230,7 +233,7 @@ def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: 
                 )
                 await where.until("TiersHealthy", "False", kind)
 
-            # Whatever it answers, the status stays within the API, and the others' numbers are not lost for it.
+            # Whatever it answers, the status stays valid and the other pods' numbers count.
             most = (1 << 63) - 1
             hostile = tier_document("ram", usedBytes=most, capacityBytes=most, hitTokens=most)
             tierd.document = status_document(
@@ -248,11 +251,11 @@ def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(run: 
 
             await until("no pod counts as attached", none)
 
-    run(story)
+    run(scenario)
 
 
-def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         async with FakeTierdServer() as tierd, running_controller(where):
             await where.policy(**SHORT)
             written = (await where.until("Attached", "Unknown", "NoPods"))["status"][
@@ -299,11 +302,11 @@ def test_a_crashing_engine_and_a_crashing_sidecar_have_different_reasons(run: Ru
             await where.until("Attached", "False", "TierdFailed")
             await where.events("TierdFailed")
 
-    run(story)
+    run(scenario)
 
 
-def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunStory) -> None:
-    async def story(where: StatusNamespace) -> None:
+def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunScenario) -> None:
+    async def scenario(where: StatusNamespace) -> None:
         older = await where.policy()
         body = {**older, "metadata": {"name": "older", "namespace": where.namespace}}
         await where.bare("pod", **skipped("AlreadyConfigured", "x"))
@@ -324,4 +327,4 @@ def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunStory
             )
             assert (await where.columns())["Pods"] == "0/0"
 
-    run(story)
+    run(scenario)

@@ -14,23 +14,23 @@ from tests.support.controllers import condition, policy, running, settings, sett
 from kvtier_operator.kube.client import ApiClient, connect
 from kvtier_operator.kube.resources import POLICIES, ApiError, Kind, Object
 
-Story = Callable[[ApiClient, str], Awaitable[None]]
+Scenario = Callable[[ApiClient, str], Awaitable[None]]
 
 
 @pytest.fixture
-def run(kubernetes_cluster: Any) -> Callable[[Story], None]:
-    """Runs a story with a client and a namespace of its own."""
+def run(kubernetes_cluster: Any) -> Callable[[Scenario], None]:
+    """Runs a scenario with a client and a namespace of its own."""
 
-    async def whole(story: Story) -> None:
+    async def whole(scenario: Scenario) -> None:
         async with connect(kubernetes_cluster.kubeconfig, kubernetes_cluster.context) as client:
             await controllers.install_definition(client)
             namespace = await controllers.make_namespace(client, "writes")
             try:
-                await story(client, namespace)
+                await scenario(client, namespace)
             finally:
                 await controllers.drop_namespace(client, namespace)
 
-    return lambda story: asyncio.run(whole(story))
+    return lambda scenario: asyncio.run(whole(scenario))
 
 
 class Meanwhile(FaultyClient):
@@ -56,9 +56,9 @@ class Meanwhile(FaultyClient):
 
 
 def test_a_recreated_policy_does_not_get_the_status_of_its_predecessor(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         first = await client.apply(POLICIES, policy(namespace))
 
         async def made_again() -> None:
@@ -85,13 +85,13 @@ def test_a_recreated_policy_does_not_get_the_status_of_its_predecessor(
         )
         assert "status" not in faulty.seen
 
-    run(story)
+    run(scenario)
 
 
 def test_a_policy_that_changes_during_its_reconcile_still_gets_a_status(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
 ) -> None:
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         labels = {"metadata": {"labels": {"team": "search"}}}
         faulty = Meanwhile(client, lambda: client.patch(POLICIES, namespace, "chat", labels))
@@ -100,15 +100,15 @@ def test_a_policy_that_changes_during_its_reconcile_still_gets_a_status(
         assert condition(found, "Ready")["reason"] == "NoPods"
         assert faulty.seen is not None
 
-    run(story)
+    run(scenario)
 
 
 def test_a_conflict_does_not_delay_the_status_until_the_resync(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
 ) -> None:
     """Nothing else happens to the policy, so nothing else would bring it about."""
 
-    async def story(client: ApiClient, namespace: str) -> None:
+    async def scenario(client: ApiClient, namespace: str) -> None:
         await client.apply(POLICIES, policy(namespace))
         refused: list[Call] = []
 
@@ -131,4 +131,4 @@ def test_a_conflict_does_not_delay_the_status_until_the_resync(
             await until("the status is there again", again)
         assert len(refused) == 2
 
-    run(story)
+    run(scenario)

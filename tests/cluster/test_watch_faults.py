@@ -1,4 +1,4 @@
-"""The watcher and the lister behind an API server that misbehaves: nothing is lost, no ghost stays."""
+"""The watcher and lister with a faulty API server: no object is lost, no deleted one stays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMESPACES = Kind("", "v1", "namespaces", "Namespace", False)
 WAIT_SECONDS = 30.0
 
 
-class World:
+class WatchTestbed:
     """A namespace, a proxy, and a lister that is filled through it."""
 
     def __init__(self, client: ApiClient, proxy: ApiProxy, namespace: str) -> None:
@@ -122,7 +122,9 @@ async def until(check: Callable[[], Any], what: str = "", seconds: float = WAIT_
         await asyncio.sleep(0.01)
 
 
-def told(cluster: Any, home: Path, story: Callable[[World], Awaitable[None]]) -> None:
+def run_scenario(
+    cluster: Any, home: Path, scenario: Callable[[WatchTestbed], Awaitable[None]]
+) -> None:
     async def run() -> None:
         async with (
             connect(cluster.kubeconfig, cluster.context) as client,
@@ -131,81 +133,81 @@ def told(cluster: Any, home: Path, story: Callable[[World], Awaitable[None]]) ->
             body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "watch-"}}
             namespace = str((await client.create(NAMESPACES, None, body))["metadata"]["name"])
             async with asyncio.timeout(2 * WAIT_SECONDS):
-                await story(World(client, proxy, namespace))
+                await scenario(WatchTestbed(client, proxy, namespace))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("left", [("kept",), ()], ids=["one left", "nothing left"])
-def test_what_was_deleted_before_a_new_list_is_dropped(
+def test_objects_deleted_before_a_relist_are_dropped(
     kubernetes_cluster: Any, tmp_path: Path, left: tuple[str, ...]
 ) -> None:
     """kopf reports nothing about them, and no event at all if nothing is left."""
 
-    async def story(world: World) -> None:
+    async def scenario(testbed: WatchTestbed) -> None:
         for name in (*left, "ghost", "phantom"):
-            await world.make(name)
-        async with world.running():
-            await world.holds(*left, "ghost", "phantom")
+            await testbed.make(name)
+        async with testbed.running():
+            await testbed.holds(*left, "ghost", "phantom")
             expire = asyncio.Event()
-            rule = world.proxy.fail(world.watching, error_event(410, "Expired", expire))
-            world.proxy.cut()
+            rule = testbed.proxy.fail(testbed.watching, error_event(410, "Expired", expire))
+            testbed.proxy.cut()
             await rule.struck.wait()
-            await world.remove("ghost", "phantom")
-            world.changes.clear()
+            await testbed.remove("ghost", "phantom")
+            testbed.changes.clear()
             expire.set()
-            await world.holds(*left)
-            assert sorted(world.changes) == [
+            await testbed.holds(*left)
+            assert sorted(testbed.changes) == [
                 ("ghost", ChangeType.DELETED),
                 ("phantom", ChangeType.DELETED),
             ]
-            await world.follows()
+            await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_an_object_made_again_under_its_name_is_another_one(
+def test_a_recreated_object_of_the_same_name_is_a_different_object(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
-        await world.make("same")
-        async with world.running():
-            await world.holds("same")
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("same")
+        async with testbed.running():
+            await testbed.holds("same")
             expire = asyncio.Event()
-            rule = world.proxy.fail(world.watching, error_event(410, "Expired", expire))
-            world.proxy.cut()
+            rule = testbed.proxy.fail(testbed.watching, error_event(410, "Expired", expire))
+            testbed.proxy.cut()
             await rule.struck.wait()
-            await world.remove("same")
-            made = await world.make("same")
-            world.changes.clear()
+            await testbed.remove("same")
+            made = await testbed.make("same")
+            testbed.changes.clear()
             expire.set()
-            await until(lambda: len(world.changes) == 2, "two changes")
-            assert world.changes == [("same", ChangeType.DELETED), ("same", ChangeType.ADDED)]
-            held = world.lister.get(CONFIG_MAPS, world.namespace, "same")
+            await until(lambda: len(testbed.changes) == 2, "two changes")
+            assert testbed.changes == [("same", ChangeType.DELETED), ("same", ChangeType.ADDED)]
+            held = testbed.lister.get(CONFIG_MAPS, testbed.namespace, "same")
             assert held is not None
             assert held["metadata"]["uid"] == made["metadata"]["uid"]
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_a_watch_that_is_cut_or_silent_is_resumed_and_loses_nothing(
+def test_a_disconnected_or_silent_watch_is_resumed_without_loss(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
-        await world.make("a")
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("a")
         pace = Pace(first_pause_seconds=0.05, last_pause_seconds=0.3, inactivity_seconds=1.0)
-        async with world.running(pace=pace):
-            await world.holds("a")
-            lists = world.proxy.asked(world.listing)
-            rule = world.proxy.fail(world.watching, silence())
-            world.proxy.cut()
+        async with testbed.running(pace=pace):
+            await testbed.holds("a")
+            lists = testbed.proxy.request_count(testbed.listing)
+            rule = testbed.proxy.fail(testbed.watching, silence())
+            testbed.proxy.cut()
             await rule.struck.wait()
-            await world.remove("a")
-            await world.make("b")
-            await world.holds("b")
-            assert world.proxy.asked(world.listing) == lists
+            await testbed.remove("a")
+            await testbed.make("b")
+            await testbed.holds("b")
+            assert testbed.proxy.request_count(testbed.listing) == lists
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -227,99 +229,102 @@ def test_a_watch_that_is_cut_or_silent_is_resumed_and_loses_nothing(
 def test_no_single_bad_response_ends_the_watch(
     kubernetes_cluster: Any, tmp_path: Path, fault: api_proxy.Fault, on_list: bool
 ) -> None:
-    """After several of these kopf stops all watches: it is asked again, or started again."""
+    """After several of these kopf stops all watches: it is called again or restarted."""
 
-    async def story(world: World) -> None:
-        await world.make("a")
-        await world.make("ghost")
-        async with world.running():
-            await world.holds("a", "ghost")
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("a")
+        await testbed.make("ghost")
+        async with testbed.running():
+            await testbed.holds("a", "ghost")
             held = asyncio.Event()
-            # While the watch is away the ghost goes; where the list is to fail, one has to come first.
-            away = world.proxy.fail(world.watching, error_event(410, "Expired", held))
-            world.proxy.cut()
+            # The object is deleted while the watch is down. If the list is to fail, a list comes
+            # first.
+            away = testbed.proxy.fail(testbed.watching, error_event(410, "Expired", held))
+            testbed.proxy.cut()
             await away.struck.wait()
-            await world.remove("ghost")
-            bad = world.proxy.fail(world.listing if on_list else world.watching, fault)
+            await testbed.remove("ghost")
+            bad = testbed.proxy.fail(testbed.listing if on_list else testbed.watching, fault)
             held.set()
             await bad.struck.wait()
-            await world.holds("a")
-            await world.follows()
-            assert not world.lister.problems()
+            await testbed.holds("a")
+            await testbed.follows()
+            assert not testbed.lister.problems()
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_a_page_whose_snapshot_has_expired_is_followed_by_a_new_list(
+def test_an_expired_page_token_restarts_the_list(
     kubernetes_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kopf_thread, "CHUNK_OBJECTS", 2)
 
-    async def story(world: World) -> None:
+    async def scenario(testbed: WatchTestbed) -> None:
         names = [f"c{number}" for number in range(5)]
         for name in names:
-            await world.make(name)
+            await testbed.make(name)
 
         def next_page(request: Request) -> bool:
-            return world.at(request) and "continue" in request.query
+            return testbed.at(request) and "continue" in request.query
 
-        rule = world.proxy.fail(next_page, api_proxy.status(410, "Expired"))
-        async with world.running():
+        rule = testbed.proxy.fail(next_page, api_proxy.status(410, "Expired"))
+        async with testbed.running():
             assert rule.struck.is_set()
-            await world.holds(*names)
-            await world.follows()
+            await testbed.holds(*names)
+            await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_requests_that_are_refused_for_long_are_repeated_and_reported(
+def test_requests_that_are_rejected_for_long_are_retried_and_reported(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
-        await world.make("a")
-        async with world.running():
-            refused = world.proxy.fail(world.watching, api_proxy.status(403, "Forbidden"), times=8)
-            world.proxy.cut()
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("a")
+        async with testbed.running():
+            refused = testbed.proxy.fail(
+                testbed.watching, api_proxy.status(403, "Forbidden"), times=8
+            )
+            testbed.proxy.cut()
             await until(lambda: refused.count == 8, "eight requests")
-            await world.follows()
-            assert "Forbidden" in world.restarts
-            assert "Stopped" not in world.restarts
+            await testbed.follows()
+            assert "Forbidden" in testbed.restarts
+            assert "Stopped" not in testbed.restarts
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
 def test_kopf_writes_nothing_and_leaves_the_finalizers_of_other_operators(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
+    async def scenario(testbed: WatchTestbed) -> None:
         finalizer = kopf.OperatorSettings().persistence.finalizer
-        made = await world.make("theirs", finalizers=[finalizer])
-        async with world.running():
-            await world.holds("theirs")
-            await world.make("theirs", finalizers=[finalizer], annotations={"changed": "yes"})
+        made = await testbed.make("theirs", finalizers=[finalizer])
+        async with testbed.running():
+            await testbed.holds("theirs")
+            await testbed.make("theirs", finalizers=[finalizer], annotations={"changed": "yes"})
             await until(
                 lambda: (
-                    world.lister.get(CONFIG_MAPS, world.namespace, "theirs")["metadata"].get(
+                    testbed.lister.get(CONFIG_MAPS, testbed.namespace, "theirs")["metadata"].get(
                         "annotations"
                     )  # type: ignore[index]
                     == {"changed": "yes"}
                 )
             )
             await asyncio.sleep(1.0)
-            found = await world.client.get(CONFIG_MAPS, world.namespace, "theirs")
+            found = await testbed.client.get(CONFIG_MAPS, testbed.namespace, "theirs")
             assert found["metadata"]["finalizers"] == [finalizer]
             assert found["metadata"]["uid"] == made["metadata"]["uid"]
             managers = {each["manager"] for each in found["metadata"]["managedFields"]}
             assert len(managers) == 1
-        assert {each.method for each in world.proxy.requests} == {"GET"}
-        await world.client.patch(
-            CONFIG_MAPS, world.namespace, "theirs", {"metadata": {"finalizers": None}}
+        assert {each.method for each in testbed.proxy.requests} == {"GET"}
+        await testbed.client.patch(
+            CONFIG_MAPS, testbed.namespace, "theirs", {"metadata": {"finalizers": None}}
         )
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_a_kopf_that_does_not_return_is_left_and_started_again(
+def test_a_kopf_thread_that_does_not_return_is_abandoned_and_restarted(
     kubernetes_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(tasks: Any, *, ignored: Any) -> None:
@@ -329,55 +334,55 @@ def test_a_kopf_that_does_not_return_is_left_and_started_again(
 
     monkeypatch.setattr(kopf, "run_tasks", never)
 
-    async def story(world: World) -> None:
-        await world.make("a")
-        async with world.running():
-            await world.holds("a")
-            world.proxy.fail(world.watching, error_event(500))
-            world.proxy.cut()
-            await until(lambda: "Stopped" in world.restarts, "kopf stopped")
-            await world.follows()
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("a")
+        async with testbed.running():
+            await testbed.holds("a")
+            testbed.proxy.fail(testbed.watching, error_event(500))
+            testbed.proxy.cut()
+            await until(lambda: "Stopped" in testbed.restarts, "kopf stopped")
+            await testbed.follows()
             began = time.monotonic()
         assert time.monotonic() - began < 3.0
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_an_object_that_matches_the_selector_again_is_held_again(
+def test_an_object_that_matches_the_selector_again_is_cached_again(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
-        await world.make("a")
-        async with world.running():
-            await world.holds("a")
-            await world.make("a", labels={"test": "no"})
-            await world.holds()
-            await world.make("a")
-            await world.holds("a")
+    async def scenario(testbed: WatchTestbed) -> None:
+        await testbed.make("a")
+        async with testbed.running():
+            await testbed.holds("a")
+            await testbed.make("a", labels={"test": "no"})
+            await testbed.holds()
+            await testbed.make("a")
+            await testbed.holds("a")
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_an_answer_of_a_call_is_seen_at_once_and_does_not_outlive_the_object(
+def test_a_write_is_visible_at_once_and_does_not_outlive_the_object(
     kubernetes_cluster: Any, tmp_path: Path
 ) -> None:
-    async def story(world: World) -> None:
-        async with world.running():
-            made = await world.make("a")
-            world.lister.note(CONFIG_MAPS, made)
-            assert world.names() == {"a"}
-            await until(lambda: any(name == "a" for name, _ in world.changes), "it is told")
-            await world.remove("a")
-            await world.holds()
-            world.lister.note(CONFIG_MAPS, made)
-            assert world.names() == set()
+    async def scenario(testbed: WatchTestbed) -> None:
+        async with testbed.running():
+            made = await testbed.make("a")
+            testbed.lister.note(CONFIG_MAPS, made)
+            assert testbed.names() == {"a"}
+            await until(
+                lambda: any(name == "a" for name, _ in testbed.changes), "the change is announced"
+            )
+            await testbed.remove("a")
+            await testbed.holds()
+            testbed.lister.note(CONFIG_MAPS, made)
+            assert testbed.names() == set()
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)
 
 
-def test_a_kind_is_watched_once_its_definition_is_there_and_no_longer_when_it_goes(
-    kubernetes_cluster: Any, tmp_path: Path
-) -> None:
+def test_a_kind_is_watched_while_its_crd_exists(kubernetes_cluster: Any, tmp_path: Path) -> None:
     kind = LEADER_WORKER_SETS
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     definition = {
@@ -402,20 +407,20 @@ def test_a_kind_is_watched_once_its_definition_is_there_and_no_longer_when_it_go
         },
     }
 
-    async def story(world: World) -> None:
+    async def scenario(testbed: WatchTestbed) -> None:
         async def make_set() -> None:
             body = {"apiVersion": kind.api_version, "kind": kind.kind}
-            body["metadata"] = {"name": "set", "namespace": world.namespace}  # type: ignore[assignment]
-            await world.client.apply(kind, body)
+            body["metadata"] = {"name": "set", "namespace": testbed.namespace}  # type: ignore[assignment]
+            await testbed.client.apply(kind, body)
 
         def held() -> int:
-            return len(world.lister.list(kind, world.namespace))
+            return len(testbed.lister.list(kind, testbed.namespace))
 
-        watches = [world.watch(), Watch(NODES), Watch(kind, (world.namespace,), optional=True)]
-        async with world.running(watches):
-            assert world.lister.synced()
+        watches = [testbed.watch(), Watch(NODES), Watch(kind, (testbed.namespace,), optional=True)]
+        async with testbed.running(watches):
+            assert testbed.lister.synced()
             for _ in range(2):
-                await world.client.apply(DEFINITIONS, definition)
+                await testbed.client.apply(DEFINITIONS, definition)
                 with contextlib.suppress(Exception):
                     await make_set()
                 deadline = time.monotonic() + WAIT_SECONDS
@@ -424,10 +429,10 @@ def test_a_kind_is_watched_once_its_definition_is_there_and_no_longer_when_it_go
                     with contextlib.suppress(Exception):
                         await make_set()
                     await asyncio.sleep(0.1)
-                found = await world.client.get(DEFINITIONS, None, definition["metadata"]["name"])  # type: ignore[index]
+                found = await testbed.client.get(DEFINITIONS, None, definition["metadata"]["name"])  # type: ignore[index]
                 name, uid = found["metadata"]["name"], found["metadata"]["uid"]
-                await world.client.delete(DEFINITIONS, None, name, uid=uid)
+                await testbed.client.delete(DEFINITIONS, None, name, uid=uid)
                 await until(lambda: not held(), "its objects are gone")
-                await world.follows()
+                await testbed.follows()
 
-    told(kubernetes_cluster, tmp_path, story)
+    run_scenario(kubernetes_cluster, tmp_path, scenario)

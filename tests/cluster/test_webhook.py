@@ -1,4 +1,4 @@
-"""The webhook process with a real API server: injected pods, skipped pods, and pods while it is down."""
+"""The webhook process with a real API server: injected pods, skipped pods, failures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
-def test_pods_of_a_workload_are_attached(space: Space, webhook: WebhookProcess, kind: str) -> None:
+def test_pods_of_a_workload_are_injected(space: Space, webhook: WebhookProcess, kind: str) -> None:
     space.apply_policy(policy())
     group, spec = WORKLOADS[kind]
     path = f"{group}/namespaces/{space.name}/{kind.lower()}s"
@@ -110,7 +110,7 @@ def test_pods_of_a_workload_are_attached(space: Space, webhook: WebhookProcess, 
     assert attached(space.first_pod())
 
 
-def test_a_bare_pod_is_attached_and_its_own_parts_are_as_they_were(
+def test_a_bare_pod_is_injected_and_its_own_fields_are_unchanged(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())
@@ -164,7 +164,7 @@ def leader_worker_sets(full_api: Any, nodes: ModuleType, full_cluster: Any) -> I
         full_api.request("DELETE", f"{admission.DEFINITIONS}/{LEADER_WORKER_SETS}")
 
 
-def test_members_of_a_group_of_a_custom_owner_get_the_same_document_verbatim(
+def test_members_of_a_custom_owners_group_get_the_same_structure(
     space: Space, webhook: WebhookProcess, leader_worker_sets: str
 ) -> None:
     space.apply_policy(policy())
@@ -210,9 +210,11 @@ def test_members_of_a_group_of_a_custom_owner_get_the_same_document_verbatim(
     assert written("group-0") == document
 
 
-def test_pods_of_a_daemon_set_are_never_asked_about(space: Space, webhook: WebhookProcess) -> None:
+def test_the_webhook_is_not_called_for_pods_of_a_daemon_set(
+    space: Space, webhook: WebhookProcess
+) -> None:
     space.apply_policy(policy())
-    asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     owner = {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
@@ -222,15 +224,15 @@ def test_pods_of_a_daemon_set_are_never_asked_about(space: Space, webhook: Webho
     }
     stored = space.create(pod(ownerReferences=[owner]), dry_run=True)
     assert not space.seen(stored)
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
+    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
 
 
-def test_injected_pods_are_never_asked_about(space: Space, webhook: WebhookProcess) -> None:
+def test_the_webhook_is_not_called_for_injected_pods(space: Space, webhook: WebhookProcess) -> None:
     space.apply_policy(policy())
-    asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     stored = space.create(pod(annotations={STRUCTURAL_ANNOTATION: "{}"}), dry_run=True)
     assert POLICY_ANNOTATION not in stored["metadata"]["annotations"]
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
+    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
 
 
 def test_a_pod_that_no_policy_selects_is_unchanged(space: Space, webhook: WebhookProcess) -> None:
@@ -238,15 +240,15 @@ def test_a_pod_that_no_policy_selects_is_unchanged(space: Space, webhook: Webhoo
     assert not space.seen(space.create(pod({"app": "other"})))
 
 
-def test_namespaces_without_the_label_are_never_asked_about(
+def test_the_webhook_is_not_called_in_namespaces_without_the_label(
     full_api: Any, nodes: ModuleType, webhook: WebhookProcess
 ) -> None:
     name = nodes.make_namespace(full_api, f"webhook-{secrets.token_hex(3)}")
     space = Space(full_api, nodes, name)
     nodes.ok(full_api.request("POST", space.policies, policy()))
-    asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     assert not space.seen(space.create(pod()))
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
+    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
     # The label is the administrator's switch, at once.
     nodes.ok(
         full_api.request(
@@ -260,7 +262,7 @@ def test_namespaces_without_the_label_are_never_asked_about(
     full_api.request("DELETE", f"/api/v1/namespaces/{name}")
 
 
-def test_what_a_pod_configured_itself_is_left_alone_with_the_reason(
+def test_a_pod_with_its_own_configuration_is_skipped_with_the_reason(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())
@@ -274,7 +276,7 @@ def test_what_a_pod_configured_itself_is_left_alone_with_the_reason(
     assert stored["spec"]["containers"][0]["args"] == ["--kv-transfer-config", "{}"]
 
 
-def test_a_pod_that_asks_for_it_is_left_alone(space: Space, webhook: WebhookProcess) -> None:
+def test_a_pod_that_opts_out_is_skipped(space: Space, webhook: WebhookProcess) -> None:
     space.apply_policy(policy())
     stored = space.create(pod({"app": "engine", INJECT_LABEL: "disabled"}))
     assert not attached(stored)
@@ -289,20 +291,18 @@ def test_the_older_of_two_policies_governs(space: Space, webhook: WebhookProcess
     assert space.create(pod())["metadata"]["annotations"][POLICY_ANNOTATION] == "first"
 
 
-def test_a_policy_that_is_deleted_and_made_again_is_the_new_one(
-    space: Space, webhook: WebhookProcess
-) -> None:
+def test_a_recreated_policy_governs_new_pods(space: Space, webhook: WebhookProcess) -> None:
     space.apply_policy(policy())
     space.nodes.ok(space.api.request("DELETE", f"{space.policies}/chat"))
     space.nodes.wait_for(
-        "nobody governs", lambda: not space.seen(space.create(pod(), dry_run=True))
+        "no policy governs the pod", lambda: not space.seen(space.create(pod(), dry_run=True))
     )
     again = space.apply_policy(policy())
     stored = space.create(pod())
     assert stored["metadata"]["annotations"]["kvtier.io/policy-uid"] == again["metadata"]["uid"]
 
 
-def test_an_owner_that_is_suspended_gets_unchanged_pods_until_the_time_is_over(
+def test_pods_of_a_suspended_owner_are_unchanged_until_the_suspension_ends(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())
@@ -383,7 +383,7 @@ def test_without_a_webhook_pods_start_unchanged(space: Space, webhook: WebhookPr
     space.nodes.wait_for("attached again", lambda: attached(space.create(pod(), dry_run=True)))
 
 
-def test_a_stuck_webhook_delays_a_pod_by_its_time_and_no_more(
+def test_a_hung_webhook_delays_a_pod_by_its_timeout_only(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())

@@ -101,7 +101,7 @@ def options(namespace: str, configuration: str) -> dict[str, Any]:
 
 
 def without_own_namespace(configuration: dict[str, Any]) -> dict[str, Any]:
-    """The test's Secret lies where its pods are, which the real configuration would not ask about."""
+    """The test's Secret is in the namespace of its pods, which the real webhook excludes."""
     for hook in configuration["webhooks"]:
         hook.get("namespaceSelector", {}).pop("matchExpressions", None)
     return configuration
@@ -173,7 +173,7 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
         assert len(results) > 40
         assert all(results), f"{results.count(False)} of {len(results)} pods were not attached"
 
-        # Drift: somebody takes the bundle away.
+        # Drift: the bundle is removed.
         path = f"{CONFIGURATIONS}/mutatingwebhookconfigurations/{namespace}"
         body = nodes.ok(full_api.request("GET", path))
         del body["webhooks"][0]["clientConfig"]["caBundle"]
@@ -184,7 +184,7 @@ def test_a_self_managed_certificate_is_rotated_under_load_without_one_failed_adm
         )
         nodes.wait_for("pods are attached again", attached)
 
-        # Somebody overwrites the Secret with what cannot serve.
+        # The Secret is overwritten with an unusable pair.
         broken = {"data": {"tls.crt": "eA==", "tls.key": "eA=="}}
         nodes.ok(
             full_api.request("PATCH", secret, broken, content_type="application/merge-patch+json")

@@ -35,9 +35,9 @@ class Account:
                 {"metadata": {"name": self.name}},
             )
         )
-        asked = {"spec": {"expirationSeconds": 3600}}
+        token_request = {"spec": {"expirationSeconds": 3600}}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{self.name}/token"
-        token = nodes.ok(api.request("POST", path, asked))["status"]["token"]
+        token = nodes.ok(api.request("POST", path, token_request))["status"]["token"]
         config = yaml.safe_load(cluster.kubeconfig.read_text())
         chosen = next(each for each in config["contexts"] if each["name"] == cluster.context)[
             "context"
@@ -50,7 +50,7 @@ class Account:
         self.cluster = SimpleNamespace(kubeconfig=kubeconfig, context="webhook")
 
     def grant(self, given: Sequence[Permission]) -> None:
-        """Of the scopes: what is the namespace's own in a Role, the rest in a ClusterRole, as the chart has it."""
+        """Creates a Role for namespaced rules and a ClusterRole for the others, as in the chart."""
         on = frozenset({rbac.SELF_MANAGED})
         wide = [
             *rbac.rules(given, Scope.WATCHED, on),
@@ -91,7 +91,7 @@ def account(
     full_api.request("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
-def test_with_the_rights_that_ship_a_pod_is_attached(
+def test_with_the_charts_permissions_a_pod_is_injected(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path
 ) -> None:
     account.grant(rbac.WEBHOOK)
@@ -119,7 +119,7 @@ def test_with_the_rights_that_ship_a_pod_is_attached(
 
 
 @pytest.mark.parametrize("missing", ["kvtierpolicies", "nodes", "limitranges"])
-def test_a_right_that_is_missing_is_named_and_pods_start_unchanged(
+def test_a_missing_permission_is_named_and_pods_are_admitted_unchanged(
     full_api: Any, nodes: ModuleType, account: Account, tmp_path: Path, missing: str
 ) -> None:
     account.grant([each for each in rbac.WEBHOOK if missing not in each.resources])

@@ -1,6 +1,4 @@
-"""Unusual pods and policies with a real API server: they are admitted as without KVTier, and the webhook
-keeps answering.
-"""
+"""Unusual pods and policies with a real API server do not affect admission or the webhook."""
 
 from __future__ import annotations
 
@@ -114,18 +112,19 @@ HUGE: dict[str, Change] = {
         args=["--tensor-parallel-size", "9" * 5_000]
     ),
 }
-"""Within what the API server takes. Each of the first three kept a thread, and with it the process, for seconds to hours."""
+"""The API server accepts these. Each of the first three once occupied a thread for hours."""
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_a_pod_that_is_as_large_as_can_be_holds_up_nobody(
+def test_a_pod_of_the_maximum_size_delays_no_other_pod(
     space: Space, webhook: WebhookProcess, name: str
 ) -> None:
     space.apply(policy())
     document = pod()
     HUGE[name](document)
     failures = [webhook.metric(ASKED % result) for result in ("Failed", "Malformed")]
-    # The API server itself may need longer than the second that a decision is given; what counts is that it ends.
+    # The API server itself may need longer than the second that a decision is given; what counts is
+    # that it ends.
     assert space.outcome(space.create(document, dry_run=True)) in (
         "attached",
         "",
@@ -201,7 +200,7 @@ ODD: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_pod_is_decided_about_like_any_other(
+def test_an_unusual_pod_is_decided_like_any_other(
     space: Space, webhook: WebhookProcess, name: str
 ) -> None:
     space.apply(policy())
@@ -214,12 +213,12 @@ def test_an_odd_pod_is_decided_about_like_any_other(
     assert webhook.metric(ASKED % "Failed") == failed
 
 
-def test_a_pod_that_is_changed_later_is_not_asked_about(
+def test_the_webhook_is_not_called_for_updates_of_a_pod(
     space: Space, webhook: WebhookProcess
 ) -> None:
     found = space.nodes.ok(space.api.request("POST", space.pods, pod({"app": "other"})))
     space.apply(policy())
-    asked = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
     path = f"{space.pods}/{found['metadata']['name']}"
     # From here on the policy selects it; what it was given at its creation is what it has.
     changed = space.nodes.ok(
@@ -233,7 +232,7 @@ def test_a_pod_that_is_changed_later_is_not_asked_about(
         space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic)
     )
     assert not space.outcome(changed["metadata"].get("annotations") or {})
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == asked
+    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
 
 
 LONG = ("a." * 32)[:63].rstrip(".")
@@ -267,7 +266,9 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_odd_policy_harms_no_pod(space: Space, webhook: WebhookProcess, name: str) -> None:
+def test_an_unusual_policy_does_not_affect_pods(
+    space: Space, webhook: WebhookProcess, name: str
+) -> None:
     document, expected = copy.deepcopy(POLICIES[name])
     failed = webhook.metric(ASKED % "Failed")
     space.apply(document)

@@ -29,8 +29,8 @@ Patch = Callable[[dict[str, Any]], list[dict[str, Any]]]
 def another_webhook(
     api: Any, home: Path, name: str, namespace: str, patch: Patch
 ) -> Iterator[list[str]]:
-    """A second mutating webhook; configurations are asked in the order of their names. Yields the names of containers
-    that it saw, one entry per question.
+    """A second mutating webhook; webhooks are called in the order of the configurations' names.
+    Yields the container names that it saw, one entry per call.
     """
     issued = certificates.issue(("127.0.0.1",), time.time(), 3600)
     pair = home / f"{name}.pem"
@@ -41,11 +41,17 @@ def another_webhook(
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
-            seen.append(" ".join(each["name"] for each in asked["object"]["spec"]["containers"]))
-            operations = base64.b64encode(json.dumps(patch(asked["object"])).encode()).decode()
+            review_request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+                "request"
+            ]
+            seen.append(
+                " ".join(each["name"] for each in review_request["object"]["spec"]["containers"])
+            )
+            operations = base64.b64encode(
+                json.dumps(patch(review_request["object"])).encode()
+            ).decode()
             response = {
-                "uid": asked["uid"],
+                "uid": review_request["uid"],
                 "allowed": True,
                 "patchType": "JSONPatch",
                 "patch": operations,
@@ -139,7 +145,7 @@ def create(
 
 
 @pytest.mark.parametrize("name", ["a-mesh", "z-mesh"])
-def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine(
+def test_a_container_that_a_mesh_adds_before_or_after_is_not_the_engine(
     full_api: Any,
     nodes: ModuleType,
     tmp_path: Path,
@@ -162,7 +168,7 @@ def test_a_container_that_a_mesh_adds_first_or_after_is_not_taken_for_the_engine
     assert every.count(TIERD_CONTAINER) == 1
 
 
-def test_a_pod_that_a_later_webhook_makes_an_engines_is_attached_when_asked_again(
+def test_an_engine_added_by_a_later_webhook_is_injected_on_reinvocation(
     full_api: Any, nodes: ModuleType, tmp_path: Path, create: tuple[str, Callable[..., Any]]
 ) -> None:
     namespace, made = create

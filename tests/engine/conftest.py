@@ -78,7 +78,7 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed
 
 
 @pytest.fixture
-def faultless(sidecar: EngineTestbed) -> Iterator[EngineTestbed]:
+def testbed(sidecar: EngineTestbed) -> Iterator[EngineTestbed]:
     """``sidecar`` with a living daemon and no faults."""
     sidecar.set_faults()
     sidecar.wait_attached()

@@ -66,7 +66,7 @@ def stored(cost: CostCase, plain: ReferenceEngine) -> list[list[int]]:
     return prompts
 
 
-def test_the_daemon_decides_with_the_speed_that_the_engine_has_measured(
+def test_tierd_decides_with_the_prefill_speed_that_the_engine_measured(
     cost: CostCase, plain: ReferenceEngine, stored: list[list[int]]
 ) -> None:
     assert cost.requests().run(stored[0]) == plain.tokens(stored[0])
@@ -77,7 +77,7 @@ def test_the_daemon_decides_with_the_speed_that_the_engine_has_measured(
     assert set(reasons) <= {"tier_without_estimate", "least_time", "recomputing_is_faster"}
 
 
-def test_a_tier_that_hangs_costs_a_fraction_of_its_time_limit(
+def test_a_hung_tier_costs_a_fraction_of_its_timeout(
     cost: CostCase, plain: ReferenceEngine, stored: list[list[int]]
 ) -> None:
     cost.set_faults(read={"hang": True})

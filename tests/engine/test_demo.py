@@ -70,9 +70,9 @@ def test_the_demo_reloads_from_ram_and_after_a_kill_from_files(
     kept = tmp_path / "demo"
     with _started(tmp_path / "out", KVTIER_DEMO_DIR=str(kept)) as demo:
         demo.wait(840)
-    told = (tmp_path / "out").read_text()
-    assert demo.returncode == 0, told[-6000:]
-    last = told.strip().splitlines()[-1]
+    output = (tmp_path / "out").read_text()
+    assert demo.returncode == 0, output[-6000:]
+    last = output.strip().splitlines()[-1]
     assert last.startswith("RESULT ")
     result = json.loads(last.removeprefix("RESULT "))
     assert result["identical_tokens"] is True

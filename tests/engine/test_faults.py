@@ -38,43 +38,43 @@ def _stored(case: EngineTestbed, plain: ReferenceEngine, seed: int) -> list[int]
 
 
 def test_a_tier_that_fails_every_read_is_a_miss(
-    faultless: EngineTestbed, plain: ReferenceEngine
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
-    tokens = _stored(faultless, plain, 300)
-    faultless.set_faults(read={"fail": True})
-    failures = faultless.tier_failures()
-    requests = faultless.requests()
-    with faultless.loads() as loads:
+    tokens = _stored(testbed, plain, 300)
+    testbed.set_faults(read={"fail": True})
+    failures = testbed.tier_failures()
+    requests = testbed.requests()
+    with testbed.loads() as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens == 0
-    faultless.wait_for(lambda: faultless.tier_failures() > failures, "no failed read was counted")
+    testbed.wait_for(lambda: testbed.tier_failures() > failures, "no failed read was counted")
 
 
-def test_a_tier_that_fails_after_some_reads_gives_the_prefix(
-    faultless: EngineTestbed, plain: ReferenceEngine
+def test_a_tier_that_fails_after_some_reads_provides_the_prefix(
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
-    tokens = _stored(faultless, plain, 301)
-    faultless.set_faults(read={"fail_after": 3})
-    with faultless.loads("disk") as loads:
-        assert faultless.requests().run(tokens) == plain.tokens(tokens)
+    tokens = _stored(testbed, plain, 301)
+    testbed.set_faults(read={"fail_after": 3})
+    with testbed.loads("disk") as loads:
+        assert testbed.requests().run(tokens) == plain.tokens(tokens)
     assert 0 < loads.tokens <= 3 * CHUNK_TOKENS
 
 
-def test_a_read_that_never_ends_times_out(faultless: EngineTestbed, plain: ReferenceEngine) -> None:
-    tokens = _stored(faultless, plain, 302)
-    faultless.set_faults(read={"hang": True})
-    with faultless.loads() as loads:
-        assert faultless.requests().run(tokens) == plain.tokens(tokens)
+def test_a_read_that_never_ends_times_out(testbed: EngineTestbed, plain: ReferenceEngine) -> None:
+    tokens = _stored(testbed, plain, 302)
+    testbed.set_faults(read={"hang": True})
+    with testbed.loads() as loads:
+        assert testbed.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == 0
 
 
 def test_a_request_that_waits_for_a_slow_tier_does_not_delay_others(
-    faultless: EngineTestbed, plain: ReferenceEngine
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
-    tokens = _stored(faultless, plain, 303)
+    tokens = _stored(testbed, plain, 303)
     other = prompt(200, 304)
-    faultless.set_faults(read={"hang": True})
-    requests = faultless.requests()
+    testbed.set_faults(read={"hang": True})
+    requests = testbed.requests()
     slow = requests.add(tokens)
     requests.engine.call("step", count=2)
     quick = requests.add(other)
@@ -85,57 +85,55 @@ def test_a_request_that_waits_for_a_slow_tier_does_not_delay_others(
 
 
 def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
-    faultless: EngineTestbed, plain: ReferenceEngine
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
-    tokens = _stored(faultless, plain, 305)
-    faultless.set_faults(read={"delay_seconds": 1.0})
-    requests = faultless.requests()
+    tokens = _stored(testbed, plain, 305)
+    testbed.set_faults(read={"delay_seconds": 1.0})
+    requests = testbed.requests()
     name = requests.add(tokens)
     requests.engine.call("step", count=3)
     assert "WAITING" in requests.engine.call("state")["requests"][name]
     requests.abort(name)
     assert requests.engine.call("settle")
     assert requests.engine.call("state")["requests"] == {}
-    faultless.set_faults()
-    faultless.empty_gpu_cache()
+    testbed.set_faults()
+    testbed.empty_gpu_cache()
     assert requests.run(tokens) == plain.tokens(tokens)
 
 
-def test_a_load_that_failed_is_not_repeated(
-    faultless: EngineTestbed, plain: ReferenceEngine
-) -> None:
+def test_a_load_that_failed_is_not_repeated(testbed: EngineTestbed, plain: ReferenceEngine) -> None:
     """The daemon stops after the hit was promised: the slots are never announced."""
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 310)
-    requests = faultless.requests()
+    requests = testbed.requests()
     assert requests.run(tokens) == plain.tokens(tokens)
-    faultless.settle_stores()
-    faultless.empty_gpu_cache()
-    failures = faultless.load_failures()
-    os.kill(faultless.daemon_pid(), signal.SIGSTOP)
+    testbed.settle_stores()
+    testbed.empty_gpu_cache()
+    failures = testbed.load_failures()
+    os.kill(testbed.daemon_pid(), signal.SIGSTOP)
     try:
         name = requests.add(tokens)
-        with faultless.loads() as loads:
+        with testbed.loads() as loads:
             answer = requests.finish([name])
     finally:
-        os.kill(faultless.daemon_pid(), signal.SIGCONT)
+        os.kill(testbed.daemon_pid(), signal.SIGCONT)
     assert answer[name]["tokens"] == plain.tokens(tokens)
     assert loads.tokens == 0
-    assert faultless.load_failures() > failures
+    assert testbed.load_failures() > failures
     assert requests.engine.call("lookup_counts")[name] <= ASKS_WITHOUT_WAITING
 
 
 @pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
-def blow(request: pytest.FixtureRequest, faultless: EngineTestbed) -> Iterator[signal.Signals]:
+def stop_signal(request: pytest.FixtureRequest, testbed: EngineTestbed) -> Iterator[signal.Signals]:
     """A signal for the daemon; afterwards it is replaced."""
     yield request.param
-    faultless.restart_daemon(signal.SIGKILL)
-    faultless.wait_attached()
+    testbed.restart_daemon(signal.SIGKILL)
+    testbed.wait_attached()
 
 
-def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None:
+def _lose_daemon_under_a_copy(case: EngineTestbed, stop_signal: signal.Signals) -> None:
     """A new tierd must not reuse a slot before the worker's copy has ended."""
-    os.kill(case.daemon_pid(), blow)
-    if blow is signal.SIGKILL:
+    os.kill(case.daemon_pid(), stop_signal)
+    if stop_signal is signal.SIGKILL:
         case.start_daemon()
         case.wait_for(
             lambda: (case.status() or {}).get("started", False), "the new daemon has no pool"
@@ -150,68 +148,68 @@ def _lose_daemon_under_a_copy(case: EngineTestbed, blow: signal.Signals) -> None
     set_copy_seconds(case, 0)
 
 
-def test_the_daemon_is_lost_while_a_request_loads(
-    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
+def test_tierd_is_lost_while_a_request_loads(
+    testbed: EngineTestbed, plain: ReferenceEngine, stop_signal: signal.Signals
 ) -> None:
-    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + blow)
-    requests = faultless.requests()
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 320 + stop_signal)
+    requests = testbed.requests()
     assert requests.run(tokens) == plain.tokens(tokens)
-    faultless.settle_stores()
-    faultless.empty_gpu_cache()
-    failures = faultless.load_failures()
-    set_copy_seconds(faultless, 3600)
+    testbed.settle_stores()
+    testbed.empty_gpu_cache()
+    failures = testbed.load_failures()
+    set_copy_seconds(testbed, 3600)
     name = requests.add(tokens)
-    with faultless.loads("ram") as loads:
-        wait_copying(faultless, Direction.TO_DEVICE)
-        _lose_daemon_under_a_copy(faultless, blow)
+    with testbed.loads("ram") as loads:
+        wait_copying(testbed, Direction.TO_DEVICE)
+        _lose_daemon_under_a_copy(testbed, stop_signal)
         assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
     # What was copied before the worker drained is whole. It counts either as loaded or as failed.
-    assert loads.tokens == CHUNKS * CHUNK_TOKENS or faultless.load_failures() > failures
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS or testbed.load_failures() > failures
 
 
-def test_the_daemon_is_lost_while_a_request_waits(
-    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
+def test_tierd_is_lost_while_a_request_waits(
+    testbed: EngineTestbed, plain: ReferenceEngine, stop_signal: signal.Signals
 ) -> None:
-    tokens = _stored(faultless, plain, 340 + blow)
-    faultless.set_faults(read={"delay_seconds": 2.0})
-    requests = faultless.requests()
+    tokens = _stored(testbed, plain, 340 + stop_signal)
+    testbed.set_faults(read={"delay_seconds": 2.0})
+    requests = testbed.requests()
     name = requests.add(tokens)
     requests.engine.call("step", count=3)
-    os.kill(faultless.daemon_pid(), blow)
+    os.kill(testbed.daemon_pid(), stop_signal)
     assert requests.finish([name])[name]["tokens"] == plain.tokens(tokens)
 
 
-def test_the_daemon_is_lost_while_a_request_stores(
-    faultless: EngineTestbed, plain: ReferenceEngine, blow: signal.Signals
+def test_tierd_is_lost_while_a_request_stores(
+    testbed: EngineTestbed, plain: ReferenceEngine, stop_signal: signal.Signals
 ) -> None:
-    prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * blow + index) for index in range(3)]
-    requests = faultless.requests()
-    set_copy_seconds(faultless, 3600)
+    prompts = [prompt(12 * CHUNK_TOKENS, 360 + 10 * stop_signal + index) for index in range(3)]
+    requests = testbed.requests()
+    set_copy_seconds(testbed, 3600)
     names = [requests.add(tokens, 30) for tokens in prompts]
-    wait_copying(faultless, Direction.TO_HOST)
-    _lose_daemon_under_a_copy(faultless, blow)
+    wait_copying(testbed, Direction.TO_HOST)
+    _lose_daemon_under_a_copy(testbed, stop_signal)
     answers = requests.finish(names)
     assert [answers[name]["tokens"] for name in names] == plain.together(prompts, 30)
-    faultless.restart_daemon(signal.SIGKILL)
-    faultless.wait_attached()
-    faultless.empty_gpu_cache()
+    testbed.restart_daemon(signal.SIGKILL)
+    testbed.wait_attached()
+    testbed.empty_gpu_cache()
     assert requests.run_together(prompts, 30) == plain.together(prompts, 30)
 
 
-def test_after_ten_dead_daemons_the_engine_still_loads_and_nothing_is_leaked(
-    faultless: EngineTestbed, plain: ReferenceEngine
+def test_after_ten_kills_of_tierd_the_engine_still_loads_and_leaks_nothing(
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 390)
-    requests = faultless.requests()
+    requests = testbed.requests()
     for _ in range(10):
-        faultless.empty_gpu_cache()
+        testbed.empty_gpu_cache()
         assert requests.run(tokens) == plain.tokens(tokens)
-        faultless.settle_stores()
-        faultless.restart_daemon(signal.SIGKILL)
-        faultless.wait_attached()
-    faultless.empty_gpu_cache()
-    with faultless.loads("disk") as loads:
+        testbed.settle_stores()
+        testbed.restart_daemon(signal.SIGKILL)
+        testbed.wait_attached()
+    testbed.empty_gpu_cache()
+    with testbed.loads("disk") as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
-    assert faultless.shared_memory_bytes() <= faultless.tuning.memory_bytes + (4 << 20)
-    assert len(faultless.daemon_pids()) == 1
+    assert testbed.shared_memory_bytes() <= testbed.tuning.memory_bytes + (4 << 20)
+    assert len(testbed.daemon_pids()) == 1

@@ -98,61 +98,61 @@ def test_a_damaged_file_is_a_miss(
 
 
 def test_the_chunks_before_a_damaged_one_are_loaded(
-    faultless: EngineTestbed, plain: ReferenceEngine
+    testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
-    requests = faultless.requests()
+    requests = testbed.requests()
     tokens = prompt(8 * CHUNK_TOKENS + 5, 230)
     head = tokens[: 3 * CHUNK_TOKENS + 5]
     assert requests.run(head) == plain.tokens(head)
-    faultless.settle_stores()
-    before = set(faultless.files())
+    testbed.settle_stores()
+    before = set(testbed.files())
     assert requests.run(tokens) == plain.tokens(tokens)
-    faultless.settle_stores()
-    later = set(faultless.files()) - before
+    testbed.settle_stores()
+    later = set(testbed.files()) - before
     assert len(later) == 5
     for path in later:
         _flip(lambda size: size - 1)(path)
-    faultless.restart_daemon(signal.SIGKILL)
-    faultless.wait_attached()
-    faultless.empty_gpu_cache()
-    with faultless.loads("disk") as loads:
+    testbed.restart_daemon(signal.SIGKILL)
+    testbed.wait_attached()
+    testbed.empty_gpu_cache()
+    with testbed.loads("disk") as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens == 3 * CHUNK_TOKENS
 
 
 def test_a_damaged_file_is_stored_again(
-    faultless: EngineTestbed, plain: ReferenceEngine, damaged: dict[str, list[int]]
+    testbed: EngineTestbed, plain: ReferenceEngine, damaged: dict[str, list[int]]
 ) -> None:
-    requests = faultless.requests()
+    requests = testbed.requests()
     tokens = damaged["truncated"]
-    faultless.empty_gpu_cache()
+    testbed.empty_gpu_cache()
     assert requests.run(tokens) == plain.tokens(tokens)
-    faultless.settle_stores()
-    faultless.restart_daemon(signal.SIGKILL)
-    faultless.wait_attached()
-    faultless.empty_gpu_cache()
-    with faultless.loads("disk") as loads:
+    testbed.settle_stores()
+    testbed.restart_daemon(signal.SIGKILL)
+    testbed.wait_attached()
+    testbed.empty_gpu_cache()
+    with testbed.loads("disk") as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens == 4 * CHUNK_TOKENS
 
 
 def test_another_models_objects_in_the_same_directory_are_not_used(
-    faultless: EngineTestbed, plain: ReferenceEngine, payload: Path, scratch: Path
+    testbed: EngineTestbed, plain: ReferenceEngine, payload: Path, scratch: Path
 ) -> None:
     tokens = prompt(6 * CHUNK_TOKENS + 5, 240)
-    faultless.empty_gpu_cache()
-    assert faultless.requests().run(tokens) == plain.tokens(tokens)
-    faultless.settle_stores()
+    testbed.empty_gpu_cache()
+    assert testbed.requests().run(tokens) == plain.tokens(tokens)
+    testbed.settle_stores()
     [first_namespace] = [
-        path for path in faultless.files_root.iterdir() if path.is_dir() and len(path.name) == 32
+        path for path in testbed.files_root.iterdir() if path.is_dir() and len(path.name) == 32
     ]
 
     other_model = write_llama(scratch / "other-model", seed=7)
     reference = start_reference_engine(other_model, payload, scratch / "other-plain.log")
     case = EngineTestbed(
-        scratch / "other", other_model, payload, replace(faultless.tuning, daemon=Daemon.ENGINE)
+        scratch / "other", other_model, payload, replace(testbed.tuning, daemon=Daemon.ENGINE)
     )
-    case.files_root = faultless.files_root
+    case.files_root = testbed.files_root
     case.write_topology()
     try:
         expected = ReferenceEngine(reference.wait_ready()).tokens(tokens)
@@ -166,10 +166,10 @@ def test_another_models_objects_in_the_same_directory_are_not_used(
         case.settle_stores()
         [other_namespace] = [
             path
-            for path in faultless.files_root.iterdir()
+            for path in testbed.files_root.iterdir()
             if path.is_dir() and len(path.name) == 32 and path != first_namespace
         ]
-        # Even under the other's name, an object is refused: its header says whose it is.
+        # Even under the other's name an object is rejected, because its header has its own name.
         for path in other_namespace.rglob("*.kv"):
             shutil.copyfile(first_namespace / path.relative_to(other_namespace), path)
         case.kill_daemon()

@@ -64,7 +64,7 @@ def _exit_seconds(engine: DrivenEngine) -> float:
     return time.monotonic() - began
 
 
-def test_an_engine_and_its_tierd_end_within_five_seconds_beside_a_mount_that_hangs(
+def test_an_engine_and_its_tierd_exit_within_five_seconds_with_a_hung_mount(
     case: EngineTestbed, mount: FaultyMount, plain: ReferenceEngine, alone: DrivenEngine
 ) -> None:
     stored, other = (prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + index) for index in range(2))

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters share with nobody who would have computed something else.
+"""Requests with LoRA adapters share objects only with requests whose KV is the same.
 
 One request at a time: the CPU engine itself mixes up adapters within one batch.
 """

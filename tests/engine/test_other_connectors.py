@@ -50,7 +50,9 @@ def policy(
 
 
 @pytest.mark.parametrize("eviction", ["LRU", "ARC"])
-def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: str) -> None:
+def test_vllm_creates_its_tiers_from_the_rendered_configuration(
+    tmp_path: Path, eviction: str
+) -> None:
     from vllm.config import KVTransferConfig
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -77,7 +79,7 @@ def test_vllm_makes_its_tiers_from_what_is_rendered(tmp_path: Path, eviction: st
 
 
 @pytest.mark.parametrize("sharing", ["Node", "Cluster"])
-def test_lmcache_reads_what_is_rendered_as_it_was_meant(
+def test_lmcache_reads_the_rendered_configuration_as_intended(
     tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmcache.v1.config import LMCacheEngineConfig

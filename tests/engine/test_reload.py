@@ -36,7 +36,7 @@ def requests(case: EngineTestbed) -> Requests:
     return case.requests()
 
 
-def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was_emptied(
+def test_a_prompt_prefilled_in_chunks_is_reloaded_from_ram_after_the_gpu_cache_is_emptied(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(700, 101)
@@ -55,7 +55,7 @@ def test_a_prompt_computed_in_pieces_comes_back_from_ram_after_the_gpu_cache_was
     "length",
     [CHUNK_TOKENS, 5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 1, 5 * CHUNK_TOKENS + BLOCK_TOKENS],
 )
-def test_prompts_that_end_at_a_boundary_come_back_from_ram(
+def test_prompts_that_end_at_a_boundary_are_reloaded_from_ram(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine, length: int
 ) -> None:
     tokens = prompt(length, 110 + length)
@@ -81,7 +81,7 @@ def test_a_gpu_hit_that_ends_inside_a_chunk_loads_only_the_blocks_that_miss(
     assert loads.tokens == 9 * CHUNK_TOKENS - BLOCK_TOKENS
 
 
-def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
+def test_generated_tokens_are_reloaded_as_part_of_a_longer_prompt(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(3 * CHUNK_TOKENS - 20, 130)
@@ -95,7 +95,7 @@ def test_generated_tokens_come_back_as_part_of_a_longer_prompt(
     assert loads.tokens == (len(tokens) + 99) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def test_eight_requests_at_once_share_a_prefix(
+def test_eight_concurrent_requests_share_a_prefix(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     prefix = prompt(6 * CHUNK_TOKENS, 140)
@@ -124,7 +124,7 @@ def test_requests_with_different_cache_salts_do_not_share(
     assert loads.tokens == 5 * CHUNK_TOKENS
 
 
-def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(
+def test_a_request_aborted_during_its_store_causes_no_wrong_token(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 170)
@@ -140,7 +140,7 @@ def test_a_request_aborted_while_it_stores_leaves_nothing_wrong(
     assert loads.tokens > 0
 
 
-def test_a_request_aborted_while_it_loads_leaves_nothing_wrong(
+def test_a_request_aborted_during_its_load_causes_no_wrong_token(
     case: EngineTestbed, requests: Requests, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(12 * CHUNK_TOKENS, 180)

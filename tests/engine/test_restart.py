@@ -57,7 +57,7 @@ def test_objects_of_a_killed_engine_serve_the_next_one(
     assert case.requests().run_together(interrupted) == plain.together(interrupted)
     case.settle_stores()
 
-    # A daemon that dies leaves a pool: its successor takes over what was sealed.
+    # A killed tierd leaves a pool. Its successor recovers the checksummed objects.
     case.restart_daemon(signal.SIGKILL)
     case.wait_attached()
     case.empty_gpu_cache()

@@ -12,7 +12,7 @@ from kvtier.scorecard.runner import ScorecardOptions
 FAULTS = ("hang", "wrong-key", "tierd-SIGKILL")
 
 
-def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
+def test_a_real_engine_passes_with_a_hang_foreign_bytes_and_a_killed_tierd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How fast this machine is, is not for a test to say; `kvtier faults --engine` judges it.
@@ -31,6 +31,6 @@ def test_a_real_engine_passes_beside_a_hang_foreign_bytes_and_a_killed_daemon(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_rows_are_those_of_the_faults_that_were_named(tmp_path: Path) -> None:
+def test_the_rows_are_those_of_the_selected_faults(tmp_path: Path) -> None:
     assert engine_faults.names(ScorecardOptions(tmp_path, ("hang", "writers-2"))) == ["engine-hang"]
     assert "engine-engine-and-worker-SIGKILL" in engine_faults.names(ScorecardOptions(tmp_path))

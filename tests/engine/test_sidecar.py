@@ -1,4 +1,4 @@
-"""A real engine beside a sidecar that comes late, loses its tierd, and is told another document."""
+"""A real engine with a sidecar that starts late, loses its tierd and gets a new document."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
         case.close()
 
 
-def test_an_engine_starts_without_its_sidecar_and_attaches_whenever_that_comes(
+def test_an_engine_starts_without_its_sidecar_and_attaches_once_it_runs(
     case: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)

@@ -63,7 +63,7 @@ def _others(seed: int) -> list[list[int]]:
 
 
 def _wait_copying(case: EngineTestbed, direction: Direction) -> None:
-    case.wait_for(lambda: running_copies(case)[direction.value] > 0, "no copy has begun")
+    case.wait_for(lambda: running_copies(case)[direction.value] > 0, "no copy has started")
 
 
 @with_and_without

@@ -91,7 +91,7 @@ def test_a_damaged_file_is_corrupt_and_removed(tmp_path: Path, damage: Damage) -
 def test_an_unreadable_file_is_unavailable_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Permissions do not bind root, so the refusal is put into the call.
+    # Permissions do not apply to root, so the call itself fails.
     tier = open_tier(tmp_path)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)

@@ -105,8 +105,8 @@ def test_tierd_exits_during_a_hanging_read_and_its_slot_stays_quarantined(
     testbed.start_tierd(tiers=False)
     assert engine.wait_for(lambda: engine.seen.attached == 3, WAIT_SECONDS)
     assert engine.wait("can_store", WAIT_SECONDS)
-    # One slot for each thread that hangs; the others are the next tierd's, and its engine's.
-    wait_for(lambda: testbed.pool("quarantined") > 0, "slots are kept from everybody")
+    # One slot for each hung thread. The next tierd and its engine use the others.
+    wait_for(lambda: testbed.pool("quarantined") > 0, "slots are quarantined")
     quarantined = testbed.pool("quarantined")
     assert quarantined <= len(KEYS) * OBJECT_BYTES
     for chunk in range(100, 120):

@@ -93,7 +93,7 @@ def test_a_peer_that_returns_wrong_bytes_fails(
 
 
 def test_a_peer_that_does_not_start_is_skipped_with_a_reason(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, (Peer("nobody", "no_such_package.peer"),), "EIO", "truncation")
+    rows = rows_of(tmp_path, (Peer("missing", "no_such_package.peer"),), "EIO", "truncation")
     assert [row.verdict for row in rows.values()] == ["skipped", "skipped"]
     assert all("No module named 'no_such_package'" in row.reason for row in rows.values())
 

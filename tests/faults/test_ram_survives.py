@@ -156,7 +156,7 @@ def test_an_engine_with_another_layout_loads_no_recovered_object(make_testbed: M
     assert other.seen.wrong == 0
 
 
-def test_ram_serves_the_next_engine_when_tierd_lives_on_and_when_both_were_killed(
+def test_ram_serves_the_next_engine_whether_or_not_tierd_was_killed(
     make_testbed: MakeTestbed,
 ) -> None:
     testbed = make_testbed()
@@ -201,7 +201,7 @@ def test_killing_tierd_with_a_full_pool_recovers_no_wrong_byte(
     assert engine.stop()["wrong"] == 0
 
 
-def test_ram_outlives_tierd_and_then_the_whole_container_of_the_sidecar(
+def test_ram_survives_restarts_of_tierd_and_of_the_sidecar_container(
     make_testbed: MakeTestbed,
 ) -> None:
     testbed = make_testbed()

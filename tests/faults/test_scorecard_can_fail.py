@@ -71,7 +71,7 @@ def test_a_leftover_partial_file_fails_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*_: object) -> writers.WritersResult:
-        working = writers_path(tmp_path) / "of somebody" / f"{WORKING_PREFIX}0011"
+        working = writers_path(tmp_path) / "a writer" / f"{WORKING_PREFIX}0011"
         working.parent.mkdir(parents=True)
         working.touch()
         return writers.WritersResult(temporaries=len(writers.temporaries(tmp_path)))

@@ -69,10 +69,10 @@ class Sidecar:
 
     def end(self) -> float:
         """SIGTERM; how many seconds it took."""
-        begun = time.monotonic()
+        start = time.monotonic()
         self.process.terminate()
         assert self.process.wait(WAIT_SECONDS) == 0
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -135,7 +135,7 @@ def test_the_sidecar_exits_within_two_seconds_even_if_tierd_hangs(
     assert "killing tierd" in sidecar.log()
 
 
-def test_a_tierd_in_a_dead_mount_is_replaced_and_does_not_delay_the_exit(
+def test_a_tierd_in_a_hung_mount_is_replaced_and_does_not_delay_the_exit(
     tmp_path: Path,
 ) -> None:
     if unavailable():
@@ -213,7 +213,9 @@ def test_a_drain_request_of_a_previous_container_is_ignored(
     assert not testbed.status()["conditions"]
 
 
-def test_it_waits_for_a_valid_document_and_reports_why(testbed: TierdTestbed, start: Start) -> None:
+def test_the_sidecar_waits_for_a_valid_document_and_reports_why(
+    testbed: TierdTestbed, start: Start
+) -> None:
     structural = testbed.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")

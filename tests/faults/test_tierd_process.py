@@ -94,7 +94,7 @@ def test_a_tierd_that_hangs_is_killed_by_the_engine_that_started_it_and_replaced
     assert engine.stop()["wrong"] == 0
 
 
-def test_slots_of_a_killed_engine_are_freed_once_its_process_is_dead(
+def test_slots_of_a_killed_engine_are_freed_once_its_process_has_exited(
     make_testbed: MakeTestbed,
 ) -> None:
     testbed = make_testbed()
@@ -146,7 +146,7 @@ def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(
     wait_for(lambda: not list(Path("/dev/shm").glob(f"{common}-*")), "nothing is left")
 
 
-def test_two_engines_share_one_tierd_and_what_it_holds(make_testbed: MakeTestbed) -> None:
+def test_two_engines_share_one_tierd_and_its_objects(make_testbed: MakeTestbed) -> None:
     testbed = make_testbed()
     testbed.start_tierd()
     first, second = testbed.engine(), testbed.engine()
@@ -192,7 +192,7 @@ def test_a_connector_of_another_version_is_rejected_with_both_versions(
     assert testbed.counter("sessions_refused") <= 2
 
 
-def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_is_dead(
+def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_exits(
     make_testbed: MakeTestbed,
 ) -> None:
     testbed = make_testbed()

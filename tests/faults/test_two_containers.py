@@ -120,15 +120,15 @@ def test_slots_of_a_sleeping_engine_stay_quarantined(
         thread.join(WAIT_SECONDS)
 
 
-def test_a_tierd_started_after_the_engine_died_is_not_fenced(testbed: TierdTestbed) -> None:
+def test_a_tierd_started_after_the_engine_exited_is_not_fenced(testbed: TierdTestbed) -> None:
     testbed.start_tierd()
     engine = engine_in_a_container(testbed, "--keys", "20")
     engine.wait_more("loaded", 5)
     testbed.kill_tierd()
     os.kill(first_process(engine), signal.SIGKILL)
     engine.process.wait(WAIT_SECONDS)
-    begun = time.monotonic()
+    start = time.monotonic()
     testbed.start_tierd()
     wait_for(lambda: not testbed.status()["fenced"], "the fence opens")
-    assert time.monotonic() - begun < AT_ONCE_SECONDS
+    assert time.monotonic() - start < AT_ONCE_SECONDS
     assert not list((testbed.run_directory / "sessions").iterdir())

@@ -75,9 +75,9 @@ class Client:
         """Loads one by one; how many came, how long the longest took."""
         longest, came = 0.0, 0
         for number in numbers:
-            begun = time.monotonic()
+            start = time.monotonic()
             came += self.engine.load([number], budget_seconds)
-            longest = max(longest, time.monotonic() - begun)
+            longest = max(longest, time.monotonic() - start)
         return {"loaded": came, "longest_seconds": round(longest, 3)}
 
     def wait_written(self, numbers: Sequence[int]) -> list[int]:
@@ -124,7 +124,7 @@ def found_by_another(a: Client, b: Client) -> dict[str, Any]:
 
 
 def never_half_written(a: Client, b: Client) -> dict[str, Any]:
-    """Whatever the other mount shows under an object's name is a whole object."""
+    """The other mount shows only complete objects under an object's name."""
     stop, looked, partial = threading.Event(), 0, []
     root = Path(os.environ["NFS_MOUNT_2"])
     worker = threading.Thread(target=lambda: a.store(range(100, 120)))
@@ -165,24 +165,24 @@ def unreachable(
         try:
             during = b.load(numbers)
             # RAM continues to serve its objects and to accept new ones.
-            begun = time.monotonic()
+            start = time.monotonic()
             ram = b.store(range(first + 50, first + 52))
             ram_loaded = b.engine.load([first + 50], BUDGET_SECONDS)
-            ram_seconds = time.monotonic() - begun
+            ram_seconds = time.monotonic() - start
         finally:
             control(*back)
 
         def again() -> bool:
             return b.engine.load(numbers[:1], BUDGET_SECONDS) == 1
 
-        begun = time.monotonic()
+        start = time.monotonic()
         recovered = b.wait(again, "the tier serves again", 180)
         return {
             "filed": len(numbers),
             "during": during,
             "ram": [ram, ram_loaded, round(ram_seconds, 3)],
             "recovered": recovered,
-            "recovery_seconds": round(time.monotonic() - begun, 1),
+            "recovery_seconds": round(time.monotonic() - start, 1),
             "later": b.load(numbers, WAIT),
         }
 
@@ -195,7 +195,7 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
     held = sum(bool(a.engine.holds(number) & FILE_BIT) for number in numbers)
     control("stale")
     during = a.load(numbers)
-    begun = time.monotonic()
+    start = time.monotonic()
 
     def stores_again() -> bool:
         number = 500 + int(time.monotonic() * 10) % 100_000
@@ -208,7 +208,7 @@ def replaced(a: Client, _: Client) -> dict[str, Any]:
         "held": held,
         "during": during,
         "recovered": recovered,
-        "recovery_seconds": round(time.monotonic() - begun, 1),
+        "recovery_seconds": round(time.monotonic() - start, 1),
         "state": a.state(),
     }
 
@@ -222,13 +222,13 @@ def ends_beside_a_hang(a: Client, b: Client) -> dict[str, Any]:
     try:
         b.load(numbers)
         pid = b.testbed.tierd_pid()
-        begun = time.monotonic()
+        start = time.monotonic()
         os.kill(pid, signal.SIGTERM)
-        while Path(f"/proc/{pid}").exists() and time.monotonic() - begun < 60:
+        while Path(f"/proc/{pid}").exists() and time.monotonic() - start < 60:
             for process in b.testbed._processes:
                 process.poll()
             time.sleep(0.05)
-        return {"exit_seconds": round(time.monotonic() - begun, 2)}
+        return {"exit_seconds": round(time.monotonic() - start, 2)}
     finally:
         control("heal")
 
@@ -247,7 +247,7 @@ LAST = ("end beside a hang", "directory replaced")
 
 
 def main() -> int:
-    """Runs all scenarios, whatever one of them does."""
+    """Runs all scenarios, even if one fails."""
     directory = Path(sys.argv[1])
     clients = [
         Client(directory / "a", os.environ["NFS_MOUNT"]),
@@ -255,14 +255,14 @@ def main() -> int:
     ]
     for name, scenario in SCENARIOS.items():
         pids = [client.testbed.tierd_pid() for client in clients]
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             result = scenario(*clients)
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         result["wrong"] = sum(client.engine.seen.wrong for client in clients)
-        result["seconds"] = round(time.monotonic() - begun, 1)
+        result["seconds"] = round(time.monotonic() - start, 1)
         # The last two are about a daemon that ends, and go on without it.
         serving = clients if name not in LAST else clients[:1]
         result["daemons_live"] = [client.testbed.tierd_pid() for client in serving] == pids[

@@ -85,7 +85,7 @@ def scenarios() -> dict[str, dict[str, Any]]:
         "directory replaced",
     ],
 )
-def test_no_byte_is_wrong_and_no_daemon_exits(
+def test_no_byte_is_wrong_and_no_tierd_exits(
     scenarios: dict[str, dict[str, Any]], name: str
 ) -> None:
     found = scenarios[name]
@@ -137,7 +137,7 @@ def test_a_replaced_directory_causes_misses_within_the_deadline(
     assert found["during"]["longest_seconds"] <= CLOCK_SECONDS + SLACK_SECONDS
 
 
-def test_a_daemon_with_hanging_reads_exits_within_five_seconds(
+def test_a_tierd_with_hung_reads_exits_within_five_seconds(
     scenarios: dict[str, dict[str, Any]],
 ) -> None:
     assert scenarios["end beside a hang"]["exit_seconds"] <= 5.0

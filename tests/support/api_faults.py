@@ -1,4 +1,4 @@
-"""A client that fails where a test says so. It wraps the client of a real API server, or the one in memory."""
+"""A client that injects faults. It wraps the client of a real or an in-memory API server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvtier_operator.kube.resources import ApiError, Client, Kind, Object
 class Fault(StrEnum):
     """What happens to a call.
 
-    ``KILLED_BEFORE`` and ``KILLED_AFTER`` end the process (``KilledError``) before the call reaches the API server, or
-    after it took effect and before its answer was read. ``LOST`` has the effect, but no answer comes.
+    ``KILLED_BEFORE`` and ``KILLED_AFTER`` end the process (``KilledError``) before the call reaches
+    the API server, or after it took effect and before its answer was read. ``LOST`` has the effect,
+    but no answer comes.
     """
 
     CONFLICT = "Conflict"
@@ -29,7 +30,7 @@ class Fault(StrEnum):
 
 
 class KilledError(BaseException):
-    """The operator was killed here. No error of ours: nobody catches it."""
+    """The operator was killed here. A BaseException, so that no code catches it."""
 
 
 SLOW_SECONDS = 0.3
@@ -59,8 +60,9 @@ class Call:
 
 @dataclass(slots=True)
 class FaultyClient(Client):
-    """``faults``: number of a call, from 1, to what happens to it. ``calls``: all that were made. ``on_killed``: called
-    before ``KilledError`` is raised. Pages and watches, which caches use, are the wrapped client's own.
+    """``faults``: number of a call, from 1, to what happens to it. ``calls``: all that were made.
+    ``on_killed``: called before ``KilledError`` is raised. Pages and watches, which caches use, are
+    the wrapped client's own.
     """
 
     client: Any

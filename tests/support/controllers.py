@@ -86,7 +86,7 @@ def file_tier(
 async def until(
     what: str, check: Callable[[], Awaitable[Any]], seconds: float = WAIT_SECONDS
 ) -> Any:
-    """Asks until the answer is true, and returns it. Raises ``AssertionError``, which says what was waited for."""
+    """Polls until the result is true and returns it. ``AssertionError`` names what was missing."""
     deadline = time.monotonic() + seconds
     while True:
         found = await check()
@@ -132,7 +132,7 @@ async def drop_namespace(client: ApiClient, name: str) -> None:
 async def running(
     client: Any, chosen: Settings, *, pace: Pace = QUICK, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[Controller]:
-    """The controller, working, for as long as the block runs. A ``KilledError`` inside of it ends it silently."""
+    """Runs the controller while the block runs. A ``KilledError`` in it ends it silently."""
     stop = asyncio.Event()
     controller = Controller(
         chosen,
@@ -161,7 +161,7 @@ async def _run(controller: Controller, stop: asyncio.Event) -> None:
 async def settled(
     controller: Controller, client: ApiClient, namespace: str, name: str = "chat"
 ) -> Object:
-    """The policy, once its status is about its generation and the controller has nothing left to do."""
+    """The policy, once its status has its generation and the controller is idle."""
 
     async def at_rest() -> Object | None:
         found = await client.get(POLICIES, namespace, name)
@@ -184,8 +184,9 @@ def condition(found: Object, name: str) -> dict[str, Any]:
 
 
 async def belongings(client: ApiClient, namespace: str) -> dict[str, Any]:
-    """Everything that was made for the policies of a namespace, and their statuses, without what differs between two
-    runs (uids, versions, times, tokens, the namespace's name): equal runs give equal answers.
+    """Everything that was made for the policies of a namespace, and their statuses, without what
+    differs between two runs (uids, versions, times, tokens, the namespace's name): equal runs give
+    equal answers.
     """
     found: dict[str, Any] = {}
     uids: dict[str, str] = {}

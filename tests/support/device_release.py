@@ -4,8 +4,8 @@
 
 A process registers a shared file with the GPU, copies into it continuously, and is killed. Once the
 lock that proves its end (``kvtier.tierd.liveness``) is free, the whole file is marked: a mark that
-changes later was overwritten by the GPU of the dead process. Measured with a descriptor reserved
-before the device was opened, and without. One line per round.
+changes later was overwritten by the GPU after the process exited. Measured with and without a
+descriptor that is reserved before the device is opened. One line per round.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(directory: Path, reserved: bool) -> dict[str, object]:
     free = gone = late = 0.0
     end = started + _ENDLESS_SECONDS
     while time.monotonic() < end:
-        if not free and liveness.is_held(directory / liveness.PEERS_NAME, name) is False:
+        if not free and liveness.is_lock_held(directory / liveness.PEERS_NAME, name) is False:
             free = time.monotonic() - started
             for offset in marks:
                 view[offset] = MARK

@@ -15,7 +15,8 @@ from tests.support.policies import REMOVED
 class InvalidCase:
     """An invalid policy and its errors.
 
-    ``field``, ``value`` and ``detail`` are parts of the message for a file; ``server``: of the API server's answer.
+    ``field``, ``value`` and ``detail`` are parts of the message for a file; ``server``: of the API
+    server's answer.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a dead tierd left in a run directory, for tests that change some of it before the next one looks."""
+"""The files that a killed tierd leaves in a run directory, for tests that modify them."""
 
 from __future__ import annotations
 

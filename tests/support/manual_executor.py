@@ -1,4 +1,4 @@
-"""An executor whose calls run when the test says so: in any order, or never. And a clock that only the test moves."""
+"""An executor and a clock that tests control: calls run in any order, or never."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ManualCall:
 class ManualExecutor:
     """The ``IoExecutor`` of tests.
 
-    ``run(call)`` makes a call at once and queues its completion for ``collect``. ``hold(call)`` occupies it as a thread
-    that hangs would: counted as running, its effect delayed until ``run``.
+    ``run(call)`` makes a call at once and queues its completion for ``collect``. ``hold(call)``
+    occupies it as a thread that hangs would: counted as running, its effect delayed until ``run``.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ManualExecutor:
         self.pending.append(ManualCall(lane, call, done))
 
     def hold(self, call: ManualCall) -> None:
-        """The call has begun and does not come back until ``run``, as on a thread that hangs."""
+        """The call has started and does not come back until ``run``, as on a thread that hangs."""
         call.started = True
         if isinstance(call.call, IoCall):
             call.call.begin()

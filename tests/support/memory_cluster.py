@@ -1,9 +1,10 @@
-"""An API server in memory, with a client (``MemoryCluster``) and a cache (``MemoryCluster.cached()``), for tests of what
-decides rather than of what the server does.
+"""An API server in memory, with a client (``MemoryCluster``) and a cache
+(``MemoryCluster.cached()``), for tests of the controller's decisions rather than of the API server.
 
-Server-side apply merges as the server does for a single manager, without keeping who owns which field: mappings by key,
-lists that are maps by their key, other lists as a whole. Answers 404 and 409 where the API server does, counts versions
-and generations, and takes nothing else amiss: what a real API server would refuse is for tests on a real one.
+Server-side apply merges as the server does for a single manager, without keeping who owns which
+field: mappings by key, lists that are maps by their key, other lists as a whole. Answers 404 and
+409 where the API server does, counts versions and generations, and validates nothing else: tests of
+rejections use a real API server.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EPOCH = "2026-01-01T00:00:00Z"
 
 
 class MemoryCluster(Client):
-    """``on_change`` is called for every change, at once: its cache is never behind. ``clock``: creation times."""
+    """Calls ``on_change`` at each change, so its cache is current. ``clock``: creation times."""
 
     def __init__(
         self,
@@ -250,7 +251,7 @@ class MemoryCache(NotingCache):
 
 
 def merge(found: Any, given: Any) -> Any:
-    """As server-side apply of the only manager, but that nothing is removed because it is no longer said."""
+    """Server-side apply with a single manager, except that absent fields are not removed."""
     if isinstance(found, dict) and isinstance(given, dict):
         result = dict(found)
         for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Pods of a policy in every state that a kubelet can report, and what their tierd says, as values for tests."""
+"""Pods in every state that a kubelet can report, and reports of their tierd, as test values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bare_pod(
     owner: str = "ReplicaSet chat-5d",
     **labels: str,
 ) -> dict[str, Any]:
-    """A selected pod to which nothing was added, pending. ``owner``: kind and name of its controller; empty: none."""
+    """A selected, pending pod that was not injected. ``owner``: kind and name of its controller."""
     kind, _, owner_name = owner.partition(" ")
     references = [
         {
@@ -148,7 +148,7 @@ def state(
 def scheduled(
     pod: Mapping[str, Any], since: float = NOON - 3600, node: str = "node-a"
 ) -> dict[str, Any]:
-    """It has a node, and its kubelet has begun nothing."""
+    """It has a node, and its kubelet has started nothing."""
     found = copy.deepcopy(dict(pod))
     found["spec"]["nodeName"] = node
     found["status"] = {
@@ -256,7 +256,7 @@ def tier_document(name: str = "ram", status: str = "Healthy", **more: Any) -> di
 def status_document(
     *tiers: Mapping[str, Any], sessions: str = "ready", generation: int = 5, **more: Any
 ) -> dict[str, Any]:
-    """What ``/status`` answers. ``sessions``: ``ready``, ``none``, ``unready`` (a worker is missing)."""
+    """The response of ``/status``. ``sessions``: ``ready``, ``none``, ``unready`` (no worker)."""
     ready = sessions == "ready"
     scheduler = {
         "engine": "e",

@@ -23,8 +23,8 @@ def complete_policy() -> dict[str, Any]:
 
 
 def changed(policy: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy with values replaced: ``{"spec.tiers.0.name": "x"}``. An index one past the end appends; ``REMOVED``
-    removes.
+    """A copy with values replaced: ``{"spec.tiers.0.name": "x"}``. An index one past the end
+    appends; ``REMOVED`` removes.
     """
     result = copy.deepcopy(policy)
     for path, value in changes.items():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 @contextmanager
 def heeded(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started meanwhile heed a signal that this one was told to ignore: tests may run under nohup, or in the background of
-    a shell. Main thread.
+    """Child processes do not inherit an ignored signal: tests may run under nohup or in a shell's
+    background. Call it in the main thread.
     """
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
@@ -38,8 +38,8 @@ importlib.import_module(sys.argv[1]).main(["--version"])
 
 
 def ended_while_importing(entry: str, command: str, timeout_seconds: float = 60) -> int:
-    """Exit status of module ``entry``, whose ``main`` imports module ``command``, told to end (SIGTERM) during that import. Raises
-    ``subprocess.TimeoutExpired`` where it does not end.
+    """Exit status of module ``entry``, whose ``main`` imports module ``command``, which receives
+    SIGTERM during that import. Raises ``subprocess.TimeoutExpired`` if it does not exit.
     """
     with subprocess.Popen(
         [sys.executable, "-c", _STUCK_IMPORT, entry, command], stdout=subprocess.PIPE, text=True
@@ -54,7 +54,7 @@ def ended_while_importing(entry: str, command: str, timeout_seconds: float = 60)
 
 
 def held_by_the_kernel(pid: int) -> bool:
-    """Whether the process is still in the table, with a thread in it that the kernel does not let go (state D)."""
+    """Whether the process still exists with a thread in uninterruptible sleep (state D)."""
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         # A thread may go while it is looked at.
         with contextlib.suppress(OSError):

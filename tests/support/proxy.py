@@ -1,4 +1,4 @@
-"""A TCP proxy in front of an API server that can fall silent, be slow, or cut its connections. TLS passes through it."""
+"""A TCP proxy for an API server that can stall, delay or close connections. TLS is unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 class Proxy:
     """``async with Proxy(server) as proxy``: then ``proxy.server`` is where clients go.
 
-    ``silent``: connections stay open and nothing passes. ``delay_seconds``: each piece of an answer is held up so long.
+    ``silent``: connections stay open and no data passes. ``delay_seconds``: the delay of each piece
+    of a response.
     """
 
     def __init__(self, server: str) -> None:
@@ -49,7 +50,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fall_silent(self) -> None:
-        """From here on nothing passes, and nobody is told."""
+        """From here on no data passes, and the connections stay open."""
         self._open.clear()
 
     def speak(self) -> None:

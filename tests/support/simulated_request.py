@@ -1,8 +1,9 @@
-"""Requests in simulated time: the real store, tiers of known speed or ill will, and an engine of known prefill speed.
+"""Requests in simulated time: the real store, simulated tiers, and an engine of known speed.
 
-A request asks for its prompt's chunks as the scheduler side does, gets what the store brings, and computes the rest. Its
-time to first token is the wait plus that computation: copies, messages and engine steps take no time in this clock, so what
-it shows is what selection and clock are worth, and nothing else. Requests do not slow one another down.
+A request asks for its prompt's chunks as the scheduler side does, gets what the store brings, and
+computes the rest. Its time to first token is the wait plus that computation: copies, messages and
+engine steps take no time, so that only selection and deadline count. Requests do not delay one
+another.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ STEP_TOKENS = 2_048
 
 
 class Choice(Enum):
-    """Who decides. ``LOAD`` and ``RECOMPUTE`` are what ``SELECTION`` is compared with: all of the hit whatever it takes,
-    and none of it."""
+    """The strategy. ``SELECTION`` is compared with ``LOAD`` (always the whole hit) and
+    ``RECOMPUTE`` (never).
+    """
 
     SELECTION = "selection"
     LOAD = "load"
@@ -75,7 +77,7 @@ class SimulatedRequest:
 
 
 class Simulation:
-    """One store with its tiers, and one engine. ``prefill``: what the engine is known to do, as measured."""
+    """One store with its tiers, and one engine. ``prefill``: its measured prefill cost."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A tier that exists only in simulated time: how long a read takes, and how it ends, is arithmetic and a plan."""
+"""A tier in simulated time: the test plans the duration and the result of each read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUTCOMES = ("good", "lie", *FAILURES)
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one read is in for: its latency, the most it gets by itself of the tier's bandwidth, and its end."""
+    """The plan of one read: its latency, its maximum bandwidth, and its result."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
@@ -49,8 +49,10 @@ class _Running:
 
 
 class SimulatedTier(Tier):
-    """Delivers ``bytes_per_second`` as a whole, shared equally by the reads that are past their latency, or (``in_order``)
-    given to the one that began first. Everything may be changed while reads are under way."""
+    """Delivers ``bytes_per_second`` as a whole, shared equally by the reads that are past their
+    latency, or (``in_order``) given to the one that started first. All values
+    may change while reads run.
+    """
 
     capabilities = TierCapabilities(persistent=True, shared=False, indexed=True)
 
@@ -126,7 +128,7 @@ class SimulatedTier(Tier):
         return ended
 
     def release(self) -> None:
-        """Whatever hangs goes on."""
+        """Hung reads continue."""
         for read in self._running.values():
             read.plan = ReadPlan(
                 bytes_per_second=read.plan.bytes_per_second, outcome=read.plan.outcome

@@ -89,8 +89,8 @@ class SlowCopyEngine(CpuCopyEngine):
             self._sleep(POLL_SECONDS)
             self.move_due()
 
-    def _due(self, begun: float, handle: CopyHandle) -> bool:
-        return begun + float(self._environment.get(SECONDS[handle.direction]) or 0) <= self._clock()
+    def _due(self, start: float, handle: CopyHandle) -> bool:
+        return start + float(self._environment.get(SECONDS[handle.direction]) or 0) <= self._clock()
 
     def move_due(self) -> None:
         """Moves the bytes of every copy that is due. Any thread."""

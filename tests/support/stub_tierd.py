@@ -1,7 +1,8 @@
-"""A tierd that exists only in this process, as one worker's client sees it: for tests of the worker side.
+"""A tierd in this process, as one worker's client sees it, for tests of the worker side.
 
-It keeps what the worker sends, and says what the test tells it to. Like the real client it delivers from a thread of
-its own if ``threaded``, and after a loss it does not attach again before ``reattach``.
+It records the worker's messages and sends those of the test. Like the real client it delivers from
+a thread of its own if ``threaded``, and after a loss it does not attach again before
+``reattach``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StubTierd:
         self.hellos: list[Hello] = []
         self.reattached: list[int] = []
         self.on_reattach: Callable[[int], None] | None = None
-        """Called on the worker's thread, before it goes on: what a new tierd does at that moment."""
+        """Called on the worker's thread before it continues: the actions of a new tierd."""
 
     def start(self) -> None:
         """As the client's."""
@@ -63,7 +64,7 @@ class StubTierd:
         self._sink(message)
 
     def slots(self, load: int, *slots: int, tiers: tuple[int, ...] = ()) -> None:
-        """Where the keys of a load lie."""
+        """The locations of the keys of a load."""
         self._sink(LoadReady(load=load, slots=slots, tiers=tiers))
 
     def lose(self, reason: str = "killed") -> None:

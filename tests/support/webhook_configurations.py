@@ -1,4 +1,5 @@
-"""The webhook configurations of the chart, as values for tests without Helm. A test compares them with the templates.
+"""The webhook configurations of the chart, as values for tests without Helm. A test compares them
+with the templates.
 
 Without ``caBundle``, which the operator or cert-manager writes.
 """
@@ -27,7 +28,8 @@ MATCH_CONDITIONS = (
     },
     {
         "name": "not-static",
-        "expression": f"!has(object.metadata.annotations) || !('{MIRROR_ANNOTATION}' in object.metadata.annotations)",
+        "expression": "!has(object.metadata.annotations) || "
+        f"!('{MIRROR_ANNOTATION}' in object.metadata.annotations)",
     },
     {
         "name": "not-injected",
@@ -39,9 +41,7 @@ MATCH_CONDITIONS = (
 
 
 def mutating(settings: Settings) -> dict[str, Any]:
-    """Asks about new pods, in namespaces that an administrator labelled. Never about the operator's
-    own.
-    """
+    """Intercepts new pods in labelled namespaces, never in the operator's own namespace."""
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingWebhookConfiguration",

@@ -247,7 +247,9 @@ class Promotions:
         room[kind.slot_bytes] -= 1
         return secondary.index
 
-    def _probe_tier(self, engine: EngineState, secondary: SecondaryTier, prefix: _PromotionPrefix) -> None:
+    def _probe_tier(
+        self, engine: EngineState, secondary: SecondaryTier, prefix: _PromotionPrefix
+    ) -> None:
         """Measures a tier that was found too slow: reads as many of the prefix's keys as the tier
         has threads."""
         if not self._planner.probe_due(secondary):

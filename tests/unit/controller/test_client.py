@@ -1,6 +1,4 @@
-"""The client of the API server: deadlines, retries, Retry-After, tokens that rotate. Against a
-small HTTP server.
-"""
+"""The API client: deadlines, retries, Retry-After, rotating tokens, with a small HTTP server."""
 
 from __future__ import annotations
 
@@ -48,21 +46,21 @@ def credentials(
 
 
 class Server:
-    """Answers every request by ``answer(request, number)`` and keeps what was asked."""
+    """Answers every request by ``answer(request, number)`` and records the requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.asked: list[web.Request] = []
+        self.requests: list[web.Request] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request)
+        self.requests.append(request)
         await request.read()
-        return await self.answer(request, len(self.asked))
+        return await self.answer(request, len(self.requests))
 
 
-def told(
+def run_scenario(
     answer: Answer,
-    story: Callable[[ApiClient, Server], Awaitable[None]],
+    scenario: Callable[[ApiClient, Server], Awaitable[None]],
     limits: Limits = QUICK,
     options: dict[str, Any] | None = None,
     **access: Any,
@@ -79,7 +77,7 @@ def told(
         try:
             given = credentials(f"http://127.0.0.1:{port}", **access)
             async with open_api(given) as api:
-                await story(
+                await scenario(
                     ApiClient(api, given, limits, jitter=lambda: 0.5, **(options or {})), server
                 )
         finally:
@@ -102,9 +100,9 @@ def test_reads_and_applies_are_repeated_and_the_last_error_is_raised() -> None:
     async def failing(request: web.Request, number: int) -> web.Response:
         return status(503, "ServiceUnavailable")
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         for call in (client.get(CONFIG_MAPS, "n", "a"), client.apply(CONFIG_MAPS, BODY)):
-            server.asked.clear()
+            server.requests.clear()
             with pytest.raises(ApiError) as caught:
                 await call
             assert (caught.value.status, caught.value.reason, caught.value.message) == (
@@ -112,9 +110,9 @@ def test_reads_and_applies_are_repeated_and_the_last_error_is_raised() -> None:
                 "ServiceUnavailable",
                 "why",
             )
-            assert len(server.asked) == QUICK.attempts
+            assert len(server.requests) == QUICK.attempts
 
-    told(failing, story)
+    run_scenario(failing, scenario)
 
 
 def test_a_creation_is_repeated_only_where_nothing_was_done() -> None:
@@ -127,26 +125,26 @@ def test_a_creation_is_repeated_only_where_nothing_was_done() -> None:
             else web.json_response(BODY, status=201)
         )
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         with pytest.raises(ApiError):
             await client.create(CONFIG_MAPS, "n", BODY)
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
         assert await client.create(CONFIG_MAPS, "n", BODY) == BODY
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
 
-    told(first_fails, story)
+    run_scenario(first_fails, scenario)
 
 
 def test_a_conflict_is_the_callers_at_once() -> None:
     async def conflict(request: web.Request, number: int) -> web.Response:
         return status(409, "Conflict")
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         with pytest.raises(ApiError) as caught:
             await client.apply(CONFIG_MAPS, BODY)
-        assert (caught.value.status, len(server.asked)) == (409, 1)
+        assert (caught.value.status, len(server.requests)) == (409, 1)
 
-    told(conflict, story)
+    run_scenario(conflict, scenario)
 
 
 def test_retry_after_is_honoured() -> None:
@@ -157,31 +155,33 @@ def test_retry_after_is_honoured() -> None:
             else web.json_response(BODY)
         )
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         began = time.monotonic()
         await client.get(CONFIG_MAPS, "n", "a")
         assert time.monotonic() - began >= 1
 
-    told(busy, story)
+    run_scenario(busy, scenario)
 
 
-def test_no_call_outlives_its_deadline() -> None:
+def test_every_call_ends_by_its_deadline() -> None:
     async def hangs(request: web.Request, number: int) -> web.Response:
         await asyncio.sleep(30)
         return status(500)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         began = time.monotonic()
         with pytest.raises(ApiError) as caught:
             await client.get(CONFIG_MAPS, "n", "a")
         assert (caught.value.status, caught.value.reason) == (0, "Timeout")
         assert time.monotonic() - began < 5
 
-    told(hangs, story, Limits(deadline_seconds=0.5, attempt_seconds=0.2, first_pause_seconds=0.01))
+    run_scenario(
+        hangs, scenario, Limits(deadline_seconds=0.5, attempt_seconds=0.2, first_pause_seconds=0.01)
+    )
 
 
 def test_the_number_of_calls_at_once_is_bounded() -> None:
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         await asyncio.gather(*(client.get(CONFIG_MAPS, "n", "a") for _ in range(12)))
         assert most == 3
 
@@ -195,24 +195,24 @@ def test_the_number_of_calls_at_once_is_bounded() -> None:
         now -= 1
         return web.json_response(BODY)
 
-    told(counting, story, Limits(concurrency=3))
+    run_scenario(counting, scenario, Limits(concurrency=3))
 
 
-def test_a_token_is_read_again_after_a_minute_and_at_once_when_it_was_refused() -> None:
+def test_a_token_is_reread_every_minute_and_at_once_after_a_401() -> None:
     tokens = iter(["one", "two", "three"])
     clock = [0.0]
 
     async def picky(request: web.Request, number: int) -> web.Response:
         return status(401) if number == 3 else web.json_response(BODY)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         for seconds in (0.0, 61.0, 62.0):
             clock[0] = seconds
             await client.get(CONFIG_MAPS, "n", "a")
-        said = [request.headers["Authorization"] for request in server.asked]
-        assert said == ["Bearer one", "Bearer two", "Bearer two", "Bearer three"]
+        headers = [request.headers["Authorization"] for request in server.requests]
+        assert headers == ["Bearer one", "Bearer two", "Bearer two", "Bearer three"]
 
-    told(picky, story, read_token=lambda: next(tokens), clock=lambda: clock[0])
+    run_scenario(picky, scenario, read_token=lambda: next(tokens), clock=lambda: clock[0])
 
 
 def test_a_token_that_cannot_be_read_for_a_moment_stays_the_last_one() -> None:
@@ -223,13 +223,13 @@ def test_a_token_that_cannot_be_read_for_a_moment_stays_the_last_one() -> None:
             raise OSError("the kubelet is replacing it")
         return "one"
 
-    async def story() -> None:
+    async def scenario() -> None:
         access = credentials("http://none", read_token=read, clock=lambda: clock[0])
         assert await access.authorization() == "Bearer one"
         clock[0] = 100.0
         assert await access.authorization() == "Bearer one"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> None:
@@ -239,7 +239,7 @@ def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> No
         bodies.append(json.loads(await request.read()))
         return status(404 if number == 1 else 409)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         await client.delete(CONFIG_MAPS, "n", "a", uid="u")
         await client.delete(CONFIG_MAPS, "n", "a", uid="u")
         with pytest.raises(ApiError):
@@ -247,7 +247,7 @@ def test_a_deletion_names_what_was_seen_and_one_that_is_gone_is_no_error() -> No
         assert bodies[0]["preconditions"] == {"uid": "u"}
         assert bodies[2]["preconditions"] == {"uid": "u", "resourceVersion": "7"}
 
-    told(gone, story)
+    run_scenario(gone, scenario)
 
 
 def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None:
@@ -258,12 +258,12 @@ def test_lists_are_read_page_by_page_and_their_items_say_what_they_are() -> None
             {"metadata": {"resourceVersion": "5", **more}, "items": [{"metadata": {"name": "a"}}]}
         )
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         found = await client.list(CONFIG_MAPS, "n", labels="a=b")
         assert [(each["kind"], each["apiVersion"]) for each in found] == [("ConfigMap", "v1")] * 2
-        assert server.asked[0].query["labelSelector"] == "a=b"
+        assert server.requests[0].query["labelSelector"] == "a=b"
 
-    told(pages, story)
+    run_scenario(pages, scenario)
 
 
 def test_every_attempt_is_observed() -> None:
@@ -272,15 +272,15 @@ def test_every_attempt_is_observed() -> None:
     async def second(request: web.Request, number: int) -> web.Response:
         return status(500) if number == 1 else web.json_response(BODY)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         client.observer = lambda verb, kind, code, seconds: seen.append((verb, kind, code))
         await client.get(CONFIG_MAPS, "n", "a")
         assert seen == [("get", "ConfigMap", 500), ("get", "ConfigMap", 200)]
 
-    told(second, story)
+    run_scenario(second, scenario)
 
 
-def test_outside_of_a_pod_the_error_says_what_to_give(tmp_path: Path) -> None:
+def test_outside_of_a_pod_the_error_names_the_required_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--kubeconfig"):
         in_cluster(tmp_path, {})
     with pytest.raises(ConfigurationError, match="automountServiceAccountToken"):
@@ -299,14 +299,14 @@ def test_in_a_pod_the_account_is_used_and_followed(tmp_path: Path) -> None:
     )
     assert access.server == "https://[fd00::1]:443"
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert await access.authorization() == "Bearer first"
         (tmp_path / "token").write_text("second\n")
         assert await access.authorization() == "Bearer first"
         access.expire()
         assert await access.authorization() == "Bearer second"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_uids_are_listed_page_by_page_and_again_from_the_start_if_the_snapshot_expires() -> None:
@@ -319,24 +319,24 @@ def test_uids_are_listed_page_by_page_and_again_from_the_start_if_the_snapshot_e
         metadata = {"resourceVersion": str(number), **more}
         return web.json_response({"metadata": metadata, "items": items})
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         assert await client.identities(CONFIG_MAPS, "n") == (frozenset({"u3", "u4"}), 4)
         assert await client.identities(CONFIG_MAPS, "n") == (frozenset(), 5)
 
-    told(pages, story)
+    run_scenario(pages, scenario)
 
 
-def test_kinds_of_a_group_that_is_not_served_are_none() -> None:
+def test_an_unserved_group_has_no_kinds() -> None:
     async def groups(request: web.Request, number: int) -> web.Response:
         if request.path == "/apis/kvtier.io/v1alpha1":
             return web.json_response({"resources": [{"name": "kvtierpolicies"}]})
         return status(404)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         assert await client.served("kvtier.io", "v1alpha1") == {"kvtierpolicies"}
         assert await client.served("other.io", "v1") == frozenset()
 
-    told(groups, story)
+    run_scenario(groups, scenario)
 
 
 def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
@@ -347,13 +347,13 @@ def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
             await asyncio.sleep(5)
         return web.json_response(BODY)
 
-    async def story(client: ApiClient, server: Server) -> None:
+    async def scenario(client: ApiClient, server: Server) -> None:
         remaining[0] = 0.1
         with pytest.raises(ApiError) as caught:
             await client.apply(CONFIG_MAPS, BODY)
         assert caught.value.reason == "Timeout"
         remaining[0] = 0.0
-        server.asked.clear()
+        server.requests.clear()
         for call in (
             client.apply(CONFIG_MAPS, BODY),
             client.create(CONFIG_MAPS, "n", BODY),
@@ -363,8 +363,8 @@ def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
             with pytest.raises(ApiError) as caught:
                 await call
             assert caught.value.reason == "NotLeader"
-        assert server.asked == []
+        assert server.requests == []
         assert await client.get(CONFIG_MAPS, "n", "a") == BODY
 
     limits = Limits(deadline_seconds=2, attempts=1)
-    told(slow, story, limits, options={"write_seconds": lambda: remaining[0]})
+    run_scenario(slow, scenario, limits, options={"write_seconds": lambda: remaining[0]})

@@ -310,15 +310,16 @@ def test_tiers_healthy_reports_the_worst_state(
 
 def test_an_open_breaker_is_reported_with_pod_and_error() -> None:
     message = condition(status(unhealthy("BreakerOpen")), "TiersHealthy").message
-    assert (
-        message
-        == "ram is BreakerOpen in chat-1: read timed out. Engines recompute what the tier cannot serve."
+    assert message == (
+        "ram is BreakerOpen in chat-1: read timed out. "
+        "Engines recompute what the tier cannot serve."
     )
 
 
 def test_an_overdue_pod_is_reported_with_node_and_mount() -> None:
     assert OVERDUE.message == (
-        "pod chat-1 on node node-a still exists after its grace period; it may hang in hostPath /mnt/nvme (tier nvme)"
+        "pod chat-1 on node node-a still exists after its grace period; "
+        "it may hang in hostPath /mnt/nvme (tier nvme)"
     )
 
 
@@ -372,7 +373,8 @@ def test_ready_is_true_when_pods_have_working_tiers() -> None:
     found = status(attached(), attached("chat-2"))
     assert verdict(found, "Ready") == ("True", "InForce")
     assert [each.type for each in found.conditions or ()] == [
-        "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned", "EnginesCompatible", "TiersHealthy",
+        "Ready", "Accepted", "StorageReady", "Attached", "UpToDate", "Tuned",
+        "EnginesCompatible", "TiersHealthy",
     ]  # fmt: skip
 
 

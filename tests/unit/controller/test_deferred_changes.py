@@ -33,7 +33,7 @@ def found(
     return status(*views, previous=previous)
 
 
-def test_the_first_status_is_written_as_it_is() -> None:
+def test_the_first_status_is_written_unchanged() -> None:
     after = found(used=GIB // 2)
     assert defer_minor_changes(None, after, 0, 300) == (after, None)
 
@@ -56,7 +56,7 @@ def test_the_first_hits_are_written_at_once(prompts: int) -> None:
     assert defer_minor_changes(after, before, 0, 300) == (after, 300)
 
 
-def test_hits_that_come_and_go_cost_two_writes_in_five_minutes() -> None:
+def test_intermittent_hits_cost_two_writes_in_five_minutes() -> None:
     in_force, written_at, writes = found(), 0.0, 0
     for now in range(30, 3601, 30):
         fresh = found(hits=50 * (now // 30 % 2), previous=in_force)

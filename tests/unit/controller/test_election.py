@@ -78,8 +78,8 @@ async def acquire(candidate: Lock) -> bool:
     )
 
 
-def test_a_lease_is_taken_over_only_after_it_was_not_renewed_for_its_duration() -> None:
-    async def story() -> None:
+def test_a_lease_is_acquired_only_after_it_was_not_renewed_for_its_duration() -> None:
+    async def scenario() -> None:
         leases, clock = Leases(), Clock()
         first, second = lock(leases, "a", clock), lock(leases, "b", clock)
         assert await acquire(first)
@@ -97,11 +97,11 @@ def test_a_lease_is_taken_over_only_after_it_was_not_renewed_for_its_duration() 
         assert not await acquire(first)
         assert first.renewed_at == float("-inf")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_released_lease_is_free_at_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         leases, clock = Leases(), Clock()
         first, second = lock(leases, "a", clock), lock(leases, "b", clock)
         assert await acquire(first)
@@ -110,11 +110,11 @@ def test_a_released_lease_is_free_at_once() -> None:
         await first.release()
         assert await acquire(second)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_errors_of_any_kind_are_failures_and_end_nothing() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         leases, clock = Leases(), Clock()
         candidate = lock(leases, "a", clock)
         assert await acquire(candidate)
@@ -126,11 +126,11 @@ def test_errors_of_any_kind_are_failures_and_end_nothing() -> None:
         leases.error = None
         assert await acquire(candidate)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_writing_ends_before_the_lease_can_expire_even_if_calls_hang() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         leases, clock = Leases(), Clock()
         candidate = Elector(lock(leases, "a", clock), TIMING, clock=clock)
         began = asyncio.Event()
@@ -150,11 +150,11 @@ def test_writing_ends_before_the_lease_can_expire_even_if_calls_hang() -> None:
         await asyncio.gather(running, return_exceptions=True)
         assert candidate.remaining_seconds() == 0.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_an_error_of_the_work_is_raised_and_the_lease_is_released() -> None:
-    async def story() -> str:
+    async def scenario() -> str:
         leases, clock = Leases(), Clock()
         terms: list[bool] = []
         candidate = Elector(lock(leases, "a", clock), TIMING, terms.append, clock)
@@ -171,4 +171,4 @@ def test_an_error_of_the_work_is_raised_and_the_lease_is_released() -> None:
             return str(error)
         return ""
 
-    assert asyncio.run(story()) == "a fault"
+    assert asyncio.run(scenario()) == "a fault"

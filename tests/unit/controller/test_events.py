@@ -103,12 +103,12 @@ def post(cluster: Any, *rounds: list[Event], seconds_between: float = 0.0) -> Ev
     now = [0.0]
     recorder = EventRecorder(cluster, lambda: now[0])
 
-    async def story() -> None:
+    async def scenario() -> None:
         for events in rounds:
             await recorder.post(events, NOON + now[0])
             now[0] += seconds_between
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     return recorder
 
 
@@ -117,7 +117,8 @@ def test_an_event_has_the_involved_object_and_the_source() -> None:
     post(cluster, [event()])
     (found,) = cluster.list_now(EVENTS)
     assert found["involvedObject"] == {
-        "apiVersion": "v1", "kind": "Pod", "namespace": "serving", "name": "chat-0", "uid": "uid-of-chat-0",
+        "apiVersion": "v1", "kind": "Pod", "namespace": "serving",
+        "name": "chat-0", "uid": "uid-of-chat-0",
     }  # fmt: skip
     assert (found["type"], found["reason"], found["count"]) == ("Warning", "NotAttached", 1)
     assert found["source"] == {"component": "kvtier"}

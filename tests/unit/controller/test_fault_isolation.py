@@ -26,12 +26,12 @@ def counted(registry: CollectorRegistry, reason: str) -> float:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(RecursionError(), "Fault"), (RuntimeError("x"), "Fault"), (OSError("x"), "Fault"), (KeyError("x"), "Fault"),
-     (TimeoutError(), "Deadline")],
+    [(RecursionError(), "Fault"), (RuntimeError("x"), "Fault"), (OSError("x"), "Fault"),
+     (KeyError("x"), "Fault"), (TimeoutError(), "Deadline")],
     ids=repr,
 )  # fmt: skip
 def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def test_a_failed_reconcile_is_counted_and_retried(error: Exception, reason: str
         assert len(controller.queue) == 1
         assert counted(registry, reason) == 1.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_failed_garbage_collection_is_counted_and_does_not_raise(
@@ -54,14 +54,14 @@ def test_failed_garbage_collection_is_counted_and_does_not_raise(
     async def fails(*_: Any) -> int:
         raise TypeError("unexpected")
 
-    async def story() -> None:
+    async def scenario() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "collect_garbage", fails)
         await controller._collect_garbage()
         assert counted(registry, "Fault") == 1.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_config_map_with_deeply_nested_json_is_overwritten() -> None:
@@ -88,7 +88,7 @@ def test_a_fault_while_reporting_orphaned_data_is_counted_and_the_next_policy_is
             raise TypeError("unexpected")
         return []
 
-    async def story() -> None:
+    async def scenario() -> None:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "orphaned_data_events", fails_once)
@@ -101,7 +101,7 @@ def test_a_fault_while_reporting_orphaned_data_is_counted_and_the_next_policy_is
         reporting.cancel()
         assert counted(registry, "Fault") == 1.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_unreported_deletions_beyond_the_bound_are_counted(
@@ -109,11 +109,11 @@ def test_unreported_deletions_beyond_the_bound_are_counted(
 ) -> None:
     monkeypatch.setattr(module, "MAX_DELETED", 2)
 
-    async def story() -> float:
+    async def scenario() -> float:
         registry = CollectorRegistry()
         controller = Controller(controllers.settings(), None, registry)  # type: ignore[arg-type]
         for number in range(5):
             controller._gone(KEY, cached_policy(uid=f"u{number}"))
         return counted(registry, "OrphanedDataUnreported")
 
-    assert asyncio.run(story()) == 3
+    assert asyncio.run(scenario()) == 3

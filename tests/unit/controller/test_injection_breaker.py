@@ -1,6 +1,4 @@
-"""The injection breaker: which failures are traced to an injected part, and what is done about
-them.
-"""
+"""The injection breaker: which failures injection causes, and how the controller reacts."""
 
 from __future__ import annotations
 
@@ -97,7 +95,8 @@ def test_the_message_names_pod_container_and_cause() -> None:
     )
     assert failure is not None
     assert failure.message == (
-        'pod chat-1: kvtier-payload is in ImagePullBackOff: Back-off pulling image "registry.example/payload:1"'
+        "pod chat-1: kvtier-payload is in ImagePullBackOff: "
+        'Back-off pulling image "registry.example/payload:1"'
     )
     assert failure.owner is not None
     assert (failure.owner.kind, failure.owner.name) == ("ReplicaSet", "chat-5d")
@@ -162,7 +161,14 @@ def test_a_pod_is_not_blocked_before_the_start_timeout_or_once_its_engine_has_ru
 
 
 MOUNT = 'MountVolume.SetUp failed for volume "{}" : mount failed: exit status 32'
-UNMOUNTED = "Unable to attach or mount volumes: unmounted volumes=[{}], unattached volumes=[model kvtier-tier-nas kvtier-run]: timed out"
+POD_SECURITY = (
+    'pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": '
+    'hostPath volumes (volume "{}")'
+)
+UNMOUNTED = (
+    "Unable to attach or mount volumes: unmounted volumes=[{}], "
+    "unattached volumes=[model kvtier-tier-nas kvtier-run]: timed out"
+)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +273,21 @@ def failed_create(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dic
 @pytest.mark.parametrize(
     ("message", "ours"),
     [
-        ('pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "kvtier-tier-nvme")', True),
-        ('pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "model")', False),
+        (POD_SECURITY.format("kvtier-tier-nvme"), True),
+        (POD_SECURITY.format("model"), False),
         ('Pod "chat-5d-x" is invalid: spec.initContainers[1].image: Required value', True),
-        ('pods "kvtier-payload-5d-x" is forbidden: error looking up service account serving/vllm', False),
-        ('pods "x" is forbidden: exceeded quota: gold, requested: pods=1, used: pods=4, limited: pods=4', False),
+        (
+            'pods "kvtier-payload-5d-x" is forbidden: '
+            "error looking up service account serving/vllm",
+            False,
+        ),
+        (
+            'pods "x" is forbidden: exceeded quota: gold, '
+            "requested: pods=1, used: pods=4, limited: pods=4",
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rejection_is_a_failure_if_it_names_an_injected_part(message: str, ours: bool) -> None:
     failure = detectors.rejected_pod_failure(failed_create(message), False)
     assert (failure is not None) is ours

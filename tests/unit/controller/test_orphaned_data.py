@@ -1,6 +1,4 @@
-"""Events about the data that stays in hostPath directories and NFS exports when a policy is
-deleted.
-"""
+"""Events about data in hostPath directories and NFS exports of a deleted policy."""
 
 from __future__ import annotations
 

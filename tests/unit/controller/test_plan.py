@@ -123,7 +123,7 @@ def test_changed_live_values_get_an_unused_generation(
     assert json.loads(desired.body["data"]["live.json"])["generation"] == expected
 
 
-def test_the_same_live_values_keep_their_generation_whatever_the_status_says() -> None:
+def test_unchanged_live_values_keep_their_generation_for_any_status() -> None:
     found = cached_policy()
     (name, live), *_ = settled(found).config_maps.items()
     document = {**json.loads(live["data"]["live.json"]), "generation": 6}

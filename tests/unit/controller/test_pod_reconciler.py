@@ -1,6 +1,4 @@
-"""Reconciling pods against an API server in memory: what is written, deleted and restarted, and in
-which order.
-"""
+"""The pod reconciler with an in-memory API server: writes, deletions, restarts, their order."""
 
 from __future__ import annotations
 
@@ -253,7 +251,8 @@ def test_a_rejected_pod_suspends_its_owner() -> None:
         },
     )
     cluster.reject(
-        'pods "x" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "kvtier-tier-nvme")'
+        'pods "x" is forbidden: violates PodSecurity "baseline:latest": '
+        'hostPath volumes (volume "kvtier-tier-nvme")'
     )
     result = cluster.reconcile()
     assert owners(result) == [("uid-of-chat-5d", "Refused", at(NOON + 600))]
@@ -261,7 +260,10 @@ def test_a_rejected_pod_suspends_its_owner() -> None:
 
 
 def test_a_rejection_by_quota_is_traced_with_the_owners_pod_template() -> None:
-    message = 'pods "x" is forbidden: exceeded quota: gold, requested: limits.memory=98Gi, used: limits.memory=0, limited: limits.memory=64Gi'
+    message = (
+        'pods "x" is forbidden: exceeded quota: gold, requested: limits.memory=98Gi, '
+        "used: limits.memory=0, limited: limits.memory=64Gi"
+    )
     for own, expected in (("32Gi", ["uid-of-chat-5d"]), ("96Gi", [])):
         cluster = Cluster()
         containers = [{"name": "vllm", "resources": {"limits": {"memory": own}}}]
@@ -278,7 +280,10 @@ def test_a_rejection_by_quota_is_traced_with_the_owners_pod_template() -> None:
 
 
 def test_a_rejection_of_a_pod_that_is_not_selected_or_not_injected_is_ignored() -> None:
-    message = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": (volume "kvtier-tier-nvme")'
+    message = (
+        'pods "x" is forbidden: violates PodSecurity "restricted:latest": '
+        '(volume "kvtier-tier-nvme")'
+    )
     cluster = Cluster()
     template = {"metadata": {"labels": {"app": "web"}}}
     cluster.api.put(
@@ -300,7 +305,8 @@ def test_a_job_or_a_custom_owner_is_suspended_if_the_message_names_an_injected_p
     for kind in ("Job", "InferenceGroup"):
         cluster = Cluster()
         cluster.reject(
-            'pods "x" is forbidden: violates PodSecurity "baseline:latest": (volume "kvtier-tier-nvme")',
+            'pods "x" is forbidden: violates PodSecurity "baseline:latest": '
+            '(volume "kvtier-tier-nvme")',
             kind=kind,
         )
         assert [uid for uid, _, _ in owners(cluster.reconcile())] == ["uid-of-chat-5d"]

@@ -115,13 +115,13 @@ def test_a_pod_that_sends_without_end_is_a_timeout() -> None:
 
 
 def test_a_closed_port_is_a_failed_connection() -> None:
-    async def story() -> LastReport:
+    async def scenario() -> LastReport:
         async with polling(chosen()) as poller:
             poller.set_targets(KEY, [PollTarget("uid", "127.0.0.1", 1)], None)
             await until(lambda: poller.last_report("uid").failures >= 2)
             return poller.last_report("uid")
 
-    assert asyncio.run(story()).error == "connection failed"
+    assert asyncio.run(scenario()).error == "connection failed"
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -162,7 +162,7 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 def test_garbage_instead_of_http_is_a_malformed_answer() -> None:
-    async def story() -> LastReport:
+    async def scenario() -> LastReport:
         async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"\x00\x01\x02 no http\r\n\r\n")
             writer.close()
@@ -174,7 +174,7 @@ def test_garbage_instead_of_http_is_a_malformed_answer() -> None:
             await until(lambda: poller.last_report("uid").failures)
             return poller.last_report("uid")
 
-    assert asyncio.run(story()).error.startswith("malformed answer")
+    assert asyncio.run(scenario()).error.startswith("malformed answer")
 
 
 def test_polls_are_bounded_by_poll_concurrency() -> None:
@@ -189,7 +189,7 @@ def test_polls_are_bounded_by_poll_concurrency() -> None:
         answered += 1
         return web.json_response(status_document())
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with pod(slow) as target, polling(chosen(pollConcurrency=3)) as poller:
             poller.set_targets(
                 KEY,
@@ -198,7 +198,7 @@ def test_polls_are_bounded_by_poll_concurrency() -> None:
             )
             await until(lambda: answered >= 40)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert most <= 3
 
 
@@ -210,13 +210,13 @@ def test_the_last_answer_is_kept_while_failures_are_counted() -> None:
         calls += 1
         return web.json_response(status_document()) if calls == 1 else web.Response(status=500)
 
-    async def story() -> LastReport:
+    async def scenario() -> LastReport:
         async with pod(dies) as target, polling(chosen()) as poller:
             poller.set_targets(KEY, [target], None)
             await until(lambda: poller.last_report(target.uid).failures >= 2)
             return poller.last_report(target.uid)
 
-    found = asyncio.run(story())
+    found = asyncio.run(scenario())
     assert found.report is not None
     assert found.error == "HTTP 500"
 
@@ -230,7 +230,7 @@ def test_a_policy_is_reconciled_when_a_state_changes_and_not_when_bytes_do() -> 
         tier = {"name": "ram", "state": state, "usedBytes": used, "capacityBytes": 1 << 30}
         return web.json_response(status_document(tier))
 
-    async def story() -> tuple[int, int]:
+    async def scenario() -> tuple[int, int]:
         nonlocal state
         changes: list[Any] = []
         async with pod(answers) as target, polling(chosen(), changes) as poller:
@@ -241,7 +241,7 @@ def test_a_policy_is_reconciled_when_a_state_changes_and_not_when_bytes_do() -> 
             await until(lambda: len(changes) > quiet)
             return quiet, len(changes)
 
-    assert asyncio.run(story()) == (1, 2)
+    assert asyncio.run(scenario()) == (1, 2)
 
 
 def test_a_pod_that_is_no_target_is_not_polled() -> None:
@@ -252,7 +252,7 @@ def test_a_pod_that_is_no_target_is_not_polled() -> None:
         calls += 1
         return web.json_response(status_document())
 
-    async def story() -> int:
+    async def scenario() -> int:
         async with pod(counts) as target, polling(chosen()) as poller:
             poller.set_targets(KEY, [target], None)
             await until(lambda: calls > 1)
@@ -266,18 +266,18 @@ def test_a_pod_that_is_no_target_is_not_polled() -> None:
             poller.forget(KEY)
             return calls - before
 
-    assert asyncio.run(story()) >= 1
+    assert asyncio.run(scenario()) >= 1
 
 
 def test_a_changed_token_is_used_at_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with pod(healthy) as target, polling(chosen(pollSeconds=600)) as poller:
             poller.set_targets(KEY, [target], "old")
             await until(lambda: poller.last_report(target.uid).failures)
             poller.set_targets(KEY, [target], "secret")
             await until(lambda: poller.last_report(target.uid).report is not None)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 LONG = json.dumps({"http": {"port": 9411}, "more": "x" * (16 << 10)})
@@ -325,7 +325,7 @@ def test_polls_and_events_are_counted_in_metrics() -> None:
 
     from kvtier_operator.controller.metrics import PodMetrics
 
-    async def story() -> CollectorRegistry:
+    async def scenario() -> CollectorRegistry:
         registry = CollectorRegistry()
         async with pod(healthy) as target, polling(chosen()) as poller:
             PodMetrics(registry, poller, EventRecorder(MemoryCluster(), lambda: 0.0))
@@ -333,7 +333,7 @@ def test_polls_and_events_are_counted_in_metrics() -> None:
             await until(lambda: poller.answered and poller.unanswered)
         return registry
 
-    registry = asyncio.run(story())
+    registry = asyncio.run(scenario())
     assert registry.get_sample_value("kvtier_operator_polled_pods") == 2
     for result in ("answered", "unanswered"):
         assert (
@@ -351,7 +351,7 @@ def test_a_cancelled_poller_leaves_no_task(in_flight: bool) -> None:
 
     requests: list[web.Request] = []
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with pod(never) as found:
             before = asyncio.all_tasks()
             poller = PodPoller(chosen(), lambda key: None)
@@ -369,4 +369,4 @@ def test_a_cancelled_poller_leaves_no_task(in_flight: bool) -> None:
                 each for each in ours if not each.done() and "aiohttp/web" not in repr(each)
             ]
 
-    asyncio.run(story())
+    asyncio.run(scenario())

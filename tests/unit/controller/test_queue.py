@@ -26,50 +26,50 @@ def queue(clock: Clock, per_second: float = 1000.0) -> WorkQueue:
     )
 
 
-def told(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), 20))
+def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 async def now(work: WorkQueue) -> Key | None:
     """The key that can be had at once."""
-    asked = asyncio.ensure_future(work.get())
+    pending = asyncio.ensure_future(work.get())
     for _ in range(5):
         await asyncio.sleep(0)
-    if asked.done():
-        return asked.result()
-    asked.cancel()
+    if pending.done():
+        return pending.result()
+    pending.cancel()
     return None
 
 
 def test_a_key_that_is_added_often_is_handed_out_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
         for _ in range(100):
             work.add(A)
         assert (len(work), await now(work), len(work)) == (1, A, 0)
         assert await now(work) is None
 
-    told(story)
+    run_scenario(scenario)
 
 
-def test_a_key_that_is_added_while_it_is_worked_on_comes_once_more_afterwards() -> None:
-    async def story() -> None:
+def test_a_key_that_is_added_during_its_processing_is_processed_once_more() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
         assert await now(work) == A
         work.add(A)
         work.add(A)
-        assert await now(work) is None, "nobody else works on it meanwhile"
+        assert await now(work) is None, "a key is processed by one worker at a time"
         work.done(A)
         assert await now(work) == A
         work.done(A)
         assert await now(work) is None
 
-    told(story)
+    run_scenario(scenario)
 
 
 def test_the_earlier_of_two_times_counts() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         clock = Clock()
         work = queue(clock)
         work.add(A, 60)
@@ -82,21 +82,21 @@ def test_the_earlier_of_two_times_counts() -> None:
         clock.now = 1000
         assert await now(work) is None
 
-    told(story)
+    run_scenario(scenario)
 
 
-def test_a_key_that_somebody_waits_for_comes_before_those_that_wait() -> None:
-    async def story() -> None:
+def test_an_urgent_key_is_processed_before_waiting_keys() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
         work.add(B, -60)
         assert [await now(work), await now(work)] == [B, A]
 
-    told(story)
+    run_scenario(scenario)
 
 
 def test_pauses_after_failures_double_to_a_bound_and_end_with_success() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         clock = Clock()
         work = queue(clock)
         work.add(A)
@@ -113,11 +113,11 @@ def test_pauses_after_failures_double_to_a_bound_and_end_with_success() -> None:
         assert await now(work) == A
         assert work.failed(A, at_least_seconds=3) == 3
 
-    told(story)
+    run_scenario(scenario)
 
 
 def test_events_do_not_shorten_the_pause_of_a_key_that_failed_while_it_was_worked_on() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         clock = Clock()
         work = queue(clock)
         work.add(A)
@@ -128,11 +128,11 @@ def test_events_do_not_shorten_the_pause_of_a_key_that_failed_while_it_was_worke
         clock.now = 1
         assert await now(work) == A
 
-    told(story)
+    run_scenario(scenario)
 
 
-def test_one_key_that_fails_does_not_hold_up_another() -> None:
-    async def story() -> None:
+def test_a_failing_key_does_not_delay_other_keys() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
         await now(work)
@@ -140,11 +140,11 @@ def test_one_key_that_fails_does_not_hold_up_another() -> None:
         work.add(B)
         assert await now(work) == B
 
-    told(story)
+    run_scenario(scenario)
 
 
 def test_no_more_keys_per_second_than_allowed_after_a_burst() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         clock = Clock()
         work = queue(clock, per_second=2)
         for number in range(6):
@@ -157,11 +157,11 @@ def test_no_more_keys_per_second_than_allowed_after_a_burst() -> None:
                 work.done(key)
         assert handed == [0, 0, 0.5, 1, 1.5, 2]
 
-    told(story)
+    run_scenario(scenario)
 
 
-def test_nothing_is_kept_of_a_policy_that_is_gone() -> None:
-    async def story() -> None:
+def test_the_state_of_a_deleted_policy_is_removed() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
         work.add(A)
         await now(work)
@@ -169,15 +169,15 @@ def test_nothing_is_kept_of_a_policy_that_is_gone() -> None:
         work.forget(A)
         assert (len(work), work.failures(A), work.busy) == (0, 0, False)
 
-    told(story)
+    run_scenario(scenario)
 
 
 def test_a_waiting_worker_is_woken() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         work = queue(Clock())
-        asked = asyncio.ensure_future(work.get())
+        pending = asyncio.ensure_future(work.get())
         await asyncio.sleep(0)
         work.add(A)
-        assert await asked == A
+        assert await pending == A
 
-    told(story)
+    run_scenario(scenario)

@@ -1,4 +1,4 @@
-"""Resources of injected containers: rejections by quota and LimitRange, and pods that fit no node."""
+"""Rejections by quota and LimitRange, and pods that fit no node, because of injection."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_injection_is_the_cause_of_an_exceeded_quota_if_the_pod_alone_would_fit(
         ("maximum memory usage per Container is 40Gi, but limit is 66Gi", True),
         ("maximum memory usage per Container is 16Gi, but limit is 32Gi", False),
         (
-            "[maximum cpu usage per Container is 8, but limit is 16, maximum memory usage per Pod is 64Gi, but limit is 98Gi]",
+            "[maximum cpu usage per Container is 8, but limit is 16, "
+            "maximum memory usage per Pod is 64Gi, but limit is 98Gi]",
             True,
         ),
         ("maximum memory usage per Pod is 16Gi, but limit is 98Gi", False),

@@ -61,7 +61,7 @@ def test_an_error_is_one_line_with_its_traceback(stream: io.StringIO) -> None:
     assert "ValueError: bad" in json.loads(line)["error"]
 
 
-def test_what_a_line_is_about_does_not_leak_into_other_tasks(stream: io.StringIO) -> None:
+def test_the_context_of_a_log_line_does_not_leak_into_other_tasks(stream: io.StringIO) -> None:
     runtime.configure(runtime.LogFormat.TEXT, stream=stream)
 
     async def look(policy: str) -> None:
@@ -80,7 +80,7 @@ def test_what_a_line_is_about_does_not_leak_into_other_tasks(stream: io.StringIO
 
 
 def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         registry, state = new_registry(), runtime.Health()
         calls = ApiMetrics(registry)
         calls.call("get", "Pod", 200, 0.01)
@@ -109,7 +109,7 @@ def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
             )
             assert "_created" not in text
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_exists() -> None:
@@ -138,8 +138,8 @@ def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_ex
     assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
 
 
-def test_a_command_that_is_told_to_end_before_it_has_begun_ends_by_itself() -> None:
-    """In a container nobody does it for a first process that has no handler: its pod stays for its
+def test_a_sigterm_during_the_imports_ends_the_command() -> None:
+    """Without a handler the first process of a container ignores SIGTERM, and its pod stays for its
     grace period.
     """
     assert ended_while_importing("kvtier_operator.entry", "kvtier_operator.main") == 0

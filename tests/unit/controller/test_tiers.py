@@ -61,7 +61,7 @@ def test_a_directory_of_a_pod_is_summed() -> None:
 @pytest.mark.parametrize(
     "volume", [{"emptyDir": {}}, {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}]
 )
-def test_a_volume_of_the_pod_is_summed_whatever_sharing_is_set_to(
+def test_a_volume_of_the_pod_is_summed_for_any_sharing(
     volume: dict[str, object],
 ) -> None:
     assert sums(policy(file_tier("nvme", "Node", volume)), pods("nvme", ("a", 4), ("a", 4))) == (

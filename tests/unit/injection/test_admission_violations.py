@@ -1,5 +1,6 @@
-"""What the API server would refuse is found first, and said with the numbers. That it really
-refuses exactly this is tested on a real one in ``tests/cluster/test_attached_pods.py``.
+"""Violations that the API server would reject are found before injection and reported with the
+numbers. A test with a real API server compares the results:
+``tests/cluster/test_attached_pods.py``.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ POLICIES = [
     )
 ]
 UNTOUCHED = (
-    "name", "image", "command", "args", "readinessProbe", "ports", "securityContext", "envFrom", "imagePullPolicy",
+    "name", "image", "command", "args", "readinessProbe", "ports", "securityContext",
+    "envFrom", "imagePullPolicy",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Engines that hold the tiers themselves: ``daemon: Engine``, and connectors that are not KVTier's."""
+"""Engines with the memory tier in their own process: ``daemon: Engine``, other connectors."""
 
 from __future__ import annotations
 

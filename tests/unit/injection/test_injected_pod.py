@@ -78,7 +78,7 @@ class TestOrder:
         assert pod["spec"]["containers"][0] == mesh
         assert "KVTIER_TOPOLOGY" in variables(container(pod, "vllm"))
 
-    def test_an_injected_pod_is_returned_as_it_is(self) -> None:
+    def test_an_injected_pod_is_returned_unchanged(self) -> None:
         policy = pod_objects.policy(memory_tier(), file_tier("nvme", HOST))
         once = attached(policy, pod_objects.pod()).pod
         assert attached(policy, once).pod == once
@@ -141,11 +141,11 @@ class TestTierd:
             pod_objects.pod(pod_objects.engine(resources=resources)),
         ).pod
         found = container(pod, TIERD_CONTAINER)["resources"]
-        wanted = None if expected is None else str(expected * MIB)
+        expected_limit = None if expected is None else str(expected * MIB)
         assert (
             found["requests"].get("ephemeral-storage")
             == found["limits"].get("ephemeral-storage")
-            == wanted
+            == expected_limit
         )
 
     def test_tierd_has_no_probe_that_delays_or_restarts_the_pod(self) -> None:

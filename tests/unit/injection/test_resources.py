@@ -92,7 +92,7 @@ def test_overhead_is_added_to_requests_and_to_limits_that_are_set() -> None:
     assert pod_limits(pod_level) == {"memory": 9 * GIB}
 
 
-def test_what_is_not_a_quantity_counts_as_nothing() -> None:
+def test_an_invalid_quantity_counts_as_zero() -> None:
     assert pod_requests(spec(container({"cpu": "x", "memory": 5}))) == {"cpu": 0, "memory": 5}
 
 

@@ -188,7 +188,7 @@ class TestKubelets:
         assert "1.28" in decision.message
         assert isinstance(decide(pod_objects.pod(), kubelet_versions=("v1.29.0", "")), Injected)
 
-    def test_a_daemon_in_the_engine_needs_no_native_sidecars(self) -> None:
+    def test_tierd_in_the_engine_container_needs_no_native_sidecars(self) -> None:
         inside = pod_objects.policy(engine={"daemon": "Engine"})
         assert isinstance(
             decide(pod_objects.pod(), inside, kubelet_versions=("v1.27.0",)), Injected

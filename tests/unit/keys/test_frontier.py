@@ -25,7 +25,7 @@ def test_tokens_without_a_hash_have_no_name() -> None:
     assert frontier.storable_chunks(64, 301, 96) == 1
 
 
-def test_what_was_executed_before_a_preemption_says_nothing_about_the_new_blocks() -> None:
+def test_tokens_executed_before_a_preemption_do_not_count_for_the_new_blocks() -> None:
     frontier = Frontier()
     frontier.executed(0, 300)
     frontier.lose_blocks()
@@ -35,7 +35,7 @@ def test_what_was_executed_before_a_preemption_says_nothing_about_the_new_blocks
     assert frontier.executed_tokens == 64
 
 
-def test_what_was_dealt_with_stays_so_over_a_preemption() -> None:
+def test_the_frontier_survives_a_preemption() -> None:
     frontier = Frontier()
     frontier.next_chunk = 4
     frontier.lose_blocks()
@@ -50,7 +50,7 @@ def test_a_failed_load_moves_it_back_and_never_forward() -> None:
     assert frontier.next_chunk == 2
 
 
-def test_a_late_report_does_not_take_anything_back() -> None:
+def test_a_late_report_changes_nothing() -> None:
     frontier = Frontier()
     frontier.executed(0, 300)
     frontier.executed(0, 200)

@@ -49,12 +49,12 @@ def test_ranks_with_one_layout_are_written_once() -> None:
 
 
 @pytest.mark.parametrize("identity", ["", "[]", "3", "{"])
-def test_an_identity_that_is_no_object_is_refused(identity: str) -> None:
+def test_an_identity_that_is_not_an_object_is_rejected(identity: str) -> None:
     with pytest.raises(ProtocolError):
         derive_namespace(identity, [])
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
-def test_what_has_no_canonical_spelling_is_refused(value: object) -> None:
+def test_a_value_without_a_canonical_form_is_rejected(value: object) -> None:
     with pytest.raises(ProtocolError):
         canonical_json({"value": value})

@@ -23,20 +23,20 @@ def _planner(block: int = 32, chunk: int = 64, hashed: int = 32) -> Planner:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "asked", "effective"),
+    ("blocks", "requested", "effective"),
     [([16], 256, 256), ([32], 250, 256), ([48], 256, 288), ([16, 24], 100, 144), ([512], 256, 512)],
 )
 def test_the_effective_chunk_is_the_smallest_common_multiple_that_is_large_enough(
-    blocks: list[int], asked: int, effective: int
+    blocks: list[int], requested: int, effective: int
 ) -> None:
     assert (
-        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in blocks], asked)
+        effective_chunk_tokens([KVCacheGroup(GroupKind.FULL, size) for size in blocks], requested)
         == effective
     )
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [16, -1], [1021, 1031, 1033]])
-def test_block_sizes_without_a_usable_multiple_are_refused_with_the_numbers(
+def test_block_sizes_without_a_usable_multiple_are_rejected_with_the_numbers(
     sizes: list[int],
 ) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
@@ -54,7 +54,7 @@ def test_block_sizes_without_a_usable_multiple_are_refused_with_the_numbers(
         [KVCacheGroup(GroupKind.OTHER, 16, "ChunkedLocalAttentionSpec")],
     ],
 )
-def test_models_that_are_not_served_are_named_with_their_groups(groups: list[KVCacheGroup]) -> None:
+def test_unsupported_models_are_named_with_their_groups(groups: list[KVCacheGroup]) -> None:
     with pytest.raises(UnsupportedGeometryError) as refused:
         Planner.build(groups, 256, 32)
     for group in groups:
@@ -63,7 +63,7 @@ def test_models_that_are_not_served_are_named_with_their_groups(groups: list[KVC
 
 
 @pytest.mark.parametrize(("hashed", "ranks"), [(0, 1), (48, 1), (32, 0)])
-def test_hashes_that_do_not_divide_a_chunk_and_no_ranks_are_refused(
+def test_a_hash_size_that_does_not_divide_a_chunk_and_zero_ranks_are_rejected(
     hashed: int, ranks: int
 ) -> None:
     with pytest.raises(UnsupportedGeometryError):
@@ -105,6 +105,6 @@ def test_tokens_and_chunks_convert_both_ways(tokens: int) -> None:
     assert planner.tokens(chunks) <= tokens < planner.tokens(chunks + 1)
 
 
-def test_a_load_begins_at_block_boundaries_only() -> None:
+def test_a_load_starts_at_block_boundaries_only() -> None:
     assert _planner().starts_at_block(96)
     assert not _planner().starts_at_block(90)

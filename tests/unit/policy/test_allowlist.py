@@ -1,4 +1,4 @@
-"""Directories of nodes and exports have to be allowed by an administrator, by namespace and path component."""
+"""An administrator allows hostPath directories and exports by namespace and path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_empty_list_allows_nothing() -> None:
     assert 'NFS export "nas.example:/kv" is not allowed: allowedVolumes has no nfs entry' in export
 
 
-def test_what_is_listed_for_the_namespace_is_allowed() -> None:
+def test_a_volume_that_is_listed_for_the_namespace_is_allowed() -> None:
     assert _refused([DISK, EXPORT]) == []
 
 
@@ -67,7 +67,8 @@ def test_mount_options_beyond_tuning_must_be_listed() -> None:
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers"]}], option) == []
     assert _refused([DISK, {**EXPORT, "mountOptions": ["vers=4.2"]}], option) == []
     assert len(_refused([DISK, {**EXPORT, "mountOptions": ["vers=3"]}], option)) == 1
-    # What two entries allow apart is not allowed together: the API server's guard on volumes looks at one entry at a time.
+    # What two entries allow apart is not allowed together: the API server's guard on volumes looks
+    # at one entry at a time.
     both = {"spec.tiers.2.fileSystem.volume.nfs.mountOptions": ["vers=4.2", "sec=krb5p"]}
     apart = [{**EXPORT, "mountOptions": ["vers"]}, {**EXPORT, "mountOptions": ["sec=krb5p"]}]
     [message] = _refused([DISK, *apart], both)

@@ -1,4 +1,4 @@
-"""Cluster tests find their cluster in a fixed order and never touch one that nobody named."""
+"""Cluster tests find their cluster in a fixed order and use only one that was named for them."""
 
 from __future__ import annotations
 

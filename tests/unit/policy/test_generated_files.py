@@ -1,4 +1,4 @@
-"""What is generated from the models is what the repository holds, and says something about every field."""
+"""The generated files in the repository are current and describe every field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy that one object shows to be wrong is refused, with field, value and what is accepted."""
+"""Every invalid policy is rejected with field, value and requirement."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class TestValidate:
             }
         ]
 
-    def test_json_is_valid_whatever_a_file_holds(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_json_output_is_valid_for_any_file_content(self, kvtier: Any, tmp_path: Path) -> None:
         path = tmp_path / "bad.yaml"
         path.write_text('{kind: "\\ud800"}')
         outcome = kvtier("validate", "--json", path)
@@ -120,7 +120,7 @@ class TestValidate:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(policy.read_bytes())))
         assert kvtier("validate", "-").out == "standard input: default/chat-70b valid\n"
 
-    def test_shows_what_a_file_holds_as_it_is(self, kvtier: Any, tmp_path: Path) -> None:
+    def test_file_content_is_shown_unchanged(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
         bad.write_text(
             yaml.safe_dump(changed(complete_policy(), {"spec.selection": "[red]x[/red]"}))

@@ -1,4 +1,4 @@
-"""The topology directory is read with limits, and live values are taken or refused one by one."""
+"""The topology directory is read with limits. Live values are validated one by one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _merged(document: Any) -> tuple[Live, dict[str, str]]:
 
 
 class TestMerging:
-    def test_every_value_is_taken(self) -> None:
+    def test_every_valid_value_is_accepted(self) -> None:
         after, refusals = _merged(
             {
                 "generation": 3,
@@ -84,7 +84,7 @@ class TestMerging:
         }
         assert after.tiers["shared"] == BEFORE.tiers["shared"]
 
-    def test_what_is_not_named_keeps_its_value(self) -> None:
+    def test_an_absent_field_keeps_its_value(self) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"loadWeight": 7}}})
         assert refusals == {}
         assert after.tiers["nvme"] == BEFORE.tiers["nvme"].model_copy(update={"load_weight": 7})
@@ -93,7 +93,7 @@ class TestMerging:
     def test_an_unknown_tier_is_ignored(self) -> None:
         assert _merged({"tiers": {"later": {"anything": []}}}) == (BEFORE, {})
 
-    def test_one_bad_value_leaves_the_others(self) -> None:
+    def test_an_invalid_value_does_not_affect_the_others(self) -> None:
         after, refusals = _merged(
             {
                 "selection": "Cheapest",
@@ -114,7 +114,7 @@ class TestMerging:
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.loadWeight"})
 
     @pytest.mark.parametrize("number", [10**30, 10**400, 10**4000], ids=["30", "400", "4000"])
-    def test_a_number_that_no_clock_and_no_wire_can_hold_is_refused(self, number: int) -> None:
+    def test_a_number_out_of_range_for_clock_or_wire_is_rejected(self, number: int) -> None:
         after, refusals = _merged(
             {
                 "generation": number,
@@ -133,7 +133,7 @@ class TestMerging:
         assert after == BEFORE
         assert len(refusals) == 8
 
-    def test_a_value_of_a_newer_version_is_refused_alone(self) -> None:
+    def test_a_value_of_a_newer_version_is_rejected_and_the_others_apply(self) -> None:
         after, refusals = _merged(
             {
                 "prefetch": 1,
@@ -164,7 +164,7 @@ class TestMerging:
         assert (after.tiers["ram"].capacity_bytes, after.tiers["ram"].load_weight) == (None, 7)
         assert set(refusals) == {"tiers.ram.capacityBytes"}
 
-    def test_the_capacity_of_files_cannot_be_taken_away(self) -> None:
+    def test_the_capacity_of_a_file_tier_cannot_be_removed(self) -> None:
         after, refusals = _merged({"tiers": {"nvme": {"capacityBytes": None}}})
         assert (after, set(refusals)) == (BEFORE, {"tiers.nvme.capacityBytes"})
 
@@ -184,11 +184,11 @@ class TestMerging:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_what_is_no_document_changes_nothing(self, document: Any, field: str) -> None:
+    def test_an_invalid_document_changes_nothing(self, document: Any, field: str) -> None:
         after, refusals = _merged(document)
         assert (after, set(refusals)) == (BEFORE, {field})
 
-    def test_what_was_accepted_by_a_policy_is_taken_whole(self) -> None:
+    def test_every_value_that_a_policy_accepts_is_a_valid_live_value(self) -> None:
         document = BEFORE.model_dump_json(by_alias=True).encode()
         assert _merged(document) == (BEFORE, {})
 
@@ -213,7 +213,7 @@ class TestMerging:
             max_leaves=12,
         )
     )
-    def test_no_document_breaks_what_is_in_force(self, document: Any) -> None:
+    def test_no_document_breaks_the_current_values(self, document: Any) -> None:
         after, _ = _merged(document)
         assert Live.model_validate_json(after.model_dump_json(by_alias=True)) == after
         assert set(after.tiers) == set(BEFORE.tiers)
@@ -232,7 +232,7 @@ class TestReading:
         assert topology.live == BEFORE.model_copy(update={"min_load_tokens": 7})
         assert [refusal.field for refusal in refusals] == ["selection"]
 
-    def test_refused_values_are_logged(
+    def test_rejected_values_are_logged(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         writer.write(tmp_path, Topology(structural=STRUCTURAL, live=BEFORE))
@@ -240,10 +240,10 @@ class TestReading:
         load(tmp_path)
         assert "selection: Invalid value: 1: must be" in caplog.text
 
-    def test_a_vanished_file_keeps_what_is_in_force(self, tmp_path: Path) -> None:
+    def test_a_removed_file_keeps_the_current_values(self, tmp_path: Path) -> None:
         assert load_live(tmp_path / "none.json", BEFORE, STRUCTURAL) == (BEFORE, [])
 
-    def test_a_directory_in_the_place_of_the_file_is_refused(self, tmp_path: Path) -> None:
+    def test_a_directory_in_place_of_the_file_is_rejected(self, tmp_path: Path) -> None:
         live, refusals = load_live(tmp_path, BEFORE, STRUCTURAL)
         assert live == BEFORE
         assert "not a regular file" in str(refusals[0])
@@ -253,7 +253,7 @@ class TestReading:
         with pytest.raises(OSError, match="not a regular file"):
             read_bounded(tmp_path / "pipe")
 
-    def test_a_file_above_the_limit_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_above_the_size_limit_is_rejected(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_bytes(b"x" * MAX_DOCUMENT_BYTES)
         assert len(read_bounded(file)) == MAX_DOCUMENT_BYTES
@@ -279,7 +279,8 @@ class TestReading:
         assert "not read within" in str(refusals[0])
 
     def test_a_swapped_link_is_followed(self, tmp_path: Path) -> None:
-        # As the kubelet replaces a ConfigMap: live.json -> ..data/live.json, ..data -> another directory.
+        # As the kubelet replaces a ConfigMap: live.json -> ..data/live.json, ..data -> another
+        # directory.
         for name, tokens in (("first", 1), ("second", 2)):
             (tmp_path / name).mkdir()
             (tmp_path / name / LIVE_FILE).write_text(json.dumps({"minLoadTokens": tokens}))
@@ -328,7 +329,7 @@ class TestStructural:
             ),
         ],
     )
-    def test_a_wrong_document_is_refused_with_field_and_file(
+    def test_an_invalid_document_is_rejected_with_field_and_file(
         self, tmp_path: Path, change: Any, part: str
     ) -> None:
         path = self._changed(tmp_path, change)
@@ -342,7 +343,7 @@ class TestStructural:
             load(tmp_path / "none")
 
     @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
-    def test_what_is_no_json_is_a_configuration_error(self, tmp_path: Path, content: bytes) -> None:
+    def test_invalid_json_is_a_configuration_error(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / STRUCTURAL_FILE).write_bytes(content)
         with pytest.raises(ConfigurationError):
             load(tmp_path)

@@ -1,4 +1,6 @@
-"""Policies for vLLM's offloading and for LMCache: what is rendered, and what is reported as not to be said there."""
+"""Policies for vLLM's offloading and for LMCache: what is rendered, and which fields are reported
+as unsupported.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_file_tier_has_the_defaults_of_the_api() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "---\n", "---\n---\n", b""])
-def test_an_empty_file_is_refused(text: str) -> None:
+def test_an_empty_file_is_rejected(text: str) -> None:
     assert "the file is empty; must have apiVersion kvtier.io/v1alpha1" in _message(text)
 
 
@@ -140,18 +140,18 @@ def test_a_document_that_is_not_a_mapping_is_an_error(text: str) -> None:
     assert "a mapping" in _message(text)
 
 
-def test_a_duplicate_key_is_refused_with_key_and_place() -> None:
+def test_a_duplicate_key_is_rejected_with_key_and_position() -> None:
     assert "the key 'spec' is defined more than once" in _message(SMALL + "spec: {}\n")
     assert "line 10" in _message(SMALL + "spec: {}\n")
 
 
-def test_a_duplicate_key_deep_inside_is_refused() -> None:
+def test_a_nested_duplicate_key_is_rejected() -> None:
     assert "'capacity' is defined more than once" in _message(
         SMALL.replace("capacity: 1Gi", "capacity: 1Gi, capacity: 2Gi")
     )
 
 
-def test_a_duplicate_key_in_json_is_refused() -> None:
+def test_a_duplicate_key_in_json_is_rejected() -> None:
     assert "'kind' is defined more than once" in _message(
         '{"kind": "KVTierPolicy", "kind": "KVTierPolicy"}'
     )
@@ -199,13 +199,13 @@ def test_an_unknown_field_that_resembles_none_is_named_with_all_known_ones() -> 
     assert "failureThreshold, periodSeconds" in message
 
 
-def test_an_unknown_field_is_refused_also_when_it_is_null() -> None:
+def test_an_unknown_field_is_rejected_even_if_it_is_null() -> None:
     assert "spec.zzz: Forbidden: unknown field" in _message(
         json.dumps(changed(complete_policy(), {"spec.zzz": None}))
     )
 
 
-def test_a_null_is_the_same_as_not_written() -> None:
+def test_null_is_the_same_as_absent() -> None:
     with_null = load_policy(
         json.dumps(changed(complete_policy(), {"spec.engine": None, "spec.chunkTokens": None}))
     )
@@ -213,7 +213,7 @@ def test_a_null_is_the_same_as_not_written() -> None:
     assert "engine" not in with_null.spec.model_fields_set
 
 
-def test_everything_that_is_wrong_is_reported_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     wrong = changed(
         complete_policy(), {"spec.chunkTokens": 7, "spec.tiers.1.loadWeight": 0, "spec.zzz": 1}
     )
@@ -232,7 +232,9 @@ def test_everything_that_is_wrong_is_reported_at_once() -> None:
         ({"kind": 7}, "kind"),
     ],
 )
-def test_another_kind_or_version_is_refused_alone(changes: dict[str, Any], field: str) -> None:
+def test_an_unsupported_kind_or_version_is_the_only_error(
+    changes: dict[str, Any], field: str
+) -> None:
     refusals = _only(json.dumps(changed(complete_policy(), {**changes, "spec.zzz": 1}))).errors
     assert [refusal.field for refusal in refusals] == [field]
 
@@ -266,12 +268,12 @@ def test_lists_as_kubectl_prints_them_are_read_item_by_item() -> None:
 
 
 @pytest.mark.parametrize("items", [[], None, {}])
-def test_a_list_without_items_is_refused(items: object) -> None:
+def test_a_list_without_items_is_rejected(items: object) -> None:
     message = _message(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
     assert "a list of at least one policy" in message
 
 
-def test_what_the_api_server_adds_is_accepted() -> None:
+def test_fields_added_by_the_api_server_are_accepted() -> None:
     policy = complete_policy()
     policy["metadata"] |= {
         "uid": "u",

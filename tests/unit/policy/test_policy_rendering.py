@@ -108,7 +108,8 @@ class TestContentHash:
         ) == content_hash(_policy().spec)
 
     def test_does_not_hold_defaults(self) -> None:
-        # A field left out and the same field with its default are different texts: defaults change, texts do not.
+        # A field left out and the same field with its default are different texts: defaults change,
+        # texts do not.
         bare = _policy({"spec.chunkTokens": REMOVED})
         assert bare.spec.chunk_tokens == _policy().spec.chunk_tokens
         assert content_hash(bare.spec) != content_hash(_policy().spec)
@@ -119,12 +120,13 @@ class TestContentHash:
         assert content_hash(bare.spec) == content_hash(filled.spec)
 
     def test_has_eight_hex_digits_and_never_changes_by_itself(self) -> None:
-        # A new value here means that every pod of every user is reported as outdated after an upgrade.
+        # A new value here means that every pod of every user is reported as outdated after an
+        # upgrade.
         assert content_hash(_policy().spec) == "b35c35b8"
 
 
 class TestTopology:
-    def test_documents_hold_what_the_policy_says(self) -> None:
+    def test_documents_have_the_values_of_the_policy(self) -> None:
         policy = _policy()
         document = structural(policy, pod_placement(policy), generation=4)
         assert [tier.name for tier in document.tiers] == ["ram", "nvme", "shared", "remote"]
@@ -197,9 +199,7 @@ class TestTopology:
             "structural.json",
         ]
 
-    def test_file_tiers_of_a_plain_machine_get_a_directory_to_be_made_in(
-        self, tmp_path: Path
-    ) -> None:
+    def test_file_tiers_without_kubernetes_get_a_directory(self, tmp_path: Path) -> None:
         written = local.write_topology(
             _local({"spec.tiers.1.fileSystem.volume": {"emptyDir": {}}}), tmp_path
         )
@@ -208,7 +208,7 @@ class TestTopology:
         assert Path(disk.path).parent == tmp_path / local.TIERS_DIRECTORY
         assert Path(disk.path).parent.is_dir()
 
-    def test_a_tier_whose_place_was_named_gets_no_other(self, tmp_path: Path) -> None:
+    def test_an_explicit_directory_of_a_tier_is_kept(self, tmp_path: Path) -> None:
         policy = _local()
         names = [tier.name for tier in policy.spec.tiers if tier.file_system is not None]
         local.write_topology(
@@ -285,13 +285,13 @@ class TestTopology:
             == "shared"
         )
 
-    def test_a_directory_for_a_tier_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+    def test_a_directory_for_an_unknown_tier_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"disk.*nvme"):
             local.place_topology(
                 _local(), tmp_path, local.LocalOptions(tier_paths={"disk": "/mnt"})
             )
 
-    def test_users_and_policies_do_not_meet_in_one_run_directory(self) -> None:
+    def test_users_and_policies_have_separate_run_directories(self) -> None:
         policy = _policy()
         directories = {
             local_run_directory(policy, 1),
@@ -353,7 +353,7 @@ class TestEngine:
     @pytest.mark.parametrize(
         "changes", [{"spec.engine.connector": "LMCache"}, {"spec.engine.type": "ATOM"}]
     )
-    def test_what_is_not_rendered_is_refused(self, changes: dict[str, Any]) -> None:
+    def test_a_policy_that_cannot_be_rendered_is_rejected(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=r"spec\.engine"):
             engine.check(_policy(changes))
 
@@ -381,7 +381,7 @@ class TestKubernetes:
             _policy().spec
         )
 
-    def test_a_structural_document_too_long_for_an_annotation_is_refused(self) -> None:
+    def test_a_structural_document_too_long_for_an_annotation_is_rejected(self) -> None:
         tiers = complete_policy()["spec"]["tiers"][:1] + [
             {"name": f"r{index}", "lmcache": {"url": "redis://" + "h" * 2040}} for index in range(7)
         ]
@@ -431,7 +431,7 @@ class TestKubernetes:
             _policy({"spec.tiers.2.fileSystem.capacity": "1Gi"})
         )
 
-    def test_a_recreated_policy_or_another_export_never_meets_the_objects_of_its_predecessor(
+    def test_a_recreated_policy_or_a_different_export_does_not_reuse_claims_and_volumes(
         self,
     ) -> None:
         names = {

@@ -72,13 +72,13 @@ def test_is_read_and_rounded_up_to_whole_bytes(written: int | str, size: int) ->
         "9" * 65,
     ],
 )
-def test_what_is_no_quantity_or_does_not_fit_is_refused(written: str) -> None:
+def test_an_invalid_quantity_or_one_out_of_range_is_rejected(written: str) -> None:
     with pytest.raises(QuantityError):
         Quantity.parse(written)
 
 
 @pytest.mark.parametrize("written", [1.5, True, None, [], b"1"])
-def test_other_types_are_refused(written: object) -> None:
+def test_other_types_are_rejected(written: object) -> None:
     with pytest.raises(QuantityError):
         Quantity.parse(written)  # type: ignore[arg-type]
 

@@ -90,7 +90,7 @@ def listed(name: str) -> set[str]:
     return {line for line in lines if line}
 
 
-def test_the_lists_of_packages_are_what_the_package_asks_for() -> None:
+def test_the_package_lists_equal_the_packages_requirements() -> None:
     assert listed("payload") == requirements("kvtier[tierd]")
     assert listed("operator") == requirements("kvtier[operator]", without=NOT_IN_THE_OPERATOR)
 

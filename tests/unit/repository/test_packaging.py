@@ -68,7 +68,7 @@ def test_an_override_is_pinned_at_the_version_it_asks_for() -> None:
         assert pins()[name] == version
 
 
-def test_what_builds_the_package_is_pinned_too() -> None:
+def test_build_requirements_are_pinned() -> None:
     system = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]
     for requirement in map(Requirement, system["requires"]):
         assert Version(pins()[requirement.name]) in requirement.specifier
@@ -100,7 +100,7 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in given} - {"kvtier"}
 
 
-def test_what_is_asked_for_is_imported_by_something() -> None:
+def test_every_requirement_is_imported() -> None:
     assert (
         declared("cli", "tierd", "operator") - imported("connector") - imported("operator") == set()
     )
@@ -114,7 +114,7 @@ def test_the_operator_imports_nothing_that_only_another_package_brings() -> None
     )
 
 
-def test_the_installed_distribution_has_the_command_the_daemon_and_the_plugin() -> None:
+def test_the_installed_distribution_has_the_command_tierd_and_the_plugin() -> None:
     distribution = metadata.distribution("kvtier")
     assert distribution.version == kvtier.__version__
     entries = {(entry.group, entry.name): entry.value for entry in distribution.entry_points}

@@ -132,6 +132,6 @@ def test_no_module_of_the_payload_needs_one_that_is_not_delivered(
     assert [file for file in answer["files"] if not file.startswith(f"{written}/")] == []
 
 
-def test_tests_can_deliver_more(tmp_path: Path) -> None:
+def test_tests_can_add_modules_to_the_payload(tmp_path: Path) -> None:
     more = payload.write(tmp_path, include=("harness", "testing"))
     assert top_level(more) == MODULES | {"harness", "testing"}

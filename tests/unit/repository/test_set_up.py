@@ -112,13 +112,13 @@ def test_the_installation_is_repeated_when_what_it_depends_on_changed(
     assert installed(project) == ["pip install"]
 
 
-def test_an_installation_that_failed_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_installation_is_retried(tmp_path: Path) -> None:
     project = a_project(tmp_path / "project")
     assert installed(project, fails=True) == ["venv", "pip install"]
     assert installed(project) == ["pip install"]
 
 
-def test_a_checkout_that_was_moved_gets_another_environment(tmp_path: Path) -> None:
+def test_a_moved_checkout_gets_a_new_environment(tmp_path: Path) -> None:
     project = a_project(tmp_path / "project")
     installed(project)
     moved = project.rename(tmp_path / "moved")
@@ -136,8 +136,8 @@ def a_project(directory: Path) -> Path:
         "#!/bin/sh\n"
         'program() { echo "#!/bin/sh" > "$1"; chmod +x "$1"; }\n'
         'case "$1" in\n'
-        "    venv) echo venv >> asked; mkdir -p .venv/bin; program .venv/bin/python ;;\n"
-        '    pip) echo "$1 $2" >> asked; [ ! -e fails ] || exit 1; program .venv/bin/kvtier ;;\n'
+        "    venv) echo venv >> uv_calls; mkdir -p .venv/bin; program .venv/bin/python ;;\n"
+        '    pip) echo "$1 $2" >> uv_calls; [ ! -e fails ] || exit 1; program .venv/bin/kvtier ;;\n'
         "esac\n"
     )
     uv.chmod(0o755)
@@ -145,8 +145,8 @@ def a_project(directory: Path) -> Path:
 
 
 def installed(project: Path, fails: bool = False) -> list[str]:
-    """Runs ``tools/install``; what it asked of uv, in order."""
-    (project / "asked").write_text("")
+    """Runs ``tools/install``; the calls of uv, in order."""
+    (project / "uv_calls").write_text("")
     if fails:
         (project / "fails").touch()
     answer = subprocess.run(
@@ -154,4 +154,4 @@ def installed(project: Path, fails: bool = False) -> list[str]:
     )
     (project / "fails").unlink(missing_ok=True)
     assert (answer.returncode != 0) is fails, answer.stderr
-    return (project / "asked").read_text().splitlines()
+    return (project / "uv_calls").read_text().splitlines()

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import Rig
+from tests.unit.scheduler.scheduler_testbed import SchedulerTestbed
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
+def testbed() -> SchedulerTestbed:
+    return SchedulerTestbed()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import BLOCK, CHUNK, Rig, topology
+from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbed, topology
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
@@ -82,7 +82,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def connector(directory: Path) -> Iterator[KVTierConnector]:
-    """A scheduler-role connector over a rig's scheduler side."""
+    """A scheduler-role connector over a testbed's scheduler side."""
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
     assert made._off_reason == ""
     scheduler = made._scheduler
@@ -102,17 +102,17 @@ class _Blocks:
         return (self.table,)
 
 
-def _attached(connector: KVTierConnector) -> Rig:
-    rig = Rig()
-    connector._scheduler = rig.scheduler
-    return rig
+def _attached(connector: KVTierConnector) -> SchedulerTestbed:
+    testbed = SchedulerTestbed()
+    connector._scheduler = testbed.scheduler
+    return testbed
 
 
-def _break(rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def _break(testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*arguments: object, **named: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(rig.scheduler, name, broken)
+    monkeypatch.setattr(testbed.scheduler, name, broken)
 
 
 def test_the_connector_supports_hybrid_memory_and_requires_no_delivery(
@@ -188,11 +188,11 @@ def test_a_connector_that_is_off_still_serves_every_hook(tmp_path: Path) -> None
 def test_an_error_in_a_lookup_turns_kvtier_off(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = _attached(connector)
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
+    testbed = _attached(connector)
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
     assert connector.get_num_new_matched_tokens(request, 0) == (4 * CHUNK, True)  # type: ignore[arg-type]
-    _break(rig, monkeypatch, "get_num_new_matched_tokens")
+    _break(testbed, monkeypatch, "get_num_new_matched_tokens")
     for _ in range(3):
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -204,12 +204,12 @@ def test_an_error_in_a_lookup_turns_kvtier_off(
 def test_a_load_that_fails_to_start_is_still_reported(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = _attached(connector)
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
+    testbed = _attached(connector)
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
     connector.get_num_new_matched_tokens(request, 0)  # type: ignore[arg-type]
-    _break(rig, monkeypatch, "update_state_after_alloc")
-    table = rig.allocate(request, 256)
+    _break(testbed, monkeypatch, "update_state_after_alloc")
+    table = testbed.allocate(request, 256)
     connector.update_state_after_alloc(request, _Blocks(table), 256)  # type: ignore[arg-type]
     step = connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
     assert isinstance(step, StepMetadata)
@@ -219,27 +219,27 @@ def test_a_load_that_fails_to_start_is_still_reported(
 def test_blocks_are_released_after_an_error(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = _attached(connector)
-    rig.client.credit(8)
-    request = rig.request(300)
-    rig.ask(request)
-    rig.run({"r": 300})
+    testbed = _attached(connector)
+    testbed.client.credit(8)
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.run({"r": 300})
     request.append(1)
-    stores = rig.build({"r": 1}).stores
-    rig.request(300, "other", seed=3)
-    _break(rig, monkeypatch, "build_connector_meta")
+    stores = testbed.build({"r": 1}).stores
+    testbed.request(300, "other", seed=3)
+    _break(testbed, monkeypatch, "build_connector_meta")
     connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
-    assert rig.pool.referenced()
-    rig.report(done={store.reservation: 1 for store in stores})
-    connector.request_finished_all_groups(request, (rig.tables["r"],))  # type: ignore[arg-type]
-    assert rig.pool.referenced() == []
-    assert rig.scheduler._states == {}
+    assert testbed.pool.referenced()
+    testbed.report(done={store.reservation: 1 for store in stores})
+    connector.request_finished_all_groups(request, (testbed.tables["r"],))  # type: ignore[arg-type]
+    assert testbed.pool.referenced() == []
+    assert testbed.scheduler._states == {}
 
 
 def test_errors_in_any_hook_do_not_end_the_engine(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = _attached(connector)
+    testbed = _attached(connector)
     for name in (
         "update_connector_output",
         "request_finished",
@@ -247,7 +247,7 @@ def test_errors_in_any_hook_do_not_end_the_engine(
         "shutdown",
         "collect_stats",
     ):
-        _break(rig, monkeypatch, name)
+        _break(testbed, monkeypatch, name)
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))  # type: ignore[arg-type]
     assert connector.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)  # type: ignore[arg-type]
     assert connector.reset_cache() is True
@@ -257,10 +257,10 @@ def test_errors_in_any_hook_do_not_end_the_engine(
 
 def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> None:
     CacheHitSource = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
-    rig = _attached(connector)
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.admit(request, 0, rig.ask(request) or 0)
+    testbed = _attached(connector)
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
     sources = connector.get_external_cache_hit_sources(request, 256)  # type: ignore[arg-type]
     assert sources == {CacheHitSource.HOST: 256}
     assert connector.get_external_cache_hit_sources(request, 100) == {

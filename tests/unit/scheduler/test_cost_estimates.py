@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, FakeRequest, Rig, topology
+from tests.unit.scheduler.scheduler_testbed import (
+    CHUNK,
+    DISK,
+    RAM,
+    FakeRequest,
+    SchedulerTestbed,
+    topology,
+)
 
 from kvtier.config.models import Selection
 from kvtier.engines.vllm.cost_estimates import COPY_RETRY_SECONDS, COPY_SAMPLES, CopyEstimator
@@ -14,37 +21,45 @@ ALPHA = 25e-6
 
 
 @pytest.fixture
-def cost() -> Rig:
-    return Rig(topology(selection=Selection.COST))
+def cost() -> SchedulerTestbed:
+    return SchedulerTestbed(topology(selection=Selection.COST))
 
 
 def prefill(
-    rig: Rig, tokens: int = 1_024, alpha: float = ALPHA, beside: int = 0, number: int = 0
+    testbed: SchedulerTestbed,
+    tokens: int = 1_024,
+    alpha: float = ALPHA,
+    beside: int = 0,
+    number: int = 0,
 ) -> None:
     """A prompt is computed in one step, with some requests that decode beside it."""
     scheduled = {}
     for i in range(beside):
-        other = rig.requests.get(f"other{i}") or rig.request(CHUNK, f"other{i}", seed=500 + i)
-        rig.ask(other)
+        other = testbed.requests.get(f"other{i}") or testbed.request(
+            CHUNK, f"other{i}", seed=500 + i
+        )
+        testbed.ask(other)
         other.num_computed_tokens = other.num_tokens - 1
         scheduled[other.request_id] = 1
-    request = rig.request(tokens, f"p{len(rig.requests)}", seed=1_000 + number + len(rig.requests))
-    rig.ask(request)
-    rig.build({request.request_id: tokens, **scheduled})
-    rig.now += tokens * alpha
-    rig.report()
-
-
-def promoted(rig: Rig, chunks: int = 4, computed: int = 0) -> Promote:
-    request = rig.request(
-        chunks * CHUNK + 5, f"hit{len(rig.requests)}", seed=900 + len(rig.requests)
+    request = testbed.request(
+        tokens, f"p{len(testbed.requests)}", seed=1_000 + number + len(testbed.requests)
     )
-    rig.hold(request.keys(0, chunks), DISK)
-    assert rig.ask(request, computed) is None
-    return rig.client.take(Promote)[-1]
+    testbed.ask(request)
+    testbed.build({request.request_id: tokens, **scheduled})
+    testbed.now += tokens * alpha
+    testbed.report()
 
 
-def test_under_cost_a_promotion_carries_token_ends_and_prefill_cost(cost: Rig) -> None:
+def promoted(testbed: SchedulerTestbed, chunks: int = 4, computed: int = 0) -> Promote:
+    request = testbed.request(
+        chunks * CHUNK + 5, f"hit{len(testbed.requests)}", seed=900 + len(testbed.requests)
+    )
+    testbed.hold(request.keys(0, chunks), DISK)
+    assert testbed.ask(request, computed) is None
+    return testbed.client.take(Promote)[-1]
+
+
+def test_under_cost_a_promotion_carries_token_ends_and_prefill_cost(cost: SchedulerTestbed) -> None:
     for _ in range(6):
         prefill(cost)
     promote = promoted(cost, computed=CHUNK // 2)
@@ -54,26 +69,26 @@ def test_under_cost_a_promotion_carries_token_ends_and_prefill_cost(cost: Rig) -
     assert promote.ends == (CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK)
 
 
-def test_without_an_estimate_the_tier_timeout_applies(cost: Rig) -> None:
+def test_without_an_estimate_the_tier_timeout_applies(cost: SchedulerTestbed) -> None:
     promote = promoted(cost)
     assert (promote.alpha, promote.beta, promote.budget_seconds) == (0.0, 0.0, 4)
     assert len(promote.ends) == 4
 
 
-def test_with_an_estimate_the_wait_is_bounded_by_recomputation(cost: Rig) -> None:
+def test_with_an_estimate_the_wait_is_bounded_by_recomputation(cost: SchedulerTestbed) -> None:
     for _ in range(6):
         prefill(cost)
     assert promoted(cost).budget_seconds == pytest.approx(1.5 * 4 * CHUNK * ALPHA)
 
 
-def test_under_weighted_a_promotion_carries_no_cost(rig: Rig) -> None:
+def test_under_weighted_a_promotion_carries_no_cost(testbed: SchedulerTestbed) -> None:
     for _ in range(6):
-        prefill(rig)
-    promote = promoted(rig)
+        prefill(testbed)
+    promote = promoted(testbed)
     assert (promote.ends, promote.alpha, promote.budget_seconds) == ((), 0.0, 4)
 
 
-def test_steps_that_mostly_decode_are_not_measured(cost: Rig) -> None:
+def test_steps_that_mostly_decode_are_not_measured(cost: SchedulerTestbed) -> None:
     for _ in range(6):
         prefill(cost, tokens=100, alpha=1.0, beside=20)
     assert cost.scheduler.prefill.estimate() is None
@@ -83,7 +98,7 @@ def test_steps_that_mostly_decode_are_not_measured(cost: Rig) -> None:
 
 
 def test_a_step_built_ahead_counts_from_the_end_of_the_previous_step(
-    cost: Rig,
+    cost: SchedulerTestbed,
 ) -> None:
     requests = [cost.request(1_024, f"r{i}", seed=i + 1) for i in range(8)]
     for request in requests:
@@ -98,7 +113,7 @@ def test_a_step_built_ahead_counts_from_the_end_of_the_previous_step(
     assert found.seconds(0, 1_024) == pytest.approx(1_024 * ALPHA)
 
 
-def test_steps_that_are_reported_together_are_not_measured(cost: Rig) -> None:
+def test_steps_that_are_reported_together_are_not_measured(cost: SchedulerTestbed) -> None:
     for i in range(8):
         request = cost.request(1_024, f"r{i}", seed=i + 1)
         cost.ask(request)
@@ -109,18 +124,18 @@ def test_steps_that_are_reported_together_are_not_measured(cost: Rig) -> None:
     assert cost.scheduler.prefill.estimate() is None
 
 
-def load(rig: Rig, tokens: int, seconds: float) -> int | None:
+def load(testbed: SchedulerTestbed, tokens: int, seconds: float) -> int | None:
     """A hit in RAM, loaded in this time if it is offered."""
-    request: FakeRequest = rig.request(
-        tokens + 5, f"ram{len(rig.requests)}", seed=2_000 + len(rig.requests)
+    request: FakeRequest = testbed.request(
+        tokens + 5, f"ram{len(testbed.requests)}", seed=2_000 + len(testbed.requests)
     )
-    rig.hold(request.keys(0, tokens // CHUNK), RAM)
-    offered = rig.ask(request)
+    testbed.hold(request.keys(0, tokens // CHUNK), RAM)
+    offered = testbed.ask(request)
     if offered:
-        rig.admit(request, 0, offered)
-        (job,) = rig.build().loads
-        rig.now += seconds
-        rig.report(
+        testbed.admit(request, 0, offered)
+        (job,) = testbed.build().loads
+        testbed.now += seconds
+        testbed.report(
             loads=[
                 LoadResult(
                     job.load,
@@ -135,7 +150,7 @@ def load(rig: Rig, tokens: int, seconds: float) -> int | None:
     return offered
 
 
-def test_waiting_for_a_step_does_not_count_as_copy_time(cost: Rig) -> None:
+def test_waiting_for_a_step_does_not_count_as_copy_time(cost: SchedulerTestbed) -> None:
     for _ in range(6):
         prefill(cost)
     for i in range(COPY_SAMPLES + 4):
@@ -144,7 +159,9 @@ def test_waiting_for_a_step_does_not_count_as_copy_time(cost: Rig) -> None:
         assert load(cost, tokens, 0.1 + tokens * ALPHA / 10) == tokens
 
 
-def test_ram_is_not_loaded_where_copies_are_slower_than_recomputation(cost: Rig) -> None:
+def test_ram_is_not_loaded_where_copies_are_slower_than_recomputation(
+    cost: SchedulerTestbed,
+) -> None:
     for _ in range(6):
         prefill(cost)
     offers = [load(cost, CHUNK * (4 + i), CHUNK * (4 + i) * ALPHA * 3) for i in range(COPY_SAMPLES)]

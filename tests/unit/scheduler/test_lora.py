@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import CHUNK, RAM, FakeRequest, Rig
+from tests.unit.scheduler.scheduler_testbed import CHUNK, RAM, FakeRequest, SchedulerTestbed
 
 from kvtier.engines.vllm.lora import AdapterDigests, adapter_digest
 
@@ -24,11 +24,11 @@ class _Digests:
 
     def __init__(self) -> None:
         self.release = threading.Event()
-        self.asked: list[str] = []
+        self.read_paths: list[str] = []
         self.adapters = AdapterDigests(self._digest)
 
     def _digest(self, path: str) -> bytes:
-        self.asked.append(path)
+        self.read_paths.append(path)
         assert self.release.wait(30)
         if path == "/missing":
             raise FileNotFoundError(path)
@@ -50,72 +50,72 @@ def digests() -> _Digests:
     return _Digests()
 
 
-def _stored(rig: Rig, request: FakeRequest) -> list[bytes]:
+def _stored(testbed: SchedulerTestbed, request: FakeRequest) -> list[bytes]:
     """Keys that a computed request stores."""
     from kvtier.tierd.wire import Reserve
 
-    rig.run({request.request_id: request.num_tokens})
+    testbed.run({request.request_id: request.num_tokens})
     request.append(1)
-    rig.build({request.request_id: 1})
-    return [b"\0" + item[2] for reserve in rig.client.take(Reserve) for item in reserve.items]
+    testbed.build({request.request_id: 1})
+    return [b"\0" + item[2] for reserve in testbed.client.take(Reserve) for item in reserve.items]
 
 
 def test_requests_are_not_cached_until_the_adapter_digest_is_known(digests: _Digests) -> None:
-    rig = Rig(adapters=digests.adapters)
-    rig.client.credit(8)
-    request = rig.request(300, lora=_lora())
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 0
-    assert _stored(rig, request) == []
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(8)
+    request = testbed.request(300, lora=_lora())
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 0
+    assert _stored(testbed, request) == []
     digests.known(_lora())
-    assert len(rig.build({"r": 1}).stores) == 4
+    assert len(testbed.build({"r": 1}).stores) == 4
 
 
 def test_adapter_keys_differ_from_the_base_model_and_other_adapters(digests: _Digests) -> None:
-    rig = Rig(adapters=digests.adapters)
-    rig.client.credit(32)
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(32)
     digests.known(_lora("x", 1, "/x"))
     digests.known(_lora("x", 2, "/y"))
     keys = []
     for name, lora in (("base", None), ("x", _lora("x", 1, "/x")), ("y", _lora("x", 2, "/y"))):
-        request = rig.request(300, name, lora=lora)
-        assert rig.ask(request) == 0
-        keys.append(_stored(rig, request))
+        request = testbed.request(300, name, lora=lora)
+        assert testbed.ask(request) == 0
+        keys.append(_stored(testbed, request))
     assert [len(each) for each in keys] == [4, 4, 4]
     assert len({key for each in keys for key in each}) == 12
 
 
 def test_the_same_files_give_the_same_keys(digests: _Digests) -> None:
-    rig = Rig(adapters=digests.adapters)
-    rig.client.credit(8)
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(8)
     digests.known(_lora())
-    stored = _stored(rig, _asked(rig, rig.request(300, "one", lora=_lora())))
-    rig.hold(stored, RAM)
-    assert rig.ask(rig.request(300, "two", lora=_lora())) == 4 * CHUNK
+    stored = _stored(testbed, _matched(testbed, testbed.request(300, "one", lora=_lora())))
+    testbed.hold(stored, RAM)
+    assert testbed.ask(testbed.request(300, "two", lora=_lora())) == 4 * CHUNK
 
 
-def _asked(rig: Rig, request: FakeRequest) -> FakeRequest:
-    assert rig.ask(request) == 0
+def _matched(testbed: SchedulerTestbed, request: FakeRequest) -> FakeRequest:
+    assert testbed.ask(request) == 0
     return request
 
 
 def test_unreadable_adapters_are_not_cached(digests: _Digests) -> None:
-    rig = Rig(adapters=digests.adapters)
+    testbed = SchedulerTestbed(adapters=digests.adapters)
     assert digests.known(_lora(path="/missing")) == "unreadable"
-    request = rig.request(300, lora=_lora(path="/missing"))
-    assert rig.ask(request) == 0
-    assert rig.scheduler._states["r"].skip_reason == "adapter_unreadable"
+    request = testbed.request(300, lora=_lora(path="/missing"))
+    assert testbed.ask(request) == 0
+    assert testbed.scheduler._states["r"].skip_reason == "adapter_unreadable"
 
 
 def test_an_adapter_replaced_in_place_is_never_cached_again(digests: _Digests) -> None:
-    rig = Rig(adapters=digests.adapters)
-    rig.client.credit(32)
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(32)
     digests.known(_lora())
-    running = _asked(rig, rig.request(300, "running", lora=_lora()))
-    rig.run({"running": 300})
+    running = _matched(testbed, testbed.request(300, "running", lora=_lora()))
+    testbed.run({"running": 300})
     running.append(1)
-    rig.ask(rig.request(300, "replacing", lora=_lora(inplace=True)))
-    assert rig.build({"running": 1}).stores == []
+    testbed.ask(testbed.request(300, "replacing", lora=_lora(inplace=True)))
+    assert testbed.build({"running": 1}).stores == []
     assert digests.adapters.digest(_lora()) == "replaced"
     assert digests.adapters.digest(_lora(number=9)) == "replaced"
     assert digests.adapters.digest(_lora("other", 2, "/y")) == "unknown"
@@ -132,7 +132,7 @@ def test_a_digest_is_computed_once(digests: _Digests) -> None:
     for _ in range(5):
         digests.adapters.digest(_lora())
     digests.known(_lora())
-    assert digests.asked == ["/x"]
+    assert digests.read_paths == ["/x"]
 
 
 def test_a_digest_covers_names_and_contents(tmp_path: Path) -> None:

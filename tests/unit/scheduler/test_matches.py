@@ -3,126 +3,130 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import CHUNK, DISK, RAM, Rig, topology
+from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, RAM, SchedulerTestbed, topology
 
 from kvtier.tierd.wire import Load, Promote
 
 
 def test_a_detached_engine_matches_nothing() -> None:
-    rig = Rig(attach=False)
-    assert rig.ask(rig.request(300)) == 0
+    testbed = SchedulerTestbed(attach=False)
+    assert testbed.ask(testbed.request(300)) == 0
 
 
 def test_nothing_matches_before_the_snapshot_arrives() -> None:
-    rig = Rig(attach=False)
-    rig.client.welcome()
-    rig.client.ready(snapshot=False)
-    assert rig.ask(rig.request(300)) == 0
+    testbed = SchedulerTestbed(attach=False)
+    testbed.client.welcome()
+    testbed.client.ready(snapshot=False)
+    assert testbed.ask(testbed.request(300)) == 0
 
 
-def test_whole_chunks_in_ram_match_at_once(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 3))
-    assert rig.ask(request) == 3 * CHUNK
-    assert rig.client.sent == []
+def test_whole_chunks_in_ram_match_at_once(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 3))
+    assert testbed.ask(request) == 3 * CHUNK
+    assert testbed.client.sent == []
 
 
-def test_a_missing_chunk_ends_the_match(rig: Rig) -> None:
-    request = rig.request(400)
-    rig.hold([request.key(0), request.key(1), request.key(3)])
-    assert rig.ask(request) == 2 * CHUNK
+def test_a_missing_chunk_ends_the_match(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(400)
+    testbed.hold([request.key(0), request.key(1), request.key(3)])
+    assert testbed.ask(request) == 2 * CHUNK
 
 
-def test_without_the_first_chunk_nothing_matches(rig: Rig) -> None:
-    request = rig.request(400)
-    rig.hold(request.keys(1, 4))
-    assert rig.ask(request) == 0
+def test_without_the_first_chunk_nothing_matches(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(400)
+    testbed.hold(request.keys(1, 4))
+    assert testbed.ask(request) == 0
 
 
-def test_a_local_hit_inside_a_chunk_is_extended(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request, 96) == 4 * CHUNK - 96
+def test_a_local_hit_inside_a_chunk_is_extended(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request, 96) == 4 * CHUNK - 96
 
 
-def test_a_local_hit_that_is_no_block_boundary_is_not_extended(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request, 70) == 0
+def test_a_local_hit_that_is_no_block_boundary_is_not_extended(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request, 70) == 0
 
 
-def test_a_whole_prompt_may_match(rig: Rig) -> None:
+def test_a_whole_prompt_may_match(testbed: SchedulerTestbed) -> None:
     """vLLM computes the last token once more, which full attention does not mind."""
-    request = rig.request(4 * CHUNK)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 4 * CHUNK
+    request = testbed.request(4 * CHUNK)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 4 * CHUNK
 
 
-def test_tokens_in_gpu_memory_do_not_match(rig: Rig) -> None:
-    request = rig.request(4 * CHUNK + 5)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request, 4 * CHUNK) == 0
+def test_tokens_in_gpu_memory_do_not_match(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(4 * CHUNK + 5)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request, 4 * CHUNK) == 0
 
 
 def test_matches_below_the_minimum_are_ignored() -> None:
-    rig = Rig(topology(min_load_tokens=130))
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request, 2 * CHUNK) == 0
-    assert rig.ask(request, 96) == 4 * CHUNK - 96
+    testbed = SchedulerTestbed(topology(min_load_tokens=130))
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request, 2 * CHUNK) == 0
+    assert testbed.ask(request, 96) == 4 * CHUNK - 96
 
 
 def test_the_minimum_can_change_while_the_engine_runs() -> None:
-    rig = Rig()
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.client.welcome(settings=topology(min_load_tokens=1000).live.model_dump_json(by_alias=True))
-    rig.client.ready()
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 0
+    testbed = SchedulerTestbed()
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.client.welcome(
+        settings=topology(min_load_tokens=1000).live.model_dump_json(by_alias=True)
+    )
+    testbed.client.ready()
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 0
 
 
-def test_repeated_lookups_use_the_cached_match(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    first = rig.ask(request)
-    rig.scheduler.session.replica.get_bits = None  # type: ignore[assignment]
-    assert [rig.ask(request) for _ in range(50)] == [first] * 50
+def test_repeated_lookups_use_the_cached_match(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    first = testbed.ask(request)
+    testbed.scheduler.session.replica.get_bits = None  # type: ignore[assignment]
+    assert [testbed.ask(request) for _ in range(50)] == [first] * 50
 
 
-def test_an_evicted_key_no_longer_matches(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 4 * CHUNK
-    rig.client.leaving([request.key(2)])
-    assert rig.ask(request) == 2 * CHUNK
+def test_an_evicted_key_no_longer_matches(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 4 * CHUNK
+    testbed.client.leaving([request.key(2)])
+    assert testbed.ask(request) == 2 * CHUNK
 
 
-def test_new_keys_match_after_the_refresh_interval(rig: Rig) -> None:
-    request = rig.request(300)
-    assert rig.ask(request) == 0
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 0
-    rig.now += 0.06
-    assert rig.ask(request) == 4 * CHUNK
+def test_new_keys_match_after_the_refresh_interval(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    assert testbed.ask(request) == 0
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 0
+    testbed.now += 0.06
+    assert testbed.ask(request) == 4 * CHUNK
 
 
-def test_nothing_matches_once_tierd_is_lost(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 4 * CHUNK
-    rig.client.lose()
-    assert rig.ask(request) == 0
+def test_nothing_matches_once_tierd_is_lost(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 4 * CHUNK
+    testbed.client.lose()
+    assert testbed.ask(request) == 0
 
 
-def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 2))
-    rig.client._sequence += 1
-    rig.hold(request.keys(2, 1))
-    assert rig.ask(request) == 0
-    rig.client.delta(added=dict.fromkeys(request.keys(0, 3), RAM), snapshot=True)
-    assert rig.ask(request) == 3 * CHUNK
+def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 2))
+    testbed.client._sequence += 1
+    testbed.hold(request.keys(2, 1))
+    assert testbed.ask(request) == 0
+    testbed.client.delta(added=dict.fromkeys(request.keys(0, 3), RAM), snapshot=True)
+    assert testbed.ask(request) == 3 * CHUNK
 
 
 @pytest.mark.parametrize(
@@ -131,25 +135,25 @@ def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(rig: Rig) -> 
     ids=lambda more: next(iter(more)),
 )
 def test_requests_whose_hashes_do_not_identify_their_kv_are_skipped(
-    rig: Rig, more: dict[str, object]
+    testbed: SchedulerTestbed, more: dict[str, object]
 ) -> None:
-    request = rig.request(300, **more)
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) == 0
+    request = testbed.request(300, **more)
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 0
 
 
-def test_a_load_names_its_keys_and_the_blocks_they_go_to(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    offered = rig.ask(request, 96)
+def test_a_load_names_its_keys_and_the_blocks_they_go_to(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    offered = testbed.ask(request, 96)
     assert offered == 160
-    rig.admit(request, 96, offered)
-    (load,) = rig.client.take(Load)
+    testbed.admit(request, 96, offered)
+    (load,) = testbed.client.take(Load)
     assert load.promotion == 0
     assert [b"\0" + block_hash for _, block_hash in load.keys] == request.keys(1, 3)
-    (job,) = rig.build().loads
+    (job,) = testbed.build().loads
     assert (job.load, job.request_id) == (load.load, "r")
-    table = rig.tables["r"]
+    table = testbed.tables["r"]
     assert [(run.first, list(run.blocks)) for run in job.runs] == [
         (1, table[3:4]),
         (0, table[4:6]),
@@ -158,32 +162,32 @@ def test_a_load_names_its_keys_and_the_blocks_they_go_to(rig: Rig) -> None:
     assert job.timeout_seconds >= 1.0
 
 
-def test_the_second_call_after_a_load_starts_nothing(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.report(loads=[rig.result(job.load, 4)])
-    rig.scheduler.update_state_after_alloc(request, (rig.tables["r"],), 0)  # type: ignore[arg-type]
-    assert rig.build({"r": 44}).loads == []
-    assert len(rig.client.take(Load)) == 1
+def test_the_second_call_after_a_load_starts_nothing(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 4)])
+    testbed.scheduler.update_state_after_alloc(request, (testbed.tables["r"],), 0)  # type: ignore[arg-type]
+    assert testbed.build({"r": 44}).loads == []
+    assert len(testbed.client.take(Load)) == 1
 
 
-def test_a_load_reaches_the_worker_even_if_tierd_is_unreachable(rig: Rig) -> None:
+def test_a_load_reaches_the_worker_even_if_tierd_is_unreachable(testbed: SchedulerTestbed) -> None:
     """vLLM waits for a report from the moment it allocated, and only the worker can give it."""
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    offered = rig.ask(request) or 0
-    rig.client.accepts = False
-    rig.admit(request, 0, offered)
-    assert len(rig.build().loads) == 1
-    assert rig.scheduler.loads.counts.failures["not_sent"] == 1
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    offered = testbed.ask(request) or 0
+    testbed.client.accepts = False
+    testbed.admit(request, 0, offered)
+    assert len(testbed.build().loads) == 1
+    assert testbed.scheduler.loads.counts.failures["not_sent"] == 1
 
 
 def test_a_higher_ram_weight_prefers_a_shorter_prefix_in_ram() -> None:
-    rig = Rig(topology(ram=100, disk=10))
-    request = rig.request(8 * CHUNK)
-    rig.hold(request.keys(0, 4), RAM)
-    rig.hold(request.keys(4, 4), DISK)
-    assert rig.ask(request) == 4 * CHUNK
-    assert rig.client.take(Promote) == []
+    testbed = SchedulerTestbed(topology(ram=100, disk=10))
+    request = testbed.request(8 * CHUNK)
+    testbed.hold(request.keys(0, 4), RAM)
+    testbed.hold(request.keys(4, 4), DISK)
+    assert testbed.ask(request) == 4 * CHUNK
+    assert testbed.client.take(Promote) == []

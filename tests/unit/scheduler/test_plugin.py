@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import topology
+from tests.unit.scheduler.scheduler_testbed import topology
 
 from kvtier.engines.vllm import plugin
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from tests.unit.scheduler.scheduler_rig import CHUNK, Rig
+from tests.unit.scheduler.scheduler_testbed import CHUNK, SchedulerTestbed
 
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
 
@@ -110,30 +110,30 @@ def test_stats_of_an_unknown_engine_are_ignored() -> None:
     assert "loaded_tokens_total{" not in types.text()
 
 
-def test_scheduler_counts_are_collected_once(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.report(loads=[rig.result(job.load, 3, reason="address: 5 is outside")])
+def test_scheduler_counts_are_collected_once(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 3, reason="address: 5 is outside")])
     stats = KVTierStats()
-    rig.scheduler.collect_stats(stats)
-    rig.scheduler.collect_stats(stats)
+    testbed.scheduler.collect_stats(stats)
+    testbed.scheduler.collect_stats(stats)
     assert stats.data["offered_tokens"] == {"": 4 * CHUNK}
     assert stats.data["loaded_tokens"] == {"ram": 3 * CHUNK}
     assert stats.data["load_failures"] == {"address": 1}
 
 
 def test_heartbeats_carry_prompt_tokens_and_loaded_tokens_by_tier(
-    rig: Rig,
+    testbed: SchedulerTestbed,
 ) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.report(loads=[rig.result(job.load, 4, tiers=(0, 0, 1, 1))])
-    rig.build({"r": 300 - 4 * CHUNK})
-    rig.build({"r": 1})
-    beat = rig.client.heartbeat()
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 4, tiers=(0, 0, 1, 1))])
+    testbed.build({"r": 300 - 4 * CHUNK})
+    testbed.build({"r": 1})
+    beat = testbed.client.heartbeat()
     assert beat.prompt_tokens == 300
     assert beat.loaded_tokens == (2 * CHUNK, 2 * CHUNK)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.scheduler_rig import (
+from tests.unit.scheduler.scheduler_testbed import (
     BLOCK,
     CHUNK,
     RAM,
     SLOT_BYTES,
     FakeRequest,
-    Rig,
+    SchedulerTestbed,
     chunks_of,
 )
 
@@ -21,415 +21,433 @@ from kvtier.tierd.wire import Reserve, Usable
 
 
 @pytest.fixture(params=[True, False], ids=["tables offered", "tables followed"])
-def rig(request: pytest.FixtureRequest) -> Rig:
-    made = Rig(offers_tables=request.param)
+def testbed(request: pytest.FixtureRequest) -> SchedulerTestbed:
+    made = SchedulerTestbed(offers_tables=request.param)
     made.client.credit(32)
     return made
 
 
-def _computed(rig: Rig, tokens: int = 300, request_id: str = "r", seed: int = 0) -> FakeRequest:
+def _computed(
+    testbed: SchedulerTestbed, tokens: int = 300, request_id: str = "r", seed: int = 0
+) -> FakeRequest:
     """A request whose prompt was computed in one step and that waits for its next."""
-    request = rig.request(tokens, request_id, seed)
-    assert rig.ask(request) == 0
-    rig.run({request_id: tokens})
+    request = testbed.request(tokens, request_id, seed)
+    assert testbed.ask(request) == 0
+    testbed.run({request_id: tokens})
     request.append(1)
     return request
 
 
-def test_nothing_is_stored_before_its_step_was_executed(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.ask(request)
-    assert rig.build({"r": 300}).stores == []
+def test_nothing_is_stored_before_its_step_was_executed(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    assert testbed.build({"r": 300}).stores == []
     request.append(1)
-    assert rig.build({"r": 1}).stores == []
+    assert testbed.build({"r": 1}).stores == []
 
 
-def test_whole_chunks_are_stored_once_their_step_was_executed(rig: Rig) -> None:
-    request = _computed(rig)
-    stores = rig.build({"r": 1}).stores
-    assert chunks_of(rig, stores) == [0, 1, 2, 3]
+def test_whole_chunks_are_stored_once_their_step_was_executed(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed)
+    stores = testbed.build({"r": 1}).stores
+    assert chunks_of(testbed, stores) == [0, 1, 2, 3]
     assert [store.slot for store in stores] == [number * SLOT_BYTES for number in range(4)]
     assert {(store.epoch, store.run.first, len(store.run.blocks)) for store in stores} == {
         (1, 0, CHUNK // BLOCK)
     }
-    (reserve,) = rig.client.take(Reserve)
+    (reserve,) = testbed.client.take(Reserve)
     assert [(b"\0" + item[2], item[3]) for item in reserve.items] == [
         (request.key(chunk), store.slot) for chunk, store in enumerate(stores)
     ]
 
 
-def test_each_chunk_is_stored_once(rig: Rig) -> None:
-    _computed(rig)
-    rig.run({"r": 1})
-    assert rig.build({"r": 1}).stores == []
+def test_each_chunk_is_stored_once(testbed: SchedulerTestbed) -> None:
+    _computed(testbed)
+    testbed.run({"r": 1})
+    assert testbed.build({"r": 1}).stores == []
 
 
 def test_a_chunk_that_decoding_completes_is_stored_once_its_last_token_was_computed(
-    rig: Rig,
+    testbed: SchedulerTestbed,
 ) -> None:
-    request = _computed(rig, 2 * CHUNK - 2)
-    assert chunks_of(rig, rig.run({"r": 1}).stores) == [0]
+    request = _computed(testbed, 2 * CHUNK - 2)
+    assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [0]
     request.append(2)
-    assert rig.run({"r": 1}).stores == []
+    assert testbed.run({"r": 1}).stores == []
     request.append(3)
-    assert chunks_of(rig, rig.run({"r": 1}).stores) == [1]
+    assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [1]
 
 
-def test_the_last_sampled_token_is_not_stored_even_if_a_step_counted_it(rig: Rig) -> None:
+def test_the_last_sampled_token_is_not_stored_even_if_a_step_counted_it(
+    testbed: SchedulerTestbed,
+) -> None:
     """Speculative steps count tokens that may be rejected."""
-    request = rig.request(CHUNK - 2)
-    rig.ask(request)
-    rig.run({"r": CHUNK + 3})
+    request = testbed.request(CHUNK - 2)
+    testbed.ask(request)
+    testbed.run({"r": CHUNK + 3})
     request.append(1, 2)
     request.num_computed_tokens = CHUNK - 1
-    assert rig.build({"r": 1}).stores == []
+    assert testbed.build({"r": 1}).stores == []
     request.append(3)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [0]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0]
 
 
-def test_prefill_in_pieces_is_stored_in_pieces(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.ask(request)
-    rig.run({"r": 100})
-    assert chunks_of(rig, rig.run({"r": 100}).stores) == [0]
-    assert chunks_of(rig, rig.run({"r": 100}).stores) == [1, 2]
+def test_prefill_in_pieces_is_stored_in_pieces(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.run({"r": 100})
+    assert chunks_of(testbed, testbed.run({"r": 100}).stores) == [0]
+    assert chunks_of(testbed, testbed.run({"r": 100}).stores) == [1, 2]
     request.append(1)
-    assert chunks_of(rig, rig.run({"r": 1}).stores) == [3]
+    assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [3]
 
 
-def test_a_step_that_was_built_ahead_counts_only_when_it_is_reported(rig: Rig) -> None:
+def test_a_step_that_was_built_ahead_counts_only_when_it_is_reported(
+    testbed: SchedulerTestbed,
+) -> None:
     """Asynchronous scheduling builds the next step before the last one's output is there."""
-    request = rig.request(300)
-    rig.ask(request)
-    rig.build({"r": 128})
-    assert rig.build({"r": 128}).stores == []
-    rig.report(step=1)
-    assert chunks_of(rig, rig.build({"r": 44}).stores) == [0, 1]
-    rig.report(step=2)
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 128})
+    assert testbed.build({"r": 128}).stores == []
+    testbed.report(step=1)
+    assert chunks_of(testbed, testbed.build({"r": 44}).stores) == [0, 1]
+    testbed.report(step=2)
     request.append(1)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [2, 3]
 
 
-def test_chunks_in_a_tier_are_not_stored_again(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold([request.key(0), request.key(2)], 2)
-    rig.client.accepts = False  # no promotion
-    assert rig.ask(request) == 0
-    rig.client.accepts = True
-    rig.run({"r": 300})
+def test_chunks_in_a_tier_are_not_stored_again(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold([request.key(0), request.key(2)], 2)
+    testbed.client.accepts = False  # no promotion
+    assert testbed.ask(request) == 0
+    testbed.client.accepts = True
+    testbed.run({"r": 300})
     request.append(1)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [1, 3]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [1, 3]
 
 
-def test_loaded_chunks_are_not_stored_again(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 2))
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.report(loads=[rig.result(job.load, 2)])
-    rig.run({"r": 300 - 2 * CHUNK})
+def test_loaded_chunks_are_not_stored_again(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 2))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 2)])
+    testbed.run({"r": 300 - 2 * CHUNK})
     request.append(1)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [2, 3]
 
 
-def test_chunks_in_gpu_memory_and_no_tier_are_stored(rig: Rig) -> None:
-    request = rig.request(300)
-    assert rig.ask(request, 3 * CHUNK) == 0
-    rig.allocate(request, 3 * CHUNK)
+def test_chunks_in_gpu_memory_and_no_tier_are_stored(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    assert testbed.ask(request, 3 * CHUNK) == 0
+    testbed.allocate(request, 3 * CHUNK)
     request.num_computed_tokens = 3 * CHUNK
-    rig.run({"r": 300 - 3 * CHUNK})
+    testbed.run({"r": 300 - 3 * CHUNK})
     request.append(1)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 1, 2, 3]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 1, 2, 3]
 
 
-def test_chunks_of_a_failed_load_are_stored_once_computed(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4))
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.client.delta(removed=dict.fromkeys(request.keys(2, 2), RAM))
-    rig.report(loads=[rig.result(job.load, 2, reason="gone")])
+def test_chunks_of_a_failed_load_are_stored_once_computed(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.client.delta(removed=dict.fromkeys(request.keys(2, 2), RAM))
+    testbed.report(loads=[testbed.result(job.load, 2, reason="gone")])
     request.num_computed_tokens = 2 * CHUNK
-    rig.run({"r": 300 - 2 * CHUNK})
+    testbed.run({"r": 300 - 2 * CHUNK})
     request.append(1)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [2, 3]
 
 
-def test_two_requests_with_one_prefix_store_it_once(rig: Rig) -> None:
-    first, second = rig.request(300, "a"), rig.request(300, "b")
+def test_two_requests_with_one_prefix_store_it_once(testbed: SchedulerTestbed) -> None:
+    first, second = testbed.request(300, "a"), testbed.request(300, "b")
     for request in (first, second):
-        rig.ask(request)
-    rig.run({"a": 300, "b": 300})
+        testbed.ask(request)
+    testbed.run({"a": 300, "b": 300})
     first.append(1)
     second.append(1)
-    assert len(rig.build({"a": 1, "b": 1}).stores) == 4
+    assert len(testbed.build({"a": 1, "b": 1}).stores) == 4
 
 
 def test_blocks_are_referenced_from_planning_until_every_rank_is_done() -> None:
-    rig = Rig(ranks=2)
-    rig.client.credit(8)
-    _computed(rig, 150)
-    stores = rig.build({"r": 1}).stores
+    testbed = SchedulerTestbed(ranks=2)
+    testbed.client.credit(8)
+    _computed(testbed, 150)
+    stores = testbed.build({"r": 1}).stores
     blocks = sorted(block for store in stores for block in store.run.blocks)
-    assert rig.pool.referenced() == blocks
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert rig.pool.referenced() == blocks
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert rig.pool.referenced() == []
+    assert testbed.pool.referenced() == blocks
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert testbed.pool.referenced() == blocks
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert testbed.pool.referenced() == []
 
 
-def test_the_end_of_a_chunk_is_freed_before_its_beginning(rig: Rig) -> None:
+def test_the_end_of_a_chunk_is_freed_before_its_beginning(testbed: SchedulerTestbed) -> None:
     """vLLM evicts first what was freed first, and the end of a prefix is worth less."""
-    _computed(rig, 100)
-    (store,) = rig.build({"r": 1}).stores
-    rig.report(done={store.reservation: 1})
-    assert rig.pool.freed == list(reversed(store.run.blocks))
+    _computed(testbed, 100)
+    (store,) = testbed.build({"r": 1}).stores
+    testbed.report(done={store.reservation: 1})
+    assert testbed.pool.freed == list(reversed(store.run.blocks))
 
 
-def test_a_finished_request_stores_the_rest_while_its_blocks_are_there(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.ask(request)
-    rig.build({"r": 300})
+def test_a_finished_request_stores_the_rest_while_its_blocks_are_there(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 300})
     request.append(1)
-    table = list(rig.tables["r"])
-    rig.finish(request)  # before the report of the step that brought the end, as vLLM does
-    assert rig.pool.referenced() == table[:8]
-    rig.report()
-    assert rig.scheduler.has_pending_work()
-    stores = rig.build().stores
+    table = list(testbed.tables["r"])
+    testbed.finish(request)  # before the report of the step that brought the end, as vLLM does
+    assert testbed.pool.referenced() == table[:8]
+    testbed.report()
+    assert testbed.scheduler.has_pending_work()
+    stores = testbed.build().stores
     assert [store.run.blocks[0] for store in stores] == table[0:8:2]
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert not rig.scheduler.has_pending_work()
-    assert rig.pool.referenced() == []
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert not testbed.scheduler.has_pending_work()
+    assert testbed.pool.referenced() == []
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
-def test_only_executed_chunks_of_an_aborted_request_are_stored(rig: Rig, status: str) -> None:
-    request = rig.request(300)
-    rig.ask(request)
-    rig.build({"r": 150})
-    rig.build({"r": 150})
-    rig.report(step=1)
-    table = list(rig.tables["r"])
-    rig.finish(request, status)
-    assert [store.run.blocks[0] for store in rig.build().stores] == [table[0], table[2]]
+def test_only_executed_chunks_of_an_aborted_request_are_stored(
+    testbed: SchedulerTestbed, status: str
+) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 150})
+    testbed.build({"r": 150})
+    testbed.report(step=1)
+    table = list(testbed.tables["r"])
+    testbed.finish(request, status)
+    assert [store.run.blocks[0] for store in testbed.build().stores] == [table[0], table[2]]
 
 
-def test_a_step_in_flight_does_not_count_as_executed(rig: Rig) -> None:
+def test_a_step_in_flight_does_not_count_as_executed(testbed: SchedulerTestbed) -> None:
     """The output of one step ends a request while the next step runs."""
-    request = rig.request(100)
-    rig.ask(request)
-    rig.build({"r": 100})
+    request = testbed.request(100)
+    testbed.ask(request)
+    testbed.build({"r": 100})
     request.append(*range(28))
-    rig.build({"r": 29})
-    table = list(rig.tables["r"])
-    rig.finish(request)
-    assert [store.run.blocks[0] for store in rig.build().stores] == table[:1]
+    testbed.build({"r": 29})
+    table = list(testbed.tables["r"])
+    testbed.finish(request)
+    assert [store.run.blocks[0] for store in testbed.build().stores] == table[:1]
 
 
-def test_a_request_that_ends_without_blocks_stores_nothing(rig: Rig) -> None:
-    request = _computed(rig)
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    rig.finish(request)
-    assert rig.build().stores == []
-    assert rig.pool.referenced() == []
+def test_a_request_that_ends_without_blocks_stores_nothing(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed)
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    testbed.finish(request)
+    assert testbed.build().stores == []
+    assert testbed.pool.referenced() == []
 
 
-def test_a_preempted_request_stores_only_recomputed_chunks(rig: Rig) -> None:
-    request = _computed(rig, 200)
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    assert rig.ask(request) == 0
-    assert rig.build({"r": 10}, resumed=["r"]).stores == []
-    rig.report()
-    assert rig.build({"r": 10}).stores == []
+def test_a_preempted_request_stores_only_recomputed_chunks(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed, 200)
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    assert testbed.ask(request) == 0
+    assert testbed.build({"r": 10}, resumed=["r"]).stores == []
+    testbed.report()
+    assert testbed.build({"r": 10}).stores == []
 
 
-def test_a_report_from_before_a_preemption_does_not_apply_to_new_blocks(rig: Rig) -> None:
-    request = rig.request(200)
-    rig.ask(request)
-    rig.build({"r": 200})
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    rig.ask(request)
-    rig.build({"r": 10}, resumed=["r"])
-    rig.report(step=1)
-    assert rig.build({"r": 10}).stores == []
+def test_a_report_from_before_a_preemption_does_not_apply_to_new_blocks(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = testbed.request(200)
+    testbed.ask(request)
+    testbed.build({"r": 200})
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    testbed.ask(request)
+    testbed.build({"r": 10}, resumed=["r"])
+    testbed.report(step=1)
+    assert testbed.build({"r": 10}).stores == []
 
 
-def test_a_request_preempted_and_resumed_within_one_step_starts_over(rig: Rig) -> None:
-    request = _computed(rig, 200)
-    rig.preempt(request)
-    assert rig.ask(request) == 0
-    assert rig.build({"r": 10}, preempted=["r"], resumed=["r"]).stores == []
-    rig.report()
-    assert rig.build({"r": 10}).stores == []
+def test_a_request_preempted_and_resumed_within_one_step_starts_over(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = _computed(testbed, 200)
+    testbed.preempt(request)
+    assert testbed.ask(request) == 0
+    assert testbed.build({"r": 10}, preempted=["r"], resumed=["r"]).stores == []
+    testbed.report()
+    assert testbed.build({"r": 10}).stores == []
 
 
-def test_a_resumed_request_stores_only_missing_chunks(rig: Rig) -> None:
-    request = _computed(rig, 200)
-    stores = rig.run({"r": 1}).stores
-    assert chunks_of(rig, stores) == [0, 1, 2]
-    rig.report(done={store.reservation: 1 for store in stores})
-    rig.hold(request.keys(0, 3))
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    rig.now += 1
-    rig.admit(request, 0, rig.ask(request) or 0)
-    (job,) = rig.build().loads
-    rig.report(loads=[rig.result(job.load, 3)])
-    rig._seen.discard("r")
-    rig.run({"r": request.num_tokens - request.num_computed_tokens})
+def test_a_resumed_request_stores_only_missing_chunks(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed, 200)
+    stores = testbed.run({"r": 1}).stores
+    assert chunks_of(testbed, stores) == [0, 1, 2]
+    testbed.report(done={store.reservation: 1 for store in stores})
+    testbed.hold(request.keys(0, 3))
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    testbed.now += 1
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 3)])
+    testbed._seen.discard("r")
+    testbed.run({"r": request.num_tokens - request.num_computed_tokens})
     request.append(*range(2 * CHUNK))
-    rig.run({"r": request.num_tokens - request.num_computed_tokens})
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [3, 4]
+    testbed.run({"r": request.num_tokens - request.num_computed_tokens})
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [3, 4]
 
 
-def test_a_preempted_request_waits_for_its_stores_before_it_loads(rig: Rig) -> None:
-    request = _computed(rig, 300)
-    stores = rig.build({"r": 1}).stores
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    rig.hold(request.keys(0, 3))
-    assert rig.ask(request) is None
-    rig.report(done={store.reservation: 1 for store in stores})
-    rig.hold(request.keys(3, 1))
-    assert rig.ask(request) == 4 * CHUNK
+def test_a_preempted_request_waits_for_its_stores_before_it_loads(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = _computed(testbed, 300)
+    stores = testbed.build({"r": 1}).stores
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    testbed.hold(request.keys(0, 3))
+    assert testbed.ask(request) is None
+    testbed.report(done={store.reservation: 1 for store in stores})
+    testbed.hold(request.keys(3, 1))
+    assert testbed.ask(request) == 4 * CHUNK
 
 
-def test_the_wait_for_stores_is_bounded(rig: Rig) -> None:
-    request = _computed(rig, 300)
-    rig.build({"r": 1})
-    rig.preempt(request)
-    rig.build(preempted=["r"])
-    rig.hold(request.keys(0, 4))
-    assert rig.ask(request) is None
-    rig.now += 1.1
-    assert rig.ask(request) == 4 * CHUNK
+def test_the_wait_for_stores_is_bounded(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed, 300)
+    testbed.build({"r": 1})
+    testbed.preempt(request)
+    testbed.build(preempted=["r"])
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) is None
+    testbed.now += 1.1
+    assert testbed.ask(request) == 4 * CHUNK
 
 
 def test_without_a_free_slot_a_store_waits_while_the_request_runs_and_is_dropped_at_its_end() -> (
     None
 ):
-    rig = Rig()
-    rig.client.credit(1)
-    request = _computed(rig)
-    assert chunks_of(rig, rig.run({"r": 1}).stores) == [0]
-    rig.client.credit(1, first=1)
-    assert chunks_of(rig, rig.run({"r": 1}).stores) == [1]
-    rig.finish(request)
-    assert rig.build().stores == []
-    assert rig.scheduler.stores.dropped == {"no_credit": 2}
+    testbed = SchedulerTestbed()
+    testbed.client.credit(1)
+    request = _computed(testbed)
+    assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [0]
+    testbed.client.credit(1, first=1)
+    assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [1]
+    testbed.finish(request)
+    assert testbed.build().stores == []
+    assert testbed.scheduler.stores.dropped == {"no_credit": 2}
 
 
-def test_bytes_in_flight_are_bounded(rig: Rig) -> None:
-    rig.scheduler.stores._max_in_flight_bytes = 2 * SLOT_BYTES
-    _computed(rig)
-    stores = rig.build({"r": 1}).stores
-    assert chunks_of(rig, stores) == [0, 1]
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [2, 3]
+def test_bytes_in_flight_are_bounded(testbed: SchedulerTestbed) -> None:
+    testbed.scheduler.stores._max_in_flight_bytes = 2 * SLOT_BYTES
+    _computed(testbed)
+    stores = testbed.build({"r": 1}).stores
+    assert chunks_of(testbed, stores) == [0, 1]
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [2, 3]
 
 
-def test_a_recently_committed_key_is_not_stored_twice(rig: Rig) -> None:
-    _computed(rig, 100)
-    (store,) = rig.build({"r": 1}).stores
-    rig.report(done={store.reservation: 1})
-    _computed(rig, 100, "again")
-    assert rig.build({"again": 1}).stores == []
-    rig.now += RECENTLY_COMMITTED_SECONDS + 0.1
-    _computed(rig, 100, "later")
-    assert len(rig.build({"later": 1}).stores) == 1
+def test_a_recently_committed_key_is_not_stored_twice(testbed: SchedulerTestbed) -> None:
+    _computed(testbed, 100)
+    (store,) = testbed.build({"r": 1}).stores
+    testbed.report(done={store.reservation: 1})
+    _computed(testbed, 100, "again")
+    assert testbed.build({"again": 1}).stores == []
+    testbed.now += RECENTLY_COMMITTED_SECONDS + 0.1
+    _computed(testbed, 100, "later")
+    assert len(testbed.build({"later": 1}).stores) == 1
 
 
-def test_nothing_is_stored_while_a_worker_is_not_attached(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.ask(request)
-    rig.build({"r": 300})
-    rig.report(epoch=0)
+def test_nothing_is_stored_while_a_worker_is_not_attached(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 300})
+    testbed.report(epoch=0)
     request.append(1)
-    assert rig.build({"r": 1}).stores == []
-    rig.report()
-    assert len(rig.build({"r": 1}).stores) == 4
+    assert testbed.build({"r": 1}).stores == []
+    testbed.report()
+    assert len(testbed.build({"r": 1}).stores) == 4
 
 
 def test_after_tierd_is_lost_blocks_stay_referenced_until_the_worker_reports(
-    rig: Rig,
+    testbed: SchedulerTestbed,
 ) -> None:
-    _computed(rig)
-    stores = rig.build({"r": 1}).stores
-    rig.client.lose()
-    rig.client.welcome(epoch=2)
-    rig.client.ready()
-    _computed(rig, 300, "other", seed=1)
-    assert rig.build({"other": 1}).stores == []
-    assert len(rig.pool.referenced()) == 8
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert rig.pool.referenced() == []
-    rig.client.credit(8)
-    assert {store.epoch for store in rig.build({"other": 1}).stores} == {2}
+    _computed(testbed)
+    stores = testbed.build({"r": 1}).stores
+    testbed.client.lose()
+    testbed.client.welcome(epoch=2)
+    testbed.client.ready()
+    _computed(testbed, 300, "other", seed=1)
+    assert testbed.build({"other": 1}).stores == []
+    assert len(testbed.pool.referenced()) == 8
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert testbed.pool.referenced() == []
+    testbed.client.credit(8)
+    assert {store.epoch for store in testbed.build({"other": 1}).stores} == {2}
 
 
-def test_planned_stores_are_dropped_when_tierd_is_lost(rig: Rig) -> None:
-    request = _computed(rig)
-    rig.finish(request)
-    assert rig.pool.referenced()
-    rig.client.lose()
-    assert rig.build().stores == []
-    assert rig.pool.referenced() == []
-    assert rig.scheduler.stores.dropped == {"lost": 4}
+def test_planned_stores_are_dropped_when_tierd_is_lost(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed)
+    testbed.finish(request)
+    assert testbed.pool.referenced()
+    testbed.client.lose()
+    assert testbed.build().stores == []
+    assert testbed.pool.referenced() == []
+    assert testbed.scheduler.stores.dropped == {"lost": 4}
 
 
-def test_a_store_whose_reservation_cannot_be_sent_is_dropped(rig: Rig) -> None:
-    _computed(rig)
-    rig.client.accepts = False
-    assert rig.build({"r": 1}).stores == []
-    assert rig.pool.referenced() == []
+def test_a_store_whose_reservation_cannot_be_sent_is_dropped(testbed: SchedulerTestbed) -> None:
+    _computed(testbed)
+    testbed.client.accepts = False
+    assert testbed.build({"r": 1}).stores == []
+    assert testbed.pool.referenced() == []
 
 
-def test_without_vllms_block_pool_nothing_is_stored(rig: Rig) -> None:
-    rig.scheduler.stores.pool = None
-    request = _computed(rig)
-    assert rig.build({"r": 1}).stores == []
-    rig.finish(request)
-    assert rig.scheduler.stores.dropped == {"no_block_pool": 4}
+def test_without_vllms_block_pool_nothing_is_stored(testbed: SchedulerTestbed) -> None:
+    testbed.scheduler.stores.pool = None
+    request = _computed(testbed)
+    assert testbed.build({"r": 1}).stores == []
+    testbed.finish(request)
+    assert testbed.scheduler.stores.dropped == {"no_block_pool": 4}
 
 
-def test_an_idle_engine_steps_for_stores_for_a_bounded_time(rig: Rig) -> None:
-    request = _computed(rig)
-    rig.finish(request)
-    assert rig.scheduler.has_pending_work()
-    rig.build()
-    assert rig.scheduler.has_pending_work()
-    rig.now += PROGRESS_TIMEOUT_SECONDS + 1
-    assert not rig.scheduler.has_pending_work()
+def test_an_idle_engine_steps_for_stores_for_a_bounded_time(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed)
+    testbed.finish(request)
+    assert testbed.scheduler.has_pending_work()
+    testbed.build()
+    assert testbed.scheduler.has_pending_work()
+    testbed.now += PROGRESS_TIMEOUT_SECONDS + 1
+    assert not testbed.scheduler.has_pending_work()
 
 
-def test_a_null_block_is_not_stored(rig: Rig) -> None:
-    _computed(rig)
-    rig.tables["r"][2] = 0
-    rig.scheduler._states["r"].block_ids[2:3] = [0]
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 2, 3]
-    assert rig.scheduler.stores.dropped == {"blocks_gone": 1}
+def test_a_null_block_is_not_stored(testbed: SchedulerTestbed) -> None:
+    _computed(testbed)
+    testbed.tables["r"][2] = 0
+    testbed.scheduler._states["r"].block_ids[2:3] = [0]
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 2, 3]
+    assert testbed.scheduler.stores.dropped == {"blocks_gone": 1}
 
 
-def test_chunks_in_an_unusable_tier_only_are_stored(rig: Rig) -> None:
-    request = rig.request(300)
-    rig.hold(request.keys(0, 4), 2)
-    rig.client.sink(Usable(bits=RAM))
-    _computed(rig)
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == [0, 1, 2, 3]
+def test_chunks_in_an_unusable_tier_only_are_stored(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4), 2)
+    testbed.client.sink(Usable(bits=RAM))
+    _computed(testbed)
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(16, 2), (31, 3), (12, 1)])
 def test_stores_reference_at_most_a_quarter_of_the_cache(
-    rig: Rig, blocks: int, chunks: int
+    testbed: SchedulerTestbed, blocks: int, chunks: int
 ) -> None:
-    del rig.pool.blocks[blocks:]
-    _computed(rig)
-    stores = rig.build({"r": 1}).stores
-    assert chunks_of(rig, stores) == list(range(chunks))
-    assert len(rig.pool.referenced()) == chunks * CHUNK // BLOCK
-    rig.report(done={store.reservation: 1 for store in stores})
-    assert chunks_of(rig, rig.build({"r": 1}).stores) == list(range(chunks, min(2 * chunks, 4)))
+    del testbed.pool.blocks[blocks:]
+    _computed(testbed)
+    stores = testbed.build({"r": 1}).stores
+    assert chunks_of(testbed, stores) == list(range(chunks))
+    assert len(testbed.pool.referenced()) == chunks * CHUNK // BLOCK
+    testbed.report(done={store.reservation: 1 for store in stores})
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == list(
+        range(chunks, min(2 * chunks, 4))
+    )

@@ -247,7 +247,7 @@ class StoreFixture:
         self.pump()
 
     def release_orphaned_reads(self, name: str) -> None:
-        """Ends the last thread of a dead process."""
+        """Ends the last thread of an exited process."""
         del self.orphaned_reads[name]
         self.store.release_orphaned_reads(name)
 

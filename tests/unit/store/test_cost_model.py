@@ -102,7 +102,7 @@ def test_an_engine_that_has_become_slower_is_noticed_within_a_dozen_steps() -> N
         max_size=40,
     )
 )
-def test_coefficients_are_never_negative_whatever_was_measured(
+def test_coefficients_are_never_negative_for_any_measurement(
     measured: list[tuple[int, int, float]],
 ) -> None:
     model = PrefillModel()
@@ -113,7 +113,7 @@ def test_coefficients_are_never_negative_whatever_was_measured(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_time_that_is_none_is_ignored(seconds: float) -> None:
+def test_an_invalid_time_is_ignored(seconds: float) -> None:
     model = PrefillModel()
     for _ in range(10):
         model.observe([(0, 1_000)], seconds)
@@ -146,7 +146,7 @@ def test_before_enough_loads_there_is_no_estimate() -> None:
     assert model.estimate(now) is not None
 
 
-def test_one_stalled_load_among_good_ones_moves_nothing() -> None:
+def test_one_stalled_load_does_not_change_the_estimate() -> None:
     model = TierModel(threads=8)
     now = 0.0
     for seconds in (0.1, 0.1, 0.1, 0.1, 9.0):
@@ -170,10 +170,10 @@ def test_a_tier_that_stays_slow_is_slow_after_a_handful_of_loads() -> None:
 
 def test_a_load_that_was_given_up_counts_with_its_true_end() -> None:
     model = TierModel(threads=8)
-    begun = [model.begin(i * 10.0) for i in range(3)]
-    for batch in begun:
+    started = [model.begin(i * 10.0) for i in range(3)]
+    for batch in started:
         model.submitted(batch, MIB)
-    for batch in begun:
+    for batch in started:
         model.ended(batch, batch.began_at + 60.0, MIB, True)
     found = model.estimate(100.0)
     assert found is not None

@@ -68,7 +68,7 @@ def test_a_slot_that_does_not_fit_into_the_pool_gets_no_credits_and_is_counted()
         EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),), writer_ranks=(0, 0)),
     ],
 )
-def test_a_description_that_contradicts_itself_is_refused(info: EngineInfo) -> None:
+def test_an_inconsistent_engine_description_is_rejected(info: EngineInfo) -> None:
     fixture = StoreFixture()
     with pytest.raises(ProtocolError, match="engine e"):
         fixture.store.open_engine(info)
@@ -244,7 +244,7 @@ def test_a_later_engine_gets_its_share_of_a_full_pool() -> None:
     assert sum(bits & 1 for _, bits in fixture.store.presence("b" * 32)) >= 1
 
 
-def test_a_rest_that_no_slot_fits_into_is_accounted_as_unusable() -> None:
+def test_a_remainder_smaller_than_a_slot_is_counted_as_unusable() -> None:
     fixture = StoreFixture(slots=10)
     fixture.engine(shards=((3 * PAGE,),))
     accounts = fixture.store.accounts()

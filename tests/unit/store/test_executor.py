@@ -27,7 +27,7 @@ def collect_until(executor: ThreadExecutor, condition: Callable[[], bool]) -> No
             time.sleep(0.001)
 
 
-def test_results_and_errors_come_back_on_the_owners_thread() -> None:
+def test_results_and_errors_are_delivered_on_the_owners_thread() -> None:
     executor = ThreadExecutor({"hash": 1})
     found: list[object] = []
     where: list[threading.Thread] = []
@@ -44,14 +44,14 @@ def test_results_and_errors_come_back_on_the_owners_thread() -> None:
     executor.close()
 
 
-def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_was_given() -> None:
+def test_calls_of_a_lane_start_in_order_on_at_most_its_number_of_threads() -> None:
     executor = ThreadExecutor({"read:disk": 2})
     gate = threading.Event()
-    begun: list[int] = []
+    started: list[int] = []
     both = threading.Semaphore(0)
 
     def call(number: int) -> None:
-        begun.append(number)
+        started.append(number)
         both.release()
         gate.wait(PATIENCE_SECONDS)
 
@@ -60,7 +60,7 @@ def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_w
         executor.submit("read:disk", lambda n=number: call(n), lambda r, e: finished.append(r))  # type: ignore[misc]
     for _ in range(2):
         assert both.acquire(timeout=PATIENCE_SECONDS)
-    assert sorted(begun) == [0, 1]
+    assert sorted(started) == [0, 1]
     assert (executor.running("read:disk"), executor.queued("read:disk")) == (2, 3)
     gate.set()
     collect_until(executor, lambda: len(finished) == 5)
@@ -68,7 +68,7 @@ def test_calls_of_a_lane_begin_in_order_and_a_lane_has_no_more_threads_than_it_w
     executor.close()
 
 
-def test_calls_that_come_together_do_not_share_the_one_thread_that_is_idle() -> None:
+def test_concurrent_calls_do_not_wait_for_the_same_idle_thread() -> None:
     executor = ThreadExecutor({"read:disk": 4})
     finished: list[object] = []
     executor.submit("read:disk", lambda: None, lambda r, e: finished.append(r))
@@ -88,15 +88,15 @@ def test_without_a_new_thread_a_call_fails_or_waits_for_an_existing_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = ThreadExecutor({"read:disk": 2, "hash": 2})
-    gate, begun = threading.Event(), threading.Event()
+    gate, started = threading.Event(), threading.Event()
     finished: list[BaseException | None] = []
 
     def hold() -> None:
-        begun.set()
+        started.set()
         gate.wait(PATIENCE_SECONDS)
 
     executor.submit("hash", hold, lambda r, e: finished.append(e))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -118,15 +118,15 @@ def test_without_a_new_thread_a_call_fails_or_waits_for_an_existing_one(
 
 def test_a_hung_call_occupies_its_thread_and_no_other_lane() -> None:
     executor = ThreadExecutor({"read:nfs": 1, "read:disk": 1})
-    gate, begun = threading.Event(), threading.Event()
+    gate, started = threading.Event(), threading.Event()
     finished: list[object] = []
 
     def hang() -> None:
-        begun.set()
+        started.set()
         gate.wait(PATIENCE_SECONDS)
 
     executor.submit("read:nfs", hang, lambda r, e: finished.append("nfs"))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
     executor.submit("read:disk", lambda: None, lambda r, e: finished.append("disk"))
     collect_until(executor, lambda: finished == ["disk"])
     assert executor.running("read:nfs") == 1
@@ -148,15 +148,15 @@ def test_the_owner_is_woken_once_per_collect() -> None:
 def test_a_call_beyond_the_queue_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MAX_QUEUED", 1)
     io = ThreadExecutor({"hash": 1})
-    gate, begun = threading.Event(), threading.Event()
+    gate, started = threading.Event(), threading.Event()
     errors: list[BaseException | None] = []
 
     def hang() -> None:
-        begun.set()
+        started.set()
         gate.wait(PATIENCE_SECONDS)
 
     io.submit("hash", hang, lambda r, e: errors.append(e))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
     io.submit("hash", lambda: None, lambda r, e: errors.append(e))
     io.submit("hash", lambda: None, lambda r, e: errors.append(e))
     io.collect()
@@ -186,10 +186,10 @@ def test_a_process_with_hung_calls_exits() -> None:
         "import threading\n"
         "from kvtier.store.executor import ThreadExecutor\n"
         "executor = ThreadExecutor({'read:nfs': 1})\n"
-        "begun = threading.Event()\n"
-        "hang = lambda: (begun.set(), threading.Event().wait())\n"
+        "started = threading.Event()\n"
+        "hang = lambda: (started.set(), threading.Event().wait())\n"
         "executor.submit('read:nfs', hang, lambda r, e: None)\n"
-        "begun.wait(30)\n"
+        "started.wait(30)\n"
     )
     path = os.pathsep.join(sys.path)
     assert (

@@ -32,7 +32,7 @@ def test_a_load_without_keys_is_answered() -> None:
     assert fixture.counted("protocol_violations") == 0
 
 
-def test_slots_stay_until_every_rank_is_through() -> None:
+def test_slots_stay_until_every_rank_has_finished() -> None:
     fixture = stored(2)
     ready = fixture.load(0, 1, ranks=(0, 1))
     fixture.store.release_load("e", 0, ready.load)
@@ -50,7 +50,7 @@ def test_two_loads_of_a_key_each_hold_it() -> None:
     assert fixture.store.pinned_bytes == 0
 
 
-def test_words_about_unknown_loads_and_ranks_are_counted_and_harmless() -> None:
+def test_messages_about_unknown_loads_and_ranks_are_counted_and_ignored() -> None:
     fixture = stored(1)
     ready = fixture.load(0, ranks=(0, 1))
     fixture.store.release_load("e", 7, ready.load)
@@ -91,7 +91,7 @@ def test_objects_of_a_vanished_engines_loads_stay_for_60_seconds_and_remain_read
     assert fixture.store.pinned_bytes == 0
 
 
-def test_objects_an_engine_was_reading_are_released_once_it_is_confirmed_dead() -> None:
+def test_objects_an_engine_was_reading_are_released_once_its_exit_is_confirmed() -> None:
     fixture = stored(1)
     fixture.load(0)
     fixture.store.close_engine("e", False)

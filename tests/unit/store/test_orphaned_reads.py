@@ -1,4 +1,4 @@
-"""Slots that a thread of a dead tierd may still be reading into are quarantined."""
+"""Slots are quarantined while a thread of a previous tierd may still read into them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_slot_is_noted_while_a_read_into_it_may_run() -> None:
     assert fixture.read_log.places == {}
 
 
-def test_a_read_that_is_taken_back_is_not_noted_any_more() -> None:
+def test_a_revoked_read_is_no_longer_recorded() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -37,7 +37,7 @@ def test_a_read_that_is_taken_back_is_not_noted_any_more() -> None:
     assert fixture.read_log.places == {}
 
 
-def test_a_read_that_cannot_be_noted_is_not_made() -> None:
+def test_a_read_that_cannot_be_recorded_is_not_started() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -48,7 +48,7 @@ def test_a_read_that_cannot_be_noted_is_not_made() -> None:
     assert "read" not in fixture.tier.calls
 
 
-def test_slots_of_orphaned_reads_are_quarantined_until_their_process_is_dead() -> None:
+def test_slots_of_orphaned_reads_are_quarantined_until_their_process_has_exited() -> None:
     fixture = reading(0, 1)
     hung = set(fixture.read_log.places)
     fixture.restart(hung="7")
@@ -67,21 +67,21 @@ def test_slots_of_orphaned_reads_are_quarantined_until_their_process_is_dead() -
     fixture.check_accounts()
 
 
-def test_over_several_lives() -> None:
+def test_slots_of_orphaned_reads_stay_quarantined_across_restarts() -> None:
     fixture = reading(0, 1)
     fixture.restart(hung="7")
     fixture.restart()
     assert fixture.store.accounts().quarantined == 2 * PAGE
 
 
-def test_behind_the_fence_as_well() -> None:
+def test_slots_of_an_orphaned_read_stay_quarantined_after_the_fence_opens() -> None:
     fixture = reading(0)
     fixture.restart(True, hung="7")
     fixture.store.unfence()
     assert fixture.store.accounts().quarantined == PAGE
 
 
-def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
+def test_an_orphaned_read_that_ends_before_the_fence_opens_releases_its_slots() -> None:
     fixture = reading(0)
     fixture.restart(True, hung="7")
     fixture.release_orphaned_reads("7")
@@ -89,7 +89,7 @@ def test_one_that_is_gone_before_the_fence_opens_keeps_nothing() -> None:
     assert fixture.store.accounts().quarantined == 0
 
 
-def test_a_place_that_is_not_in_this_pool_is_counted() -> None:
+def test_a_location_outside_the_pool_is_counted() -> None:
     fixture = reading()
     fixture.orphaned_reads["7"] = (SlotLocation(1 << 30, PAGE, 1 << 30, 4),)
     fixture.restart()

@@ -61,7 +61,7 @@ def test_objects_in_ram_survive_the_engine() -> None:
     assert dict(fixture.store.presence(NAMESPACE)) == {key(0): 3}
 
 
-def test_when_too_much_is_announced_at_once_the_tier_is_listed_afresh(
+def test_too_many_announcements_at_once_cause_a_new_listing_of_the_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)

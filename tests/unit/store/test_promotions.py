@@ -52,7 +52,7 @@ def test_keys_in_a_secondary_tier_are_read_into_pinned_slots_and_then_loaded_fro
         )
 
 
-def test_nothing_anywhere_ends_at_once() -> None:
+def test_a_promotion_without_an_object_in_any_tier_ends_at_once() -> None:
     fixture = StoreFixture()
     fixture.engine()
     assert ended(fixture, fixture.promote(0)) == (PromotionOutcome.FAILED, 0)
@@ -95,7 +95,7 @@ def test_at_the_deadline_the_contiguous_prefix_that_has_arrived_counts() -> None
     assert fixture.store.pinned_bytes == PAGE
 
 
-def test_a_read_that_hangs_keeps_its_slot_long_after_everybody_left() -> None:
+def test_a_hung_read_keeps_its_slot_after_all_requests_have_ended() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -210,7 +210,7 @@ def test_the_lease_of_a_promotion_expires_after_a_minute_and_is_counted() -> Non
     assert fixture.counted("promotion_leases_expired") == 1
 
 
-def test_a_number_in_use_is_refused_and_the_first_ends_once() -> None:
+def test_a_promotion_number_in_use_is_rejected_and_the_first_ends_once() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put_in_tier(0)
@@ -339,7 +339,7 @@ def test_reads_make_room_by_evicting_and_wait_for_it() -> None:
     fixture.check_accounts()
 
 
-def test_where_no_slot_can_be_had_the_prefix_ends_there_and_is_counted() -> None:
+def test_a_prefix_ends_where_no_slot_is_free_and_is_counted() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
     for chunk in range(11):

@@ -288,7 +288,7 @@ def test_a_verified_object_is_written_to_the_tiers_that_lack_it() -> None:
     assert len(fixture.tier.objects) == 1
 
 
-def test_objects_of_several_sizes_come_back_to_the_slots_they_were_in() -> None:
+def test_objects_of_several_sizes_are_recovered_in_their_slots() -> None:
     fixture = StoreFixture(slots=64)
     fixture.engine("small", namespace="a" * 32)
     fixture.engine("large", namespace="b" * 32, shards=((3 * PAGE,),))

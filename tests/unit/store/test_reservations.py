@@ -127,7 +127,7 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
 @pytest.mark.parametrize(
     ("reason", "act"),
     [
-        ("unknown_engine", lambda w: w.store.deliver("nobody", 0, 1)),
+        ("unknown_engine", lambda w: w.store.deliver("unknown", 0, 1)),
         ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
         (
             "slot_not_granted",
@@ -137,7 +137,7 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
-def test_protocol_violations_are_counted_and_harmless(reason: str, act) -> None:  # type: ignore[no-untyped-def]
+def test_protocol_violations_are_counted_and_ignored(reason: str, act) -> None:  # type: ignore[no-untyped-def]
     fixture = StoreFixture()
     fixture.engine()
     fixture.engine("other")
@@ -189,14 +189,14 @@ class TestAnEngineThatWent:
         fixture.advance(1.0)
         assert fixture.store.accounts().quarantined == 0
 
-    def test_gives_its_slots_back_when_it_is_proven_gone(self) -> None:
+    def test_releases_its_slots_when_its_exit_is_confirmed(self) -> None:
         fixture = StoreFixture()
         fixture.engine()
         fixture.store.close_engine("e", False)
         fixture.store.confirm_engine_dead("e")
         assert fixture.store.accounts().quarantined == 0
 
-    def test_gives_its_slots_back_at_once_when_it_ended_in_order(self) -> None:
+    def test_releases_its_slots_at_once_after_an_orderly_exit(self) -> None:
         fixture = StoreFixture()
         fixture.engine()
         fixture.reserve(0)
@@ -218,7 +218,7 @@ class TestAnEngineThatWent:
         fixture.pump()
         assert fixture.bits(0) == fixture.bits(1) == 0
 
-    def test_can_be_proven_gone_while_a_new_one_of_its_name_works(self) -> None:
+    def test_its_exit_can_be_confirmed_while_a_successor_of_the_same_name_runs(self) -> None:
         fixture = StoreFixture(slots=16)
         fixture.engine()
         fixture.store.close_engine("e", False)
@@ -227,7 +227,7 @@ class TestAnEngineThatWent:
         accounts = fixture.store.accounts()
         assert (accounts.quarantined, accounts.granted) == (0, 4 * PAGE)
 
-    def test_does_not_take_with_it_what_it_committed(self) -> None:
+    def test_keeps_the_objects_that_it_committed(self) -> None:
         fixture = StoreFixture()
         fixture.engine()
         fixture.put(0)

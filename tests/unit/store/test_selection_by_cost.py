@@ -102,8 +102,7 @@ def test_a_tier_just_faster_than_recomputing_is_read_in_stages_that_extend_the_d
 
 
 def test_a_load_that_delivers_nothing_before_the_deadline_is_not_started() -> None:
-    # Whether a tier that has been silent for half of the time to recompute is slow or hangs, nobody
-    # can know.
+    # A tier that has not answered for half of the time to recompute may be slow or may hang.
     slow_to_start = tier(math.inf, latency=16 * CHUNK_SECONDS * 0.8)
     assert choose_by_cost(ask([1] * 8, slow_to_start)).chosen is None
     assert choose_by_cost(ask([1] * 32, slow_to_start, limit_seconds=600.0)).chosen is None

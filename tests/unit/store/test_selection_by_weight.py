@@ -49,7 +49,7 @@ def test_without_an_estimate_cost_takes_the_longest() -> None:
     assert decision.reason == "longest_without_estimate"
 
 
-def test_nothing_usable_is_a_decision_too() -> None:
+def test_the_decision_without_a_usable_tier_is_explained() -> None:
     decision = choose_prefix(Selection.WEIGHTED, [], [100], [])
     assert decision.chosen is None
     assert decision.explain(NAMES) == "nothing: nothing_usable"

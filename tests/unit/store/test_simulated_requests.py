@@ -1,4 +1,4 @@
-"""Time to first token in simulated time: bounds that hold whatever the tiers do."""
+"""Time to first token in simulated time: bounds for any behaviour of the tiers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def warm(simulation: Simulation) -> Simulation:
 )
 @pytest.mark.parametrize("in_order", [False, True], ids=["shared", "in order"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_with_a_steady_tier_it_is_within_5_percent_of_the_better_of_loading_and_recomputing(
+def test_with_a_steady_tier_a_request_is_within_5_percent_of_the_better_choice(
     engine: str, in_order: bool, bandwidth: float
 ) -> None:
     prefill, chunk_bytes = ENGINES[engine]
@@ -154,7 +154,7 @@ acts = st.one_of(
     slots=st.sampled_from((8, 40, 400)),
     seconds=st.integers(1, 600),
 )
-def test_whatever_a_tier_does_it_is_within_one_and_a_half_times_recomputing(
+def test_with_any_tier_a_request_takes_at_most_one_and_a_half_times_recomputation(
     acts: list[tuple[object, ...]], slots: int, seconds: int
 ) -> None:
     prefill, chunk_bytes = ENGINES["8B on one H200"]

@@ -70,13 +70,13 @@ def test_reopening_returns_the_records_added_and_not_erased_oldest_first(reopen:
     assert not found.rejected
 
 
-def test_sequence_numbers_rise_from_life_to_life(reopen: Open) -> None:
+def test_sequence_numbers_increase_across_restarts(reopen: Open) -> None:
     for life in range(3):
         reopen().add(record(life))
     assert all(a.sequence < b.sequence for a, b in pairwise(reopen().recovered))
 
 
-def test_erased_places_are_used_again(reopen: Open, file: int) -> None:
+def test_erased_positions_are_reused(reopen: Open, file: int) -> None:
     table = reopen()
     for number in range(200):
         table.add(record(number % 250))
@@ -155,7 +155,7 @@ def test_a_table_that_cannot_grow_is_no_error() -> None:
 
 @given(position=st.integers(0, 3 * RECORD_BYTES - 1), bit=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_a_flipped_bit_costs_its_record_and_no_other(position: int, bit: int) -> None:
+def test_a_flipped_bit_invalidates_only_its_record(position: int, bit: int) -> None:
     file = os.memfd_create("slots")
     try:
         table = SlotTable(os.dup(file), IDENTITY)

@@ -284,7 +284,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.driver: Driver
         self.operations: list[tuple[Any, ...]] = []
         self.engines: dict[str, ModelEngine] = {}
-        self.ghosts: list[ModelEngine] = []
+        self.vanished_engines: list[ModelEngine] = []
         self.replicas: dict[str, dict[bytes, int]] = {}
         self.tokens: list[int] = []
         self.deadlines: dict[tuple[str, int], float] = {}
@@ -312,7 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Ranges that an engine or a read may be writing, independent of the store's view."""
         found = [
             (o, n, f"{e.info.engine} writes")
-            for e in [*self.engines.values(), *self.ghosts]
+            for e in [*self.engines.values(), *self.vanished_engines]
             for o, n in e.writable()
         ]
         base = memoryview(self.driver.fixture.pool)
@@ -379,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert offset + size <= other or other + other_size <= offset, f"{what}, but {reason}"
 
     def being_read(self, offset: int, size: int) -> bool:
-        for engine in [*self.engines.values(), *self.ghosts]:
+        for engine in [*self.engines.values(), *self.vanished_engines]:
             for keys, slots, _ in engine.loads.values():
                 for key, slot in zip(keys, slots, strict=False):
                     if offset < slot + engine.kind.slot_bytes[key[0]] and slot < offset + size:
@@ -418,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def unfence(self) -> None:
         self.fenced = False
-        self.ghosts.clear()
+        self.vanished_engines.clear()
         self.do("call", "unfence")
 
     @rule(
@@ -442,9 +442,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.do("run_lane", "hash")
         engines = list(self.engines.values())
         for engine in engines:
-            self.ghosts.append(engine)
-        for ghost in self.ghosts:
-            ghost.gone_at = None
+            self.vanished_engines.append(engine)
+        for vanished in self.vanished_engines:
+            vanished.gone_at = None
         self.engines.clear()
         self.replicas.clear()
         self.tokens.clear()
@@ -466,7 +466,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.orphans)
     @rule(number=st.integers(0, 1000), over=st.booleans())
-    def a_hung_thread_comes_back(self, number: int, over: bool) -> None:
+    def a_hung_thread_returns(self, number: int, over: bool) -> None:
         name = next(iter(self.driver.orphans))
         self.do("scribble_orphan", name, number)
         if over:
@@ -498,14 +498,16 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if not proven:
             engine.gone_at = self.now
-            self.ghosts.append(engine)
+            self.vanished_engines.append(engine)
         self.do("call", "close_engine", name, proven)
         if not any(other.kind is engine.kind for other in self.engines.values()):
             del self.replicas[engine.kind.namespace]
 
     @rule(name=st.sampled_from(NAMES))
     def confirm_dead(self, name: str) -> None:
-        self.ghosts = [ghost for ghost in self.ghosts if ghost.info.engine != name]
+        self.vanished_engines = [
+            vanished for vanished in self.vanished_engines if vanished.info.engine != name
+        ]
         self.do("call", "confirm_engine_dead", name)
 
     @precondition(lambda self: self.engines)
@@ -589,7 +591,7 @@ class StoreMachine(RuleBasedStateMachine):
         """An engine writes garbage into a slot of its own: a credit, or one it is through with on
         no rank yet."""
         found = []
-        for engine in [*self.engines.values(), *self.ghosts]:
+        for engine in [*self.engines.values(), *self.vanished_engines]:
             for group, slots in enumerate(engine.credits):
                 found += [(slot, engine.kind.slot_bytes[group]) for slot in slots]
             for group, slot, _, answered in engine.open.values():
@@ -748,9 +750,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
-        # Ghosts stop writing in the instant they are certain to be gone; the store may reuse their
-        # slots from then on.
-        self.ghosts = [g for g in self.ghosts if g.gone_at is None or until < g.gone_at + 60.0]
+        # A vanished engine stops writing once its exit is confirmed. From then on the store may
+        # reuse its slots.
+        self.vanished_engines = [
+            engine
+            for engine in self.vanished_engines
+            if engine.gone_at is None or until < engine.gone_at + 60.0
+        ]
         self.do("advance", seconds)
 
     @rule(
@@ -770,7 +776,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif what == "left":
             self.do("call", "acknowledge_eviction", number + 1_000_000)
         elif what == "engine":
-            self.do("call", "deliver", "nobody", 0, number)
+            self.do("call", "deliver", "unknown", 0, number)
         elif what == "load" and name in self.engines:
             self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
         elif (
@@ -810,7 +816,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges)), "slots overlap"
 
     @invariant()
-    def nobody_writes_where_a_worker_may_read(self) -> None:
+    def no_write_overlaps_a_slot_that_a_worker_may_read(self) -> None:
         for offset, size, reason in self.in_use():
             assert not self.being_read(offset, size), reason
 
@@ -869,7 +875,7 @@ class StoreMachine(RuleBasedStateMachine):
                 for rank in engine.kind.writers:
                     if rank not in answered:
                         self.do("call", "abort", engine.info.engine, rank, number)
-        self.ghosts = []
+        self.vanished_engines = []
         for name in list(self.driver.orphans):
             self.do("release_orphaned_reads", name)
         for name in NAMES:

@@ -178,7 +178,7 @@ def test_a_deadline_missed_by_a_read_that_waited_in_its_queue_is_not_the_tiers_f
     assert state(fixture) == "Healthy"
 
 
-def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers_failure() -> None:
+def test_a_deadline_missed_by_a_slow_read_is_charged_to_the_tier() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0)
@@ -193,8 +193,8 @@ def test_a_deadline_missed_by_a_read_that_has_itself_taken_too_long_is_the_tiers
 def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     limit: int, begins_at: float
 ) -> None:
-    # Its limit is no longer than what a read may take, or it waited for a thread: then nobody's
-    # deadline finds it late.
+    # The request's limit is not longer than a read may take, or the read waited for a thread. In
+    # both cases no deadline finds it late.
     fixture = StoreFixture(
         values=live(threshold=100, period=10, disk=LiveTier(load_timeout_seconds=limit)),
         read_threads=2,
@@ -253,7 +253,7 @@ def test_a_slow_tier_is_late_only_at_three_times_its_usual_time() -> None:
     assert state(fixture) == "BreakerOpen"
 
 
-def test_half_of_the_read_threads_hung_opens_the_breaker_whatever_the_threshold() -> None:
+def test_half_of_the_read_threads_hung_opens_the_breaker_for_any_threshold() -> None:
     fixture = StoreFixture(values=live(threshold=100, period=10, disk=LiveTier()), read_threads=4)
     fixture.engine()
     fixture.put_in_tier(0, 1)
@@ -332,7 +332,7 @@ def test_live_limits_reach_the_tier_at_once() -> None:
     )
 
 
-def test_an_error_that_is_no_tier_error_is_a_failure_like_any_other() -> None:
+def test_an_error_other_than_a_tier_error_is_a_failure() -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0)

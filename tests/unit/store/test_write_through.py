@@ -198,7 +198,7 @@ def test_an_object_read_from_one_tier_is_written_to_the_others_when_it_is_loaded
     assert fixture.tiers[0].objects[ref(0)][1] == object_meta(NAMESPACE, ref(0).key, (PAGE,))
 
 
-def test_writes_of_an_engine_that_went_are_finished() -> None:
+def test_writes_of_an_engine_that_exited_are_completed() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.put(0)
@@ -243,7 +243,7 @@ def test_objects_checksummed_while_a_tier_was_opening_are_written_once_it_is_ope
     assert fixture.bits(0) == 3
 
 
-def test_writes_dropped_while_a_breaker_was_open_are_made_once_it_has_closed() -> None:
+def test_writes_dropped_while_a_breaker_was_open_are_written_once_it_closes() -> None:
     fixture = StoreFixture(values=live(threshold=1, period=10, disk=LiveTier()))
     fixture.engine()
     fixture.tier.fail = TierUnavailableError("gone")

@@ -56,7 +56,7 @@ def test_a_process_that_exits_is_not_alive(tmp_path: Path) -> None:
     child.stop()
 
 
-def test_a_refused_connection_is_an_os_error() -> None:
+def test_a_rejected_connection_is_an_os_error() -> None:
     with pytest.raises(ConnectionError):
         http_request(free_port(), "GET", "/", timeout_seconds=1)
 

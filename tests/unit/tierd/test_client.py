@@ -95,24 +95,24 @@ class Daemon:
         self.context.destroy(linger=0)
 
 
-class Rig:
-    """A client and what it said to its owner."""
+class ClientTestbed:
+    """A client, and what it delivered to its owner."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.said: queue.Queue[Message | str] = queue.Queue()
+        self.received: queue.Queue[Message | str] = queue.Queue()
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         self.client = TierdClient(
             directory,
             hello,
-            self.said.put,
-            self.said.put,
+            self.received.put,
+            self.received.put,
             lambda: self.heartbeat(),
             ClientOptions(**options),
         )
         self.client.start()
 
     def next(self) -> Message | str:
-        return self.said.get(timeout=WAIT_SECONDS)
+        return self.received.get(timeout=WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -128,64 +128,68 @@ def daemon(directory: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def rig(directory: Path) -> Iterator[Rig]:
-    found = Rig(directory)
+def testbed(directory: Path) -> Iterator[ClientTestbed]:
+    found = ClientTestbed(directory)
     yield found
     found.client.close(5)
 
 
-def test_it_attaches_and_hands_over_everything_but_beats_in_order(daemon: Daemon, rig: Rig) -> None:
+def test_the_client_attaches_and_delivers_all_but_heartbeats_in_order(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.attach()
     daemon.send(Heartbeat())
     ready = Ready(namespace="n", slot_bytes=(1,), persistent=True)
     daemon.send(ready)
-    assert rig.next() == welcome()
-    assert rig.next() == ready
-    assert (rig.client.attached, rig.client.epoch, rig.client.ready) == (True, 3, ready)
+    assert testbed.next() == welcome()
+    assert testbed.next() == ready
+    assert (testbed.client.attached, testbed.client.epoch, testbed.client.ready) == (True, 3, ready)
 
 
-def test_nothing_can_be_sent_before_there_is_a_session(daemon: Daemon, rig: Rig) -> None:
+def test_nothing_can_be_sent_before_there_is_a_session(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.receive(Hello)
-    assert not rig.client.send(Deliver(reservations=(1,)))
-    assert not rig.client.attached
+    assert not testbed.client.send(Deliver(reservations=(1,)))
+    assert not testbed.client.attached
 
 
-def test_messages_arrive_in_order_from_any_thread_and_beats_go_on_without_them(
-    daemon: Daemon, rig: Rig
+def test_messages_arrive_in_order_from_any_thread_and_heartbeats_continue(
+    daemon: Daemon, testbed: ClientTestbed
 ) -> None:
     daemon.attach()
-    rig.next()
+    testbed.next()
     for number in range(100):
-        assert rig.client.send(Deliver(reservations=(number,)))
+        assert testbed.client.send(Deliver(reservations=(number,)))
     assert [daemon.receive(Deliver).reservations[0] for _ in range(100)] == list(range(100))
     daemon.receive(Heartbeat)
 
 
-def test_a_daemon_that_says_bye_is_lost_and_not_attached_to_again_before_the_owner_has_drained(
-    daemon: Daemon, rig: Rig
+def test_after_a_bye_the_client_attaches_again_only_once_the_owner_has_drained(
+    daemon: Daemon, testbed: ClientTestbed
 ) -> None:
     daemon.attach(3)
-    rig.next()
+    testbed.next()
     daemon.send(Bye(reason="because"))
-    reason = rig.next()
+    reason = testbed.next()
     assert isinstance(reason, str)
     assert "because" in reason
-    assert not rig.client.send(Heartbeat())
+    assert not testbed.client.send(Heartbeat())
     with pytest.raises(TimeoutError):
         daemon.receive(Hello, 0.7)
-    rig.client.reattach(3)
+    testbed.client.reattach(3)
     assert daemon.attach(4).drained_epoch == 3
-    assert rig.next() == welcome(4)
+    assert testbed.next() == welcome(4)
 
 
-def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(
-    daemon: Daemon, rig: Rig
+def test_a_drain_report_does_not_count_for_the_next_loss(
+    daemon: Daemon, testbed: ClientTestbed
 ) -> None:
     daemon.attach(3)
-    rig.next()
-    rig.client.reattach(2)
+    testbed.next()
+    testbed.client.reattach(2)
     daemon.send(Bye())
-    assert isinstance(rig.next(), str)
+    assert isinstance(testbed.next(), str)
     with pytest.raises(TimeoutError):
         daemon.receive(Hello, 0.7)
 
@@ -193,136 +197,144 @@ def test_a_word_that_it_has_drained_does_not_speak_for_the_next_loss(
 def test_a_client_that_copies_nothing_may_attach_again_by_itself(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, auto_reattach=True)
+    testbed = ClientTestbed(directory, auto_reattach=True)
     daemon.attach(3)
-    rig.next()
+    testbed.next()
     daemon.send(Bye())
-    assert isinstance(rig.next(), str)
+    assert isinstance(testbed.next(), str)
     daemon.attach(4)
-    assert rig.next() == welcome(4)
-    rig.client.close(5)
+    assert testbed.next() == welcome(4)
+    testbed.client.close(5)
 
 
 def test_a_closed_connection_is_noticed_at_once(directory: Path) -> None:
     first = Daemon(directory)
-    rig = Rig(directory, session_timeout_seconds=1000)
+    testbed = ClientTestbed(directory, session_timeout_seconds=1000)
     first.attach()
-    rig.next()
+    testbed.next()
     first.close()
-    assert isinstance(rig.next(), str)
-    rig.client.reattach(3)
+    assert isinstance(testbed.next(), str)
+    testbed.client.reattach(3)
     second = Daemon(directory)
     second.attach(4)
-    assert rig.next() == welcome(4)
-    rig.client.close(5)
+    assert testbed.next() == welcome(4)
+    testbed.client.close(5)
     second.close()
 
 
 def test_silence_loses_the_session_and_a_heartbeat_keeps_it(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, session_timeout_seconds=0.6)
+    testbed = ClientTestbed(directory, session_timeout_seconds=0.6)
     daemon.attach()
-    rig.next()
+    testbed.next()
     for _ in range(5):
         time.sleep(0.2)
         daemon.send(Heartbeat())
-    assert rig.client.attached
-    reason = rig.next()
+    assert testbed.client.attached
+    reason = testbed.next()
     assert isinstance(reason, str)
     assert "no message" in reason
-    assert rig.client.counters["lost"] == 1
-    rig.client.close(5)
+    assert testbed.client.counters["lost"] == 1
+    testbed.client.close(5)
 
 
-def test_a_daemon_that_is_still_allocating_keeps_it_waiting_with_words(
+def test_heartbeats_of_a_tierd_that_is_still_allocating_keep_the_client_waiting(
     daemon: Daemon, directory: Path
 ) -> None:
-    rig = Rig(directory, session_timeout_seconds=0.6)
+    testbed = ClientTestbed(directory, session_timeout_seconds=0.6)
     daemon.receive(Hello)
     for _ in range(6):
         time.sleep(0.2)
         daemon.send(Heartbeat())
     daemon.send(welcome())
-    assert rig.next() == welcome()
-    rig.client.close(5)
+    assert testbed.next() == welcome()
+    testbed.client.close(5)
 
 
-def test_a_refusal_is_reported_once_and_tried_again_much_later(daemon: Daemon, rig: Rig) -> None:
+def test_a_rejection_is_reported_once_and_retried_much_later(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.receive(Hello)
     daemon.send(SessionRefused(reason="other version"))
-    assert rig.next() == SessionRefused(reason="other version")
-    wait_for(lambda: rig.client.state is ClientState.REFUSED, "refused")
-    assert rig.client.refusal == "other version"
+    assert testbed.next() == SessionRefused(reason="other version")
+    wait_for(lambda: testbed.client.state is ClientState.REFUSED, "refused")
+    assert testbed.client.refusal == "other version"
     with pytest.raises(TimeoutError):
         daemon.receive(Hello, 1.0)
 
 
-def test_a_refused_client_tries_again_after_its_time(daemon: Daemon, directory: Path) -> None:
-    rig = Rig(directory, refused_retry_seconds=0.3)
+def test_a_rejected_client_retries_after_its_delay(daemon: Daemon, directory: Path) -> None:
+    testbed = ClientTestbed(directory, refused_retry_seconds=0.3)
     daemon.receive(Hello)
     daemon.send(SessionRefused(reason="not yet"))
     daemon.attach()
-    assert rig.next() == SessionRefused(reason="not yet")
-    assert rig.next() == welcome()
-    assert rig.client.refusal == ""
-    rig.client.close(5)
+    assert testbed.next() == SessionRefused(reason="not yet")
+    assert testbed.next() == welcome()
+    assert testbed.client.refusal == ""
+    testbed.client.close(5)
 
 
-def test_a_welcome_of_another_version_is_refused_by_the_client(daemon: Daemon, rig: Rig) -> None:
+def test_the_client_rejects_a_welcome_of_a_different_version(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.receive(Hello)
     daemon.send(welcome(protocol="9.9.9/1"))
-    refused = rig.next()
+    refused = testbed.next()
     assert isinstance(refused, SessionRefused)
     assert "9.9.9/1" in refused.reason
     assert PROTOCOL in refused.reason
 
 
-def test_what_cannot_be_read_is_a_refusal(daemon: Daemon, rig: Rig) -> None:
+def test_an_unreadable_message_is_a_rejection(daemon: Daemon, testbed: ClientTestbed) -> None:
     daemon.receive(Hello)
     daemon.socket.send_multipart((daemon.peer, b"\xc1 nonsense"))
-    assert isinstance(rig.next(), SessionRefused)
-    assert rig.client.counters["undecodable"] == 1
+    assert isinstance(testbed.next(), SessionRefused)
+    assert testbed.client.counters["undecodable"] == 1
 
 
-def test_a_full_queue_is_a_loss_and_never_a_wait(
+def test_a_full_queue_ends_the_session_and_never_blocks(
     daemon: Daemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUEUE_MESSAGES", 100)
-    rig = Rig(directory, session_timeout_seconds=1000)
+    testbed = ClientTestbed(directory, session_timeout_seconds=1000)
     daemon.attach()
-    rig.next()
+    testbed.next()
     big = Deliver(reservations=tuple(range(100_000)))
     begin = time.monotonic()
-    while rig.client.send(big):
+    while testbed.client.send(big):
         assert time.monotonic() - begin < WAIT_SECONDS
-    reason = rig.next()
+    reason = testbed.next()
     assert isinstance(reason, str)
-    assert rig.client.counters["queue_full"] == 1
-    rig.client.close(5)
+    assert testbed.client.counters["queue_full"] == 1
+    testbed.client.close(5)
 
 
-def test_closing_says_bye_after_what_was_queued(daemon: Daemon, rig: Rig) -> None:
+def test_closing_sends_a_bye_after_the_queued_messages(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.attach()
-    rig.next()
+    testbed.next()
     for number in range(20):
-        rig.client.send(Deliver(reservations=(number,)))
-    rig.client.close(5)
+        testbed.client.send(Deliver(reservations=(number,)))
+    testbed.client.close(5)
     assert [daemon.receive(Deliver).reservations[0] for _ in range(20)] == list(range(20))
     daemon.receive(Bye)
-    assert rig.client.state is ClientState.CLOSED
-    assert not rig.client.send(Heartbeat())
-    rig.client.close(5)
+    assert testbed.client.state is ClientState.CLOSED
+    assert not testbed.client.send(Heartbeat())
+    testbed.client.close(5)
 
 
-def test_closing_ends_in_time_without_a_daemon(rig: Rig) -> None:
+def test_closing_ends_in_time_without_a_tierd(testbed: ClientTestbed) -> None:
     begin = time.monotonic()
-    rig.client.close(5)
+    testbed.client.close(5)
     assert time.monotonic() - begin < 4
-    assert rig.client.state is ClientState.CLOSED
+    assert testbed.client.state is ClientState.CLOSED
 
 
-def test_a_bug_in_the_owners_sink_does_not_stop_the_beats(daemon: Daemon, directory: Path) -> None:
+def test_an_exception_in_the_owners_sink_does_not_stop_heartbeats(
+    daemon: Daemon, directory: Path
+) -> None:
     def sink(_: Message) -> None:
         raise ValueError("a bug")
 
@@ -334,43 +346,47 @@ def test_a_bug_in_the_owners_sink_does_not_stop_the_beats(daemon: Daemon, direct
     client.close(5)
 
 
-def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(daemon: Daemon, rig: Rig) -> None:
+def test_a_heartbeat_that_cannot_be_made_does_not_end_the_session(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.attach()
-    rig.next()
+    testbed.next()
 
     def broken() -> Heartbeat:
         raise RuntimeError("no numbers")
 
-    rig.heartbeat = broken
+    testbed.heartbeat = broken
     daemon.receive(Heartbeat)
     daemon.receive(Heartbeat)
-    assert rig.client.attached
-    assert rig.client.counters["callback_failed"] >= 2
+    assert testbed.client.attached
+    assert testbed.client.counters["callback_failed"] >= 2
 
 
-def test_nothing_is_said_in_a_directory_that_others_may_write_to(
+def test_the_client_sends_nothing_in_a_directory_that_others_may_write_to(
     daemon: Daemon, directory: Path
 ) -> None:
     directory.chmod(0o777)
-    rig = Rig(directory, require_private=True)
+    testbed = ClientTestbed(directory, require_private=True)
     try:
-        wait_for(lambda: rig.client.counters["foreign"] >= 2, "it looks again")
+        wait_for(lambda: testbed.client.counters["foreign"] >= 2, "it looks again")
         assert not daemon.socket.poll(0)
         directory.chmod(0o700)
         daemon.attach()
-        assert rig.next() == welcome()
+        assert testbed.next() == welcome()
     finally:
-        rig.client.close(5)
+        testbed.client.close(5)
 
 
-def test_a_forked_child_cannot_speak_for_its_parent(daemon: Daemon, rig: Rig) -> None:
+def test_a_report_of_a_forked_child_does_not_count_for_its_parent(
+    daemon: Daemon, testbed: ClientTestbed
+) -> None:
     daemon.attach()
-    rig.next()
+    testbed.next()
     pid = os.fork()
     if pid == 0:
-        os._exit(1 if rig.client.send(Heartbeat()) else 0)
+        os._exit(1 if testbed.client.send(Heartbeat()) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert rig.client.attached
+    assert testbed.client.attached
 
 
 def test_a_process_that_forgets_to_close_still_exits(daemon: Daemon, directory: Path) -> None:
@@ -389,7 +405,7 @@ def test_a_process_that_forgets_to_close_still_exits(daemon: Daemon, directory: 
     assert process.wait(WAIT_SECONDS) == 0
 
 
-def test_its_thread_is_a_daemon_thread(rig: Rig) -> None:
+def test_its_thread_is_a_daemon_thread(testbed: ClientTestbed) -> None:
     (thread,) = [
         thread
         for thread in threading.enumerate()

@@ -13,7 +13,7 @@ from kvtier import __version__
 from kvtier.tierd.__main__ import TOKEN_VARIABLE, parser
 
 
-def test_a_variable_names_the_token_file_of_a_daemon_that_an_engine_starts(
+def test_a_variable_names_the_token_file_of_a_tierd_that_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = ["--topology", "/etc/kvtier/topology"]

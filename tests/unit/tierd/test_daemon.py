@@ -189,7 +189,7 @@ def test_a_message_without_a_session_is_answered_with_bye(
     assert "unknown session" in peer.receive(Bye).reason
 
 
-def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
+def test_an_identity_that_is_not_json_is_rejected_and_other_sessions_continue(
     start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
@@ -201,7 +201,7 @@ def test_an_identity_that_is_no_json_is_refused_and_nobody_else_is_hurt(
 
 
 @pytest.mark.parametrize("part", ["identity", "codec"])
-def test_an_identity_or_a_codec_nested_without_end_hurts_nobody(
+def test_a_deeply_nested_identity_or_codec_does_not_affect_other_sessions(
     start: Start, peers: Callable[..., Peer], part: str
 ) -> None:
     start()
@@ -217,7 +217,7 @@ def test_an_identity_or_a_codec_nested_without_end_hurts_nobody(
 
 
 @pytest.mark.parametrize("error", [MemoryError("too much"), ValueError("strange")], ids=repr)
-def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
+def test_every_client_is_sent_the_reason_why_there_is_no_pool(
     start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(*_: Any) -> None:
@@ -232,7 +232,7 @@ def test_whatever_keeps_the_pool_from_being_there_is_said_to_everybody(
     )
 
 
-def test_objects_larger_than_the_pool_are_refused_with_the_numbers(
+def test_objects_larger_than_the_pool_are_rejected_with_the_sizes(
     start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
@@ -241,7 +241,7 @@ def test_objects_larger_than_the_pool_are_refused_with_the_numbers(
     assert str(1 << 30) in scheduler.receive(SessionRefused).reason
 
 
-def test_words_that_cannot_be_read_end_that_session_alone(
+def test_an_unreadable_message_ends_only_its_session(
     case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
@@ -256,7 +256,7 @@ def test_words_that_cannot_be_read_end_that_session_alone(
     )
 
 
-def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
+def test_a_client_that_does_not_read_loses_its_session_and_delays_no_other(
     case: TierdTestbed, start: Start, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_module, "QUEUE_MESSAGES", 50)
@@ -279,7 +279,7 @@ def test_a_client_that_does_not_read_loses_its_session_and_holds_nobody_up(
     pair(peers, "other")[0].receive(Ready)
 
 
-def test_live_values_are_pushed_to_who_is_attached(
+def test_live_values_are_pushed_to_attached_sessions(
     case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     start()
@@ -290,10 +290,10 @@ def test_live_values_are_pushed_to_who_is_attached(
 
 
 @pytest.mark.parametrize(
-    ("daemon", "said"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
+    ("daemon", "condition"), [(Daemon.ENGINE, "HttpNotServed"), (Daemon.SIDECAR, "HttpPortTaken")]
 )
-def test_a_port_in_use_is_a_condition_and_no_death(
-    case: TierdTestbed, peers: Callable[..., Peer], daemon: Daemon, said: str
+def test_a_port_in_use_is_a_condition_and_does_not_end_the_process(
+    case: TierdTestbed, peers: Callable[..., Peer], daemon: Daemon, condition: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = HttpEndpoint(port=taken.getsockname()[1])
@@ -306,17 +306,20 @@ def test_a_port_in_use_is_a_condition_and_no_death(
         thread.start()
         wait_for((case.run_directory / SOCKET_NAME).exists, "tierd listens")
         pair(peers)[0].receive(Ready)
-        wait_for(lambda: said in [each.type for each in served.snapshot.conditions], "it is said")
+        wait_for(
+            lambda: condition in [each.type for each in served.snapshot.conditions],
+            "the condition is reported",
+        )
         if daemon is Daemon.SIDECAR:
             # A pod of the host's network, or a port that the engine has: another port is served,
             # and http.json says which.
-            assert case.status()["conditions"][0]["type"] == said
+            assert case.status()["conditions"][0]["type"] == condition
         served.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
 
 
-def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
+def test_a_tier_of_an_unsupported_kind_is_unknown_and_the_others_work(
     case: TierdTestbed, start: Start
 ) -> None:
     tiers = [
@@ -335,7 +338,7 @@ def test_a_tier_of_a_kind_that_is_not_served_is_unknown_and_the_others_work(
     assert "far" in status["conditions"][0]["message"]
 
 
-def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_for(
+def test_a_tier_that_opens_later_receives_the_texts_of_namespaces(
     tmp_path: Path,
 ) -> None:
     case = TierdTestbed(tmp_path / "case", TierdOptions(file_bytes=1 << 30))
@@ -370,7 +373,7 @@ def test_a_tier_that_can_be_used_only_later_is_told_what_its_namespaces_stand_fo
         case.close()
 
 
-def test_a_second_daemon_in_the_same_directory_ends_at_once(
+def test_a_second_tierd_in_the_same_directory_exits_at_once(
     case: TierdTestbed, start: Start
 ) -> None:
     start()

@@ -20,7 +20,7 @@ def test_totals_of_several_engines_add_up_from_where_each_began() -> None:
     assert hits.recent(3.0) == TokenCounts(110, (50, 25)) == hits.total
 
 
-def test_what_is_older_than_the_window_does_not_count_but_stays_in_the_total() -> None:
+def test_values_older_than_the_window_count_only_in_the_total() -> None:
     hits = HitCounters()
     hits.record("a", 0, (), 0.0)
     hits.record("a", 100, (40,), 0.0)
@@ -31,7 +31,7 @@ def test_what_is_older_than_the_window_does_not_count_but_stays_in_the_total() -
     assert hits.total == TokenCounts(200, (90,))
 
 
-def test_an_engine_that_starts_anew_is_not_counted_backwards() -> None:
+def test_counters_of_a_restarted_engine_never_decrease() -> None:
     hits = HitCounters()
     hits.record("a", 0, (), 0.0)
     hits.record("a", 100, (40,), 1.0)
@@ -40,7 +40,7 @@ def test_an_engine_that_starts_anew_is_not_counted_backwards() -> None:
     assert hits.recent(4.0) == TokenCounts(110, (45,))
 
 
-def test_the_first_words_of_an_engine_that_is_younger_than_tierd_count() -> None:
+def test_the_first_report_of_an_engine_started_after_tierd_counts() -> None:
     hits = HitCounters()
     hits.record("a", 100, (40,), 0.0, started_later=True)
     hits.record("a", 110, (50,), 1.0, started_later=True)
@@ -48,7 +48,7 @@ def test_the_first_words_of_an_engine_that_is_younger_than_tierd_count() -> None
     assert hits.total == TokenCounts(110, (50,))
 
 
-def test_memory_is_bounded_however_often_is_heard() -> None:
+def test_memory_is_bounded_for_any_number_of_announcements() -> None:
     hits = HitCounters()
     for number in range(10_000):
         hits.record(str(number // 4), number, (number,), number * 0.5)

@@ -82,7 +82,7 @@ def test_clients_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyP
     server.close()
 
 
-def test_a_client_that_says_nothing_is_closed_after_its_time(
+def test_a_silent_client_is_disconnected_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_SECONDS", 0.1)

@@ -66,7 +66,7 @@ def test_a_swapped_symlink_is_noticed(tmp_path: Path) -> None:
     assert (follower.live.generation, follower.live.tiers["disk"].load_weight) == (3, 50)
 
 
-def test_a_malformed_value_is_refused_alone_and_counted_once(tmp_path: Path) -> None:
+def test_a_malformed_value_is_rejected_alone_and_counted_once(tmp_path: Path) -> None:
     follower = make(tmp_path)
     swap(
         tmp_path,
@@ -89,7 +89,7 @@ def test_a_malformed_value_is_refused_alone_and_counted_once(tmp_path: Path) -> 
     assert (follower.refused_total, follower.refusals) == (2, ())
 
 
-def test_a_file_that_is_no_json_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_with_invalid_json_changes_nothing(tmp_path: Path) -> None:
     follower = make(tmp_path)
     swap(tmp_path, "1", {"generation": 2})
     follower.poll()
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_json_changes_nothing(tmp_path: Path) -> None:
     assert follower.refused_total == 2
 
 
-def test_a_file_that_goes_changes_nothing(tmp_path: Path) -> None:
+def test_a_removed_file_changes_nothing(tmp_path: Path) -> None:
     follower = make(tmp_path)
     swap(tmp_path, "1", {"generation": 2})
     follower.poll()
@@ -122,7 +122,7 @@ def test_a_file_that_goes_changes_nothing(tmp_path: Path) -> None:
         '{"tiers": {"disk": {"loadWeight": %s}}}',
     ],
 )
-def test_no_depth_of_nesting_ends_the_following(tmp_path: Path, around: str) -> None:
+def test_deep_nesting_does_not_end_the_updates(tmp_path: Path, around: str) -> None:
     follower = make(tmp_path)
     live = follower.live
     path = tmp_path / "live.json"

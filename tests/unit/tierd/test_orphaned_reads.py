@@ -46,7 +46,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_what_is_no_file_is_nobodys_and_no_reason_not_to_start(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_ignored_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "reads" / "sub").mkdir(parents=True)
     (tmp_path / "reads" / "link").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "reads" / "pipe")
@@ -66,7 +66,7 @@ def test_slots_of_reads_that_have_not_returned_are_kept_until_every_thread_is_go
     assert list((tmp_path / "reads").iterdir()) == []
 
 
-def test_the_own_file_is_nobody_elses(tmp_path: Path) -> None:
+def test_a_process_does_not_read_its_own_file_as_orphaned(tmp_path: Path) -> None:
     log = ReadLogFile(tmp_path, 1, 0o600)
     log.begin(PLACES[0])
     assert find_orphaned_reads(tmp_path, log.path) == []
@@ -86,7 +86,7 @@ def test_a_process_without_reads_leaves_no_file(tmp_path: Path) -> None:
     assert not log.path.exists()
 
 
-def test_places_are_used_again(tmp_path: Path) -> None:
+def test_positions_are_reused(tmp_path: Path) -> None:
     log = ReadLogFile(tmp_path, 1, 0o600)
     for _ in range(100):
         log.begin(PLACES[0])

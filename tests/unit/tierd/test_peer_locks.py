@@ -102,7 +102,7 @@ def test_children_that_outlive_their_parent_do_not_keep_its_lock(
     assert is_lock_held(tmp_path / PEERS_NAME, holder.name) is False
 
 
-def test_a_child_that_ends_does_not_take_its_parents_lock_along(
+def test_a_child_that_exits_does_not_release_its_parents_lock(
     tmp_path: Path, holders: list[Holder]
 ) -> None:
     holder = Holder(tmp_path, "fork")
@@ -137,9 +137,7 @@ def test_a_free_lock_is_proof_only_after_it_has_settled(
     assert fates(far(holder.name)) is Liveness.GONE
 
 
-def test_what_has_no_lock_or_a_lost_one_stays_unknown(
-    tmp_path: Path, holders: list[Holder]
-) -> None:
+def test_a_process_without_a_lock_is_unverifiable(tmp_path: Path, holders: list[Holder]) -> None:
     holder = Holder(tmp_path)
     holders.append(holder)
     (tmp_path / PEERS_NAME / holder.name).unlink()
@@ -150,7 +148,7 @@ def test_what_has_no_lock_or_a_lost_one_stays_unknown(
     ] * 4
 
 
-def test_a_process_that_can_be_seen_is_judged_by_its_id(tmp_path: Path) -> None:
+def test_a_visible_process_is_checked_by_its_id(tmp_path: Path) -> None:
     me = own_identity()
     fates = PeerLiveness(tmp_path)
     assert fates(ProcessIdentity(me.pid, me.start, me.pid_namespace, "0123")) is Liveness.ALIVE
@@ -171,7 +169,7 @@ def test_a_process_has_one_lock_in_a_directory_and_takes_another_if_the_file_is_
     assert is_lock_held(tmp_path / PEERS_NAME, other) is True
 
 
-def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(
+def test_files_of_exited_processes_are_removed_once_no_process_waits_for_them(
     tmp_path: Path, holders: list[Holder]
 ) -> None:
     dead, waited_for, alive = Holder(tmp_path), Holder(tmp_path), Holder(tmp_path)
@@ -187,7 +185,7 @@ def test_files_of_the_dead_are_removed_once_nobody_waits_for_them(
     }
 
 
-def test_a_lock_can_be_tried_by_every_user_whatever_the_umask(tmp_path: Path) -> None:
+def test_every_user_can_test_a_lock_with_any_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         name = hold_peer_lock(tmp_path)

@@ -47,7 +47,7 @@ def test_the_first_good_document_is_kept_and_a_bad_one_is_not(case: TierdTestbed
     assert first_document(case.topology_directory, run) == first
 
 
-def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(
+def test_a_corrupt_saved_document_is_replaced_by_the_pods_document(
     case: TierdTestbed,
 ) -> None:
     first_document(case.topology_directory, case.run_directory)
@@ -59,7 +59,7 @@ def test_a_kept_document_that_was_spoilt_is_replaced_by_what_the_pod_says(
 
 
 @pytest.mark.parametrize(("daemon", "chunk_tokens"), [(Daemon.SIDECAR, 256), (Daemon.ENGINE, 512)])
-def test_an_engine_reads_what_its_sidecar_was_told(
+def test_an_engine_reads_the_sidecars_document(
     case: TierdTestbed, daemon: Daemon, chunk_tokens: int
 ) -> None:
     first_document(case.topology_directory, case.run_directory)
@@ -68,7 +68,7 @@ def test_an_engine_reads_what_its_sidecar_was_told(
     assert load_for_engine(case.topology_directory).structural.chunk_tokens == chunk_tokens
 
 
-def test_an_engine_that_is_there_before_the_sidecar_reads_what_the_pod_says(
+def test_an_engine_that_starts_before_the_sidecar_reads_the_pods_document(
     case: TierdTestbed,
 ) -> None:
     assert load_for_engine(case.topology_directory).structural == case.topology.structural
@@ -85,7 +85,7 @@ def test_the_limit_of_allocations_grows_with_the_threads_of_the_tiers(case: Tier
     )
 
 
-def test_file_tiers_share_what_a_daemon_may_index(
+def test_file_tiers_share_the_index_limit_of_tierd(
     case: TierdTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "MAX_INDEXED_OBJECTS", 6)

@@ -34,7 +34,7 @@ def test_every_byte_is_allocated_before_it_is_published(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_what_workers_wrote_is_still_there_for_the_next_tierd_also_after_touching(
+def test_bytes_that_workers_wrote_survive_for_the_next_tierd_even_after_touching(
     tmp_path: Path,
 ) -> None:
     first = PoolFile(tmp_path / "pool", 4 * MIB)
@@ -72,7 +72,7 @@ def test_the_file_never_shrinks(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_volume_that_is_too_small_gives_a_smaller_pool_and_says_so(small_volume: Path) -> None:
+def test_a_volume_that_is_too_small_gives_a_smaller_pool_and_a_message(small_volume: Path) -> None:
     pool = PoolFile(small_volume / "pool", 64 * MIB)
     assert 6 * MIB <= pool.bytes <= 8 * MIB
     assert str(64 * MIB) in pool.size.condition

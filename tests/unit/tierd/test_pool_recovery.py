@@ -36,7 +36,7 @@ def with_one_object(pool: PoolFile, namespace: str = NAMESPACE) -> None:
     table.close()
 
 
-def test_objects_whose_namespace_is_described_are_taken_over(pool: PoolFile) -> None:
+def test_objects_whose_namespace_is_described_are_recovered(pool: PoolFile) -> None:
     with_one_object(pool)
     assert [record.offset for record in opened(pool).recovered] == [4096]
 
@@ -55,7 +55,7 @@ def test_a_namespace_without_its_own_text_gives_nothing(pool: PoolFile, text: st
     assert table.rejected == {"namespace": 1}
 
 
-def test_texts_of_namespaces_of_which_nothing_is_left_go(pool: PoolFile) -> None:
+def test_texts_of_empty_namespaces_are_removed(pool: PoolFile) -> None:
     with_one_object(pool, "f" * 32)
     opened(pool)
     assert list((pool.path.parent / "namespaces").iterdir()) == []
@@ -69,7 +69,7 @@ def test_a_replaced_pool_file_gives_nothing(pool: PoolFile) -> None:
     other.close()
 
 
-def test_without_persistence_there_is_no_table_and_an_old_one_goes(pool: PoolFile) -> None:
+def test_without_persistence_there_is_no_table_and_an_old_one_is_removed(pool: PoolFile) -> None:
     with_one_object(pool)
     assert open_table(pool.path.parent, 0o600, pool, "t", persists=False) is None
     assert sorted(path.name for path in pool.path.parent.iterdir()) == ["namespaces", "pool"]
@@ -81,7 +81,7 @@ def test_a_table_that_cannot_be_opened_leaves_tierd_working_without_one(pool: Po
     assert open_table(pool.path.parent, 0o600, pool, "t", persists=True) is None
 
 
-def test_a_table_full_of_nonsense_is_refused_and_begun_anew(pool: PoolFile) -> None:
+def test_an_invalid_table_is_rejected_and_reinitialized(pool: PoolFile) -> None:
     (pool.path.parent / "slots").write_bytes(os.urandom(9000))
     table = opened(pool)
     assert table.recovered == []

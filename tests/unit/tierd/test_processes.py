@@ -22,7 +22,7 @@ def identity(pid: int) -> ProcessIdentity:
     return ProcessIdentity(pid, process_start(pid), pid_namespace())
 
 
-def test_this_process_lives() -> None:
+def test_this_process_is_alive() -> None:
     assert liveness_of(own_identity()) is Liveness.ALIVE
 
 
@@ -30,7 +30,7 @@ def test_another_start_time_is_another_process() -> None:
     assert liveness_of(replace(own_identity(), start=own_identity().start + 1)) is Liveness.GONE
 
 
-def test_what_is_in_another_pid_namespace_cannot_be_known() -> None:
+def test_a_process_in_another_pid_namespace_is_unverifiable() -> None:
     assert liveness_of(replace(own_identity(), pid_namespace="1")) is Liveness.UNKNOWN
     assert liveness_of(replace(own_identity(), pid_namespace="")) is Liveness.UNKNOWN
 

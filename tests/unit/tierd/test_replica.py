@@ -22,7 +22,7 @@ def test_deltas_set_and_clear_single_bits() -> None:
     assert len(replica) == 1
 
 
-def test_removals_rise_only_when_a_bit_went() -> None:
+def test_removals_increase_only_when_a_bit_is_cleared() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
     assert replica.removals == 0
@@ -42,7 +42,7 @@ def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgeme
     assert replica.removals == 2
 
 
-def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_once() -> None:
+def test_a_gap_empties_the_replica_until_the_snapshot_that_it_requests_once() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
     assert not replica.needs_resync()
@@ -59,7 +59,7 @@ def test_a_gap_empties_the_replica_until_a_snapshot_has_come_and_asks_for_it_onc
     assert (replica.get(b"c"), replica.get(b"d"), replica.get(b"e")) == (0, 1, 1)
 
 
-def test_a_snapshot_replaces_everything_and_comes_in_several_pieces() -> None:
+def test_a_snapshot_replaces_the_replica_and_arrives_in_several_messages() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"old", 1),)))
     replica.apply(Delta(sequence=2, snapshot=True, added=((b"a", 1),)))
@@ -92,7 +92,7 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
     assert best < 0.002
 
 
-def test_what_lies_only_in_tiers_that_may_not_be_used_is_not_there_until_they_may() -> None:
+def test_objects_only_in_unusable_tiers_are_absent_until_the_tiers_are_usable() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2), (b"b", 3), (b"c", 4))))
     removals = replica.removals
@@ -116,7 +116,7 @@ def test_withdrawing_a_tier_does_not_look_at_its_keys() -> None:
     assert not any(replica.get(key) for key in keys)
 
 
-def test_the_next_tierd_says_anew_which_tiers_may_be_used() -> None:
+def test_the_next_tierd_announces_again_which_tiers_are_usable() -> None:
     replica = Replica()
     replica.apply(Usable(bits=1))
     replica.clear()

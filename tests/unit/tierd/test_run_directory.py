@@ -15,7 +15,7 @@ def make(parent: Path, name: str = "kvtier-a", shared: bool = False) -> RunDirec
     return RunDirectory(parent / name, shared=shared)
 
 
-def test_the_last_one_that_leaves_removes_it(tmp_path: Path) -> None:
+def test_the_last_process_that_leaves_removes_the_directory(tmp_path: Path) -> None:
     first, second = make(tmp_path), make(tmp_path)
     first.join()
     second.join()
@@ -35,7 +35,7 @@ def test_a_pods_volume_is_never_removed_and_belongs_to_both_containers(tmp_path:
     assert directory.path.exists()
 
 
-def test_one_daemon_at_a_time_and_looking_does_not_disturb_looking(tmp_path: Path) -> None:
+def test_one_tierd_runs_at_a_time_and_checks_do_not_disturb_each_other(tmp_path: Path) -> None:
     first, second = make(tmp_path), make(tmp_path)
     first.join()
     assert not second.is_daemon_running()
@@ -61,7 +61,7 @@ def test_the_epoch_is_kept_and_a_broken_one_jumps_ahead(tmp_path: Path) -> None:
         assert 1_000_000 < directory.read_epoch() < MAX_EPOCH
 
 
-def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) -> None:
+def test_cleanup_removes_only_directories_without_a_living_process(tmp_path: Path) -> None:
     own, living, dead, foreign = (
         make(tmp_path, f"kvtier-{name}") for name in ("own", "living", "dead", "foreign")
     )
@@ -84,7 +84,7 @@ def test_a_sweep_removes_only_directories_in_which_nobody_lives(tmp_path: Path) 
     ]
 
 
-def test_a_directory_with_a_name_of_its_own_sweeps_nothing(tmp_path: Path) -> None:
+def test_a_directory_with_an_explicit_name_cleans_up_nothing(tmp_path: Path) -> None:
     dead = make(tmp_path, "kvtier-dead")
     dead.join()
     assert dead._alive is not None
@@ -92,7 +92,7 @@ def test_a_directory_with_a_name_of_its_own_sweeps_nothing(tmp_path: Path) -> No
     assert remove_abandoned(tmp_path / "mine") == 0
 
 
-def test_joining_again_after_somebody_removed_it_makes_it_anew(tmp_path: Path) -> None:
+def test_joining_recreates_a_removed_directory(tmp_path: Path) -> None:
     directory = make(tmp_path)
     directory.join()
     for name in os.listdir(directory.path):
@@ -104,7 +104,7 @@ def test_joining_again_after_somebody_removed_it_makes_it_anew(tmp_path: Path) -
     assert directory.leave()
 
 
-def test_a_path_that_no_socket_fits_into_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_for_a_socket_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="runDirectory"):
         RunDirectory(tmp_path / ("x" * 100))
 
@@ -138,7 +138,7 @@ def test_the_lock_of_a_living_tierd_is_never_set_aside(tmp_path: Path) -> None:
     taken.close()
 
 
-def test_a_lock_that_a_hung_thread_of_a_dead_tierd_keeps_is_set_aside(
+def test_a_lock_kept_by_a_hung_thread_of_a_killed_tierd_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(tmp_path), make(tmp_path)

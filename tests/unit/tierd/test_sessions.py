@@ -37,7 +37,7 @@ def hello(
 
 
 @dataclass
-class World:
+class SessionTestbed:
     """Sessions with everything around them recorded."""
 
     directory: Path
@@ -118,43 +118,47 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def testbed(tmp_path: Path) -> SessionTestbed:
+    return SessionTestbed(tmp_path)
 
 
-def test_an_engine_opens_when_scheduler_and_all_workers_are_there(world: World) -> None:
-    world.hello(b"w0", hello("worker", rank=0, pid=11))
-    world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
-    assert ("opened", "e#11") not in world.calls
-    world.hello(b"w1", hello("worker", rank=1, pid=12))
-    assert world.calls == [
+def test_an_engine_opens_when_scheduler_and_all_workers_are_there(testbed: SessionTestbed) -> None:
+    testbed.hello(b"w0", hello("worker", rank=0, pid=11))
+    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
+    assert ("opened", "e#11") not in testbed.calls
+    testbed.hello(b"w1", hello("worker", rank=1, pid=12))
+    assert testbed.calls == [
         ("welcome", b"w0", 11),
         ("welcome", b"s", 11),
         ("welcome", b"w1", 11),
         ("opened", "e#11"),
     ]
-    engine = next(world.sessions.engines())
+    engine = next(testbed.sessions.engines())
     assert engine.info is not None
     assert engine.info.shard_bytes == ((5000, 5000), (100, 100))
     assert engine.info.slot_bytes == (16384, 8192)
     assert engine.info.writer_ranks == (0, 1)
 
 
-def test_where_one_rank_writes_for_all_an_object_has_its_shard_alone(world: World) -> None:
-    world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0,)))
-    world.hello(b"w0", hello("worker", rank=0, pid=11))
-    world.hello(b"w1", hello("worker", rank=1, pid=12))
-    engine = next(world.sessions.engines())
+def test_an_object_written_by_one_rank_has_one_shard(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0,)))
+    testbed.hello(b"w0", hello("worker", rank=0, pid=11))
+    testbed.hello(b"w1", hello("worker", rank=1, pid=12))
+    engine = next(testbed.sessions.engines())
     assert engine.info is not None
     assert engine.info.shard_bytes == ((5000,), (100,))
 
 
-def test_an_identity_that_does_not_hold_gets_a_namespace_of_its_own_each_time(world: World) -> None:
+def test_an_ephemeral_identity_gets_a_new_namespace_each_time(
+    testbed: SessionTestbed,
+) -> None:
     found = []
     for name in ("a", "b"):
-        world.hello(b"s" + name.encode(), hello("scheduler", name, ephemeral_reason="seed"))
-        world.hello(b"w" + name.encode(), hello("worker", name))
-        engine = next(each for each in world.sessions.engines() if each.engine == name)
+        testbed.hello(b"s" + name.encode(), hello("scheduler", name, ephemeral_reason="seed"))
+        testbed.hello(b"w" + name.encode(), hello("worker", name))
+        engine = next(each for each in testbed.sessions.engines() if each.engine == name)
         assert engine.info is not None
         assert not engine.info.persistent
         found.append(engine.info.namespace)
@@ -173,208 +177,222 @@ def test_an_identity_that_does_not_hold_gets_a_namespace_of_its_own_each_time(wo
         (hello("scheduler", ranks=1, writer_ranks=(0, 1)), "writer ranks"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(
-    world: World, message: Hello, word: str
+def test_an_invalid_hello_is_rejected_with_the_reason(
+    testbed: SessionTestbed, message: Hello, word: str
 ) -> None:
-    world.hello(b"x", message)
-    (answer,) = world.to(b"x")
+    testbed.hello(b"x", message)
+    (answer,) = testbed.to(b"x")
     assert isinstance(answer, SessionRefused)
     assert word in answer.reason
-    assert len(world.sessions) == 0
+    assert len(testbed.sessions) == 0
 
 
-def test_members_that_contradict_each_other_are_all_refused(world: World) -> None:
-    world.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
-    world.hello(b"w0", hello("worker", rank=0, pid=11))
-    world.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(5000,)))
-    assert all(isinstance(world.to(route)[-1], SessionRefused) for route in (b"s", b"w0", b"w1"))
-    assert len(world.sessions) == 0
-    assert world.files.read() == []
+def test_members_with_contradicting_hellos_are_all_rejected(testbed: SessionTestbed) -> None:
+    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
+    testbed.hello(b"w0", hello("worker", rank=0, pid=11))
+    testbed.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(5000,)))
+    assert all(isinstance(testbed.to(route)[-1], SessionRefused) for route in (b"s", b"w0", b"w1"))
+    assert len(testbed.sessions) == 0
+    assert testbed.files.read() == []
 
 
-def test_what_the_store_does_not_take_is_refused(world: World) -> None:
-    world.rejects = "too large"
-    world.pair()
-    (answer,) = world.to(b"w")
+def test_an_engine_that_the_store_rejects_is_rejected(testbed: SessionTestbed) -> None:
+    testbed.rejects = "too large"
+    testbed.pair()
+    (answer,) = testbed.to(b"w")
     assert isinstance(answer, SessionRefused)
     assert "too large" in answer.reason
 
 
-def test_an_engine_id_in_use_by_a_living_process_is_refused_to_another(world: World) -> None:
-    world.pair()
-    world.hello(b"x", hello("worker", pid=99))
-    (answer,) = world.to(b"x")
+def test_an_engine_id_in_use_by_a_living_process_is_rejected(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.pair()
+    testbed.hello(b"x", hello("worker", pid=99))
+    (answer,) = testbed.to(b"x")
     assert isinstance(answer, SessionRefused)
     assert "process 10" in answer.reason
-    world.gone.add(10)
-    world.hello(b"y", hello("worker", pid=99))
-    assert world.to(b"y") == []
-    assert ("closed", "e#11", True) in world.calls
-    assert len(world.sessions) == 1
+    testbed.gone.add(10)
+    testbed.hello(b"y", hello("worker", pid=99))
+    assert testbed.to(b"y") == []
+    assert ("closed", "e#11", True) in testbed.calls
+    assert len(testbed.sessions) == 1
 
 
-def test_byes_of_all_workers_prove_that_nothing_is_touched_any_more(world: World) -> None:
-    world.pair()
-    world.sessions.bye(b"w")
-    assert world.calls[-1] == ("closed", "e#11", True)
-    world.sessions.bye(b"s")
-    assert len(world.sessions) == world.sessions.quarantined == 0
-    assert world.sessions.last_left_cleanly
-    assert world.files.read() == []
-
-
-def test_a_scheduler_that_says_bye_first_does_not_hurry_its_workers(world: World) -> None:
-    world.pair()
-    world.sessions.bye(b"s")
-    assert world.calls[-1] == ("opened", "e#11")
-    assert world.to(b"w") == []
-    world.sessions.bye(b"w")
-    assert world.calls[-1] == ("closed", "e#11", True)
-
-
-def test_silence_ends_the_engine_without_proof_and_tells_the_others(world: World) -> None:
-    world.pair()
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"s")
-    assert world.calls[-1] == ("closed", "e#11", False)
-    assert isinstance(world.to(b"s")[-1], Bye)
-    assert len(world.sessions) == 0
-    assert world.sessions.quarantined == 1
-    assert not world.sessions.last_left_cleanly
-    assert len(world.files.read()) == 1
-
-
-def test_a_process_that_is_gone_is_proof(world: World) -> None:
-    world.pair()
-    world.gone.add(10)
-    world.pass_time(0.1)
-    assert world.calls[-1] == ("closed", "e#11", True)
-    assert world.sessions.quarantined == 0
-    assert world.files.read() == []
-
-
-def test_quarantine_ends_when_the_process_is_gone(world: World) -> None:
-    world.pair()
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
-    world.pass_time(1e6)
-    assert world.sessions.quarantined == 1
-    world.gone.add(10)
-    world.pass_time(0.5)
-    assert world.calls[-1] == ("proven", "e#11")
-    assert world.sessions.quarantined == 0
-
-
-def test_quarantine_of_a_process_that_cannot_be_seen_ends_after_a_minute(world: World) -> None:
-    world.unseen.add(10)
-    world.pair()
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
-    world.pass_time(UNVERIFIABLE_TIMEOUT_SECONDS - 0.1)
-    assert world.sessions.quarantined == 1
-    world.pass_time(0.1)
-    assert world.calls[-1] == ("proven", "e#11")
-
-
-def test_a_worker_that_has_drained_attaches_again_and_ends_its_own_quarantine(world: World) -> None:
-    world.pair()
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
-    world.hello(b"w2", hello("worker", drained=11))
-    assert ("proven", "e#11") in world.calls
-    world.hello(b"s2", hello("scheduler"))
-    assert world.calls[-1] == ("opened", "e#12")
-
-
-def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_proven(
-    world: World,
+def test_byes_of_all_workers_confirm_that_no_slot_is_accessed(
+    testbed: SessionTestbed,
 ) -> None:
-    world.pair()
-    world.hello(b"w2", hello("worker", drained=11))
-    assert ("closed", "e#11", True) in world.calls
-    assert isinstance(world.to(b"s")[-1], Bye)
-    world.hello(b"s2", hello("scheduler"))
-    assert world.calls[-1] == ("opened", "e#12")
+    testbed.pair()
+    testbed.sessions.bye(b"w")
+    assert testbed.calls[-1] == ("closed", "e#11", True)
+    testbed.sessions.bye(b"s")
+    assert len(testbed.sessions) == testbed.sessions.quarantined == 0
+    assert testbed.sessions.last_left_cleanly
+    assert testbed.files.read() == []
+
+
+def test_a_bye_of_the_scheduler_does_not_end_its_workers_sessions(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.pair()
+    testbed.sessions.bye(b"s")
+    assert testbed.calls[-1] == ("opened", "e#11")
+    assert testbed.to(b"w") == []
+    testbed.sessions.bye(b"w")
+    assert testbed.calls[-1] == ("closed", "e#11", True)
+
+
+def test_silence_ends_the_engine_without_confirmation_and_notifies_the_others(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.pair()
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"s")
+    assert testbed.calls[-1] == ("closed", "e#11", False)
+    assert isinstance(testbed.to(b"s")[-1], Bye)
+    assert len(testbed.sessions) == 0
+    assert testbed.sessions.quarantined == 1
+    assert not testbed.sessions.last_left_cleanly
+    assert len(testbed.files.read()) == 1
+
+
+def test_a_process_that_has_exited_is_confirmed(testbed: SessionTestbed) -> None:
+    testbed.pair()
+    testbed.gone.add(10)
+    testbed.pass_time(0.1)
+    assert testbed.calls[-1] == ("closed", "e#11", True)
+    assert testbed.sessions.quarantined == 0
+    assert testbed.files.read() == []
+
+
+def test_quarantine_ends_when_the_process_is_gone(testbed: SessionTestbed) -> None:
+    testbed.pair()
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
+    testbed.pass_time(1e6)
+    assert testbed.sessions.quarantined == 1
+    testbed.gone.add(10)
+    testbed.pass_time(0.5)
+    assert testbed.calls[-1] == ("proven", "e#11")
+    assert testbed.sessions.quarantined == 0
+
+
+def test_quarantine_of_a_process_that_cannot_be_seen_ends_after_a_minute(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.unseen.add(10)
+    testbed.pair()
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
+    testbed.pass_time(UNVERIFIABLE_TIMEOUT_SECONDS - 0.1)
+    assert testbed.sessions.quarantined == 1
+    testbed.pass_time(0.1)
+    assert testbed.calls[-1] == ("proven", "e#11")
+
+
+def test_a_worker_that_has_drained_attaches_again_and_ends_its_own_quarantine(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.pair()
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
+    testbed.hello(b"w2", hello("worker", drained=11))
+    assert ("proven", "e#11") in testbed.calls
+    testbed.hello(b"s2", hello("scheduler"))
+    assert testbed.calls[-1] == ("opened", "e#12")
+
+
+def test_a_worker_that_attaches_again_while_it_counts_as_attached_ends_the_old_engine_as_confirmed(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.pair()
+    testbed.hello(b"w2", hello("worker", drained=11))
+    assert ("closed", "e#11", True) in testbed.calls
+    assert isinstance(testbed.to(b"s")[-1], Bye)
+    testbed.hello(b"s2", hello("scheduler"))
+    assert testbed.calls[-1] == ("opened", "e#12")
 
 
 def test_a_worker_that_attaches_again_without_having_drained_stays_quarantined(
-    world: World,
+    testbed: SessionTestbed,
 ) -> None:
-    world.pair()
-    world.hello(b"w2", hello("worker", drained=10))
-    assert ("closed", "e#11", False) in world.calls
-    world.hello(b"s2", hello("scheduler"))
-    assert world.sessions.quarantined == 1
-    assert len(world.files.read()) == 2
+    testbed.pair()
+    testbed.hello(b"w2", hello("worker", drained=10))
+    assert ("closed", "e#11", False) in testbed.calls
+    testbed.hello(b"s2", hello("scheduler"))
+    assert testbed.sessions.quarantined == 1
+    assert len(testbed.files.read()) == 2
 
 
-def test_a_scheduler_that_attaches_again_opens_a_later_epoch_so_old_plans_name_nobody(
-    world: World,
+def test_a_scheduler_that_attaches_again_ends_the_engine_and_opens_a_later_epoch(
+    testbed: SessionTestbed,
 ) -> None:
-    world.pair()
-    world.hello(b"s2", hello("scheduler"))
-    assert ("closed", "e#11", False) in world.calls
-    assert isinstance(world.to(b"w")[-1], Bye)
-    world.hello(b"w2", hello("worker", drained=11))
-    assert ("proven", "e#11") in world.calls
-    assert ("welcome", b"w2", 12) in world.calls
-    assert world.calls[-1] == ("opened", "e#12")
+    testbed.pair()
+    testbed.hello(b"s2", hello("scheduler"))
+    assert ("closed", "e#11", False) in testbed.calls
+    assert isinstance(testbed.to(b"w")[-1], Bye)
+    testbed.hello(b"w2", hello("worker", drained=11))
+    assert ("proven", "e#11") in testbed.calls
+    assert ("welcome", b"w2", 12) in testbed.calls
+    assert testbed.calls[-1] == ("opened", "e#12")
 
 
-def test_a_bye_that_crossed_with_ours_still_counts_as_proof(world: World) -> None:
-    world.pair()
-    world.hello(b"s2", hello("scheduler"))
-    world.sessions.bye(b"w")
-    assert world.calls[-1] == ("proven", "e#11")
-    assert world.sessions.quarantined == 0
+def test_a_bye_that_crosses_with_ours_still_confirms_the_end(testbed: SessionTestbed) -> None:
+    testbed.pair()
+    testbed.hello(b"s2", hello("scheduler"))
+    testbed.sessions.bye(b"w")
+    assert testbed.calls[-1] == ("proven", "e#11")
+    assert testbed.sessions.quarantined == 0
 
 
-def test_a_forming_engine_that_loses_a_member_leaves_nothing_behind(world: World) -> None:
-    world.hello(b"w", hello("worker"))
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
-    assert not any(call[0] == "closed" for call in world.calls)
-    assert world.sessions.quarantined == 0
-    assert world.files.read() == []
-
-
-def test_a_member_that_says_hello_again_before_the_engine_is_open_takes_its_own_place(
-    world: World,
+def test_a_forming_engine_that_loses_a_member_leaves_nothing_behind(
+    testbed: SessionTestbed,
 ) -> None:
-    world.hello(b"w", hello("worker"))
-    world.hello(b"w2", hello("worker"))
-    world.hello(b"s", hello("scheduler"))
-    assert world.calls[-1] == ("opened", "e#11")
-    assert [session.route for session in world.sessions.all()] == [b"w2", b"s"]
-    assert len(world.files.read()) == 1
+    testbed.hello(b"w", hello("worker"))
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1)
+    assert not any(call[0] == "closed" for call in testbed.calls)
+    assert testbed.sessions.quarantined == 0
+    assert testbed.files.read() == []
 
 
-def test_after_a_bye_another_session_begins_a_fresh_engine(world: World) -> None:
-    world.pair()
-    world.sessions.bye(b"w")
-    world.hello(b"w2", hello("worker"))
-    assert isinstance(world.to(b"s")[-1], Bye)
-    world.hello(b"s2", hello("scheduler"))
-    assert world.calls[-1] == ("opened", "e#12")
+def test_a_second_hello_of_a_member_before_the_engine_opens_replaces_the_first(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.hello(b"w", hello("worker"))
+    testbed.hello(b"w2", hello("worker"))
+    testbed.hello(b"s", hello("scheduler"))
+    assert testbed.calls[-1] == ("opened", "e#11")
+    assert [session.route for session in testbed.sessions.all()] == [b"w2", b"s"]
+    assert len(testbed.files.read()) == 1
 
 
-def test_two_engines_do_not_touch_each_other(world: World) -> None:
-    world.pair("a", 10, b"a")
-    world.pair("b", 20, b"b")
-    world.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"sb", b"wb")
-    assert [call for call in world.calls if call[0] == "closed"] == [("closed", "a#11", False)]
-    assert {session.route for session in world.sessions.all()} == {b"sb", b"wb"}
+def test_after_a_bye_the_next_session_opens_a_new_engine(testbed: SessionTestbed) -> None:
+    testbed.pair()
+    testbed.sessions.bye(b"w")
+    testbed.hello(b"w2", hello("worker"))
+    assert isinstance(testbed.to(b"s")[-1], Bye)
+    testbed.hello(b"s2", hello("scheduler"))
+    assert testbed.calls[-1] == ("opened", "e#12")
 
 
-def test_nobodys_silence_counts_while_this_process_slept(world: World) -> None:
-    world.pair()
-    world.now += 60
-    world.sessions.reset_timeouts(world.now)
-    world.sessions.check(world.now)
-    assert len(world.sessions) == 2
+def test_two_engines_do_not_affect_each_other(testbed: SessionTestbed) -> None:
+    testbed.pair("a", 10, b"a")
+    testbed.pair("b", 20, b"b")
+    testbed.pass_time(SESSION_TIMEOUT_SECONDS + 0.1, b"sb", b"wb")
+    assert [call for call in testbed.calls if call[0] == "closed"] == [("closed", "a#11", False)]
+    assert {session.route for session in testbed.sessions.all()} == {b"sb", b"wb"}
+
+
+def test_silence_does_not_count_while_this_process_was_suspended(testbed: SessionTestbed) -> None:
+    testbed.pair()
+    testbed.now += 60
+    testbed.sessions.reset_timeouts(testbed.now)
+    testbed.sessions.check(testbed.now)
+    assert len(testbed.sessions) == 2
 
 
 def test_a_hello_of_a_drained_worker_opens_the_fence(tmp_path: Path) -> None:
-    before = World(tmp_path)
+    before = SessionTestbed(tmp_path)
     before.pair()
-    world = World(tmp_path)
-    assert world.fence.is_active
-    world.hello(b"w", hello("worker", drained=10))
-    assert world.fence.is_active
-    world.hello(b"w2", hello("worker", drained=11))
-    assert not world.fence.is_active
+    testbed = SessionTestbed(tmp_path)
+    assert testbed.fence.is_active
+    testbed.hello(b"w", hello("worker", drained=10))
+    assert testbed.fence.is_active
+    testbed.hello(b"w2", hello("worker", drained=11))
+    assert not testbed.fence.is_active

@@ -43,12 +43,12 @@ def test_without_predecessors_there_is_no_fence(tmp_path: Path) -> None:
     assert not make(tmp_path)[0].is_active
 
 
-def test_what_was_written_is_read_by_the_next_one(tmp_path: Path) -> None:
+def test_the_next_process_reads_what_was_written(tmp_path: Path) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR, epoch=4, rank=1))
     assert set(fence.waiting) == {worker(NEAR), worker(FAR, epoch=4, rank=1)}
 
 
-def test_it_opens_when_each_worker_has_drained_its_epoch(tmp_path: Path) -> None:
+def test_the_fence_opens_when_each_worker_has_drained_its_epoch(tmp_path: Path) -> None:
     fence, files, _ = make(tmp_path, worker(NEAR), worker(FAR, epoch=5))
     fence.worker_attached(worker(NEAR), 2)
     assert len(fence.waiting) == 2
@@ -59,7 +59,7 @@ def test_it_opens_when_each_worker_has_drained_its_epoch(tmp_path: Path) -> None
     assert files.read() == []
 
 
-def test_another_process_or_rank_cannot_speak_for_it(tmp_path: Path) -> None:
+def test_a_report_of_another_process_or_rank_does_not_count(tmp_path: Path) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR))
     fence.worker_attached(worker(ProcessIdentity(8, 81, "here")), 9)
     fence.worker_attached(worker(NEAR, rank=1), 9)
@@ -67,7 +67,7 @@ def test_another_process_or_rank_cannot_speak_for_it(tmp_path: Path) -> None:
     assert fence.is_active
 
 
-def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
+def test_an_exited_process_is_not_waited_for(tmp_path: Path) -> None:
     fence, files, fates = make(tmp_path, worker(NEAR))
     fence.check(100.0)
     assert fence.is_active
@@ -77,7 +77,7 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
     assert files.read() == []
 
 
-def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_ever(
+def test_an_invisible_process_is_waited_for_a_minute_and_a_living_one_without_limit(
     tmp_path: Path,
 ) -> None:
     fence, _, _ = make(tmp_path, worker(NEAR), worker(FAR))
@@ -89,7 +89,7 @@ def test_one_that_cannot_be_seen_is_waited_for_a_minute_and_one_that_lives_for_e
     assert fence.is_active
 
 
-def test_a_file_that_cannot_be_read_stands_for_a_worker_that_cannot_be_seen(tmp_path: Path) -> None:
+def test_an_unreadable_file_counts_as_an_invisible_worker(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     fence, _, _ = make(tmp_path)
     fence.check(100.0)

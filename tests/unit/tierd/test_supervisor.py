@@ -62,7 +62,7 @@ def kill_and_stop(supervisor: Supervisor) -> None:
     supervisor.stop(5)
 
 
-def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTestbed) -> None:
+def test_any_number_of_supervisors_start_one_tierd(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
@@ -77,7 +77,7 @@ def test_one_daemon_is_started_however_many_supervisors_there_are(case: TierdTes
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
 
 
-def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
+def test_no_tierd_is_started_in_a_directory_that_others_may_write_to(case: TierdTestbed) -> None:
     case.run_directory.mkdir(parents=True, exist_ok=True)
     case.run_directory.chmod(0o777)
     supervisor = make(case)
@@ -88,7 +88,7 @@ def test_no_daemon_is_started_in_a_directory_that_others_may_write_to(case: Tier
     assert not list(case.run_directory.iterdir())
 
 
-def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_of_them(
+def test_tierd_survives_a_kill_of_its_starter_and_all_descendants(
     case: TierdTestbed,
 ) -> None:
     supervisor = make(case)
@@ -100,7 +100,7 @@ def test_a_daemon_is_no_descendant_of_its_starter_which_may_be_killed_with_all_o
     kill_and_stop(supervisor)
 
 
-def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdTestbed) -> None:
+def test_a_tierd_that_exits_is_restarted_with_back_off(case: TierdTestbed) -> None:
     supervisor = make(case, beats=1)
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawned"] >= 3, "it is started again and again")
@@ -108,7 +108,7 @@ def test_a_daemon_that_ends_is_started_again_with_back_off(case: TierdTestbed) -
     kill_and_stop(supervisor)
 
 
-def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestbed) -> None:
+def test_another_supervisor_takes_over_when_the_starter_exits(case: TierdTestbed) -> None:
     first, second = make(case), make(case)
     first.ensure()
     second.ensure()
@@ -126,7 +126,7 @@ def test_another_supervisor_takes_over_when_the_starter_is_gone(case: TierdTestb
     kill_and_stop(second)
 
 
-def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdTestbed) -> None:
+def test_a_tierd_that_hangs_is_killed_by_its_starter(case: TierdTestbed) -> None:
     supervisor = make(case, beats=5, then="hang", unresponsive=0.5)
     supervisor.ensure()
     first = supervisor.child
@@ -135,7 +135,7 @@ def test_a_daemon_that_does_not_go_round_is_killed_by_its_starter(case: TierdTes
     kill_and_stop(supervisor)
 
 
-def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: TierdTestbed) -> None:
+def test_a_missing_program_is_retried_and_does_no_harm(case: TierdTestbed) -> None:
     supervisor = Supervisor(
         case.topology_directory,
         case.topology,
@@ -148,7 +148,7 @@ def test_a_program_that_is_not_there_is_tried_again_and_hurts_nobody(case: Tierd
     assert not case.run_directory.exists()
 
 
-def test_a_run_directory_that_cannot_be_made_is_tried_again_with_back_off(
+def test_a_run_directory_that_cannot_be_created_is_retried_with_back_off(
     case: TierdTestbed,
 ) -> None:
     case.run_directory.write_text("in the way")

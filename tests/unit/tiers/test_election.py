@@ -207,7 +207,7 @@ def test_a_successor_inherits_the_base_and_every_grant(tmp_path: Path) -> None:
     assert inherited.grants == {"w": {2: 777}}
 
 
-def test_leadership_is_free_when_released_or_the_leader_is_dead(
+def test_leadership_is_free_when_released_or_the_leader_has_exited(
     tmp_path: Path,
 ) -> None:
     make_control_directory(tmp_path, MODES)

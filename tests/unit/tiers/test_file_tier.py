@@ -393,9 +393,9 @@ def test_short_reads_and_short_writes_are_continued(
     assert into == payload
 
 
-@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("sync_data", [False, True])
 def test_sync_data_syncs_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_data: bool
 ) -> None:
     calls: list[str] = []
     syncing, renaming = os.fdatasync, os.rename
@@ -409,12 +409,12 @@ def test_sync_data_syncs_before_the_rename(
             calls.append("rename")
         renaming(source, target)
 
-    with opened(tmp_path, TierLimits(1 << 30, sync_data=wanted)) as tier:
+    with opened(tmp_path, TierLimits(1 << 30, sync_data=sync_data)) as tier:
         monkeypatch.setattr(os, "rename", rename)
         calls.clear()
         tier.write(ref, payload, meta)
     assert "rename" in calls
-    assert ("sync" in calls[: calls.index("rename")]) == wanted
+    assert ("sync" in calls[: calls.index("rename")]) == sync_data
 
 
 # Errors.

@@ -53,7 +53,7 @@ def pack(
     kind=st.sampled_from(sorted(KINDS)),
     fill=st.integers(0, 255),
 )
-def test_what_is_written_is_read(
+def test_written_documents_are_read_back(
     namespace: str, key: bytes, shards: tuple[int, ...], kind: str, fill: int
 ) -> None:
     ref = ObjectRef(namespace, key)

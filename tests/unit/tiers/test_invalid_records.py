@@ -49,10 +49,10 @@ def test_a_writer_with_an_invalid_record_is_fenced(
     hosts: Callable[..., Host], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     janitor, other = hosts(), hosts()
-    folder = writers_path(tmp_path / "tier") / "somebody"
+    folder = writers_path(tmp_path / "tier") / "writer"
     folder.mkdir()
     record.create(folder / RECORD, WRITER | change, Modes(0o640, 0o750, None))
-    assert read_writer(tmp_path / "tier", "somebody") is None
+    assert read_writer(tmp_path / "tier", "writer") is None
     for _ in range(int(LEASE_SECONDS) + 2):
         janitor.run_round()
         other.run_round()
@@ -66,7 +66,7 @@ def test_foreign_files_in_place_of_a_record_do_not_stop_the_janitor(
     hosts: Callable[..., Host], tmp_path: Path, kind: str
 ) -> None:
     janitor = hosts()
-    place = writers_path(tmp_path / "tier") / "somebody"
+    place = writers_path(tmp_path / "tier") / "writer"
     if kind == "file":
         place.write_text("no directory")
     else:
@@ -88,7 +88,7 @@ def test_foreign_files_in_place_of_a_record_do_not_stop_the_janitor(
 
 
 def signed(body: bytes) -> bytes:
-    """A record with a good checksum over whatever."""
+    """A record with arbitrary content and a valid checksum."""
     empty = record._encoded({})
     digest = blake3_hex(body, empty.index(b" "))
     return f"{digest} {len(body):010d}\n".encode() + body

@@ -71,7 +71,7 @@ def test_at_most_an_eighth_of_the_capacity_is_set_aside() -> None:
     assert limit_bytes(GIB, 1) == GIB - 5 * 16_384
 
 
-class World:
+class LedgerTestbed:
     """A directory, writers with grants and a count by buckets, in any order of events."""
 
     def __init__(self, chance: random.Random) -> None:
@@ -128,21 +128,21 @@ class World:
 
 @given(st.integers(0, 1 << 32))
 def test_the_charge_is_never_below_existing_and_granted_bytes(seed: int) -> None:
-    world = World(random.Random(seed))
-    steps = [world.offer, world.publish, world.publish, world.publish, world.report]
-    steps += [world.settle, world.evict, world.vanish, world.count, world.count]
+    testbed = LedgerTestbed(random.Random(seed))
+    steps = [testbed.offer, testbed.publish, testbed.publish, testbed.publish, testbed.report]
+    steps += [testbed.settle, testbed.evict, testbed.vanish, testbed.count, testbed.count]
     for _ in range(150):
-        world.chance.choice(steps)()
-        may_come = sum(50 - used for used in world.grants.values())
-        assert (world.ledger.charge_bytes or 0) >= 10 * len(world.files) + may_come
+        testbed.chance.choice(steps)()
+        may_come = sum(50 - used for used in testbed.grants.values())
+        assert (testbed.ledger.charge_bytes or 0) >= 10 * len(testbed.files) + may_come
 
 
 def test_a_count_without_writes_makes_the_charge_exact() -> None:
-    world = World(random.Random(5))
+    testbed = LedgerTestbed(random.Random(5))
     for _ in range(200):
-        world.chance.choice([world.offer, world.publish, world.settle, world.vanish])()
-    while world.grants:
-        world.settle()
+        testbed.chance.choice([testbed.offer, testbed.publish, testbed.settle, testbed.vanish])()
+    while testbed.grants:
+        testbed.settle()
     for _ in range(4):
-        world.count()
-    assert world.ledger.charge_bytes == 10 * len(world.files)
+        testbed.count()
+    assert testbed.ledger.charge_bytes == 10 * len(testbed.files)

@@ -105,7 +105,7 @@ def test_a_different_order_of_bytes_in_a_page_gives_a_different_text() -> None:
     assert tokens_first != texts["two kernel blocks a block"]
 
 
-def test_where_pages_lie_does_not_change_the_text() -> None:
+def test_the_addresses_of_pages_do_not_change_the_text() -> None:
     texts = {name: build_codec(layout.caches, layout, 64).text for name, layout in LAYOUTS.items()}
     together = texts["cpu: blocks, heads, tokens, keys and values; one storage"]
     assert together == texts["layers interleaved inside each block"]
@@ -122,7 +122,7 @@ def test_where_pages_lie_does_not_change_the_text() -> None:
         {"heads": 4, "head_dim": 4},
     ],
 )
-def test_whatever_changes_the_meaning_of_a_byte_changes_the_text(change: dict[str, object]) -> None:
+def test_every_change_of_a_bytes_meaning_changes_the_text(change: dict[str, object]) -> None:
     plain = next(iter(make_every_cache()))
     other = next(iter(make_every_cache(replace(CacheGeometry(), **change))))  # type: ignore[arg-type]
     assert build_codec(plain.caches, plain, 64).text != build_codec(other.caches, other, 64).text

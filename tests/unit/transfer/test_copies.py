@@ -200,7 +200,7 @@ class _Stuck(CpuCopyEngine):
 
 
 class _Broken(CpuCopyEngine):
-    """The device refuses."""
+    """The device fails."""
 
     def _ready(self, handle: CopyHandle) -> bool:
         raise RuntimeError("device lost")

@@ -1,4 +1,4 @@
-"""A patch makes one document into another, whatever the two are."""
+"""A patch transforms any document into any other."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def fixture() -> Fixture:
     return fixture
 
 
-def test_an_attached_pod_is_patched_to_the_decided_one(fixture: Fixture) -> None:
+def test_an_injected_pod_is_patched_as_decided(fixture: Fixture) -> None:
     original = pod(annotations={"own": "1"})
     desired = {
         **original,
@@ -81,7 +81,7 @@ def test_a_skipped_pod_gets_only_an_annotation_with_the_reason(
     assert patched == original
 
 
-def test_being_request_twice_changes_nothing_the_second_time(fixture: Fixture) -> None:
+def test_a_second_mutation_changes_nothing(fixture: Fixture) -> None:
     skipped = Skipped(SkipReason.DISABLED, "request for")
     first = decided(fixture, pod(), skipped)
     assert first is not None
@@ -119,7 +119,7 @@ def test_an_outdated_reason_is_removed(fixture: Fixture) -> None:
     ],
     ids=["not selected", "no labels", "injected", "static", "daemon set", "no pod"],
 )
-def test_pods_that_no_policy_can_attach_are_not_decided(
+def test_pods_that_cannot_be_injected_are_not_decided(
     fixture: Fixture, document: dict[str, Any]
 ) -> None:
     assert decided(fixture, document) is None
@@ -128,7 +128,7 @@ def test_pods_that_no_policy_can_attach_are_not_decided(
 @pytest.mark.parametrize(
     "request_", [{"operation": "UPDATE"}, {"subResource": "ephemeralcontainers"}]
 )
-def test_only_creations_are_decided(fixture: Fixture, request_: dict[str, Any]) -> None:
+def test_only_create_requests_are_decided(fixture: Fixture, request_: dict[str, Any]) -> None:
     assert decided(fixture, pod(), **request_) is None
 
 

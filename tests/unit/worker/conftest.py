@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.worker.worker_rigs import Bench, Rig, make_bench, make_rig
+from tests.unit.worker.worker_testbeds import (
+    RankTestbed,
+    WorkerTestbed,
+    make_rank_testbed,
+    make_worker_testbed,
+)
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return make_bench()
+def rank_testbed() -> RankTestbed:
+    return make_rank_testbed()
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = make_rig(tmp_path)
+def testbed(tmp_path: Path) -> Iterator[WorkerTestbed]:
+    made = make_worker_testbed(tmp_path)
     yield made
     made.engine.move()
     made.worker.shutdown()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.held_copies import HeldCopyEngine, UndrainedCopyEngine
-from tests.unit.worker.worker_rigs import (
-    Rig,
+from tests.unit.worker.worker_testbeds import (
+    WorkerTestbed,
     block_bytes,
     load_job,
-    make_rig,
+    make_worker_testbed,
     store_job,
     wait_until,
 )
@@ -21,12 +21,12 @@ from kvtier.tierd.wire import Deliver
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
 
 
-def _collect(rig: Rig, loads: int = 0, stores: int = 0) -> Completions:
+def _collect(testbed: WorkerTestbed, loads: int = 0, stores: int = 0) -> Completions:
     """Steps until that many reports have come, and a few more: nothing may come twice."""
     total = Completions()
 
     def step() -> bool:
-        taken = rig.step()
+        taken = testbed.step()
         assert not taken.recving & total.recving
         assert not set(taken.stores_done) & set(total.stores_done)
         total.loads.extend(taken.loads)
@@ -42,87 +42,94 @@ def _collect(rig: Rig, loads: int = 0, stores: int = 0) -> Completions:
     return total
 
 
-def test_tierd_lost_during_a_load_drains_it_and_fails_the_rest(rig: Rig) -> None:
-    rig.pool()[rig.slot(1) : rig.slot(2)] = 11
-    rig.engine.hold()
-    rig.step(loads=[load_job(7, A, B, C), load_job(8, (13, 14))])
-    rig.tierd.slots(7, rig.slot(1), rig.slot(2))
-    wait_until(lambda: rig.engine.held)
-    rig.tierd.lose()
-    total = _collect(rig, loads=2)
+def test_tierd_lost_during_a_load_drains_it_and_fails_the_rest(testbed: WorkerTestbed) -> None:
+    testbed.pool()[testbed.slot(1) : testbed.slot(2)] = 11
+    testbed.engine.hold()
+    testbed.step(loads=[load_job(7, A, B, C), load_job(8, (13, 14))])
+    testbed.tierd.slots(7, testbed.slot(1), testbed.slot(2))
+    wait_until(lambda: testbed.engine.held)
+    testbed.tierd.lose()
+    total = _collect(testbed, loads=2)
     first, second = sorted(total.loads, key=lambda result: result.load)
     assert first.reason == second.reason == "lost"
     assert first.keys_loaded in (1, 2)
     assert second.keys_loaded == 0
-    assert set(block_bytes(rig.layout, 1)) == {11}, "what is reported as loaded is there"
+    assert set(block_bytes(testbed.layout, 1)) == {11}, "what is reported as loaded is there"
     assert total.invalid_blocks >= set(C) | {13, 14}
     assert total.recving == {"request-7", "request-8"}
-    assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-    assert rig.epoch == 0
+    assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+    assert testbed.epoch == 0
 
 
 def test_a_store_in_flight_when_tierd_is_lost_is_drained_reported_and_not_delivered(
-    rig: Rig,
+    testbed: WorkerTestbed,
 ) -> None:
-    rig.engine.hold()
-    rig.step(stores=[store_job(3, rig.slot(1), A), store_job(4, rig.slot(2), B)])
-    wait_until(lambda: rig.engine.held)
-    rig.tierd.lose()
-    assert _collect(rig, stores=2).stores_done == {3: 1, 4: 1}
-    assert rig.tierd.of(Deliver) == []
-    assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-    assert rig.engine.held == 0
+    testbed.engine.hold()
+    testbed.step(stores=[store_job(3, testbed.slot(1), A), store_job(4, testbed.slot(2), B)])
+    wait_until(lambda: testbed.engine.held)
+    testbed.tierd.lose()
+    assert _collect(testbed, stores=2).stores_done == {3: 1, 4: 1}
+    assert testbed.tierd.of(Deliver) == []
+    assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+    assert testbed.engine.held == 0
 
 
-def test_after_a_loss_the_worker_attaches_to_the_next_tierd_with_what_it_drained(rig: Rig) -> None:
-    rig.tierd.lose()
-    assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-    rig.tierd.welcome(2)
-    wait_until(lambda: rig.step() and rig.epoch == 2)
-    assert rig.tierd.hellos[-1].drained_epoch == 1
-    rig.step(stores=[store_job(3, rig.slot(1), A, epoch=1), store_job(4, rig.slot(2), B, epoch=2)])
-    _collect(rig, stores=2)
-    assert [message.reservations for message in rig.tierd.of(Deliver)] == [(4,)]  # type: ignore[attr-defined]
+def test_after_a_loss_the_worker_attaches_to_the_next_tierd_with_what_it_drained(
+    testbed: WorkerTestbed,
+) -> None:
+    testbed.tierd.lose()
+    assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+    testbed.tierd.welcome(2)
+    wait_until(lambda: testbed.step() and testbed.epoch == 2)
+    assert testbed.tierd.hellos[-1].drained_epoch == 1
+    testbed.step(
+        stores=[
+            store_job(3, testbed.slot(1), A, epoch=1),
+            store_job(4, testbed.slot(2), B, epoch=2),
+        ]
+    )
+    _collect(testbed, stores=2)
+    assert [message.reservations for message in testbed.tierd.of(Deliver)] == [(4,)]  # type: ignore[attr-defined]
 
 
-def test_a_new_pool_file_is_mapped_again(rig: Rig) -> None:
-    rig.tierd.lose()
-    assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-    fresh = rig.directory / "fresh"
-    fresh.write_bytes(bytes(12 * rig.slot_bytes))
-    fresh.rename(rig.directory / "pool")
-    rig.tierd.welcome(2)
-    wait_until(lambda: rig.step() and rig.epoch == 2)
-    rig.step(stores=[store_job(3, rig.slot(1), A, epoch=2)])
-    _collect(rig, stores=1)
-    assert rig.pool()[rig.slot(1) : rig.slot(2)].any(), "the bytes are in the new file"
+def test_a_new_pool_file_is_mapped_again(testbed: WorkerTestbed) -> None:
+    testbed.tierd.lose()
+    assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+    fresh = testbed.directory / "fresh"
+    fresh.write_bytes(bytes(12 * testbed.slot_bytes))
+    fresh.rename(testbed.directory / "pool")
+    testbed.tierd.welcome(2)
+    wait_until(lambda: testbed.step() and testbed.epoch == 2)
+    testbed.step(stores=[store_job(3, testbed.slot(1), A, epoch=2)])
+    _collect(testbed, stores=1)
+    assert testbed.pool()[testbed.slot(1) : testbed.slot(2)].any(), "the bytes are in the new file"
 
 
 def test_a_tierd_lost_before_its_pool_is_mapped_leaves_a_mapping_for_the_next_one(
     tmp_path: Path,
 ) -> None:
-    rig = make_rig(tmp_path, attach=False)
+    testbed = make_worker_testbed(tmp_path, attach=False)
     try:
-        rig.tierd.welcome(1)
-        rig.tierd.lose()
-        assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-        rig.tierd.welcome(2)
-        wait_until(lambda: rig.step() and rig.epoch == 2)
-        rig.step(stores=[store_job(3, rig.slot(1), A, epoch=2)])
-        _collect(rig, stores=1)
-        assert rig.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
+        testbed.tierd.welcome(1)
+        testbed.tierd.lose()
+        assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+        testbed.tierd.welcome(2)
+        wait_until(lambda: testbed.step() and testbed.epoch == 2)
+        testbed.step(stores=[store_job(3, testbed.slot(1), A, epoch=2)])
+        _collect(testbed, stores=1)
+        assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
     finally:
-        rig.worker.shutdown()
+        testbed.worker.shutdown()
 
 
-def test_announcements_of_a_lost_tierd_are_dropped(rig: Rig) -> None:
-    rig.tierd.slots(7, rig.slot(1))
-    rig.tierd.lose()
-    assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-    rig.tierd.welcome(2)
-    wait_until(lambda: rig.step() and rig.epoch == 2)
-    rig.step(loads=[load_job(7, A, limit=0.05)])
-    total = _collect(rig, loads=1)
+def test_announcements_of_a_lost_tierd_are_dropped(testbed: WorkerTestbed) -> None:
+    testbed.tierd.slots(7, testbed.slot(1))
+    testbed.tierd.lose()
+    assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+    testbed.tierd.welcome(2)
+    wait_until(lambda: testbed.step() and testbed.epoch == 2)
+    testbed.step(loads=[load_job(7, A, limit=0.05)])
+    total = _collect(testbed, loads=1)
     assert (total.loads[0].keys_loaded, total.loads[0].reason) == (0, "limit")
 
 
@@ -133,22 +140,22 @@ def test_without_draining_a_late_store_overwrites_what_the_next_tierd_put_there(
     tmp_path: Path, engine: type[HeldCopyEngine], intact: bool
 ) -> None:
     """The control: without draining, the same run shows that the rule is needed."""
-    rig = make_rig(tmp_path, engine)
+    testbed = make_worker_testbed(tmp_path, engine)
     try:
-        rig.engine.hold()
-        rig.step(stores=[store_job(3, rig.slot(1), A)])
-        wait_until(lambda: rig.engine.held)
+        testbed.engine.hold()
+        testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+        wait_until(lambda: testbed.engine.held)
 
         def next_tierd(drained_epoch: int) -> None:
-            rig.pool()[rig.slot(1) : rig.slot(2)] = 77
+            testbed.pool()[testbed.slot(1) : testbed.slot(2)] = 77
 
-        rig.tierd.on_reattach = next_tierd
-        rig.tierd.lose()
-        assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-        rig.engine.move()
-        assert bool((rig.pool()[rig.slot(1) : rig.slot(2)] == 77).all()) is intact
+        testbed.tierd.on_reattach = next_tierd
+        testbed.tierd.lose()
+        assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+        testbed.engine.move()
+        assert bool((testbed.pool()[testbed.slot(1) : testbed.slot(2)] == 77).all()) is intact
     finally:
-        rig.worker.shutdown()
+        testbed.worker.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -157,23 +164,23 @@ def test_without_draining_a_late_store_overwrites_what_the_next_tierd_put_there(
 def test_without_draining_a_late_load_fills_blocks_with_what_the_slot_holds_by_then(
     tmp_path: Path, engine: type[HeldCopyEngine], intact: bool
 ) -> None:
-    rig = make_rig(tmp_path, engine)
+    testbed = make_worker_testbed(tmp_path, engine)
     try:
-        rig.pool()[rig.slot(1) : rig.slot(2)] = 11
-        rig.engine.hold()
-        rig.step(loads=[load_job(7, A)])
-        rig.tierd.slots(7, rig.slot(1))
-        wait_until(lambda: rig.engine.held)
+        testbed.pool()[testbed.slot(1) : testbed.slot(2)] = 11
+        testbed.engine.hold()
+        testbed.step(loads=[load_job(7, A)])
+        testbed.tierd.slots(7, testbed.slot(1))
+        wait_until(lambda: testbed.engine.held)
 
         def next_tierd(drained_epoch: int) -> None:
-            rig.pool()[rig.slot(1) : rig.slot(2)] = 77
+            testbed.pool()[testbed.slot(1) : testbed.slot(2)] = 77
 
-        rig.tierd.on_reattach = next_tierd
-        rig.tierd.lose()
-        assert rig.tierd.wait(lambda tierd: tierd.reattached == [1])
-        rig.engine.move()
-        total = _collect(rig, loads=1)
+        testbed.tierd.on_reattach = next_tierd
+        testbed.tierd.lose()
+        assert testbed.tierd.wait(lambda tierd: tierd.reattached == [1])
+        testbed.engine.move()
+        total = _collect(testbed, loads=1)
         assert total.loads[0].keys_loaded == 1
-        assert (set(block_bytes(rig.layout, 1)) == {11}) is intact
+        assert (set(block_bytes(testbed.layout, 1)) == {11}) is intact
     finally:
-        rig.worker.shutdown()
+        testbed.worker.shutdown()

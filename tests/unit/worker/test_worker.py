@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tests.support.held_copies import HeldCopyEngine
 from tests.support.stub_tierd import StubTierd
-from tests.unit.worker.worker_rigs import (
+from tests.unit.worker.worker_testbeds import (
     GEOMETRY,
-    Rig,
+    WorkerTestbed,
     block_bytes,
     load_job,
-    make_rig,
+    make_worker_testbed,
     store_job,
     structural,
     vllm_config,
@@ -49,18 +49,18 @@ def _step(
     worker.wait_for_save()
 
 
-def test_a_stored_chunk_can_be_loaded_into_other_blocks(rig: Rig) -> None:
-    stored = [block_bytes(rig.layout, block) for block in A]
-    rig.step(stores=[store_job(3, rig.slot(5), A)])
-    assert rig.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
-    wait_until(lambda: rig.step().stores_done == {3: 1})
-    rig.step(loads=[load_job(7, C)])
-    rig.tierd.slots(7, rig.slot(5), tiers=(2,))
+def test_a_stored_chunk_can_be_loaded_into_other_blocks(testbed: WorkerTestbed) -> None:
+    stored = [block_bytes(testbed.layout, block) for block in A]
+    testbed.step(stores=[store_job(3, testbed.slot(5), A)])
+    assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
+    wait_until(lambda: testbed.step().stores_done == {3: 1})
+    testbed.step(loads=[load_job(7, C)])
+    testbed.tierd.slots(7, testbed.slot(5), tiers=(2,))
     taken = None
 
     def ended() -> bool:
         nonlocal taken
-        taken = rig.step()
+        taken = testbed.step()
         return bool(taken.loads)
 
     wait_until(ended)
@@ -70,60 +70,62 @@ def test_a_stored_chunk_can_be_loaded_into_other_blocks(rig: Rig) -> None:
         set(),
         (2,),
     )
-    assert [block_bytes(rig.layout, block) for block in C] == stored
-    assert rig.tierd.wait(lambda tierd: LoadReleased(load=7) in tierd.sent)
+    assert [block_bytes(testbed.layout, block) for block in C] == stored
+    assert testbed.tierd.wait(lambda tierd: LoadReleased(load=7) in tierd.sent)
 
 
-def test_the_hello_describes_the_worker(rig: Rig) -> None:
-    (hello,) = rig.tierd.hellos
+def test_the_hello_describes_the_worker(testbed: WorkerTestbed) -> None:
+    (hello,) = testbed.tierd.hellos
     assert (hello.protocol, hello.role, hello.engine, hello.rank) == (
         PROTOCOL,
         "worker",
         "engine-a/dp0",
         0,
     )
-    assert hello.shard_bytes == (rig.slot_bytes,)
+    assert hello.shard_bytes == (testbed.slot_bytes,)
     assert '"block_tokens":16' in hello.codec
     assert all((hello.pid, hello.process_start, hello.pid_namespace))
     assert hello.drained_epoch == 0
 
 
-def test_load_errors_are_reported_in_the_same_step_as_the_request(rig: Rig) -> None:
-    rig.step(loads=[load_job(7, A, limit=0.0)])
+def test_load_errors_are_reported_in_the_same_step_as_the_request(testbed: WorkerTestbed) -> None:
+    testbed.step(loads=[load_job(7, A, limit=0.0)])
 
     def ended() -> bool:
-        taken = rig.step()
+        taken = testbed.step()
         assert bool(taken.loads) == bool(taken.recving) == bool(taken.invalid_blocks)
         return bool(taken.loads)
 
     wait_until(ended)
 
 
-def test_0_24_leaves_wait_for_save_out_of_empty_steps_and_the_stores_are_made_all_the_same(
-    rig: Rig,
+def test_stores_are_made_although_vllm_0_24_skips_wait_for_save_in_empty_steps(
+    testbed: WorkerTestbed,
 ) -> None:
-    metadata = StepMetadata(9, stores=[store_job(3, rig.slot(1), A)])
-    rig.worker.start_load_kv(metadata)
-    rig.worker.get_finished(set())
-    assert rig.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
+    metadata = StepMetadata(9, stores=[store_job(3, testbed.slot(1), A)])
+    testbed.worker.start_load_kv(metadata)
+    testbed.worker.get_finished(set())
+    assert testbed.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
-def test_stores_are_passed_on_once(rig: Rig) -> None:
-    metadata = StepMetadata(9, stores=[store_job(3, rig.slot(1), A)])
-    rig.worker.start_load_kv(metadata)
-    rig.worker.wait_for_save()
-    rig.worker.wait_for_save()
-    rig.worker.get_finished(set())
-    assert rig.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
-    assert "duplicate_stores" not in rig.worker.take_counts()
+def test_stores_are_passed_on_once(testbed: WorkerTestbed) -> None:
+    metadata = StepMetadata(9, stores=[store_job(3, testbed.slot(1), A)])
+    testbed.worker.start_load_kv(metadata)
+    testbed.worker.wait_for_save()
+    testbed.worker.wait_for_save()
+    testbed.worker.get_finished(set())
+    assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
+    assert "duplicate_stores" not in testbed.worker.take_counts()
 
 
-def test_transfer_results_name_failed_requests_only_for_several_groups(rig: Rig) -> None:
-    rig.step(loads=[load_job(7, A, limit=0.0)])
+def test_transfer_results_name_failed_requests_only_for_several_groups(
+    testbed: WorkerTestbed,
+) -> None:
+    testbed.step(loads=[load_job(7, A, limit=0.0)])
     seen: list[object] = []
 
     def ended() -> bool:
-        results = rig.worker.get_transfer_results(set())
+        results = testbed.worker.get_transfer_results(set())
         if results.finished_recving:
             seen.append(
                 (results.finished_recving, results.failed_recving, results.finished_sending)
@@ -132,56 +134,56 @@ def test_transfer_results_name_failed_requests_only_for_several_groups(rig: Rig)
 
     wait_until(ended)
     assert seen == [({"request-7"}, set(), set())]
-    assert rig.worker.get_block_ids_with_load_errors() == set(A)
+    assert testbed.worker.get_block_ids_with_load_errors() == set(A)
 
 
-def test_without_metadata_the_hooks_do_nothing(rig: Rig) -> None:
-    rig.worker.start_load_kv(object())
-    rig.worker.wait_for_save()
-    assert rig.worker.get_finished(set()) == (None, None)
+def test_without_metadata_the_hooks_do_nothing(testbed: WorkerTestbed) -> None:
+    testbed.worker.start_load_kv(object())
+    testbed.worker.wait_for_save()
+    assert testbed.worker.get_finished(set()) == (None, None)
 
 
 def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_their_limit(
     tmp_path: Path,
 ) -> None:
-    rig = make_rig(tmp_path, attach=False)
-    rig.step(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
+    testbed = make_worker_testbed(tmp_path, attach=False)
+    testbed.step(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
     done: set[str] = set()
     stores: dict[int, int] = {}
 
     def ended() -> bool:
-        taken = rig.step()
+        taken = testbed.step()
         done.update(taken.recving)
         stores.update(taken.stores_done)
         return bool(done and stores)
 
     wait_until(ended)
-    assert (rig.epoch, done, stores) == (0, {"request-7"}, {3: 1})
-    assert rig.engine.submitted[2:] == [], "beyond the proof's own two nothing was copied"
-    rig.worker.shutdown()
+    assert (testbed.epoch, done, stores) == (0, {"request-7"}, {3: 1})
+    assert testbed.engine.submitted[2:] == [], "beyond the proof's own two nothing was copied"
+    testbed.worker.shutdown()
 
 
-def test_after_a_refusal_the_engine_serves_without_tiers(
+def test_after_a_rejection_the_engine_serves_without_tiers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_rig(tmp_path, attach=False)
-    rig.tierd.say(SessionRefused(reason="version 9 here, version 8 there"))
+    testbed = make_worker_testbed(tmp_path, attach=False)
+    testbed.tierd.say(SessionRefused(reason="version 9 here, version 8 there"))
     wait_until(lambda: "version 9 here" in caplog.text)
-    rig.step()
-    assert rig.epoch == 0
-    rig.worker.shutdown()
+    testbed.step()
+    assert testbed.epoch == 0
+    testbed.worker.shutdown()
 
 
 def test_a_pool_that_cannot_be_mapped_disables_tiers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_rig(tmp_path, attach=False)
-    rig.tierd.welcome(1, nbytes=1 << 40)
+    testbed = make_worker_testbed(tmp_path, attach=False)
+    testbed.tierd.welcome(1, nbytes=1 << 40)
     wait_until(lambda: "cannot be used" in caplog.text)
-    rig.step()
-    assert rig.epoch == 0
-    assert rig.worker.take_counts()["pool_failures"] == 1
-    rig.worker.shutdown()
+    testbed.step()
+    assert testbed.epoch == 0
+    assert testbed.worker.take_counts()["pool_failures"] == 1
+    testbed.worker.shutdown()
 
 
 @pytest.mark.parametrize("what", ["layout", "groups", "chunk", "proof"])
@@ -216,10 +218,10 @@ def test_unsupported_caches_turn_kvtier_off_without_raising(
 
 
 def test_a_full_queue_rejects_instead_of_blocking(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_thread, "MAX_QUEUED", 0)
-    taken = rig.step(loads=[load_job(7, A)], stores=[store_job(3, rig.slot(1), B)])
+    taken = testbed.step(loads=[load_job(7, A)], stores=[store_job(3, testbed.slot(1), B)])
     assert (taken.recving, taken.invalid_blocks, taken.stores_done) == (
         {"request-7"},
         set(A),
@@ -229,53 +231,53 @@ def test_a_full_queue_rejects_instead_of_blocking(
 
 
 def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_open(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    testbed: WorkerTestbed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.engine.hold()
-    rig.step(loads=[load_job(7, A)], stores=[store_job(3, rig.slot(2), B)])
-    rig.tierd.slots(7, rig.slot(1))
-    wait_until(lambda: rig.engine.held == 2)
+    testbed.engine.hold()
+    testbed.step(loads=[load_job(7, A)], stores=[store_job(3, testbed.slot(2), B)])
+    testbed.tierd.slots(7, testbed.slot(1))
+    wait_until(lambda: testbed.engine.held == 2)
 
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    rig.engine.synchronize = broken  # type: ignore[method-assign]
-    rig.engine.fail("device error")
+    testbed.engine.synchronize = broken  # type: ignore[method-assign]
+    testbed.engine.fail("device error")
     done: set[str] = set()
     stores: dict[int, int] = {}
 
     def ended() -> bool:
-        taken = rig.step()
+        taken = testbed.step()
         done.update(taken.recving)
         stores.update(taken.stores_done)
         return bool(done and stores)
 
     wait_until(ended)
     assert "transfer thread failed" in caplog.text
-    taken = rig.step(loads=[load_job(8, C)], stores=[store_job(4, rig.slot(3), C)])
+    taken = testbed.step(loads=[load_job(8, C)], stores=[store_job(4, testbed.slot(3), C)])
     assert (taken.recving, taken.stores_done) == ({"request-8"}, {4: 1})
-    assert rig.epoch == 0
+    assert testbed.epoch == 0
 
 
-def test_messages_wait_while_the_client_has_no_room(rig: Rig) -> None:
-    rig.tierd.full = True
-    rig.step(stores=[store_job(3, rig.slot(1), A)])
-    wait_until(lambda: rig.step().stores_done == {3: 1})
-    assert rig.tierd.of(Deliver) == []
-    rig.tierd.full = False
-    assert rig.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
+def test_messages_wait_while_the_client_has_no_room(testbed: WorkerTestbed) -> None:
+    testbed.tierd.full = True
+    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    wait_until(lambda: testbed.step().stores_done == {3: 1})
+    assert testbed.tierd.of(Deliver) == []
+    testbed.tierd.full = False
+    assert testbed.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
 def test_a_fence_that_fails_turns_kvtier_off_without_raising(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> object:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rig.engine, "fence", broken)
-    taken = rig.step(loads=[load_job(7, A)], stores=[store_job(3, rig.slot(1), B)])
-    assert (taken.recving, taken.stores_done, rig.epoch) == ({"request-7"}, {3: 1}, 0)
-    assert "device lost" in rig.worker.off_reason
+    monkeypatch.setattr(testbed.engine, "fence", broken)
+    taken = testbed.step(loads=[load_job(7, A)], stores=[store_job(3, testbed.slot(1), B)])
+    assert (taken.recving, taken.stores_done, testbed.epoch) == ({"request-7"}, {3: 1}, 0)
+    assert "device lost" in testbed.worker.off_reason
 
 
 def test_a_client_that_cannot_start_turns_kvtier_off(
@@ -294,14 +296,14 @@ def test_a_client_that_cannot_start_turns_kvtier_off(
 
 
 def test_shutdown_drains_and_closes_the_client(tmp_path: Path) -> None:
-    rig = make_rig(tmp_path)
-    rig.engine.hold()
-    rig.step(stores=[store_job(3, rig.slot(1), A)])
-    wait_until(lambda: rig.engine.held)
-    rig.worker.shutdown()
-    assert rig.engine.held == 0
-    assert rig.tierd.closed
-    rig.worker.shutdown()
+    testbed = make_worker_testbed(tmp_path)
+    testbed.engine.hold()
+    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    wait_until(lambda: testbed.engine.held)
+    testbed.worker.shutdown()
+    assert testbed.engine.held == 0
+    assert testbed.tierd.closed
+    testbed.worker.shutdown()
 
 
 def test_shutdown_is_bounded_and_does_not_detach_while_a_copy_may_run(
@@ -310,20 +312,20 @@ def test_shutdown_is_bounded_and_does_not_detach_while_a_copy_may_run(
     import threading
 
     release = threading.Event()
-    rig = make_rig(tmp_path)
+    testbed = make_worker_testbed(tmp_path)
     monkeypatch.setattr(worker_module, "SHUTDOWN_SECONDS", 0.1)
-    monkeypatch.setattr(rig.engine, "_drain", lambda: release.wait(30) and None)
-    rig.worker.shutdown()
-    assert not rig.tierd.closed
+    monkeypatch.setattr(testbed.engine, "_drain", lambda: release.wait(30) and None)
+    testbed.worker.shutdown()
+    assert not testbed.tierd.closed
     release.set()
 
 
-def test_counts_are_those_since_the_last_call(rig: Rig) -> None:
-    rig.worker.take_counts()
-    rig.step(loads=[load_job(7, A, limit=0.0)])
-    wait_until(lambda: rig.step().loads)
-    assert rig.worker.take_counts() == {"loads_failed": 1}
-    assert rig.worker.take_counts() == {}
+def test_counts_are_those_since_the_last_call(testbed: WorkerTestbed) -> None:
+    testbed.worker.take_counts()
+    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    wait_until(lambda: testbed.step().loads)
+    assert testbed.worker.take_counts() == {"loads_failed": 1}
+    assert testbed.worker.take_counts() == {}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -333,7 +335,7 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
     Announcements are early, late, short, missing or repeated.
     """
     dice = random.Random(seed)
-    rig = make_rig(tmp_path)
+    testbed = make_worker_testbed(tmp_path)
     owed: set[str] = set()
     stores: set[int] = set()
     epoch = number = 0
@@ -342,7 +344,7 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
     results = []
 
     def collect(**jobs: object) -> None:
-        taken = rig.step(**jobs)  # type: ignore[arg-type]
+        taken = testbed.step(**jobs)  # type: ignore[arg-type]
         seen_requests.extend(taken.recving)
         seen_stores.extend(taken.stores_done)
         results.extend(taken.loads)
@@ -357,10 +359,10 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
             owed.add(f"request-{number}")
             collect(loads=[load_job(number, A, B, limit=dice.choice([0.0, 0.01, 0.2]))])
         elif event == "early":
-            rig.tierd.slots(number + 1, rig.slot(1), rig.slot(2))
+            testbed.tierd.slots(number + 1, testbed.slot(1), testbed.slot(2))
         elif event == "slots" and number:
-            rig.tierd.slots(
-                dice.randint(1, number), *[rig.slot(i) for i in range(dice.randint(0, 3))]
+            testbed.tierd.slots(
+                dice.randint(1, number), *[testbed.slot(i) for i in range(dice.randint(0, 3))]
             )
         elif event == "cancel" and number:
             collect(cancelled=[dice.randint(1, number)])
@@ -371,27 +373,27 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
                 stores=[
                     store_job(
                         number,
-                        rig.slot(dice.randint(4, 11)),
+                        testbed.slot(dice.randint(4, 11)),
                         C,
                         dice.choice([epoch, epoch, epoch - 1]),
                     )
                 ]
             )
         elif event == "hold":
-            rig.engine.hold()
+            testbed.engine.hold()
         elif event == "move":
-            rig.engine.open = True
-            rig.engine.move()
-        elif event == "lose" and rig.tierd.attached:
-            before = len(rig.tierd.reattached)
-            rig.tierd.lose()
-            assert rig.tierd.wait(lambda tierd, n=before: len(tierd.reattached) > n)  # type: ignore[misc]
+            testbed.engine.open = True
+            testbed.engine.move()
+        elif event == "lose" and testbed.tierd.attached:
+            before = len(testbed.tierd.reattached)
+            testbed.tierd.lose()
+            assert testbed.tierd.wait(lambda tierd, n=before: len(tierd.reattached) > n)  # type: ignore[misc]
             epoch += 1
-            rig.tierd.welcome(epoch)
-    rig.engine.open = True
+            testbed.tierd.welcome(epoch)
+    testbed.engine.open = True
 
     def all_in() -> bool:
-        rig.engine.move()
+        testbed.engine.move()
         collect()
         return len(seen_requests) >= len(owed) and len(seen_stores) >= len(stores)
 
@@ -401,4 +403,4 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
     assert sorted(seen_requests) == sorted(owed)
     assert sorted(seen_stores) == sorted(stores)
     assert len(results) == len(owed)
-    rig.worker.shutdown()
+    testbed.worker.shutdown()

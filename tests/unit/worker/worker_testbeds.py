@@ -1,6 +1,7 @@
 """A small KV cache and a pool, for the worker side without an engine.
 
-``Bench`` has the state machines of the transfer thread without threads; ``Rig`` has a whole worker.
+``RankTestbed`` has the state machines of the transfer thread without threads. ``WorkerTestbed`` is
+a complete worker side.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -
 
 
 @dataclass
-class Bench:
+class RankTestbed:
     """One rank's copies without its threads."""
 
     layout: SyntheticCache
@@ -102,19 +103,19 @@ def block_bytes(layout: SyntheticCache, block: int) -> bytes:
     )
 
 
-def make_bench() -> Bench:
+def make_rank_testbed() -> RankTestbed:
     """A fresh one, with a pool of 12 slots."""
     layout = next(iter(make_every_cache(GEOMETRY)))
     codec = build_codec(layout.caches, layout, CHUNK * GEOMETRY.block)
     engine = HeldCopyEngine(layout.caches, codec)
     slot_bytes = codec.shard_bytes[0]
     engine.attach(HostPool(np.zeros(12 * slot_bytes, dtype=np.uint8)))
-    return Bench(layout, engine, slot_bytes)
+    return RankTestbed(layout, engine, slot_bytes)
 
 
 @dataclass
-class Rig:
-    """A whole worker side: real transfer thread, real pool file, a tierd that the test plays."""
+class WorkerTestbed:
+    """A whole worker side: real transfer thread, real pool file, a stub tierd."""
 
     layout: SyntheticCache
     worker: KVTierConnectorWorker
@@ -178,9 +179,9 @@ def structural(directory: Path) -> object:
     return _Namespace(run_directory=str(directory), daemon=Daemon.SIDECAR)
 
 
-def make_rig(
+def make_worker_testbed(
     directory: Path, engine_type: type[HeldCopyEngine] = HeldCopyEngine, attach: bool = True
-) -> Rig:
+) -> WorkerTestbed:
     layout = next(iter(make_every_cache(GEOMETRY)))
     made: list[HeldCopyEngine] = []
     clients: list[StubTierd] = []
@@ -204,9 +205,11 @@ def make_rig(
     worker.register_kv_caches(layout.caches)
     assert worker.off_reason == ""
     assert worker.codec is not None
-    rig = Rig(layout, worker, directory, clients[0], made[0], worker.codec.shard_bytes[0])
-    (directory / "pool").write_bytes(bytes(12 * rig.slot_bytes))
+    testbed = WorkerTestbed(
+        layout, worker, directory, clients[0], made[0], worker.codec.shard_bytes[0]
+    )
+    (directory / "pool").write_bytes(bytes(12 * testbed.slot_bytes))
     if attach:
-        rig.tierd.welcome(1)
-        wait_until(lambda: rig.step() and rig.epoch == 1)
-    return rig
+        testbed.tierd.welcome(1)
+        wait_until(lambda: testbed.step() and testbed.epoch == 1)
+    return testbed

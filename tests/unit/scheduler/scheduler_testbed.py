@@ -237,7 +237,7 @@ class FakePool:
         return [block.block_id for block in self.blocks if block.ref_cnt]
 
 
-class Rig:
+class SchedulerTestbed:
     """One scheduler side with everything around it.
 
     ``offers_tables``: the output has block tables, as on vLLM 0.32; otherwise the connector tracks
@@ -418,7 +418,9 @@ class Rig:
         return LoadResult(load, request_id, keys_loaded, tiers or (0,) * keys_loaded, reason)
 
 
-def chunks_of(rig: Rig, stores: Iterable[StoreJob], request_id: str = "r") -> list[int]:
+def chunks_of(
+    testbed: SchedulerTestbed, stores: Iterable[StoreJob], request_id: str = "r"
+) -> list[int]:
     """Which chunks of a request's table these jobs store."""
-    table, length = rig.tables[request_id], CHUNK // BLOCK
+    table, length = testbed.tables[request_id], CHUNK // BLOCK
     return [table.index(store.run.blocks[0]) // length for store in stores]
