@@ -73,7 +73,7 @@ def test_a_terminated_scorecard_leaves_no_process_mount_or_file(
                 "something was started",
             )
             wait_for(
-                lambda: next(tmp_path.glob("*/stage/tierd.log"), None), "the daemon was started"
+                lambda: next(tmp_path.glob("*/testbed/tierd.log"), None), "the daemon was started"
             )
             running.send_signal(number)
             assert running.wait(60) == 128 + number
