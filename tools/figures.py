@@ -31,6 +31,8 @@ PRAGMA = re.compile(r"\s+# (?:type: ignore|noqa).*$")
 """A comment for a tool, which has to stand on its line."""
 MAX_PARAMETERS = 6
 SMALL_LINES = 80
+IDLE_SECONDS = 3.0
+"""Long enough for everything periodic: heartbeats, snapshots, maintenance. It is subtracted."""
 CLUSTER_PLUMBING = (
     "operator/kvtier_operator/kube/",
     "operator/kvtier_operator/runtime.py",
@@ -197,6 +199,8 @@ def paths() -> dict[str, dict[str, str]]:
             case.wait_attached()
             requests = case.requests()
             prompt = [7 + position % 200 for position in range(600)]
+            phase("idle")
+            time.sleep(IDLE_SECONDS)
             phase("store")
             requests.run(prompt)
             case.settle_stores()
@@ -219,18 +223,27 @@ def paths() -> dict[str, dict[str, str]]:
             case.close()
 
 
-def counted(folder: Path, phase: str, engine_pid: int) -> dict[str, str]:
-    """``{"engine": "modules/functions", "tierd": ...}`` of one phase."""
-    result = {}
-    for file in folder.glob(f"{phase}.[0-9]*"):
-        functions = [
+def functions(folder: Path, phase: str) -> dict[str, set[str]]:
+    """The functions that ran in a phase, by process id."""
+    return {
+        file.suffix: {
             line
             for line in file.read_text().splitlines()
             if not line.startswith(("harness/", "testing/"))
-        ]
-        modules = {line.partition(":")[0] for line in functions}
-        side = "engine" if file.suffix == f".{engine_pid}" else "tierd"
-        result[side] = f"{len(modules)}/{len(functions)}"
+        }
+        for file in folder.glob(f"{phase}.[0-9]*")
+    }
+
+
+def counted(folder: Path, phase: str, engine_pid: int) -> dict[str, str]:
+    """``{"engine": "modules/functions", "tierd": ...}`` of one phase, without what runs anyway."""
+    result = {}
+    idle = functions(folder, "idle")
+    for process, ran in functions(folder, phase).items():
+        passed = ran - idle.get(process, set())
+        modules = {each.partition(":")[0] for each in passed}
+        side = "engine" if process == f".{engine_pid}" else "tierd"
+        result[side] = f"{len(modules)}/{len(passed)}"
     return result
 
 
