@@ -451,7 +451,7 @@ class SecondaryTiers:
             )
             secondary.unindexed = total
 
-    def snapshot(self, secondary: SecondaryTier) -> StoreTierState:
+    def tier_state(self, secondary: SecondaryTier) -> StoreTierState:
         """The state of one tier for reports."""
         if secondary.breaker.open:
             state = "BreakerOpen"

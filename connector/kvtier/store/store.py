@@ -338,7 +338,7 @@ class TierStore:
         these."""
         return len(self._checksummer) + len(self._writes)
 
-    def tier_reports(self) -> list[StoreTierState]:
+    def tier_states(self) -> list[StoreTierState]:
         """The state of all tiers, the memory tier first."""
         accounts = self._pool.accounts()
         memory = StoreTierState(
@@ -349,4 +349,4 @@ class TierStore:
             objects=len(self._resident),
             pending_store_bytes=self._checksummer.pending_bytes,
         )
-        return [memory] + [self._tiers.snapshot(secondary) for secondary in self._tiers.all]
+        return [memory] + [self._tiers.tier_state(secondary) for secondary in self._tiers.all]

@@ -195,7 +195,7 @@ class Reporter:
     def _tiers(
         self, store: TierStore | None, recent: TokenCounts, total: TokenCounts
     ) -> tuple[TierSnapshot, ...]:
-        states = {state.name: state for state in store.tier_reports()} if store is not None else {}
+        states = {state.name: state for state in store.tier_states()} if store is not None else {}
         found = []
         bits = self._bits(store)
         for document in self._structural.tiers:
@@ -228,7 +228,7 @@ class Reporter:
         return (
             {}
             if store is None
-            else {state.name: index for index, state in enumerate(store.tier_reports())}
+            else {state.name: index for index, state in enumerate(store.tier_states())}
         )
 
     def _conditions(self, inputs: SnapshotInputs) -> tuple[StatusCondition, ...]:

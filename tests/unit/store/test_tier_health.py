@@ -18,7 +18,7 @@ def failing(fixture: StoreFixture) -> None:
 
 
 def state(fixture: StoreFixture) -> str:
-    return fixture.store.tier_reports()[1].state
+    return fixture.store.tier_states()[1].state
 
 
 def broken(threshold: int = 3) -> StoreFixture:
@@ -36,7 +36,7 @@ def broken(threshold: int = 3) -> StoreFixture:
 def test_consecutive_failures_open_the_breaker_and_nothing_is_read_or_written() -> None:
     fixture = broken()
     assert state(fixture) == "BreakerOpen"
-    assert fixture.store.tier_reports()[1].cause == "unavailable"
+    assert fixture.store.tier_states()[1].cause == "unavailable"
     assert fixture.counted("breaker_opened", "disk", "unavailable") == 1
     promotion = fixture.promote(9)
     assert fixture.ends(promotion)[0].outcome is PromotionOutcome.FAILED
@@ -209,7 +209,7 @@ def test_a_read_that_hangs_is_found_late_also_after_its_limit_has_passed(
     assert state(fixture) == "Healthy"
     fixture.advance(2.0)
     assert state(fixture) == "BreakerOpen"
-    assert fixture.store.tier_reports()[1].cause == "hung"
+    assert fixture.store.tier_states()[1].cause == "hung"
     assert fixture.counted("tier_late_reads", "disk") == 1
     fixture.advance(30.0)
     assert fixture.counted("tier_late_reads", "disk") == 1
@@ -263,8 +263,8 @@ def test_half_of_the_read_threads_hung_opens_the_breaker_for_any_threshold() -> 
         fixture.io.hold(call)
     fixture.advance(2.0)
     assert state(fixture) == "BreakerOpen"
-    assert fixture.store.tier_reports()[1].cause == "hung"
-    assert fixture.store.tier_reports()[1].late_reads == 2
+    assert fixture.store.tier_states()[1].cause == "hung"
+    assert fixture.store.tier_states()[1].late_reads == 2
     fixture.advance(10.0)
     fixture.io.run_all("check:")
     fixture.pump()
@@ -349,7 +349,7 @@ def test_every_tier_reports_its_state(name: str) -> None:
     fixture.engine()
     fixture.put(0)
     fixture.settle()
-    (found,) = [tier for tier in fixture.store.tier_reports() if tier.name == name]
+    (found,) = [tier for tier in fixture.store.tier_states() if tier.name == name]
     assert found.state == "Healthy"
     assert found.objects == 1
 

@@ -120,10 +120,10 @@ def test_writes_beyond_the_pending_bytes_limit_are_dropped_and_counted() -> None
         fixture.pump()
     assert len(fixture.calls("write:")) == 2
     assert fixture.counted("tier_writes_dropped", "disk", "too_many_pending") == 2
-    assert fixture.store.tier_reports()[1].pending_store_bytes == 2 * PAGE
+    assert fixture.store.tier_states()[1].pending_store_bytes == 2 * PAGE
     fixture.settle()
     assert len(fixture.tier.objects) == 2
-    assert fixture.store.tier_reports()[1].pending_store_bytes == 0
+    assert fixture.store.tier_states()[1].pending_store_bytes == 0
 
 
 def test_a_dropped_write_is_retried_on_the_next_use() -> None:
@@ -173,7 +173,7 @@ def test_a_full_tier_costs_the_write_and_does_not_open_the_breaker() -> None:
     fixture.put(0)
     fixture.settle()
     assert fixture.counted("tier_writes_failed", "disk", "no_space") == 1
-    assert fixture.store.tier_reports()[1].state == "Healthy"
+    assert fixture.store.tier_states()[1].state == "Healthy"
     assert fixture.store.pinned_bytes == 0
 
 
@@ -249,7 +249,7 @@ def test_writes_dropped_while_a_breaker_was_open_are_written_once_it_closes() ->
     fixture.tier.fail = TierUnavailableError("gone")
     fixture.put(0)
     fixture.settle()
-    assert fixture.store.tier_reports()[1].state == "BreakerOpen"
+    assert fixture.store.tier_states()[1].state == "BreakerOpen"
     fixture.tier.fail = None
     fixture.advance(10.0)
     fixture.settle()
