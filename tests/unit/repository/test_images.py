@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("operator", "payload")
 NOT_IN_THE_OPERATOR = {"blake3", "numpy", "psutil", "pyzmq"}

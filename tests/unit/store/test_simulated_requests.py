@@ -13,6 +13,8 @@ from tests.support.simulated_tier import OUTCOMES, ReadPlan, SimulatedTier
 from kvtier.config.models import Selection
 from kvtier.store.cost_model import Prefill
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 ENGINES = {
     "8B on one H200": (Prefill(22.3e-6, 2.1e-10), 32 * MIB),

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,6 +46,8 @@ from kvtier.store.types import (
     StoreEvent,
 )
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
+
+pytestmark = pytest.mark.slow
 
 CHUNKS = 12
 SLOTS = 24
