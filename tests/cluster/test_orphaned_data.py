@@ -46,7 +46,7 @@ def test_the_directory_of_a_deleted_policy_is_reported_in_an_event_and_in_the_lo
             messages = [
                 record.getMessage()
                 for record in caplog.records
-                if "the policy is gone" in record.getMessage()
+                if "policy deleted" in record.getMessage()
             ]
             assert [each.partition(": ")[2].startswith(words) for each in messages] == [True]
             await controllers.drop_namespace(client, namespace)

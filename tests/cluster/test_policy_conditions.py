@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -395,12 +396,13 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
                 found = await settled(controller, client, namespace)
             accepted = condition(found, "Accepted")
             assert (accepted["status"], accepted["reason"]) == ("False", "TooLarge")
-            size, rest = accepted["message"].removeprefix("spec: Invalid value: ").split(" ", 1)
-            assert int(size) > 16384
-            assert rest == (
-                "bytes as structural document; must be at most 16384; "
-                "shorten URLs, paths and mount options"
+            words = re.fullmatch(
+                r"spec: Too long: the structural document may have at most 16384 bytes and has "
+                r"(\d+); shorten URLs, paths and mount options",
+                accepted["message"],
             )
+            assert words is not None, accepted["message"]
+            assert int(words[1]) > 16384
             assert condition(found, "StorageReady")["message"] == NOTHING_CREATED
             assert condition(found, "Ready")["message"] == f"Accepted: {accepted['message']}"
             await controllers.drop_namespace(client, namespace)

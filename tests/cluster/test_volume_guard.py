@@ -56,17 +56,23 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5p", "soft"]), None),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=krb5"]), "mount options"),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec"]), "mount options"),
-        (volume("other", **nfs("/kv")), "names begin with kvtier-"),
-        (volume("kvtier-a", hostPath={"path": "/etc"}), "of NFS exports"),
+        (volume("other", **nfs("/kv")), "name starts with kvtier-"),
+        (volume("kvtier-a", hostPath={"path": "/etc"}), "for an NFS export"),
         (volume("kvtier-a", **nfs("/kvx")), "nas.example:/kvx"),
         (volume("kvtier-a", **nfs("/kv/../etc")), "without .."),
         (volume("kvtier-a", **nfs("/kv", "evil.example")), "evil.example:/kv"),
         (
             volume("kvtier-a", **nfs("/kv"), claimRef={"namespace": "other", "name": "x"}),
-            "namespace other",
+            'namespace "other"',
         ),
         (volume("kvtier-a", **nfs("/kv"), mountOptions=["sec=none"]), "mount options"),
-        (volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"), "data stay"),
+        (
+            volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"),
+            "reclaim policy Retain",
+        ),
+            volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"),
+            "reclaim policy Retain",
+        ),
     ],
 )
 def test_the_operators_account_creates_volumes_of_allowed_exports_only(
@@ -98,7 +104,7 @@ def volume_guard(
                 answer = api.request(
                     "POST", "/api/v1/persistentvolumes?dryRun=All", volume("other", **nfs("/kv"))
                 )
-                return "names begin with kvtier-" in str(answer[1].get("message"))
+                return "name starts with kvtier-" in str(answer[1].get("message"))
 
             nodes.wait_for("the guard is in force", guarded)
             yield api
