@@ -70,9 +70,6 @@ def nfs(path: str, server: str = "nas.example") -> dict[str, Any]:
             volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"),
             "reclaim policy Retain",
         ),
-            volume("kvtier-a", **nfs("/kv"), persistentVolumeReclaimPolicy="Delete"),
-            "reclaim policy Retain",
-        ),
     ],
 )
 def test_the_operators_account_creates_volumes_of_allowed_exports_only(
