@@ -94,7 +94,7 @@ _REFERENCE = re.compile(
 )
 _KUBERNETES_REFERENCE = re.compile(r"\$\$\(|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_SHELL_COMMAND_OPTION = re.compile(r"-[a-zA-Z]*c[a-zA-Z]*")
+_SHELL_OPTIONS = re.compile(r"[-+][a-zA-Z]+")
 _HOLDS_OPTIONS = re.compile(
     r"(^|_)(ARGS?|ARGUMENTS|OPTS?|OPTIONS|FLAGS|PARAMS?|PARAMETERS|CMD|COMMAND|CLI|EXTRA)(_|$)",
     re.IGNORECASE,
@@ -376,11 +376,9 @@ def _shell_text(arguments: Sequence[str]) -> tuple[str, Sequence[str]] | None:
     index = 0
     while index < len(arguments):
         word = arguments[index]
-        if word in ("-o", "+o", "-O", "+O"):
-            index += 1
-        elif _SHELL_COMMAND_OPTION.fullmatch(word):
-            takes_text = True
-            if word.endswith("o"):  # -euco pipefail
+        if _SHELL_OPTIONS.fullmatch(word):
+            takes_text = takes_text or "c" in word
+            if word[-1] in "oO":  # the name of an option follows
                 index += 1
         elif not word.startswith(("-", "+")) or word in ("-", "--"):
             if word in ("-", "--"):
