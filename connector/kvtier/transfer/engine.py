@@ -3,9 +3,9 @@
 A copy engine moves whole blocks between the engine's KV cache (the *device*, even on a CPU) and the
 host pool. Its caller decides which slots and blocks, and when to stop.
 
-Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and
-``detach``. The thread that launches the engine's kernels calls ``fence``. No method is called by
-two threads at once.
+Threads: the engine's thread, which launches its kernels, calls ``fence`` and submits. Another
+thread may poll, attach and detach. The caller makes sure that no two calls overlap, except
+``synchronize``, which may overlap with everything that submits nothing.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class CopyHandle:
     direction: Direction
     total_bytes: int
     finished: bool = False
+    seconds: float = 0.0
+    """Time on the device between the first and the last byte; 0 until it is known."""
     state: object = field(default=None, repr=False)
 
 
@@ -69,6 +71,7 @@ class CopyEngine(ABC):
     def __init__(self, codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._codec = codec
         self._limit_bytes = in_flight_bytes
+        self._limits = dict.fromkeys(Direction, in_flight_bytes)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._handles: set[CopyHandle] = set()
         self._pool: HostPool | None = None
@@ -101,7 +104,7 @@ class CopyEngine(ABC):
         ``alone``: the bytes cannot be split, so they may exceed it if nothing else is in flight.
         """
         used = self._in_flight[direction]
-        return used + nbytes <= self._limit_bytes or (alone and used == 0)
+        return used + nbytes <= self._limits[direction] or (alone and used == 0)
 
     def copy_bytes(self, copy: Copy) -> int:
         """Returns the bytes that ``copy`` moves."""
@@ -137,15 +140,20 @@ class CopyEngine(ABC):
         return ""
 
     def submit(
-        self, copies: Sequence[Copy], direction: Direction, after: object | None = None
+        self,
+        copies: Sequence[Copy],
+        direction: Direction,
+        after: object | None = None,
+        checked: bool = False,
     ) -> CopyHandle:
         """Starts ``copies``, and returns without waiting where the backend supports that.
 
-        ``after``: a ``fence``; device memory is neither read nor written before it. Raises
+        ``after``: a ``fence``; device memory is neither read nor written before it. ``checked``:
+        the caller has called ``check`` for every copy. Raises
         ``CopyError`` for an invalid address, before anything has started, or if the device fails.
         In the latter case call ``synchronize`` before using the memory involved.
         """
-        for copy in copies:
+        for copy in () if checked else copies:
             problem = self.check(copy)
             if problem:
                 raise CopyError(f"invalid copy: {problem}")
@@ -205,6 +213,19 @@ class CopyEngine(ABC):
             handle.state = None
             self._in_flight[handle.direction] -= handle.total_bytes
             self._handles.discard(handle)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a copy is complete when ``submit`` returns."""
+        return False
+
+    def calibrate(self, scratch: HostPool) -> dict[str, float]:
+        """Chooses how to copy by measuring, if there is a choice.
+
+        ``scratch``: host memory of the kind that pools have. Nothing may be attached. Returns bytes
+        per second by what was measured. Raises ``CopyError``.
+        """
+        return {}
 
     @abstractmethod
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 2.0
+CALIBRATION_BYTES = 128 << 20
+"""Host memory for measuring the copy engine; it is released afterwards."""
 WorkerClientFactory = Callable[
     [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
 ]
@@ -144,6 +146,12 @@ class KVTierConnectorWorker:
         engine = self._make_engine(kv_caches, codec)
         scratch = pageable_scratch if device.type == "cpu" else pinned_scratch
         verify_round_trip(kv_caches, codec, engine, scratch)
+        if not engine.synchronous:
+            rates = engine.calibrate(scratch(CALIBRATION_BYTES))
+            logger.info(
+                "KVTier: measured copy rates in GB/s: %s",
+                ", ".join(f"{way} {rate / 1e9:.1f}" for way, rate in rates.items()),
+            )
         self._codec = codec
         offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(
