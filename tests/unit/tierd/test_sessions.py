@@ -58,7 +58,7 @@ class SessionTestbed:
             SessionDependencies(
                 self.files,
                 self.fence,
-                lambda text, codecs: ("ab" * 16, text),
+                lambda text, codecs, weights: ("ab" * 16, text),
                 self.next_epoch,
                 self.liveness,
             ),
