@@ -1,8 +1,9 @@
 """The namespace: a digest of everything that determines the bytes of KV, and its source text.
 
 An object may be used only by an engine that would have computed the same bytes. The scheduler side
-describes the engine (``canonical_json``), each worker its byte layout and its weights; tierd combines them. The
-text is stored beside the data of a namespace, so that people can see why two engines do not share.
+describes the engine (``canonical_json``), each worker its byte layout and its weights; tierd
+combines them. The text is stored beside the data of a namespace, so that people can see why two
+engines do not share.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ MAX_SESSIONS = 256
 """Processes that share one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
 Derive = Callable[[str, tuple[str, ...], tuple[str, ...]], tuple[str, str]]
-"""(identity JSON, codec texts and fingerprints of the weights in rank order) -> (namespace as 32 hex
-digits, canonical text)."""
+"""(identity JSON, codec texts and fingerprints of the weights in rank order) -> (namespace as 32
+hex digits, canonical text)."""
 _log = logging.getLogger("kvtier.tierd")
 
 

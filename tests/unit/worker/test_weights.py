@@ -148,9 +148,7 @@ def test_a_parameter_that_vanished_unhashed_makes_the_weights_unknown() -> None:
 def test_a_meta_tensor_makes_the_weights_unknown() -> None:
     """vLLM leaves them behind after a weight update that failed."""
     model = _load(0)
-    model.second.weight = torch.nn.Parameter(
-        model.second.weight.to("meta"), requires_grad=False
-    )
+    model.second.weight = torch.nn.Parameter(model.second.weight.to("meta"), requires_grad=False)
     assert "second.weight (not loaded)" in _take(model).reason
     assert _take(model).text == ""
 
@@ -237,9 +235,7 @@ def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     monkeypatch.setattr(WorkerBase, "__init__", WorkerBase.__init__)
-    monkeypatch.setattr(
-        utils, "record_metadata_for_reloading", utils.record_metadata_for_reloading
-    )
+    monkeypatch.setattr(utils, "record_metadata_for_reloading", utils.record_metadata_for_reloading)
     weights.install()
     wrapped = WorkerBase.__init__, utils.record_metadata_for_reloading
     weights.install()

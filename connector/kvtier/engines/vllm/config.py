@@ -56,7 +56,7 @@ def planner_for(
 def check_one_node(parallel: Any) -> None:
     """Raises ``UnsupportedGeometryError`` if the ranks of one engine run on several nodes.
 
-    All ranks of an engine map the same host pool, so tierd would wait for the others for ever.
+    All ranks of an engine map the same host pool, so tierd would wait for the others endlessly.
     Data-parallel engines are engines of their own, and each may run on another node.
     """
     nodes = int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) or 1)

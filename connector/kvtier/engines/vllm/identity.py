@@ -1,8 +1,8 @@
 """The engine's identity: everything that shapes the bytes of its KV, as canonical JSON.
 
 Engines with equal identities share objects. The workers add the codec's layout and a fingerprint of
-their weights (``weights.py``). If a part of the identity cannot be determined, it is not guessed: the reason is recorded, and
-objects then stay in the memory tier for the lifetime of the engine.
+their weights (``weights.py``). If a part of the identity cannot be determined, it is not guessed:
+the reason is recorded, and objects then stay in the memory tier for the lifetime of the engine.
 
 docs/datapath.md describes how identities become namespaces.
 """
@@ -181,9 +181,7 @@ def unstable_seed(algorithm: str, none_hash: str | None) -> str:
     )
 
 
-def model_source(
-    model: Any, stated_revision: str, reasons: list[str]
-) -> dict[str, object]:
+def model_source(model: Any, stated_revision: str, reasons: list[str]) -> dict[str, object]:
     """Returns what identifies the model's files other than its weights.
 
     The weights have a fingerprint of their own (``weights.py``), and a configuration's effective
@@ -240,9 +238,7 @@ def _draft(speculative: Any, reasons: list[str]) -> dict[str, object]:
     model = getattr(speculative, "draft_model_config", None)
     if model is not None:
         draft["model"] = model_source(model, "", reasons)
-        draft["configuration"] = plain(
-            _mapping(model.hf_config), "draft.configuration", reasons
-        )
+        draft["configuration"] = plain(_mapping(model.hf_config), "draft.configuration", reasons)
         draft["dtype"] = str(getattr(model, "dtype", ""))
         draft["quantization"] = str(getattr(model, "quantization", "") or "")
     return draft

@@ -198,9 +198,7 @@ def _moving_weights(config: VllmConfig) -> str:
 
 def _worker_of(vllm_config: VllmConfig) -> Any | None:
     workers = [each() for each in _models.workers]
-    found = [
-        each for each in workers if each is not None and each.vllm_config is vllm_config
-    ]
+    found = [each for each in workers if each is not None and each.vllm_config is vllm_config]
     return found[-1] if found else None
 
 
@@ -232,7 +230,7 @@ def _model_digests(worker: Any, hasher: _Hasher) -> tuple[dict[str, str], list[s
     return digests, missing
 
 
-def _add_module(  # noqa: PLR0913
+def _add_module(
     module: torch.nn.Module,
     where: str,
     hasher: _Hasher,

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtier.config.models import Daemon, Structural
-from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm import weights
+from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.worker_pool import HostPoolMapper
 from kvtier.engines.vllm.worker_state import (
