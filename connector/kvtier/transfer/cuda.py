@@ -446,7 +446,7 @@ class CudaCopyEngine(CopyEngine):
         """Takes a measured rate, from which the limit of what may be in flight follows."""
         if not self._fixed_limit:
             limit = int(bytes_per_second * LIMIT_SECONDS)
-            self._limits[direction] = max(self._limit_bytes, limit)
+            self.limit(direction, max(self._limit_bytes, limit))
 
     def _block_bytes(self, group: int) -> int:
         return self._codec.groups[group].block_bytes
