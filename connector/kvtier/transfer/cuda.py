@@ -23,6 +23,7 @@ allocator would hand its memory to the next forward pass while the kernel still 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from kvtier.transfer.cuda_runtime import BatchCopy, cuda, relax_capture
 from kvtier.transfer.engine import Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
 
+logger = logging.getLogger(__name__)
 STAGING_BYTES = 256 << 20
 STAGING_SHARE = 400
 """A staging buffer has at most this fraction of the KV cache: four buffers are 1 % of it."""
@@ -446,7 +448,7 @@ class CudaCopyEngine(CopyEngine):
         """Takes a measured rate, from which the limit of what may be in flight follows."""
         if not self._fixed_limit:
             limit = int(bytes_per_second * LIMIT_SECONDS)
-            self._limits[direction] = max(self._limit_bytes, limit)
+            self.limit(direction, max(self._limit_bytes, limit))
 
     def _block_bytes(self, group: int) -> int:
         return self._codec.groups[group].block_bytes
@@ -493,4 +495,9 @@ def _row_kernels(runs: Sequence[Any], device: torch.device) -> list[Any]:
         from kvtier.transfer.cuda_kernels import RowKernel
     except ImportError:
         return []
-    return [RowKernel(each, device) for each in runs]
+    try:
+        return [RowKernel(each, device) for each in runs]
+    except Exception as error:  # noqa: BLE001
+        # Compilers fail in many ways (no C compiler, a read-only cache); torch's kernels remain.
+        logger.warning("KVTier: copies use torch's kernels, Triton's do not compile: %s", error)
+        return []

@@ -9,8 +9,6 @@ Importing this module needs Triton; a caller without it uses torch's own kernels
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -23,18 +21,18 @@ _WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "runs"])  # type: ignore[untyped-decorator]
-def _copy_rows(
-    run_table: Any,
-    blocks: Any,
-    others: Any,
-    first_row: Any,
-    rows: Any,
-    runs: Any,
+def _copy_rows(  # type: ignore[no-untyped-def]
+    run_table,
+    blocks,
+    others,
+    first_row,
+    rows,
+    runs,
     to_cache: tl.constexpr,
     word: tl.constexpr,
     aligned: tl.constexpr,
     tile: tl.constexpr,
-) -> None:
+):
     """``run_table``: four int64 per run (address in block 0, bytes from block to block, offset in
     a block of the object, words). ``blocks``, ``others``: by row, the block's number and the
     address of its other side."""
@@ -69,6 +67,10 @@ class RowKernel:
         self._word_bytes = runs.word_bytes
         self._aligned = runs.aligned
         self._table = torch.tensor(runs.table, dtype=torch.int64).to(device)
+        nothing = torch.zeros((2, 1), dtype=torch.int64, device=device)
+        for to_cache in (False, True):
+            # Compiles: that must not happen while the engine serves.
+            self.launch(nothing, 0, 0, to_cache, 1)
 
     def launch(
         self,

@@ -94,6 +94,10 @@ class CopyEngine(ABC):
         """Detaches the pool. Nothing may be in flight."""
         self._pool = None
 
+    def limit(self, direction: Direction, nbytes: int) -> None:
+        """Sets how much may be submitted and unfinished in one direction."""
+        self._limits[direction] = nbytes
+
     def in_flight_bytes(self, direction: Direction) -> int:
         """Returns the bytes that are submitted and not known to be done."""
         return self._in_flight[direction]
