@@ -308,7 +308,7 @@ def _leaves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         for key, each in partitions.items():
             yield from _leaves(f"{name}.{key}", each)
     elif is_traceable_wrapper_subclass(tensor):
-        for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for attribute in tensor.__tensor_flatten__()[0]:
             yield from _leaves(f"{name}.{attribute}", getattr(tensor, attribute))
     else:
         yield name, tensor
