@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, CodecError, build_codec, word_dtype
 from kvtier.transfer.cuda import CudaCopyEngine
 from kvtier.transfer.cuda_runtime import cuda
@@ -252,7 +253,7 @@ def _measure(layout: SyntheticCache, device: str, directory: Path) -> dict[str, 
     bench, release = _bench(layout, device, directory, slots=8, chunk_blocks=16)
     try:
         scratch = pinned_scratch if device != "cpu" else pageable_scratch
-        calibration = bench.engine.calibrate(scratch(128 << 20))
+        calibration = calibrate(bench.engine, scratch(SCRATCH_BYTES))
         bench.engine.attach(bench.pool)
         shard = -(-bench.codec.groups[0].shard_bytes // 4096) * 4096
         per = min(8, (layout.num_blocks - 1) // 16)
