@@ -136,5 +136,5 @@ def split_ranges(
     begins = np.where(part == 0, host[index], edges[np.maximum(edge - 1, 0)])
     inner = edges[np.minimum(edge, len(edges) - 1)]
     ends = np.where(part == cuts[index], host[index] + sizes[index], inner)
-    targets: Addresses = device[index] + (begins - host[index])
+    targets = (device[index] + (begins - host[index])).astype(np.uint64)
     return begins, targets, ends - begins

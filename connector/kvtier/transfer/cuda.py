@@ -33,11 +33,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.transfer.codec import Codec, gather, scatter, segment_views, word_dtype
+from kvtier.transfer.codec import Codec
 from kvtier.transfer.copy_ranges import CopyRows, block_runs, rows_of, run_ranges, split_ranges
 from kvtier.transfer.cuda_runtime import BatchCopy, cuda, relax_capture
 from kvtier.transfer.engine import Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 
 logger = logging.getLogger(__name__)
 STAGING_BYTES = 256 << 20

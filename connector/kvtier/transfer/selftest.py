@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
-from kvtier.transfer.codec import Codec, CodecError, build_codec, word_dtype
+from kvtier.transfer.codec import Codec, CodecError, build_codec
 from kvtier.transfer.cuda import CudaCopyEngine
 from kvtier.transfer.cuda_runtime import cuda
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine, register_pool, unregister_pool
 from kvtier.transfer.host_pool import HostPool, open_pool
 from kvtier.transfer.startup_check import pageable_scratch, pinned_scratch, verify_round_trip
+from kvtier.transfer.strided_views import word_dtype
 from kvtier.transfer.synthetic_layouts import (
     LAYOUT_NAMES,
     CacheGeometry,
