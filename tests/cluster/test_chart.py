@@ -33,7 +33,7 @@ def release(full_cluster: Any, charts: ModuleType) -> Iterator[Any]:
             yield found
         finally:
             found.uninstall()
-            # The API server deletes every object of the kind first, and retries with growing pauses.
+            # The API server deletes every object of the kind first, with growing pauses.
             full_cluster.kubectl(
                 "delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=300
             )
