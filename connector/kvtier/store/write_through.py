@@ -48,34 +48,44 @@ def hash_object(
 
 
 class _Backlog:
-    """Objects in RAM that wait for a write or a checksum, oldest first. It pins nothing: an object
-    that is evicted meanwhile is skipped. Holds at most twice as many objects as RAM."""
+    """Objects in RAM that wait for a write or a checksum, oldest first.
 
-    def __init__(self, resident: ResidentObjects) -> None:
+    It pins nothing: an object that is evicted meanwhile is lost for the tier, which ``on_lost``
+    counts. Holds at most twice as many objects as RAM.
+    """
+
+    def __init__(self, resident: ResidentObjects, on_lost: Callable[[], None]) -> None:
         self._resident = resident
+        self._on_lost = on_lost
         self._waiting: OrderedDict[Entry, None] = OrderedDict()
 
-    def _lies_in_ram(self, entry: Entry) -> bool:
-        return self._resident.get(entry.namespace, entry.key) is entry and not entry.evicting
+    def _drop_evicted(self, entry: Entry) -> bool:
+        if self._resident.get(entry.namespace, entry.key) is entry and not entry.evicting:
+            return False
+        del self._waiting[entry]
+        self._on_lost()
+        return True
 
-    def add(self, entry: Entry) -> None:
-        """Adds an object."""
+    def add(self, entry: Entry) -> bool:
+        """Adds an object; returns whether it was not waiting already."""
+        if entry in self._waiting:
+            return False
         if len(self._waiting) > 2 * len(self._resident):
-            kept = [each for each in self._waiting if self._lies_in_ram(each)]
-            self._waiting = OrderedDict.fromkeys(kept)
+            for each in list(self._waiting):
+                self._drop_evicted(each)
         self._waiting[entry] = None
+        return True
 
     def first(self) -> Entry | None:
         """The oldest object that still lies in RAM."""
         while self._waiting:
             entry = next(iter(self._waiting))
-            if self._lies_in_ram(entry):
+            if not self._drop_evicted(entry):
                 return entry
-            del self._waiting[entry]
         return None
 
     def remove(self, entry: Entry) -> None:
-        """Removes an object."""
+        """Removes an object that is written or hashed now."""
         self._waiting.pop(entry, None)
 
 
@@ -94,7 +104,12 @@ class WriteThrough:
         self._tiers = tiers
         self._max_pinned_bytes = max_pinned_bytes
         self._writes: dict[tuple[int, Entry], IoCall] = {}
-        self._backlogs = {secondary.index: _Backlog(resident) for secondary in tiers.all}
+        self._backlogs = {
+            secondary.index: _Backlog(
+                resident, partial(context.count, "tier_writes_dropped", secondary.name, "evicted")
+            )
+            for secondary in tiers.all
+        }
         self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
         tiers.on_suspend(self._suspend_tier)
         tiers.on_available(self._write_missing)
@@ -132,8 +147,8 @@ class WriteThrough:
         refused = self._refused(secondary, size)
         if refused == "too_many_pending" and secondary.pending_store_bytes:
             # Some write is in progress, whose end draws from the backlog.
-            self._backlogs[secondary.index].add(entry)
-            context.count("tier_writes_postponed", secondary.name)
+            if self._backlogs[secondary.index].add(entry):
+                context.count("tier_writes_postponed", secondary.name)
             return
         if refused:
             context.count("tier_writes_dropped", secondary.name, refused)
@@ -151,11 +166,14 @@ class WriteThrough:
         it does."""
         if not secondary.usable:
             return "breaker" if secondary.opened else "not_open"
-        bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
-        if secondary.pending_store_bytes + size > bound:
+        if not self._has_room(secondary, size):
             return "too_many_pending"
         rate = secondary.settings.max_write_bytes_per_second
         return "" if self._budgets[secondary.index].take(size, rate) else "write_budget"
+
+    def _has_room(self, secondary: SecondaryTier, size: int) -> bool:
+        bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
+        return secondary.pending_store_bytes + size <= bound
 
     def _written(
         self,
@@ -181,9 +199,8 @@ class WriteThrough:
         """Starts writes of the backlog for which the tier has room again."""
         backlog = self._backlogs[secondary.index]
         while secondary.usable and (entry := backlog.first()) is not None:
-            bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
             size = 0 if entry.meta is None else entry.meta.payload_bytes
-            if secondary.pending_store_bytes and secondary.pending_store_bytes + size > bound:
+            if secondary.pending_store_bytes and not self._has_room(secondary, size):
                 return
             backlog.remove(entry)
             self.maybe_write(entry)
@@ -218,7 +235,9 @@ class Checksummer:
         self._writes = writes
         self._max_pending_bytes = max_pending_bytes
         self._queue: deque[Entry] = deque()
-        self._backlog = _Backlog(resident)
+        self._backlog = _Backlog(
+            resident, partial(context.count, "checksums_dropped", "", "evicted")
+        )
         self._submitted = 0
         self.pending_bytes = 0
 
@@ -239,8 +258,8 @@ class Checksummer:
             return
         size = entry.slot.segment.kind.slot_bytes
         if self.pending_bytes + size > self._max_pending_bytes:
-            self._context.count("checksums_postponed")
-            self._backlog.add(entry)
+            if self._backlog.add(entry):
+                self._context.count("checksums_postponed")
             return
         self.pending_bytes += size
         entry.busy |= CHECKSUM_BIT

@@ -126,16 +126,15 @@ def split_ranges(
     edges = np.array(boundaries, dtype=np.uint64) + np.uint64(address)
     first = np.searchsorted(edges, host, side="right")
     last = np.searchsorted(edges, host + sizes, side="left")
-    crossing = np.flatnonzero(last > first)
-    if not len(crossing):
+    cuts = np.maximum(last - first, 0)
+    if not cuts.any():
         return host, device, sizes
-    parts: list[list[int]] = [[], [], []]
-    for index in range(len(sizes)):
-        begin, end = int(host[index]), int(host[index] + sizes[index])
-        cuts = [begin, *(int(edge) for edge in edges[first[index] : last[index]]), end]
-        for low, high in itertools.pairwise(cuts):
-            parts[0].append(low)
-            parts[1].append(int(device[index]) + low - begin)
-            parts[2].append(high - low)
-    low_parts, device_parts, size_parts = (np.array(part, dtype=np.uint64) for part in parts)
-    return low_parts, device_parts, size_parts
+    # Range i has cuts[i] + 1 parts. Part k begins at the range's begin or at its k-th edge.
+    index = np.repeat(np.arange(len(sizes)), cuts + 1)
+    part = np.arange(len(index)) - np.repeat(np.cumsum(cuts + 1) - cuts - 1, cuts + 1)
+    edge = first[index] + part
+    begins = np.where(part == 0, host[index], edges[np.maximum(edge - 1, 0)])
+    inner = edges[np.minimum(edge, len(edges) - 1)]
+    ends = np.where(part == cuts[index], host[index] + sizes[index], inner)
+    targets = (device[index] + (begins - host[index])).astype(np.uint64)
+    return begins, targets, ends - begins

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvtier.transfer.codec import Codec, segment_views
+from kvtier.transfer.codec import Codec
 from kvtier.transfer.engine import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle, Direction
+from kvtier.transfer.strided_views import segment_views
 
 SLICE_BYTES = 256 << 10
 """Larger blocks are copied with ``memmove``."""

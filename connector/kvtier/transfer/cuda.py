@@ -9,8 +9,9 @@ Three ways to move the blocks of a submission, per direction:
   in one piece, nothing is gained by staging.
 * ``direct``: a kernel reads or writes the registered host memory itself.
 
-``calibrate`` measures them for the layout at hand and chooses. The number of launches depends on
-the bytes of a submission (one round per staging buffer), not on the number of layers or chunks.
+``kvtier.transfer.calibration`` measures them for the layout at hand and chooses. The number of
+launches depends on the bytes of a submission (one round per staging buffer), not on the number of
+layers or chunks.
 
 Order with the engine: whatever touches the KV cache waits for the caller's fence. Order between
 copies through one buffer: a transfer or kernel that reuses it waits for the event of its last use.
@@ -24,7 +25,6 @@ allocator would hand its memory to the next forward pass while the kernel still 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +33,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.transfer.codec import Codec, gather, scatter, segment_views, word_dtype
+from kvtier.transfer.codec import Codec
 from kvtier.transfer.copy_ranges import CopyRows, block_runs, rows_of, run_ranges, split_ranges
 from kvtier.transfer.cuda_runtime import BatchCopy, cuda, relax_capture
 from kvtier.transfer.engine import Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 
 logger = logging.getLogger(__name__)
 STAGING_BYTES = 256 << 20
@@ -46,9 +47,14 @@ STAGING_SHARE = 400
 MIN_STAGING_BYTES = 16 << 20
 STAGING_BUFFERS = 2
 """Per direction: one is filled while the other is drained."""
+BATCH_BYTES = 512 << 20
+"""10 ms of a link."""
 TABLES = 64
 TABLE_ROWS = 8192
 """64 tables of 8192 blocks are 8 MiB, on the device and in host memory each."""
+TABLES_PER_SUBMISSION = 8
+"""A submission of ``batch_bytes`` and one more chunk takes at most three: a part of it fills more
+than half of a table."""
 STAGING_PROGRAMS = 64
 """Programs of the kernel between cache and staging: about 1 TB/s, with a quarter of an H200's
 multiprocessors, for a few percent of the transfer's time."""
@@ -56,13 +62,6 @@ DIRECT_PROGRAMS = 16
 """12 to 32 programs saturate the link; more of them slow the engine's kernels down."""
 LIMIT_SECONDS = 0.2
 """Limit of what is submitted and unfinished in one direction, at the measured rate."""
-CALIBRATION_BYTES = 128 << 20
-CALIBRATION_SECONDS = 5.0
-CALIBRATION_REPEATS = 3
-EQUAL_SHARE = 0.97
-"""Ways that reach this share of the best rate count as equal; the one that disturbs the engine's
-kernels least is taken."""
-_PREFERENCE = ("batch", "staged", "direct")
 
 
 @dataclass(slots=True)
@@ -136,16 +135,15 @@ class CudaCopyEngine(CopyEngine):
                 Direction.TO_DEVICE: self._lane(priority=-1),
                 Direction.TO_HOST: self._lane(priority=0),
             }
+        smallest = min(group.block_bytes for group in codec.groups)
+        self.batch_bytes = min(BATCH_BYTES, smallest * TABLE_ROWS)
+        self._describe()
 
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        """The ways of both directions, for the log."""
-        lanes = self._lanes
+    def _describe(self) -> None:
+        """Names the ways of both directions, for the log."""
         kernel = "triton" if self._kernels else "torch"
-        return (
-            f"cuda ({kernel}; load {lanes[Direction.TO_DEVICE].way}, "
-            f"store {lanes[Direction.TO_HOST].way})"
-        )
+        load, store = (self._lanes[d].way for d in (Direction.TO_DEVICE, Direction.TO_HOST))
+        self.kind = f"cuda ({kernel}; load {load}, store {store})"
 
     def _lane(self, priority: int) -> _Lane:
         ready = cuda.Event()
@@ -169,7 +167,9 @@ class CudaCopyEngine(CopyEngine):
     # Capacity.
 
     def has_room(self, direction: Direction, nbytes: int, alone: bool = True) -> bool:
-        return len(self._tables) > 2 and super().has_room(direction, nbytes, alone)
+        return len(self._tables) >= TABLES_PER_SUBMISSION and super().has_room(
+            direction, nbytes, alone
+        )
 
     def attach(self, pool: HostPool) -> None:
         super().attach(pool)
@@ -232,6 +232,9 @@ class CudaCopyEngine(CopyEngine):
         lane = self._lanes[direction]
         if after is not None:
             lane.kernels.wait_event(after)
+        if direction is Direction.TO_DEVICE:
+            # The transfers may run ahead of the fence, and wait for buffers that wait for it.
+            self._record_start(submission, lane.kernels)
         block_bytes = self._codec.groups[rows.group].block_bytes
         per_piece = max(1, min(self._staging_bytes // block_bytes, TABLE_ROWS))
         step = TABLE_ROWS // per_piece * per_piece
@@ -295,7 +298,6 @@ class CudaCopyEngine(CopyEngine):
             submission.end.record(lane.dma)
             return
         lane.dma.wait_event(buffer.free)
-        self._record_start(submission, lane.dma)
         self._transfer(direction, rows, buffer, span, lane)
         buffer.filled.record(lane.dma)
         lane.kernels.wait_event(buffer.filled)
@@ -311,8 +313,8 @@ class CudaCopyEngine(CopyEngine):
 
     @staticmethod
     def _record_start(submission: _Submission, stream: Any) -> None:
-        """Marks the start once, behind what the stream waits for: earlier it would measure the
-        engine's step."""
+        """Marks the start once, behind the engine's kernels that the submission waits for and
+        behind earlier submissions: before them it would measure those."""
         if not submission.started:
             submission.started = True
             submission.start.record(stream)
@@ -397,89 +399,28 @@ class CudaCopyEngine(CopyEngine):
 
     # The choice of a way.
 
-    def calibrate(self, scratch: HostPool) -> dict[str, float]:
-        """Measures every way with ``scratch`` as the pool, and chooses one for each direction.
-
-        ``scratch``: registered host memory; it and blocks at the end of the cache are overwritten.
-        Returns bytes per second by direction and way. Raises ``CopyError``.
-        """
-        group = max(range(len(self._codec.groups)), key=self._block_bytes)
-        block_bytes = self._block_bytes(group)
-        per_chunk = self._codec.groups[group].blocks_per_chunk
-        slot_bytes = block_bytes * per_chunk
-        chunks = min(
-            scratch.nbytes // slot_bytes,
-            CALIBRATION_BYTES // slot_bytes or 1,
-            (self._codec.num_blocks - 1) // per_chunk,
-        )
-        if not chunks:
-            return {}
-        last = self._codec.num_blocks - 1
-        copies = [
-            Copy(
-                group,
-                chunk * slot_bytes,
-                0,
-                tuple(last - chunk * per_chunk - block for block in range(per_chunk)),
-            )
-            for chunk in range(chunks)
-        ]
-        self.attach(scratch)
-        rates: dict[str, float] = {}
-        try:
-            for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
-                of_lane: dict[str, float] = {}
-                for way in self.ways(direction):
-                    self.choose(direction, way)
-                    of_lane[way] = self._measure(copies, direction)
-                best = max(of_lane.values())
-                chosen = next(
-                    way for way in _PREFERENCE if of_lane.get(way, 0) >= EQUAL_SHARE * best
-                )
-                self.choose(direction, chosen)
-                self.set_rate(direction, of_lane[chosen])
-                rates.update({f"{direction.value} {way}": of_lane[way] for way in of_lane})
-        finally:
-            self.synchronize()
-            self.detach()
-        return rates
-
     def set_rate(self, direction: Direction, bytes_per_second: float) -> None:
         """Takes a measured rate, from which the limit of what may be in flight follows."""
         if not self._fixed_limit:
             limit = int(bytes_per_second * LIMIT_SECONDS)
             self.limit(direction, max(self._limit_bytes, limit))
 
-    def _block_bytes(self, group: int) -> int:
-        return self._codec.groups[group].block_bytes
-
     def choose(self, direction: Direction, way: str) -> None:
         """Uses ``way``, one of ``ways(direction)``. Nothing may be in flight."""
         self._lanes[direction].way = way
+        self._describe()
+
+    def give_up_batches(self) -> None:
+        """Does without batched copies: the driver rejected one. Nothing may be in flight."""
+        self._batch = None
 
     def ways(self, direction: Direction) -> list[str]:
-        """Returns the ways that this process can use."""
-        ways = ["staged"]
-        if self._batch is not None:
-            ways.append("batch")
+        """Returns the ways that this process can use, ``batch`` first."""
+        ways = ["staged"] if self._batch is None else ["batch", "staged"]
         if self._kernels and direction is Direction.TO_DEVICE:
             # To the host it costs the engine's kernels 40 % while it runs.
             ways.append("direct")
         return ways
-
-    def _measure(self, copies: Sequence[Copy], direction: Direction) -> float:
-        seconds = []
-        for _ in range(CALIBRATION_REPEATS + 1):
-            handle = self.submit(copies, direction, self.fence())
-            deadline = time.monotonic() + CALIBRATION_SECONDS
-            while not self.done(handle):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"a copy of {handle.total_bytes} bytes does not end")
-                time.sleep(0.0002)
-            seconds.append(handle.seconds)
-        # The first one compiles the kernel.
-        best = sorted(seconds[1:])[len(seconds[1:]) // 2]
-        return sum(map(self.copy_bytes, copies)) / best if best > 0 else 0.0
 
 
 def _batch_copy() -> BatchCopy | None:

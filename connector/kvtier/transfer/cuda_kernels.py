@@ -67,9 +67,10 @@ class RowKernel:
         self._word_bytes = runs.word_bytes
         self._aligned = runs.aligned
         self._table = torch.tensor(runs.table, dtype=torch.int64).to(device)
-        nothing = torch.zeros((2, 1), dtype=torch.int64, device=device)
+        nothing = torch.zeros((2, 16), dtype=torch.int64, device=device)
         for to_cache in (False, True):
-            # Compiles: that must not happen while the engine serves.
+            # Compiles: that must not happen while the engine serves. Rows of 16 numbers are
+            # aligned like those of real tables, for which Triton would compile again.
             self.launch(nothing, 0, 0, to_cache, 1)
 
     def launch(

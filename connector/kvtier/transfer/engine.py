@@ -3,9 +3,9 @@
 A copy engine moves whole blocks between the engine's KV cache (the *device*, even on a CPU) and the
 host pool. Its caller decides which slots and blocks, and when to stop.
 
-Threads: the engine's thread, which launches its kernels, calls ``fence`` and submits. Another
-thread may poll, attach and detach. The caller makes sure that no two calls overlap, except
-``synchronize``, which may overlap with everything that submits nothing.
+Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and
+``detach``. The thread that launches the engine's kernels calls ``fence``. No method is called by
+two threads at once.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class CopyEngine(ABC):
     """Base class: address checks and in-flight accounting. A backend implements the copies."""
 
     kind = ""
+    batch_bytes = 32 << 20
+    """How much a caller should submit at once: it checks deadlines between two submissions."""
 
     def __init__(self, codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._codec = codec
@@ -222,14 +224,6 @@ class CopyEngine(ABC):
     def synchronous(self) -> bool:
         """Whether a copy is complete when ``submit`` returns."""
         return False
-
-    def calibrate(self, scratch: HostPool) -> dict[str, float]:
-        """Chooses how to copy by measuring, if there is a choice.
-
-        ``scratch``: host memory of the kind that pools have. Nothing may be attached. Returns bytes
-        per second by what was measured. Raises ``CopyError``.
-        """
-        return {}
 
     @abstractmethod
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
-from kvtier.transfer.codec import Codec, CodecError, build_codec, word_dtype
+from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
+from kvtier.transfer.codec import Codec, CodecError, build_codec
 from kvtier.transfer.cuda import CudaCopyEngine
 from kvtier.transfer.cuda_runtime import cuda
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine, register_pool, unregister_pool
 from kvtier.transfer.host_pool import HostPool, open_pool
 from kvtier.transfer.startup_check import pageable_scratch, pinned_scratch, verify_round_trip
+from kvtier.transfer.strided_views import word_dtype
 from kvtier.transfer.synthetic_layouts import (
     LAYOUT_NAMES,
     CacheGeometry,
@@ -252,7 +254,7 @@ def _measure(layout: SyntheticCache, device: str, directory: Path) -> dict[str, 
     bench, release = _bench(layout, device, directory, slots=8, chunk_blocks=16)
     try:
         scratch = pinned_scratch if device != "cpu" else pageable_scratch
-        calibration = bench.engine.calibrate(scratch(128 << 20))
+        calibration = calibrate(bench.engine, scratch(SCRATCH_BYTES))
         bench.engine.attach(bench.pool)
         shard = -(-bench.codec.groups[0].shard_bytes // 4096) * 4096
         per = min(8, (layout.num_blocks - 1) // 16)

@@ -137,6 +137,21 @@ def test_after_a_burst_a_tier_holds_everything_that_ram_holds() -> None:
     assert fixture.store.pinned_bytes == 0
 
 
+def test_an_object_that_is_evicted_before_its_write_is_counted() -> None:
+    fixture = StoreFixture(slots=12, values=live(disk=LiveTier(max_pending_store_bytes=2 * PAGE)))
+    fixture.engine()
+    for chunk in range(40):
+        fixture.put(chunk)
+        while fixture.io.run_all("hash"):
+            fixture.pump()
+        fixture.advance(0.11)
+    fixture.settle()
+    dropped = fixture.counted("tier_writes_dropped", "disk", "evicted")
+    assert dropped > 0
+    dropped += fixture.counted("checksums_dropped", "", "evicted")
+    assert len(fixture.tier.objects) + dropped == fixture.counted("stores_committed")
+
+
 def test_the_beginning_of_a_loaded_prefix_is_touched_last_in_the_tiers() -> None:
     fixture = StoreFixture()
     fixture.engine()

@@ -16,14 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.transfer import cpu, selftest
-from kvtier.transfer.codec import (
-    Codec,
-    build_codec,
-    gather,
-    scatter,
-    segment_views,
-    word_dtype,
-)
+from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.copy_ranges import block_runs, rows_of, split_ranges
 from kvtier.transfer.cpu import CpuCopyEngine
 from kvtier.transfer.cuda_runtime import registration_ranges, relax_capture
@@ -31,6 +24,7 @@ from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 from kvtier.transfer.startup_check import RoundTripError, pageable_scratch, verify_round_trip
+from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 from kvtier.transfer.synthetic_layouts import (
     SyntheticCache,
     SyntheticGroup,

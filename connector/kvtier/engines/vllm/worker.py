@@ -42,6 +42,7 @@ from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
+from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.factory import cache_device, make_engine, register_pool, unregister_pool
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 2.0
-CALIBRATION_BYTES = 128 << 20
-"""Host memory for measuring the copy engine; it is released afterwards."""
 WorkerClientFactory = Callable[
     [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
 ]
@@ -149,7 +148,7 @@ class KVTierConnectorWorker:
         scratch = pageable_scratch if device.type == "cpu" else pinned_scratch
         verify_round_trip(kv_caches, codec, engine, scratch)
         if not engine.synchronous:
-            rates = engine.calibrate(scratch(CALIBRATION_BYTES))
+            rates = calibrate(engine, scratch(SCRATCH_BYTES))
             logger.info(
                 "KVTier: measured copy rates in GB/s: %s",
                 ", ".join(f"{way} {rate / 1e9:.1f}" for way, rate in rates.items()),

@@ -22,23 +22,13 @@ from dataclasses import dataclass, field
 from kvtier.engines.vllm.metadata import LoadJob, LoadResult, StoreJob
 from kvtier.engines.vllm.worker_state import LoadEnd, RankContext
 from kvtier.tierd.wire import Abort, Deliver, LoadReady, LoadReleased, Message
-from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
+from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 
 MAX_EARLY_ANNOUNCEMENTS = 256
 """Announcements without a job. A job follows within one engine step, and at most 32 requests wait
 for a promotion at a time."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered because their announcement may still arrive."""
-BATCH_BYTES = 512 << 20
-"""Submitted at once, 10 ms of a GPU's link; deadlines and cancellations are checked between two
-submissions."""
-SYNCHRONOUS_BATCH_BYTES = 32 << 20
-"""The same where a copy is complete when its submission returns."""
-
-
-def batch_bytes_of(engine: CopyEngine) -> int:
-    """Returns how much is submitted at once."""
-    return SYNCHRONOUS_BATCH_BYTES if engine.synchronous else BATCH_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +72,7 @@ class WorkerLoads:
         self._engine = context.engine
         self._counters = context.counters
         self._send = send
-        self._batch_bytes = batch_bytes or batch_bytes_of(context.engine)
+        self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
         self._early: OrderedDict[int, LoadReady] = OrderedDict()
         """Announcements whose job has not arrived."""
@@ -280,7 +270,7 @@ class WorkerStores:
         self._engine = context.engine
         self._counters = context.counters
         self._send = send
-        self._batch_bytes = batch_bytes or batch_bytes_of(context.engine)
+        self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._open: set[int] = set()
         """Reservations that have not ended."""
         self._pending: deque[tuple[StoreJob, object | None]] = deque()
