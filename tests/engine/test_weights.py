@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvtier.config.models import Daemon
+from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineOptions,
     EngineTestbed,
-    ReferenceEngine,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import prompt
