@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.tierd.wire import PROTOCOL, Hello, LoadReady, Message, Welcome
+from kvtier.tierd.wire import PROTOCOL, Hello, LoadReady, Message, Ready, Welcome
 
 
 class StubTierd:
@@ -44,8 +44,9 @@ class StubTierd:
         self.started = True
 
     def welcome(self, epoch: int, nbytes: int | None = None) -> None:
-        """Tierd answers the worker's Hello."""
-        self.hellos.append(self._hello())
+        """Tierd answers the Hello of a worker that is alone, and opens its namespace."""
+        hello = self._hello()
+        self.hellos.append(hello)
         self.attached = True
         size = self.pool.stat().st_size if nbytes is None else nbytes
         message = Welcome(
@@ -58,6 +59,10 @@ class StubTierd:
             settings="{}",
         )
         self._sink(message)
+        sizes = hello.shard_bytes
+        shards = tuple((0, size, True) for size in sizes)
+        ready = Ready(namespace="n", slot_bytes=sizes, persistent=True, shards=shards)
+        self._sink(ready)
 
     def say(self, message: Message) -> None:
         """Any message of tierd's."""

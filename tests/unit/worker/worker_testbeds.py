@@ -19,9 +19,15 @@ from tests.support.stub_tierd import StubTierd
 from kvtier.config.models import Daemon
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StepMetadata, StoreJob
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
-from kvtier.engines.vllm.worker_state import CompletionQueue, Completions, Counters, RankContext
+from kvtier.engines.vllm.worker_state import (
+    CompletionQueue,
+    Completions,
+    Counters,
+    RankContext,
+    RankShards,
+)
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import Message
+from kvtier.tierd.wire import Message, Ready
 from kvtier.transfer.codec import build_codec
 from kvtier.transfer.host_pool import HostPool
 from kvtier.transfer.synthetic_layouts import CacheGeometry, SyntheticCache, make_every_cache
@@ -49,6 +55,11 @@ def load_job(
     return LoadJob(number, request or f"request-{number}", made, limit)
 
 
+def opened(shards: tuple[tuple[int, int, bool], ...], slot_bytes: tuple[int, ...]) -> Ready:
+    """tierd opens the namespace of an engine."""
+    return Ready(namespace="n", slot_bytes=slot_bytes, persistent=True, shards=shards)
+
+
 def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -> StoreJob:
     """A store of a whole chunk."""
     return StoreJob(number, slot, epoch, BlockRun(0, 0, blocks))
@@ -67,9 +78,18 @@ class RankTestbed:
     sent: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.context = RankContext(self.engine, (0,), self.completions, self.counters, self.clock)
+        self.context = RankContext(
+            self.engine, self.shards(0), self.completions, self.counters, self.clock
+        )
         self.loads = self.new_loads()
         self.stores = WorkerStores(self.context, self.sent.append)
+
+    def shards(self, offset: int, writes: bool = True) -> RankShards:
+        """The rank's shard begins at ``offset`` of a slot, and ends with it."""
+        shards = RankShards((self.slot_bytes,))
+        ready = opened(((offset, self.slot_bytes, writes),), (offset + self.slot_bytes,))
+        assert shards.set(ready) == ""
+        return shards
 
     def new_loads(self, batch_bytes: int = 1) -> WorkerLoads:
         """``batch_bytes`` 1: one key per submission."""

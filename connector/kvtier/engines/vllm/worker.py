@@ -33,6 +33,7 @@ from kvtier.engines.vllm.worker_state import (
     Completions,
     Counters,
     RankContext,
+    RankShards,
     WorkerClient,
 )
 from kvtier.engines.vllm.worker_thread import TransferThread
@@ -41,7 +42,6 @@ from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
-from kvtier.tiers.base import aligned
 from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.engine import CopyEngine
@@ -169,9 +169,9 @@ class KVTierConnectorWorker:
                 self._rank,
                 self._weights.reason,
             )
-        offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
+        shards = RankShards(codec.shard_bytes)
         self._thread = TransferThread(
-            RankContext(engine, offsets, self._completions, self._counters, time.monotonic),
+            RankContext(engine, shards, self._completions, self._counters, time.monotonic),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
                 lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool

@@ -23,7 +23,7 @@ from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import LoadReady, Message, SessionRefused, Welcome
+from kvtier.tierd.wire import LoadReady, Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class TransferThread:
         self._ended = threading.Event()
         self._drained = False
         self._welcome: Welcome | None = None
+        self._shards_refused = False
         self._drained_epoch = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-transfer", daemon=True)
 
@@ -135,7 +136,7 @@ class TransferThread:
 
     def receive(self, message: Message) -> None:
         """Queues a message of tierd. The client's sink."""
-        if isinstance(message, LoadReady | Welcome | SessionRefused):
+        if isinstance(message, LoadReady | Welcome | Ready | SessionRefused):
             self._put(message, always=not isinstance(message, LoadReady))
 
     def on_client_lost(self, reason: str) -> None:
@@ -181,7 +182,9 @@ class TransferThread:
             self._inputs.clear()
         for item in inputs:
             self._handle(item)
-        changed = self._loads.advance(can_copy=self._engine.pool is not None)
+        if self._shards_refused:
+            self._loads.stop_all("shards")
+        changed = self._loads.advance(can_copy=self._can_copy)
         changed |= self._stores.advance()
         self._outbox.flush()
         with self._wake:
@@ -211,6 +214,8 @@ class TransferThread:
                 self._loads.on_announcement(item)
             case Welcome():
                 self._on_welcome(item)
+            case Ready():
+                self._on_ready(item)
             case PoolReady():
                 self._on_pool(item)
             case _ClientLost():
@@ -230,6 +235,25 @@ class TransferThread:
                 self._engine.detach()
             self._map_pool(welcome)
 
+    def _on_ready(self, ready: Ready) -> None:
+        """The engine's namespace opened: tierd says where this rank's shards lie in a slot."""
+        shards = self._context.shards
+        problem = shards.set(ready)
+        self._shards_refused = bool(problem)
+        if problem:
+            self._counters.add("shards_refused")
+            logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
+        self._update_epoch()
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
+        return self._engine.pool is not None and self._context.shards.known
+
+    def _update_epoch(self) -> None:
+        welcome = self._welcome
+        self._completions.epoch = welcome.epoch if welcome and self._can_copy else 0
+
     def _map_pool(self, welcome: Welcome) -> None:
         self._mapper.map(Path(welcome.pool_path), welcome.pool_bytes, self.on_pool_ready)
 
@@ -240,7 +264,7 @@ class TransferThread:
             return False
         if self._engine.pool is not pool:
             self._engine.attach(pool)
-        self._completions.epoch = welcome.epoch
+        self._update_epoch()
         return True
 
     def _on_pool(self, ready: PoolReady) -> None:
@@ -266,6 +290,8 @@ class TransferThread:
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
+        self._context.shards.clear()
+        self._shards_refused = False
         self._client.reattach(self._drained_epoch)
 
     def _drain(self, reason: str) -> None:
