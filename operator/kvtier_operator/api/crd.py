@@ -1,8 +1,10 @@
 """The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd``
 writes ``crds/``.
 
-Defaults of live fields are in the schema, so the object shows them. Defaults of structural fields
-are applied by the operator when it reads the object. The structural hash covers only what was
+Defaults of live fields are in the schema, so the object shows them, except in items of lists: a
+client-side apply replaces a list as a whole, so that a default in an item would make each apply of
+an unchanged file a change. Fields that have no effect in this version have no default either.
+Defaults of structural fields are applied by the operator when it reads the object. The structural hash covers only what was
 *written*: if the API server filled in the defaults, a changed default would make every pod
 outdated.
 
@@ -23,6 +25,7 @@ from kvtier_operator.api.base import Change, Model, Rule, Scalar
 from kvtier_operator.api.fields import FieldDocument, Shape, fields_of
 from kvtier_operator.api.policy import GROUP, KIND, MAX_POLICY_NAME, VERSION, KVTierPolicy
 from kvtier_operator.api.quantity import MAX_TEXT, PATTERN
+from kvtier_operator.api.unenforced import is_listed
 
 Part = TypeVar("Part")
 
