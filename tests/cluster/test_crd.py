@@ -144,7 +144,8 @@ def test_the_api_server_defaults_live_fields_and_not_structural_ones(stored: Any
         "Cost",
         {"strategy": "OnPodRestart"},
     )
-    assert spec["tiers"][1]["fileSystem"]["lowWatermarkPercent"] == 75
+    assert spec["tiers"] == SMALL["spec"]["tiers"]
+    assert "monitoring" not in spec
     assert "chunkTokens" not in spec
     assert "engine" not in spec
     assert "readThreads" not in spec["tiers"][1]["fileSystem"]

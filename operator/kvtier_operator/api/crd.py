@@ -4,9 +4,9 @@ writes ``crds/``.
 Defaults of live fields are in the schema, so the object shows them, except in items of lists: a
 client-side apply replaces a list as a whole, so that a default in an item would make each apply of
 an unchanged file a change. Fields that have no effect in this version have no default either.
-Defaults of structural fields are applied by the operator when it reads the object. The structural hash covers only what was
-*written*: if the API server filled in the defaults, a changed default would make every pod
-outdated.
+Defaults of structural fields are applied by the operator when it reads the object. The structural
+hash covers only what was *written*: if the API server filled in the defaults, a changed default
+would make every pod outdated.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and
 ``maxProperties``, so every text, list and map has one.

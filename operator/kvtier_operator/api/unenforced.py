@@ -1,8 +1,8 @@
 """Fields of a policy that this version accepts and does not act on.
 
 A field is listed here, and nowhere else, until something implements it. A policy that sets a listed
-field is accepted; its ``Accepted`` condition has the reason ``NotEnforced`` and names the field, and
-the webhook and ``kvtier validate`` warn. A listed field has no default in the schema, so that a
+field is accepted; its ``Accepted`` condition has the reason ``NotEnforced`` and names the field,
+and the webhook warns. A listed field has no default in the schema, so that a
 field that nobody wrote is not reported.
 """
 
@@ -22,7 +22,7 @@ NOT_ENFORCED: Final[dict[str, str]] = {
     "spec.isolation.keySecretRef.name": "objects in shared directories have no keyed tag",
     "spec.monitoring.podMonitor": "no PodMonitor is created; enable the chart's monitors instead",
     "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
-    "spec.tiers[].lmcache": "KVTier's connector has no LMCache tiers; engines run without this tier",
+    "spec.tiers[].lmcache": "KVTier's connector has no LMCache tiers; engines run without it",
 }
 """By path, what this version does instead. An entry for an object covers the fields in it."""
 BY_CONNECTOR: Final[dict[str, frozenset[Connector]]] = {
