@@ -2,8 +2,8 @@
 
 A field is listed here, and nowhere else, until something implements it. A policy that sets a listed
 field is accepted; its ``Accepted`` condition has the reason ``NotEnforced`` and names the field,
-and the webhook warns. A listed field has no default in the schema, so that a
-field that nobody wrote is not reported.
+and the webhook warns. A listed field has no default in the schema, so that a field that the policy
+does not set is not reported.
 """
 
 from __future__ import annotations
