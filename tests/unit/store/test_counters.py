@@ -38,13 +38,14 @@ def counted() -> Iterator[tuple[str, str, str, str | None]]:
                     for each in ast.walk(node.args[0]):
                         if isinstance(each, ast.Constant) and isinstance(each.value, str):
                             yield place, "protocol_violations", "", each.value
-                elif (node.func.attr == "count" and re.search("context|self$", owner)) or (
-                    node.func.attr == "add" and owner.endswith("_counters")
+                elif isinstance(literal[0] if literal else None, str) and (
+                    (node.func.attr == "count" and re.search("context|self$", owner))
+                    or (node.func.attr == "add" and owner.endswith("_counters"))
                 ):
-                    if isinstance(literal[0], str):
-                        tier = "" if len(literal) < 2 or literal[1] == "" else "tier"
-                        reason = literal[2] if len(literal) > 2 else ""
-                        yield place, literal[0], tier, reason if reason is None else str(reason)
+                    tier = "" if len(literal) < 2 or literal[1] == "" else "tier"
+                    reason = literal[2] if len(literal) > 2 else ""
+                    name = str(literal[0])
+                    yield place, name, tier, reason if reason is None else str(reason)
 
 
 def test_every_counter_in_the_code_is_registered() -> None:
