@@ -71,7 +71,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotions_ended": _global("whole", "partial", "failed", "cancelled"),
     "promotions_out_of_time": _global(),
     "selections": _global(
-        "highest_score", "least_time", "longest_without_estimate", "recomputing_is_faster",
+        "below_min_load_tokens", "highest_score", "least_time", "longest_without_estimate",
+        "nothing_usable", "recomputing_is_faster",
         "tier_without_estimate",
     ),
     # Loads and stores.
