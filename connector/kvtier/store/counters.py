@@ -65,7 +65,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotion_leases_expired": _global(),
     "promotions": _global(),
     "promotions_cut": _global(
-        *TIER_ERRORS, "absent", "fenced", "no_slot", "no_time", "read_past_its_estimate",
+        *TIER_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global("whole", "partial", "failed", "cancelled"),
