@@ -20,11 +20,11 @@ from pathlib import Path
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_process import DrivenEngine
+from kvtier.harness.engine_requests import Requests
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineOptions,
     EngineTestbed,
-    Requests,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama

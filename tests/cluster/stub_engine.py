@@ -27,7 +27,8 @@ sys.path.insert(0, "/opt/kvtier/source")
 
 from kvtier.config.loader import load
 from kvtier.errors import KVTierError
-from kvtier.harness.stub_engine import StubEngine, StubEngineOptions
+from kvtier.harness.stub_engine import StubEngine
+from kvtier.harness.stub_worker import StubEngineOptions
 
 PORT = 8000
 OBJECT_BYTES = 256 << 10

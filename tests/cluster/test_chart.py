@@ -33,7 +33,10 @@ def release(full_cluster: Any, charts: ModuleType) -> Iterator[Any]:
             yield found
         finally:
             found.uninstall()
-            full_cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found")
+            # The API server deletes every object of the kind first, with growing pauses.
+            full_cluster.kubectl(
+                "delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=300
+            )
 
 
 def policy(name: str, **spec: Any) -> dict[str, Any]:

@@ -57,7 +57,10 @@ def release(full_cluster: Any, full_api: Any) -> Iterator[Release]:
             yield release
         finally:
             release.uninstall()
-            full_cluster.kubectl("delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found")
+            # The API server deletes every object of the kind first, with growing pauses.
+            full_cluster.kubectl(
+                "delete", "crd", "kvtierpolicies.kvtier.io", "--ignore-not-found", seconds=300
+            )
 
 
 @pytest.fixture

@@ -14,12 +14,8 @@ import pytest
 
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_testbed import (
-    EngineOptions,
-    EngineTestbed,
-    ReferenceEngine,
-    start_reference_engine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed, start_reference_engine
 from kvtier.harness.tiny_model import write_llama
 
 

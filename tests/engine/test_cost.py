@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon, Selection
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    DAEMON_EVENTS,
-    EngineOptions,
-    EngineTestbed,
-    ReferenceEngine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, DAEMON_EVENTS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 16

@@ -10,12 +10,8 @@ from collections.abc import Iterator
 import pytest
 from tests.support.slow_copies import running_copies, set_copy_seconds, wait_copying
 
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    SNAPSHOT_SECONDS,
-    EngineTestbed,
-    ReferenceEngine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 from kvtier.transfer.engine import Direction
 

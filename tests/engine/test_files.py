@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    EngineTestbed,
-    ReferenceEngine,
-    start_reference_engine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, start_reference_engine
 from kvtier.harness.tiny_model import prompt, write_llama
 
 HEADER_BYTES = 4096

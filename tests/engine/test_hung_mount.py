@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.harness.engine_process import DrivenEngine
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    EngineTestbed,
-    ReferenceEngine,
-    start_reference_engine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, start_reference_engine
 from kvtier.harness.tiny_model import prompt
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable

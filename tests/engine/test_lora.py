@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    EngineTestbed,
-    ReferenceEngine,
-    start_reference_engine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, start_reference_engine
 from kvtier.harness.tiny_model import prompt, write_lora
 
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, ReferenceEngine
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 from kvtier_operator.render.engine import transfer_config
 

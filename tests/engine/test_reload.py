@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.harness.engine_testbed import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    EngineTestbed,
-    ReferenceEngine,
-    Requests,
-)
+from kvtier.harness.engine_requests import ReferenceEngine, Requests
+from kvtier.harness.engine_testbed import BLOCK_TOKENS, CHUNK_TOKENS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
 BATCHED_TOKENS = 256

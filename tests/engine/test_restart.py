@@ -11,12 +11,8 @@ import pytest
 from tests.support import leftover_pool
 
 from kvtier.config.models import Daemon
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    EngineOptions,
-    EngineTestbed,
-    ReferenceEngine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 9

@@ -13,12 +13,8 @@ import pytest
 
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_process import ManagedProcess
-from kvtier.harness.engine_testbed import (
-    CHUNK_TOKENS,
-    EngineOptions,
-    EngineTestbed,
-    ReferenceEngine,
-)
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 6

@@ -19,7 +19,8 @@ from tests.support.slow_copies import (
     running_copies,
 )
 
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, ReferenceEngine, Requests
+from kvtier.harness.engine_requests import ReferenceEngine, Requests
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 from kvtier.transfer.engine import Direction
 

@@ -66,7 +66,7 @@ def scenarios() -> dict[str, dict[str, Any]]:
     ) as machine:
         output, _ = machine.communicate(timeout=MACHINE_SECONDS + 30)
     lines = [line.partition("SCENARIO ")[2] for line in output.splitlines() if "SCENARIO " in line]
-    if "run `apt-get update` first" in output or ("apt-get" in output and not lines):
+    if "in_vm: no kernel" in output:
         pytest.skip(f"the kernel for a machine with NFS cannot be had: {output[-300:]}")
     found = {document["name"]: document for document in map(json.loads, lines)}
     assert found, output[-4000:]

@@ -1,9 +1,8 @@
 """The testbed of a real engine: one directory with topology, file tier, tier daemon and engine.
 
-``EngineOptions`` are the settings that tests vary. ``Requests`` runs requests on a driven engine,
-and ``ReferenceEngine`` answers them without KVTier for comparison. The topology is written directly
-from its models, so that a test sets exactly what it needs. The engine is attached by its
-environment alone, as in production: a payload directory on PYTHONPATH, and ``KVTIER_TOPOLOGY``.
+``EngineOptions`` are the settings that tests vary. The topology is written directly from its
+models, so that a test sets exactly what it needs. The engine is attached by its environment alone,
+as in production: a payload directory on PYTHONPATH, and ``KVTIER_TOPOLOGY``.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ from kvtier.harness.engine_process import (
     quiet_environment,
     tierd_processes,
 )
+from kvtier.harness.engine_requests import Requests
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
@@ -118,70 +118,6 @@ class EngineOptions:
 
 
 DEFAULT = EngineOptions()
-NEW_TOKENS = 12
-
-
-class Requests:
-    """Runs requests on one engine under unique names."""
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self.engine = engine
-        self._count = 0
-
-    def add(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> str:
-        """Queues one request; returns its name."""
-        self._count += 1
-        name = f"r{self._count}"
-        self.engine.call("add", name=name, prompt=prompt, max_tokens=max_tokens, **extra)
-        return name
-
-    def abort(self, name: str) -> None:
-        """Aborts one request."""
-        self.engine.call("abort", ids=[name])
-
-    def finish(self, names: list[str], seconds: float = 90) -> Mapping[str, Any]:
-        """Steps until these requests have finished."""
-        answer: Mapping[str, Any] = self.engine.call(
-            "finish", ids=names, seconds=seconds, timeout_seconds=seconds + 30
-        )
-        return answer
-
-    def run(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> list[int]:
-        """One request from beginning to end; its tokens."""
-        name = self.add(prompt, max_tokens, **extra)
-        tokens: list[int] = self.finish([name])[name]["tokens"]
-        return tokens
-
-    def run_together(
-        self, prompts: list[list[int]], max_tokens: int = NEW_TOKENS
-    ) -> list[list[int]]:
-        """All prompts at once; their tokens, in order."""
-        names = [self.add(prompt, max_tokens) for prompt in prompts]
-        answers = self.finish(names)
-        return [answers[name]["tokens"] for name in names]
-
-
-class ReferenceEngine:
-    """An engine without KVTier, and the tokens it returned."""
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        self._requests = Requests(engine)
-        self._known: dict[str, list[int]] = {}
-
-    def tokens(self, prompt: list[int], max_tokens: int = NEW_TOKENS, **extra: Any) -> list[int]:
-        """Greedy tokens for ``prompt``, computed from its first token on."""
-        key = repr((prompt, max_tokens, extra))
-        if key not in self._known:
-            self._engine.call("reset_prefix_cache")
-            self._known[key] = self._requests.run(prompt, max_tokens, **extra)
-        return self._known[key]
-
-    def together(self, prompts: list[list[int]], max_tokens: int = NEW_TOKENS) -> list[list[int]]:
-        """As ``tokens``, for several prompts, each computed by itself."""
-        return [self.tokens(prompt, max_tokens) for prompt in prompts]
-
-
 WAIT_SECONDS = 60.0
 LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
 LOAD_FAILURES = "vllm:kvtier_load_failures_total"

@@ -13,9 +13,7 @@ keys until it is terminated, and prints its counters every half second as one JS
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import mmap
 import os
 import queue
 import random
@@ -25,13 +23,18 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.config.loader import load as load_topology
+from kvtier.harness.stub_worker import (
+    STRICT_SECONDS,
+    Seen,
+    StubEngineOptions,
+    StubJob,
+    StubWorker,
+    block_hash,
+)
 from kvtier.processes import own_identity
 from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.client import TierdClient
@@ -40,18 +43,13 @@ from kvtier.tierd.replication import Replica
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.watchdog import WatchdogTiming
 from kvtier.tierd.wire import (
-    PROTOCOL,
-    Abort,
     Cancel,
     Credits,
-    Deliver,
     Delta,
     EvictionNotice,
     Heartbeat,
     Hello,
     Load,
-    LoadReady,
-    LoadReleased,
     Message,
     Promote,
     Promoted,
@@ -62,231 +60,8 @@ from kvtier.tierd.wire import (
     Welcome,
 )
 
-Bytes = npt.NDArray[np.uint8]
 GROUP = b"\0"
-_TICK_SECONDS = 0.05
-STRICT_SECONDS = 0.05
-"""What a worker allows beyond the deadline of a request (docs/datapath.md)."""
-
-
-def block_hash(number: int, salt: str = "") -> bytes:
-    """32 bytes in place of vLLM's block hash of chunk ``number``."""
-    return hashlib.sha256(f"{salt}/{number}".encode()).digest()
-
-
-def content(key: bytes, size_bytes: int) -> Bytes:
-    """The bytes of an object. Any eight of them are unique over all keys and offsets."""
-    seed = int.from_bytes(key[-8:], "little")
-    words = np.arange(-(-size_bytes // 8), dtype=np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    ) + np.uint64(seed)
-    return words.view(np.uint8)[:size_bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class StubEngineOptions:
-    """``copy_seconds``: how long one copy takes, in ``copy_pieces`` pieces. ``drains``: whether the
-    worker reports that it has drained. ``limit_seconds``: how long a load waits for its slots.
-    ``strict``: a load ends at its deadline, as a scheduler's does. ``protocol``: its version.
-    """
-
-    run_directory: Path
-    engine: str = ""
-    identity: str = "stub"
-    ephemeral_reason: str = ""
-    object_bytes: int = 64 << 10
-    copy_seconds: float = 0.0
-    copy_pieces: int = 16
-    drains: bool = True
-    limit_seconds: float = 2.0
-    strict: bool = False
-    protocol: str = PROTOCOL
-
-
 OBJECT_TOKENS = 256
-
-
-@dataclass(slots=True)
-class Seen:
-    """Counters. ``wrong``: objects whose bytes were not those of their key."""
-
-    stored: int = 0
-    store_dropped: int = 0
-    loaded: int = 0
-    promoted: int = 0
-    load_failed: int = 0
-    misses: int = 0
-    wrong: int = 0
-    lost: int = 0
-    attached: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class StubJob:
-    """A load (``slot`` < 0: announced by tierd under ``number``) or a store into ``slot``."""
-
-    number: int
-    keys: tuple[bytes, ...]
-    epoch: int
-    slot: int = -1
-    done: threading.Event | None = None
-    ended: int = 0
-    """Keys that were copied and are correct."""
-
-
-class StubWorker:
-    """The worker side: one thread makes the copies, in the order of the jobs."""
-
-    def __init__(self, options: StubEngineOptions, engine: str, seen: Seen) -> None:
-        self._options = options
-        self._engine = engine
-        self._seen = seen
-        self._inbox: queue.SimpleQueue[Message | StubJob | str | None] = queue.SimpleQueue()
-        self._pool: Bytes | None = None
-        self._slots: dict[int, tuple[int, ...]] = {}
-        self._waiting: list[StubJob] = []
-        self.epoch = 0
-        self.drained_epoch = 0
-        self.copying = threading.Event()
-        """Set while a copy runs."""
-        self.client = TierdClient(
-            options.run_directory, self._hello, self._inbox.put, self._inbox.put
-        )
-        self._thread = threading.Thread(target=self._run, name="stub-worker", daemon=True)
-
-    def _hello(self) -> Hello:
-        me = own_identity()
-        return Hello(
-            protocol=self._options.protocol,
-            role="worker",
-            engine=self._engine,
-            pid=me.pid,
-            pid_namespace=me.pid_namespace,
-            process_start=me.start,
-            drained_epoch=self.drained_epoch,
-            codec="stub",
-            shard_bytes=(self._options.object_bytes,),
-            lock=hold_peer_lock(Path(self._options.run_directory)),
-        )
-
-    def start(self) -> None:
-        """Attaches in the background."""
-        self._thread.start()
-        self.client.start()
-
-    def put(self, job: StubJob) -> None:
-        """Any thread."""
-        self._inbox.put(job)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Drains and closes the session."""
-        self._inbox.put(None)
-        self._thread.join(timeout_seconds)
-        if not self._thread.is_alive():
-            self.client.close(timeout_seconds)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                item = self._inbox.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                self._expire()
-                continue
-            if item is None:
-                self._end_all()
-                return
-            if isinstance(item, str):
-                self._lost()
-            elif isinstance(item, StubJob):
-                self._begin(item)
-            elif isinstance(item, Welcome):
-                self._map(item)
-            elif isinstance(item, LoadReady):
-                self._slots[item.load] = item.slots
-                self._try_loads()
-
-    def _map(self, welcome: Welcome) -> None:
-        with open(welcome.pool_path, "r+b") as file:
-            self._pool = np.frombuffer(mmap.mmap(file.fileno(), welcome.pool_bytes), dtype=np.uint8)
-        self.epoch = welcome.epoch
-
-    def _lost(self) -> None:
-        # Copies are made on this thread, so none is running now: the worker has drained.
-        self._end_all()
-        self.drained_epoch = max(self.drained_epoch, self.epoch)
-        self.epoch = 0
-        if self._options.drains:
-            self.client.reattach(self.drained_epoch)
-
-    def _end_all(self) -> None:
-        for job in self._waiting:
-            self._finish(job)
-        self._waiting.clear()
-        self._slots.clear()
-
-    def _begin(self, job: StubJob) -> None:
-        if not self.epoch or job.epoch != self.epoch or self._pool is None:
-            self._finish(job)
-        elif job.slot >= 0:
-            self._store(job, self._pool)
-        else:
-            self._waiting.append(job)
-            self._try_loads()
-
-    def _store(self, job: StubJob, pool: Bytes) -> None:
-        key = job.keys[0]
-        self._copy(
-            pool[job.slot : job.slot + self._options.object_bytes],
-            content(key, self._options.object_bytes),
-        )
-        if self.client.epoch == job.epoch:
-            self.client.send(Deliver(reservations=(job.number,)))
-        else:
-            self.client.send(Abort(reservations=(job.number,)))
-        job.ended = 1
-        self._finish(job)
-
-    def _try_loads(self) -> None:
-        for job in list(self._waiting):
-            slots = self._slots.pop(job.number, None)
-            pool = self._pool
-            if slots is None or pool is None:
-                continue
-            self._waiting.remove(job)
-            size = self._options.object_bytes
-            target = np.empty(size, dtype=np.uint8)
-            for key, slot in zip(job.keys, slots, strict=False):
-                self._copy(target, pool[slot : slot + size])
-                if self.client.epoch != job.epoch:
-                    # tierd was lost during the copy: what was copied does not count.
-                    break
-                if np.array_equal(target, content(key, size)):
-                    job.ended += 1
-                else:
-                    self._seen.wrong += 1
-            self.client.send(LoadReleased(load=job.number))
-            self._finish(job)
-
-    def _expire(self) -> None:
-        for job in [job for job in self._waiting if job.done is not None and job.done.is_set()]:
-            self._waiting.remove(job)
-            self.client.send(LoadReleased(load=job.number))
-
-    def _finish(self, job: StubJob) -> None:
-        if job.done is not None:
-            job.done.set()
-
-    def _copy(self, target: Bytes, source: Bytes) -> None:
-        if not self._options.copy_seconds:
-            target[:] = source
-            return
-        self.copying.set()
-        pieces = self._options.copy_pieces
-        size = -(-len(target) // pieces)
-        for start in range(0, len(target), size):
-            time.sleep(self._options.copy_seconds / pieces)
-            target[start : start + size] = source[start : start + size]
-        self.copying.clear()
 
 
 class StubEngine:

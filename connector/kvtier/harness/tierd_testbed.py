@@ -35,7 +35,8 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write, write_live
-from kvtier.harness.stub_engine import StubEngine, StubEngineOptions
+from kvtier.harness.stub_engine import StubEngine
+from kvtier.harness.stub_worker import StubEngineOptions
 from kvtier.processes import has_exited, process_start
 
 WAIT_SECONDS = 60.0

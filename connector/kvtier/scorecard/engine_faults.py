@@ -24,11 +24,11 @@ from typing import Any
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_process import EngineProcessError
+from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineOptions,
     EngineTestbed,
-    ReferenceEngine,
     start_reference_engine,
 )
 from kvtier.harness.tiny_model import prompt, write_llama

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from kvtier.harness.stub_engine import Bytes, block_hash, content
+from kvtier.harness.stub_worker import Bytes, block_hash, content
 
 OBJECT_BYTES = 64 << 10
 POLL_SECONDS = 0.002

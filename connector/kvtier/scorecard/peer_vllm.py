@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.harness.stub_engine import block_hash
+from kvtier.harness.stub_worker import block_hash
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES, Answer, expected, is_right, serve
 
 BLOCK_TOKENS = 16

@@ -240,7 +240,8 @@ class StoreLoads:
     def _note_use(self, engine: EngineState, entries: list[Entry]) -> None:
         """Tells the tiers that hold the objects, and brings the objects to those that do not."""
         usable = [secondary for secondary in self._tiers.all if secondary.usable]
-        for entry in entries:
+        # Last key first, so that the beginning of the prefix is the most recently used.
+        for entry in reversed(entries):
             if usable and engine.persistent:
                 bits = self._index.bits(entry.namespace, entry.key)
                 for secondary in usable:

@@ -4,15 +4,15 @@
 secondary tiers. An object is pinned while it waits for its checksum and while it is hashed.
 
 ``WriteThrough`` writes objects to the tiers whose store policy asks for them. Writes have their own
-queues and threads and never delay a read. A write that exceeds a tier's bounds is dropped and
-counted; the next use of the object tries again.
+queues and threads and never delay a read. A write that exceeds a tier's pending bytes waits in a
+backlog of objects that lie in RAM. The backlog pins nothing, and is drawn from as writes end.
 
 Only the store's thread uses this module, except ``hash_object``.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -47,6 +47,48 @@ def hash_object(
     return ObjectMeta(shard_bytes, checksum.kind, tuple(digests))
 
 
+class _Backlog:
+    """Objects in RAM that wait for a write or a checksum, oldest first.
+
+    It pins nothing: an object that is evicted meanwhile is lost for the tier, which ``on_lost``
+    counts. Holds at most twice as many objects as RAM.
+    """
+
+    def __init__(self, resident: ResidentObjects, on_lost: Callable[[], None]) -> None:
+        self._resident = resident
+        self._on_lost = on_lost
+        self._waiting: OrderedDict[Entry, None] = OrderedDict()
+
+    def _drop_evicted(self, entry: Entry) -> bool:
+        if self._resident.get(entry.namespace, entry.key) is entry and not entry.evicting:
+            return False
+        del self._waiting[entry]
+        self._on_lost()
+        return True
+
+    def add(self, entry: Entry) -> bool:
+        """Adds an object; returns whether it was not waiting already."""
+        if entry in self._waiting:
+            return False
+        if len(self._waiting) > 2 * len(self._resident):
+            for each in list(self._waiting):
+                self._drop_evicted(each)
+        self._waiting[entry] = None
+        return True
+
+    def first(self) -> Entry | None:
+        """The oldest object that still lies in RAM."""
+        while self._waiting:
+            entry = next(iter(self._waiting))
+            if not self._drop_evicted(entry):
+                return entry
+        return None
+
+    def remove(self, entry: Entry) -> None:
+        """Removes an object that is written or hashed now."""
+        self._waiting.pop(entry, None)
+
+
 class WriteThrough:
     """Writes in progress. ``max_pinned_bytes`` limits what writes to one tier may pin."""
 
@@ -62,6 +104,12 @@ class WriteThrough:
         self._tiers = tiers
         self._max_pinned_bytes = max_pinned_bytes
         self._writes: dict[tuple[int, Entry], IoCall] = {}
+        self._backlogs = {
+            secondary.index: _Backlog(
+                resident, partial(context.count, "tier_writes_dropped", secondary.name, "evicted")
+            )
+            for secondary in tiers.all
+        }
         self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
         tiers.on_suspend(self._suspend_tier)
         tiers.on_available(self._write_missing)
@@ -97,6 +145,11 @@ class WriteThrough:
     def _write(self, secondary: SecondaryTier, entry: Entry, meta: ObjectMeta) -> None:
         context, size = self._context, meta.payload_bytes
         refused = self._refused(secondary, size)
+        if refused == "too_many_pending" and secondary.pending_store_bytes:
+            # Some write is in progress, whose end draws from the backlog.
+            if self._backlogs[secondary.index].add(entry):
+                context.count("tier_writes_postponed", secondary.name)
+            return
         if refused:
             context.count("tier_writes_dropped", secondary.name, refused)
             return
@@ -113,11 +166,14 @@ class WriteThrough:
         it does."""
         if not secondary.usable:
             return "breaker" if secondary.opened else "not_open"
-        bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
-        if secondary.pending_store_bytes + size > bound:
+        if not self._has_room(secondary, size):
             return "too_many_pending"
         rate = secondary.settings.max_write_bytes_per_second
         return "" if self._budgets[secondary.index].take(size, rate) else "write_budget"
+
+    def _has_room(self, secondary: SecondaryTier, size: int) -> bool:
+        bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
+        return secondary.pending_store_bytes + size <= bound
 
     def _written(
         self,
@@ -137,6 +193,17 @@ class WriteThrough:
         self._release(secondary, entry, size)
         if error is not None:
             self._tiers.note_error(secondary, entry.namespace, entry.key, error)
+        self._draw(secondary)
+
+    def _draw(self, secondary: SecondaryTier) -> None:
+        """Starts writes of the backlog for which the tier has room again."""
+        backlog = self._backlogs[secondary.index]
+        while secondary.usable and (entry := backlog.first()) is not None:
+            size = 0 if entry.meta is None else entry.meta.payload_bytes
+            if secondary.pending_store_bytes and not self._has_room(secondary, size):
+                return
+            backlog.remove(entry)
+            self.maybe_write(entry)
 
     def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
         del self._writes[secondary.index, entry]
@@ -168,6 +235,9 @@ class Checksummer:
         self._writes = writes
         self._max_pending_bytes = max_pending_bytes
         self._queue: deque[Entry] = deque()
+        self._backlog = _Backlog(
+            resident, partial(context.count, "checksums_dropped", "", "evicted")
+        )
         self._submitted = 0
         self.pending_bytes = 0
 
@@ -177,8 +247,8 @@ class Checksummer:
 
     def persist(self, entry: Entry) -> None:
         """Brings an object that was stored or used to the secondary tiers: computes its checksum,
-        if it has none, and passes it to ``WriteThrough``. Drops it if too many bytes are pending;
-        its next use tries again."""
+        if it has none, and passes it to ``WriteThrough``. If too many bytes are pending, it waits
+        in RAM without being pinned."""
         if not entry.persistent:
             return
         if entry.meta is not None:
@@ -188,7 +258,8 @@ class Checksummer:
             return
         size = entry.slot.segment.kind.slot_bytes
         if self.pending_bytes + size > self._max_pending_bytes:
-            self._context.count("checksums_dropped", "", "too_many_pending")
+            if self._backlog.add(entry):
+                self._context.count("checksums_postponed")
             return
         self.pending_bytes += size
         entry.busy |= CHECKSUM_BIT
@@ -220,4 +291,8 @@ class Checksummer:
             if error is not None:
                 self._context.unexpected.note("checksumming", error)
         self._resident.unpin(entry)
+        waiting = self._backlog.first()
+        if waiting is not None:
+            self._backlog.remove(waiting)
+            self.persist(waiting)
         self.run()

@@ -12,6 +12,7 @@ own, on the same cores. How the bytes of a block move depends on where they are:
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvtier.transfer.codec import Codec, segment_views
+from kvtier.transfer.codec import Codec
 from kvtier.transfer.engine import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle, Direction
+from kvtier.transfer.strided_views import segment_views
 
 SLICE_BYTES = 256 << 10
 """Larger blocks are copied with ``memmove``."""
@@ -64,9 +66,15 @@ class CpuCopyEngine(CopyEngine):
         ]
         self._slices = [_slices(group) for group in self._segments]
 
+    @property
+    def synchronous(self) -> bool:
+        return True
+
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:
+        started_at = time.perf_counter()
         for copy in copies:
             self._move(copy, handle.direction)
+        handle.seconds = time.perf_counter() - started_at
 
     def _move(self, copy: Copy, direction: Direction) -> None:
         pool = self._pool

@@ -1,106 +1,180 @@
 """Copies between GPU memory and the host pool, concurrent with the engine's kernels.
 
-Each direction has two streams and a ring of staging buffers on the GPU. To the host: gather
-kernels collect whole blocks in object order in a buffer, and one DMA transfer moves it to the
-slot. To the device: one DMA transfer moves a contiguous part of the slot to a buffer, and scatter
-kernels distribute it. The kernels take a few percent of the transfer's time and overlap with it,
-one buffer apart. Measured on an H200: one transfer per 128 KiB from Python reaches 22 to 26 GB/s,
-pieces of 2 MiB and more reach 50 GB/s.
+Three ways to move the blocks of a submission, per direction:
 
-Order with the engine: only gather and scatter touch the KV cache, and both wait for the caller's
-fence. Order between copies through one buffer: a transfer or gather that reuses it waits for the
-event of its last use. Nothing waits on the host.
+* ``staged``: DMA transfers between the slots and a staging buffer on the GPU, and one kernel that
+  moves the blocks between the buffer and the KV cache. The kernel takes a few percent of the
+  transfer's time, and with two buffers it overlaps with the next transfer.
+* ``batch``: one call that lists every contiguous range of the blocks. For layouts whose blocks are
+  in one piece, nothing is gained by staging.
+* ``direct``: a kernel reads or writes the registered host memory itself.
 
-The end of the module has what torch does not offer of the CUDA runtime: registering host memory
-that torch did not allocate, in pieces, and the capture mode of a thread.
+``kvtier.transfer.calibration`` measures them for the layout at hand and chooses. The number of
+launches depends on the bytes of a submission (one round per staging buffer), not on the number of
+layers or chunks.
+
+Order with the engine: whatever touches the KV cache waits for the caller's fence. Order between
+copies through one buffer: a transfer or kernel that reuses it waits for the event of its last use.
+Nothing waits on the host.
+
+What a launch reads (block numbers and addresses) lies in a ring of tables that is allocated at the
+start. A table is reused only after the event of the submission that used it was seen: the caching
+allocator would hand its memory to the next forward pass while the kernel still reads it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvtier.errors import KVTierError
-from kvtier.transfer.codec import Codec, gather, scatter, segment_views, word_dtype
-from kvtier.transfer.engine import IN_FLIGHT_BYTES, Copy, CopyEngine, CopyHandle, Direction
+from kvtier.transfer.codec import Codec
+from kvtier.transfer.copy_ranges import CopyRows, block_runs, rows_of, run_ranges, split_ranges
+from kvtier.transfer.cuda_runtime import BatchCopy, cuda, relax_capture
+from kvtier.transfer.engine import Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 
-cuda: Any = torch.cuda
-"""torch has types for few of its CUDA calls."""
-STAGING_BYTES = 32 << 20
-"""Large enough for the full DMA rate, and small enough that the first scatter starts after 0.6
-ms."""
+logger = logging.getLogger(__name__)
+STAGING_BYTES = 256 << 20
+STAGING_SHARE = 400
+"""A staging buffer has at most this fraction of the KV cache: four buffers are 1 % of it."""
+MIN_STAGING_BYTES = 16 << 20
 STAGING_BUFFERS = 2
 """Per direction: one is filled while the other is drained."""
+BATCH_BYTES = 512 << 20
+"""10 ms of a link."""
+TABLES = 64
+TABLE_ROWS = 8192
+"""64 tables of 8192 blocks are 8 MiB, on the device and in host memory each."""
+TABLES_PER_SUBMISSION = 8
+"""A submission of ``batch_bytes`` and one more chunk takes at most three: a part of it fills more
+than half of a table."""
+STAGING_PROGRAMS = 64
+"""Programs of the kernel between cache and staging: about 1 TB/s, with a quarter of an H200's
+multiprocessors, for a few percent of the transfer's time."""
+DIRECT_PROGRAMS = 16
+"""12 to 32 programs saturate the link; more of them slow the engine's kernels down."""
+LIMIT_SECONDS = 0.2
+"""Limit of what is submitted and unfinished in one direction, at the measured rate."""
 
 
 @dataclass(slots=True)
 class _Buffer:
     memory: torch.Tensor
-    free: torch.cuda.Event | None = None
+    address: int
+    free: Any
+    filled: Any
 
 
 @dataclass(slots=True)
-class _CopyLane:
-    """One direction. ``kernels`` runs gather or scatter; ``dma`` runs the transfers."""
+class _Table:
+    """Block numbers and addresses of the other side, in host memory and on the device."""
 
-    kernels: torch.cuda.Stream
-    dma: torch.cuda.Stream
+    host: torch.Tensor
+    rows: npt.NDArray[np.int64]
+    device: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One direction. ``kernels`` runs what touches the cache by kernels; ``dma`` the transfers."""
+
+    kernels: Any
+    dma: Any
     buffers: list[_Buffer]
+    way: str = "staged"
     next_buffer: int = 0
+
+
+@dataclass(slots=True)
+class _Submission:
+    start: Any
+    end: Any
+    started: bool = False
+    tables: list[_Table] = field(default_factory=list)
 
 
 class CudaCopyEngine(CopyEngine):
     """Asynchronous copies for CUDA devices, and for ROCm, whose torch has the same names.
 
-    Construct it on the engine's thread, before that captures graphs: it allocates
-    ``2 x STAGING_BUFFERS`` buffers.
+    Construct and calibrate it on the engine's thread, before that captures graphs: it allocates
+    ``2 x STAGING_BUFFERS`` buffers and compiles its kernel.
     """
-
-    kind = "cuda"
 
     def __init__(
         self,
         kv_caches: Mapping[str, object],
         codec: Codec,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        in_flight_bytes: int | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        super().__init__(codec, in_flight_bytes)
+        super().__init__(codec, in_flight_bytes or 2 * STAGING_BUFFERS * staging_bytes)
+        self._fixed_limit = in_flight_bytes is not None
         self._views = segment_views(kv_caches, codec)
         self._device = self._views[0][0].cache.device
+        self._runs = tuple(
+            block_runs(kv_caches, codec, group) for group in range(len(codec.groups))
+        )
         largest = max(group.block_bytes for group in codec.groups)
-        whole = max(group.shard_bytes for group in codec.groups)
-        self._staging_bytes = max(largest, min(staging_bytes, whole))
-        with torch.cuda.device(self._device):
-            self._lanes = {direction: self._lane() for direction in Direction}
+        cache_bytes = codec.num_blocks * sum(group.block_bytes for group in codec.groups)
+        share = max(MIN_STAGING_BYTES, cache_bytes // STAGING_SHARE)
+        self._staging_bytes = max(largest, min(staging_bytes, share))
+        self._batch = _batch_copy()
         self._memory: torch.Tensor | None = None
+        self._host_address = 0
+        with torch.cuda.device(self._device):
+            self._kernels = _row_kernels(self._runs, self._device)
+            self._tables = [self._table() for _ in range(TABLES)]
+            self._lanes = {
+                Direction.TO_DEVICE: self._lane(priority=-1),
+                Direction.TO_HOST: self._lane(priority=0),
+            }
+        smallest = min(group.block_bytes for group in codec.groups)
+        self.batch_bytes = min(BATCH_BYTES, smallest * TABLE_ROWS)
+        self._describe()
 
-    def _lane(self) -> _CopyLane:
-        words = -(-self._staging_bytes // self._codec.word_bytes)
-        dtype = word_dtype(self._codec.word_bytes)
-        buffers = [
-            _Buffer(torch.empty(words, dtype=dtype, device=self._device))
-            for _ in range(STAGING_BUFFERS)
-        ]
-        lane = _CopyLane(cuda.Stream(self._device), cuda.Stream(self._device), buffers)
+    def _describe(self) -> None:
+        """Names the ways of both directions, for the log."""
+        kernel = "triton" if self._kernels else "torch"
+        load, store = (self._lanes[d].way for d in (Direction.TO_DEVICE, Direction.TO_HOST))
+        self.kind = f"cuda ({kernel}; load {load}, store {store})"
+
+    def _lane(self, priority: int) -> _Lane:
         ready = cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
-        for buffer in buffers:
+        words = -(-self._staging_bytes // self._codec.word_bytes)
+        buffers = []
+        for _ in range(STAGING_BUFFERS):
+            memory = torch.empty(
+                words, dtype=word_dtype(self._codec.word_bytes), device=self._device
+            )
             # The allocator may return memory that this thread's stream still uses.
-            buffer.free = ready
-        return lane
+            buffers.append(_Buffer(memory, memory.data_ptr(), ready, cuda.Event()))
+        kernels = cuda.Stream(self._device, priority=priority)
+        return _Lane(kernels, cuda.Stream(self._device, priority=priority), buffers)
+
+    def _table(self) -> _Table:
+        host = torch.zeros((2, TABLE_ROWS), dtype=torch.int64, pin_memory=True)
+        device = torch.zeros((2, TABLE_ROWS), dtype=torch.int64, device=self._device)
+        return _Table(host, host.numpy(), device)
+
+    # Capacity.
+
+    def has_room(self, direction: Direction, nbytes: int, alone: bool = True) -> bool:
+        return len(self._tables) >= TABLES_PER_SUBMISSION and super().has_room(
+            direction, nbytes, alone
+        )
 
     def attach(self, pool: HostPool) -> None:
         super().attach(pool)
         self._memory = torch.from_numpy(pool.memory)
+        self._host_address = int(pool.memory.ctypes.data)
 
     def detach(self) -> None:
         super().detach()
@@ -120,221 +194,251 @@ class CudaCopyEngine(CopyEngine):
         super().close()
         self._lanes.clear()
 
+    # Submissions.
+
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:
         lane = self._lanes[handle.direction]
+        submission = _Submission(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+        handle.state = submission
         with torch.cuda.device(self._device):
-            if isinstance(after, torch.cuda.Event):
-                lane.kernels.wait_event(after)
-            for piece in pieces(copies, self._codec, self._staging_bytes):
-                buffer = lane.buffers[lane.next_buffer]
-                lane.next_buffer = (lane.next_buffer + 1) % len(lane.buffers)
-                if handle.direction is Direction.TO_HOST:
-                    self._to_host(lane, buffer, piece)
-                else:
-                    self._to_device(lane, buffer, piece)
-                handle.state = buffer.free
+            started = False
+            for rows in rows_of(copies, self._codec):
+                move = self._move_batch if lane.way == "batch" else self._move_rows
+                move(handle.direction, rows, submission, None if started else after)
+                started = True
 
-    def _to_host(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
-        words, block_words = self._words(piece)
-        with torch.cuda.stream(lane.kernels):
-            if buffer.free is not None:
-                lane.kernels.wait_event(buffer.free)
-            gather(self._views[piece.group], self._index(piece), buffer.memory[:words], block_words)
-            gathered = cuda.Event()
-            gathered.record(lane.kernels)
-        with torch.cuda.stream(lane.dma):
-            lane.dma.wait_event(gathered)
-            for host, device in self._transfers(piece, buffer, words):
-                host.copy_(device, non_blocking=True)
-            buffer.free = cuda.Event()
-            buffer.free.record(lane.dma)
+    def _move_batch(
+        self, direction: Direction, rows: CopyRows, submission: _Submission, after: object | None
+    ) -> None:
+        lane, batch = self._lanes[direction], self._batch
+        if batch is None:
+            raise RuntimeError("the driver has no batched copies")
+        if after is not None:
+            lane.dma.wait_event(after)
+        cache, host, sizes = run_ranges(self._runs[rows.group].table, self._codec, rows)
+        host = host + self._host_address
+        boundaries = self._pool.boundaries if self._pool is not None else ()
+        host, cache, sizes = split_ranges(host, cache, sizes, self._host_address, boundaries)
+        self._record_start(submission, lane.dma)
+        if direction is Direction.TO_DEVICE:
+            batch(cache, host, sizes, lane.dma.cuda_stream)
+        else:
+            batch(host, cache, sizes, lane.dma.cuda_stream)
+        submission.end.record(lane.dma)
 
-    def _to_device(self, lane: _CopyLane, buffer: _Buffer, piece: Piece) -> None:
-        words, block_words = self._words(piece)
-        with torch.cuda.stream(lane.dma):
-            if buffer.free is not None:
-                lane.dma.wait_event(buffer.free)
-            for host, device in self._transfers(piece, buffer, words):
-                device.copy_(host, non_blocking=True)
-            arrived = cuda.Event()
-            arrived.record(lane.dma)
-        with torch.cuda.stream(lane.kernels):
-            lane.kernels.wait_event(arrived)
-            scatter(
-                self._views[piece.group], self._index(piece), buffer.memory[:words], block_words
+    def _move_rows(
+        self, direction: Direction, rows: CopyRows, submission: _Submission, after: object | None
+    ) -> None:
+        lane = self._lanes[direction]
+        if after is not None:
+            lane.kernels.wait_event(after)
+        if direction is Direction.TO_DEVICE:
+            # The transfers may run ahead of the fence, and wait for buffers that wait for it.
+            self._record_start(submission, lane.kernels)
+        block_bytes = self._codec.groups[rows.group].block_bytes
+        per_piece = max(1, min(self._staging_bytes // block_bytes, TABLE_ROWS))
+        step = TABLE_ROWS // per_piece * per_piece
+        for begin in range(0, len(rows.blocks), step):
+            part = CopyRows(
+                rows.group, rows.blocks[begin : begin + step], rows.offsets[begin : begin + step]
             )
-            buffer.free = cuda.Event()
-            buffer.free.record(lane.kernels)
+            table = self._fill_table(lane, part, per_piece, submission)
+            if lane.way == "direct":
+                self._record_start(submission, lane.kernels)
+                with torch.cuda.stream(lane.kernels):
+                    self._launch(direction, part, table, (0, len(part.blocks)), DIRECT_PROGRAMS)
+                submission.end.record(lane.kernels)
+                continue
+            for first in range(0, len(part.blocks), per_piece):
+                span = (first, min(first + per_piece, len(part.blocks)))
+                self._move_piece(direction, part, table, span, submission)
 
-    def _words(self, piece: Piece) -> tuple[int, int]:
-        block_words = self._codec.groups[piece.group].block_bytes // self._codec.word_bytes
-        return block_words * len(piece.blocks), block_words
+    def _fill_table(
+        self, lane: _Lane, rows: CopyRows, per_piece: int, submission: _Submission
+    ) -> _Table:
+        if not self._tables:
+            raise RuntimeError("every address table is in use")
+        table = self._tables.pop()
+        submission.tables.append(table)
+        count = len(rows.blocks)
+        table.rows[0, :count] = rows.blocks
+        if lane.way == "direct":
+            table.rows[1, :count] = rows.offsets + self._host_address
+        else:
+            block_bytes = self._codec.groups[rows.group].block_bytes
+            numbers = np.arange(count)
+            buffers = np.array([buffer.address for buffer in lane.buffers])
+            turns = (lane.next_buffer + numbers // per_piece) % len(buffers)
+            table.rows[1, :count] = buffers[turns] + numbers % per_piece * block_bytes
+        with torch.cuda.stream(lane.kernels):
+            table.device[:, :count].copy_(table.host[:, :count], non_blocking=True)
+        return table
 
-    def _index(self, piece: Piece) -> torch.Tensor:
-        return (
-            torch.tensor(piece.blocks, dtype=torch.int64)
-            .pin_memory()
-            .to(self._device, non_blocking=True)
-        )
+    def _move_piece(
+        self,
+        direction: Direction,
+        rows: CopyRows,
+        table: _Table,
+        span: tuple[int, int],
+        submission: _Submission,
+    ) -> None:
+        """Moves the blocks of ``span`` through the next staging buffer."""
+        lane = self._lanes[direction]
+        buffer = lane.buffers[lane.next_buffer]
+        lane.next_buffer = (lane.next_buffer + 1) % len(lane.buffers)
+        if direction is Direction.TO_HOST:
+            lane.kernels.wait_event(buffer.free)
+            self._record_start(submission, lane.kernels)
+            with torch.cuda.stream(lane.kernels):
+                self._launch(direction, rows, table, span, STAGING_PROGRAMS)
+            buffer.filled.record(lane.kernels)
+            lane.dma.wait_event(buffer.filled)
+            self._transfer(direction, rows, buffer, span, lane)
+            buffer.free = submission.end = self._end_event()
+            submission.end.record(lane.dma)
+            return
+        lane.dma.wait_event(buffer.free)
+        self._transfer(direction, rows, buffer, span, lane)
+        buffer.filled.record(lane.dma)
+        lane.kernels.wait_event(buffer.filled)
+        with torch.cuda.stream(lane.kernels):
+            self._launch(direction, rows, table, span, STAGING_PROGRAMS)
+        buffer.free = submission.end = self._end_event()
+        submission.end.record(lane.kernels)
 
-    def _transfers(
-        self, piece: Piece, buffer: _Buffer, words: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    @staticmethod
+    def _end_event() -> Any:
+        # A buffer's event may be awaited after the submission has ended, so it is not reused.
+        return cuda.Event(enable_timing=True)
+
+    @staticmethod
+    def _record_start(submission: _Submission, stream: Any) -> None:
+        """Marks the start once, behind the engine's kernels that the submission waits for and
+        behind earlier submissions: before them it would measure those."""
+        if not submission.started:
+            submission.started = True
+            submission.start.record(stream)
+
+    def _launch(
+        self,
+        direction: Direction,
+        rows: CopyRows,
+        table: _Table,
+        span: tuple[int, int],
+        programs: int,
+    ) -> None:
+        first, end = span
+        to_cache = direction is Direction.TO_DEVICE
+        if self._kernels:
+            self._kernels[rows.group].launch(table.device, first, end - first, to_cache, programs)
+            return
+        lane = self._lanes[direction]
+        before = (lane.next_buffer - 1) % len(lane.buffers)
+        words = self._codec.groups[rows.group].block_bytes // self._codec.word_bytes
+        staging = lane.buffers[before].memory[: words * (end - first)]
+        move = scatter if to_cache else gather
+        move(self._views[rows.group], table.device[0, first:end], staging, words)
+
+    def _transfer(
+        self,
+        direction: Direction,
+        rows: CopyRows,
+        buffer: _Buffer,
+        span: tuple[int, int],
+        lane: _Lane,
+    ) -> None:
         pool, memory = self._pool, self._memory
         if pool is None or memory is None:
             raise RuntimeError("no pool is attached")
-        nbytes = words * self._codec.word_bytes
-        staging = buffer.memory[:words].view(torch.uint8)
-        for begin, end in split_at(piece.begin, nbytes, pool.boundaries):
-            yield memory[begin:end], staging[begin - piece.begin : end - piece.begin]
+        block_bytes = self._codec.groups[rows.group].block_bytes
+        offsets = rows.offsets[slice(*span)]
+        breaks = np.flatnonzero(np.diff(offsets) != block_bytes) + 1
+        starts = np.concatenate(([0], breaks))
+        counts = np.diff(np.concatenate((starts, [len(offsets)])))
+        host = (offsets[starts] + self._host_address).astype(np.uint64)
+        device = (buffer.address + starts * block_bytes).astype(np.uint64)
+        sizes = (counts * block_bytes).astype(np.uint64)
+        host, device, sizes = split_ranges(host, device, sizes, self._host_address, pool.boundaries)
+        if self._batch is not None:
+            if direction is Direction.TO_DEVICE:
+                self._batch(device, host, sizes, lane.dma.cuda_stream)
+            else:
+                self._batch(host, device, sizes, lane.dma.cuda_stream)
+            return
+        staging = buffer.memory.view(torch.uint8)
+        with torch.cuda.stream(lane.dma):
+            for at, to, size in zip(host.tolist(), device.tolist(), sizes.tolist(), strict=True):
+                ours = memory[at - self._host_address : at - self._host_address + size]
+                theirs = staging[to - buffer.address : to - buffer.address + size]
+                source, target = (
+                    (ours, theirs) if direction is Direction.TO_DEVICE else (theirs, ours)
+                )
+                target.copy_(source, non_blocking=True)
 
     def _ready(self, handle: CopyHandle) -> bool:
-        event: Any = handle.state
-        return event is None or bool(event.query())
+        submission = handle.state
+        if not isinstance(submission, _Submission):
+            return True
+        if not submission.end.query():
+            return False
+        if submission.started:
+            handle.seconds = submission.start.elapsed_time(submission.end) / 1e3
+        return True
+
+    def _finish(self, handle: CopyHandle) -> None:
+        submission = handle.state
+        super()._finish(handle)
+        if isinstance(submission, _Submission):
+            self._tables += submission.tables
+            submission.tables = []
 
     def _drain(self) -> None:
         for lane in self._lanes.values():
             lane.kernels.synchronize()
             lane.dma.synchronize()
 
+    # The choice of a way.
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Blocks of one copy that fit into a staging buffer. ``begin``: byte offset in the pool."""
+    def set_rate(self, direction: Direction, bytes_per_second: float) -> None:
+        """Takes a measured rate, from which the limit of what may be in flight follows."""
+        if not self._fixed_limit:
+            limit = int(bytes_per_second * LIMIT_SECONDS)
+            self.limit(direction, max(self._limit_bytes, limit))
 
-    group: int
-    begin: int
-    blocks: tuple[int, ...]
+    def choose(self, direction: Direction, way: str) -> None:
+        """Uses ``way``, one of ``ways(direction)``. Nothing may be in flight."""
+        self._lanes[direction].way = way
+        self._describe()
 
+    def give_up_batches(self) -> None:
+        """Does without batched copies: the driver rejected one. Nothing may be in flight."""
+        self._batch = None
 
-def pieces(copies: Sequence[Copy], codec: Codec, staging_bytes: int) -> Iterator[Piece]:
-    """Splits copies into pieces of whole blocks, at most ``staging_bytes`` but at least one
-    block."""
-    for copy in copies:
-        block_bytes = codec.groups[copy.group].block_bytes
-        step = max(1, staging_bytes // block_bytes)
-        for at in range(0, len(copy.blocks), step):
-            begin = copy.shard + (copy.first + at) * block_bytes
-            yield Piece(copy.group, begin, copy.blocks[at : at + step])
-
-
-def split_at(begin: int, nbytes: int, boundaries: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Splits ``begin .. begin + nbytes`` at ``boundaries`` (ascending); yields (begin, end).
-
-    One DMA transfer must not cross the boundary between two separately registered ranges.
-    """
-    end = begin + nbytes
-    for boundary in boundaries:
-        if begin < boundary < end:
-            yield begin, boundary
-            begin = boundary
-    yield begin, end
+    def ways(self, direction: Direction) -> list[str]:
+        """Returns the ways that this process can use, ``batch`` first."""
+        ways = ["staged"] if self._batch is None else ["batch", "staged"]
+        if self._kernels and direction is Direction.TO_DEVICE:
+            # To the host it costs the engine's kernels 40 % while it runs.
+            ways.append("direct")
+        return ways
 
 
-# Registration of host memory, and capture mode.
-
-REGISTER_THREADS = 8
-"""Registering 16 GiB of tmpfs: 5 GiB/s in one call, 21 to 24 GiB/s in pieces by 8 threads."""
-PIECE_BYTES = 1 << 30
-"""Large enough that boundaries are rare, and small enough to occupy 8 threads from 8 GiB on."""
-_PAGE_BYTES = 4096
-_REGISTER_PORTABLE = 1
-_CAPTURE_RELAXED = 2
-
-
-class RegistrationError(KVTierError):
-    """The driver did not register the pool (for example, because of the locked-memory limit).
-
-    Copies would not be asynchronous.
-    """
-
-
-def relax_capture(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Lets the calling thread use the device while another thread captures a CUDA graph.
-
-    In CUDA's default mode many calls of other threads fail during a capture and invalidate it.
-    Calls of a thread in relaxed mode do not. Returns False if the mode cannot be set.
-    """
-    path = _runtime_path(maps)
-    if path is None:
-        return False
+def _batch_copy() -> BatchCopy | None:
     try:
-        exchange = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return False
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    return int(exchange(ctypes.byref(mode))) == 0
-
-
-def _runtime_path(maps: Path) -> str | None:
-    try:
-        lines = maps.read_text().splitlines()
+        return BatchCopy()
     except OSError:
         return None
-    for line in lines:
-        path = line.split(maxsplit=5)[-1]
-        if "libcudart" in path.rsplit("/", 1)[-1]:
-            return path
-    return None
 
 
-def registration_ranges(
-    nbytes: int, piece_bytes: int = PIECE_BYTES, threads: int = REGISTER_THREADS
-) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges (begin, end) of a pool that are registered separately.
-
-    They are page-aligned, have at most ``piece_bytes``, and give each thread two if there are
-    enough.
-    """
-    share = -(-nbytes // (2 * threads))
-    step = min(piece_bytes, max(share, 64 << 20))
-    step = -(-step // _PAGE_BYTES) * _PAGE_BYTES
-    return tuple((begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step))
-
-
-def register(
-    address: int,
-    ranges: tuple[tuple[int, int], ...],
-    device: torch.device,
-    cancelled: Callable[[], bool] = lambda: False,
-    threads: int = REGISTER_THREADS,
-) -> None:
-    """Page-locks ``ranges`` (relative to ``address``) for the device, and waits for all of them.
-
-    On failure it unregisters what was registered and raises ``RegistrationError``. ``cancelled`` is
-    called before each range.
-    """
-    runtime = cuda.cudart()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    done: list[int] = []
-    lock = threading.Lock()
-
-    def one(span: tuple[int, int]) -> str:
-        if cancelled():
-            return "cancelled"
-        torch.cuda.set_device(index)
-        relax_capture()
-        begin, end = span
-        code = int(runtime.cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))
-        if code:
-            return f"cudaHostRegister of {end - begin} bytes at offset {begin}: error {code}"
-        with lock:
-            done.append(begin)
-        return ""
-
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="kvtier-register") as executor:
-        problems = [problem for problem in executor.map(one, ranges) if problem]
-    if problems:
-        unregister(address, tuple(done))
-        raise RegistrationError(problems[0])
-
-
-def unregister(address: int, begins: tuple[int, ...]) -> None:
-    """Unregisters ranges, to and from which no copy runs.
-
-    Errors are ignored, because nothing could be done about them.
-    """
-    relax_capture()
-    runtime = cuda.cudart()
-    for begin in begins:
-        runtime.cudaHostUnregister(address + begin)
+def _row_kernels(runs: Sequence[Any], device: torch.device) -> list[Any]:
+    """Returns the kernel of each group; none without Triton."""
+    try:
+        from kvtier.transfer.cuda_kernels import RowKernel
+    except ImportError:
+        return []
+    try:
+        return [RowKernel(each, device) for each in runs]
+    except Exception as error:  # noqa: BLE001
+        # Compilers fail in many ways (no C compiler, a read-only cache); torch's kernels remain.
+        logger.warning("KVTier: copies use torch's kernels, Triton's do not compile: %s", error)
+        return []

@@ -58,6 +58,8 @@ class CopyHandle:
     direction: Direction
     total_bytes: int
     finished: bool = False
+    seconds: float = 0.0
+    """Time on the device between the first and the last byte; 0 until it is known."""
     state: object = field(default=None, repr=False)
 
 
@@ -65,10 +67,13 @@ class CopyEngine(ABC):
     """Base class: address checks and in-flight accounting. A backend implements the copies."""
 
     kind = ""
+    batch_bytes = 32 << 20
+    """How much a caller should submit at once: it checks deadlines between two submissions."""
 
     def __init__(self, codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._codec = codec
         self._limit_bytes = in_flight_bytes
+        self._limits = dict.fromkeys(Direction, in_flight_bytes)
         self._in_flight = dict.fromkeys(Direction, 0)
         self._handles: set[CopyHandle] = set()
         self._pool: HostPool | None = None
@@ -91,6 +96,10 @@ class CopyEngine(ABC):
         """Detaches the pool. Nothing may be in flight."""
         self._pool = None
 
+    def limit(self, direction: Direction, nbytes: int) -> None:
+        """Sets how much may be submitted and unfinished in one direction."""
+        self._limits[direction] = nbytes
+
     def in_flight_bytes(self, direction: Direction) -> int:
         """Returns the bytes that are submitted and not known to be done."""
         return self._in_flight[direction]
@@ -101,7 +110,7 @@ class CopyEngine(ABC):
         ``alone``: the bytes cannot be split, so they may exceed it if nothing else is in flight.
         """
         used = self._in_flight[direction]
-        return used + nbytes <= self._limit_bytes or (alone and used == 0)
+        return used + nbytes <= self._limits[direction] or (alone and used == 0)
 
     def copy_bytes(self, copy: Copy) -> int:
         """Returns the bytes that ``copy`` moves."""
@@ -137,15 +146,20 @@ class CopyEngine(ABC):
         return ""
 
     def submit(
-        self, copies: Sequence[Copy], direction: Direction, after: object | None = None
+        self,
+        copies: Sequence[Copy],
+        direction: Direction,
+        after: object | None = None,
+        checked: bool = False,
     ) -> CopyHandle:
         """Starts ``copies``, and returns without waiting where the backend supports that.
 
-        ``after``: a ``fence``; device memory is neither read nor written before it. Raises
+        ``after``: a ``fence``; device memory is neither read nor written before it. ``checked``:
+        the caller has called ``check`` for every copy. Raises
         ``CopyError`` for an invalid address, before anything has started, or if the device fails.
         In the latter case call ``synchronize`` before using the memory involved.
         """
-        for copy in copies:
+        for copy in () if checked else copies:
             problem = self.check(copy)
             if problem:
                 raise CopyError(f"invalid copy: {problem}")
@@ -205,6 +219,11 @@ class CopyEngine(ABC):
             handle.state = None
             self._in_flight[handle.direction] -= handle.total_bytes
             self._handles.discard(handle)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a copy is complete when ``submit`` returns."""
+        return False
 
     @abstractmethod
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from kvtier.transfer.codec import Codec, CodecError, layer_tensors
 from kvtier.transfer.cpu import CpuCopyEngine
-from kvtier.transfer.cuda import CudaCopyEngine, register, registration_ranges, unregister
+from kvtier.transfer.cuda import CudaCopyEngine
+from kvtier.transfer.cuda_runtime import register, registration_ranges, unregister
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.host_pool import HostPool
 

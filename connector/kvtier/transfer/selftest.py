@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 
-from kvtier.transfer.codec import Codec, CodecError, build_codec, word_dtype
-from kvtier.transfer.cuda import CudaCopyEngine, cuda
+from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
+from kvtier.transfer.codec import Codec, CodecError, build_codec
+from kvtier.transfer.cuda import CudaCopyEngine
+from kvtier.transfer.cuda_runtime import cuda
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine, register_pool, unregister_pool
 from kvtier.transfer.host_pool import HostPool, open_pool
 from kvtier.transfer.startup_check import pageable_scratch, pinned_scratch, verify_round_trip
+from kvtier.transfer.strided_views import word_dtype
 from kvtier.transfer.synthetic_layouts import (
     LAYOUT_NAMES,
     CacheGeometry,
@@ -104,7 +107,8 @@ def _check(layout: SyntheticCache, device: str, directory: Path) -> dict[str, ob
             )
             bench.engine.attach(bench.pool)
             wrong = _whole_and_parts(bench)
-            if device != "cpu":
+            if isinstance(bench.engine, CudaCopyEngine):
+                wrong += _every_way(bench, bench.engine)
                 wrong += [f"split up: {name}" for name in _whole_and_parts(_split_up(bench))]
                 wrong += _out_of_order(bench)
             result["wrong"] = wrong
@@ -134,6 +138,16 @@ def _whole_and_parts(bench: _Bench) -> list[str]:
                 for name in _differences(bench.layout, original, moved)
             ]
             _restore(bench.layout, original)
+    return wrong
+
+
+def _every_way(bench: _Bench, engine: CudaCopyEngine) -> list[str]:
+    wrong = []
+    for load in engine.ways(Direction.TO_DEVICE):
+        for store in engine.ways(Direction.TO_HOST):
+            engine.choose(Direction.TO_DEVICE, load)
+            engine.choose(Direction.TO_HOST, store)
+            wrong += [f"{load}, {store}: {name}" for name in _whole_and_parts(bench)]
     return wrong
 
 
@@ -239,6 +253,8 @@ def _measure(layout: SyntheticCache, device: str, directory: Path) -> dict[str, 
     """GB/s of 16-block chunks, 8 to a submission, best of 5."""
     bench, release = _bench(layout, device, directory, slots=8, chunk_blocks=16)
     try:
+        scratch = pinned_scratch if device != "cpu" else pageable_scratch
+        calibration = calibrate(bench.engine, scratch(SCRATCH_BYTES))
         bench.engine.attach(bench.pool)
         shard = -(-bench.codec.groups[0].shard_bytes // 4096) * 4096
         per = min(8, (layout.num_blocks - 1) // 16)
@@ -251,6 +267,8 @@ def _measure(layout: SyntheticCache, device: str, directory: Path) -> dict[str, 
         return {
             "layout": layout.name,
             "bytes": total,
+            "engine": bench.engine.kind,
+            "calibration": {name: round(rate / 1e9, 1) for name, rate in calibration.items()},
             **{name: round(rate, 1) for name, rate in rates.items()},
         }
     finally:

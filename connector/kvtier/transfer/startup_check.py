@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from kvtier.transfer.codec import Codec, LayerLayout, layer_tensors, word_dtype
+from kvtier.transfer.codec import Codec, LayerLayout, layer_tensors
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.strided_views import word_dtype
 
 ROUND_TRIP_SECONDS = 20.0
 """Timeout of one copy. A slower device is of no use."""

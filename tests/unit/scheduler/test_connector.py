@@ -256,7 +256,10 @@ def test_errors_in_any_hook_do_not_end_the_engine(
 
 
 def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> None:
-    CacheHitSource = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    CacheHitSource = pytest.importorskip(
+        "vllm.v1.metrics.cache_hit_source",
+        reason="this vLLM does not tell where hits come from (0.32 does)",
+    ).CacheHitSource
     testbed = _attached(connector)
     request = testbed.request(300)
     testbed.hold(request.keys(0, 4))

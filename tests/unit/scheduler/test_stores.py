@@ -339,15 +339,6 @@ def test_without_a_free_slot_a_store_waits_while_the_request_runs_and_is_dropped
     assert testbed.scheduler.stores.dropped == {"no_credit": 2}
 
 
-def test_bytes_in_flight_are_bounded(testbed: SchedulerTestbed) -> None:
-    testbed.scheduler.stores._max_in_flight_bytes = 2 * SLOT_BYTES
-    _computed(testbed)
-    stores = testbed.build({"r": 1}).stores
-    assert chunks_of(testbed, stores) == [0, 1]
-    testbed.report(done={store.reservation: 1 for store in stores})
-    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [2, 3]
-
-
 def test_a_recently_committed_key_is_not_stored_twice(testbed: SchedulerTestbed) -> None:
     _computed(testbed, 100)
     (store,) = testbed.build({"r": 1}).stores

@@ -111,7 +111,7 @@ def test_each_tier_follows_its_own_policy_and_a_change_counts_at_once() -> None:
     assert [len(tier.objects) for tier in fixture.tiers] == [2, 1]
 
 
-def test_writes_beyond_the_pending_bytes_limit_are_dropped_and_counted() -> None:
+def test_writes_beyond_the_pending_bytes_limit_wait_and_are_written_later() -> None:
     fixture = StoreFixture(values=live(disk=LiveTier(max_pending_store_bytes=2 * PAGE)))
     fixture.engine()
     for chunk in range(4):
@@ -119,11 +119,47 @@ def test_writes_beyond_the_pending_bytes_limit_are_dropped_and_counted() -> None
     while fixture.io.run_all("hash"):
         fixture.pump()
     assert len(fixture.calls("write:")) == 2
-    assert fixture.counted("tier_writes_dropped", "disk", "too_many_pending") == 2
+    assert fixture.counted("tier_writes_postponed", "disk") == 2
+    assert fixture.counted("tier_writes_dropped", "disk") == 0
     assert fixture.store.tier_states()[1].pending_store_bytes == 2 * PAGE
     fixture.settle()
-    assert len(fixture.tier.objects) == 2
+    assert len(fixture.tier.objects) == 4
     assert fixture.store.tier_states()[1].pending_store_bytes == 0
+
+
+def test_after_a_burst_a_tier_holds_everything_that_ram_holds() -> None:
+    fixture = StoreFixture(slots=300, values=live(disk=LiveTier(max_pending_store_bytes=16 * PAGE)))
+    fixture.engine()
+    for chunk in range(200):
+        fixture.put(chunk)
+    fixture.settle()
+    assert len(fixture.tier.objects) == 200
+    assert fixture.store.pinned_bytes == 0
+
+
+def test_an_object_that_is_evicted_before_its_write_is_counted() -> None:
+    fixture = StoreFixture(slots=12, values=live(disk=LiveTier(max_pending_store_bytes=2 * PAGE)))
+    fixture.engine()
+    for chunk in range(40):
+        fixture.put(chunk)
+        while fixture.io.run_all("hash"):
+            fixture.pump()
+        fixture.advance(0.11)
+    fixture.settle()
+    dropped = fixture.counted("tier_writes_dropped", "disk", "evicted")
+    assert dropped > 0
+    dropped += fixture.counted("checksums_dropped", "", "evicted")
+    assert len(fixture.tier.objects) + dropped == fixture.counted("stores_committed")
+
+
+def test_the_beginning_of_a_loaded_prefix_is_touched_last_in_the_tiers() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    for chunk in range(3):
+        fixture.put(chunk)
+        fixture.settle()
+    fixture.load(0, 1, 2)
+    assert fixture.tier.touched == [ref(2), ref(1), ref(0)]
 
 
 def test_a_dropped_write_is_retried_on_the_next_use() -> None:
@@ -161,7 +197,7 @@ def test_a_checksum_backlog_never_pins_more_than_half_of_the_pool() -> None:
         fixture.put(chunk)
         fixture.advance(0.11)
     assert fixture.store.pinned_bytes == 8 * PAGE
-    assert fixture.counted("checksums_dropped") > 0
+    assert fixture.counted("checksums_postponed") > 0
     fixture.settle()
     assert fixture.store.pending_stores() == 0
 

@@ -21,12 +21,8 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
-from kvtier.harness.stub_engine import (
-    OBJECT_TOKENS,
-    StubEngine,
-    StubEngineOptions,
-    block_hash,
-)
+from kvtier.harness.stub_engine import OBJECT_TOKENS, StubEngine
+from kvtier.harness.stub_worker import StubEngineOptions, block_hash
 from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module

@@ -5,6 +5,7 @@ Whole chunks, parts, invalid addresses, bytes in flight, and the pure parts of t
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.transfer import cpu, selftest
-from kvtier.transfer.codec import Codec, build_codec, gather, scatter, segment_views, word_dtype
+from kvtier.transfer.codec import Codec, build_codec
+from kvtier.transfer.copy_ranges import block_runs, rows_of, split_ranges
 from kvtier.transfer.cpu import CpuCopyEngine
-from kvtier.transfer.cuda import pieces, registration_ranges, relax_capture, split_at
+from kvtier.transfer.cuda_runtime import registration_ranges, relax_capture
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 from kvtier.transfer.startup_check import RoundTripError, pageable_scratch, verify_round_trip
+from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 from kvtier.transfer.synthetic_layouts import (
     SyntheticCache,
     SyntheticGroup,
@@ -142,29 +145,57 @@ def test_gather_and_scatter_use_the_same_bytes_as_the_plain_copies(index: int) -
     assert np.array_equal(again.memory, pool.memory)
 
 
-def test_pieces_are_whole_blocks_that_follow_each_other(codec: Codec) -> None:
+def test_rows_name_every_block_and_its_place_in_the_pool(codec: Codec) -> None:
     block = codec.groups[0].block_bytes
-    cuts = list(pieces([Copy(0, 4096, 1, (5, 6, 7))], codec, 2 * block))
-    assert [(piece.begin, piece.blocks) for piece in cuts] == [
-        (4096 + block, (5, 6)),
-        (4096 + 3 * block, (7,)),
-    ]
-    assert [piece.blocks for piece in pieces([Copy(0, 0, 0, (1, 2))], codec, 1)] == [(1,), (2,)]
+    (rows,) = rows_of([Copy(0, 4096, 1, (5, 6, 7)), Copy(0, 65536, 0, (2,))], codec)
+    assert rows.blocks.tolist() == [5, 6, 7, 2]
+    assert rows.offsets.tolist() == [4096 + block, 4096 + 2 * block, 4096 + 3 * block, 65536]
+
+
+def test_the_runs_of_a_block_are_its_bytes_in_the_order_of_the_object() -> None:
+    for layout in make_every_cache():
+        codec = build_codec(layout.caches, layout, 64)
+        runs = block_runs(layout.caches, codec, 0)
+        begins = [start for _, _, start, _ in runs.table]
+        ends = [start + words * runs.word_bytes for _, _, start, words in runs.table]
+        assert begins[0] == 0
+        assert begins[1:] == ends[:-1]
+        assert ends[-1] == codec.groups[0].block_bytes
+        expected = pageable_scratch(codec.shard_bytes[0])
+        engine = CpuCopyEngine(layout.caches, codec)
+        engine.attach(expected)
+        engine.submit([Copy(0, 0, 0, (3,))], Direction.TO_HOST)
+        block = b"".join(
+            ctypes.string_at(base + 3 * stride, words * runs.word_bytes)
+            for base, stride, _, words in runs.table
+        )
+        assert block == expected.memory[: len(block)].tobytes()
 
 
 @given(
-    begin=st.integers(0, 300),
-    nbytes=st.integers(1, 300),
+    ranges=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=4),
     boundaries=st.sets(st.integers(1, 600), max_size=6),
 )
 def test_no_transfer_crosses_a_boundary_and_none_is_lost(
-    begin: int, nbytes: int, boundaries: set[int]
+    ranges: list[tuple[int, int]], boundaries: set[int]
 ) -> None:
-    parts = list(split_at(begin, nbytes, sorted(boundaries)))
-    assert parts[0][0] == begin
-    assert parts[-1][1] == begin + nbytes
-    assert all(left[1] == right[0] for left, right in pairwise(parts))
-    assert all(not any(low < boundary < high for boundary in boundaries) for low, high in parts)
+    address, device = 1 << 30, 7000
+    host = np.array([address + begin for begin, _ in ranges], dtype=np.uint64)
+    sizes = np.array([size for _, size in ranges], dtype=np.uint64)
+    target = np.array([device * (number + 1) for number in range(len(ranges))], dtype=np.uint64)
+    parts = split_ranges(host, target, sizes, address, sorted(boundaries))
+    moved = [
+        (at + offset, to + offset)
+        for at, to, size in zip(*(part.tolist() for part in parts), strict=True)
+        for offset in range(size)
+    ]
+    assert moved == [
+        (address + begin + offset, device * (number + 1) + offset)
+        for number, (begin, size) in enumerate(ranges)
+        for offset in range(size)
+    ]
+    for at, size in zip(parts[0].tolist(), parts[2].tolist(), strict=True):
+        assert not any(at < address + boundary < at + size for boundary in boundaries)
 
 
 @given(nbytes=st.integers(1, 1 << 40))

@@ -87,7 +87,7 @@ def test_the_same_reservation_twice_is_one_report(rank_testbed: RankTestbed) -> 
 
 
 def test_no_more_is_in_flight_than_the_bound(rank_testbed: RankTestbed) -> None:
-    rank_testbed.engine._limit_bytes = 2 * rank_testbed.slot_bytes
+    rank_testbed.engine.limit(Direction.TO_HOST, 2 * rank_testbed.slot_bytes)
     rank_testbed.engine.hold()
     rank_testbed.stores.add(
         [store_job(n, rank_testbed.slot(n), A) for n in range(5)], None, epoch=1
@@ -101,7 +101,7 @@ def test_no_more_is_in_flight_than_the_bound(rank_testbed: RankTestbed) -> None:
 
 
 def test_dropped_stores_are_reported_but_not_delivered(rank_testbed: RankTestbed) -> None:
-    rank_testbed.engine._limit_bytes = rank_testbed.slot_bytes
+    rank_testbed.engine.limit(Direction.TO_HOST, rank_testbed.slot_bytes)
     rank_testbed.engine.hold()
     rank_testbed.stores.add(
         [store_job(3, rank_testbed.slot(0), A), store_job(4, rank_testbed.slot(1), B)],

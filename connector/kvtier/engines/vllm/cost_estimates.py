@@ -6,11 +6,12 @@ Both estimators belong to the scheduler's thread. docs/datapath.md says how the 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.store.cost_model import Prefill, PrefillModel, Sample, fit_coefficients
+from kvtier.store.cost_model import Prefill, PrefillModel
 
 MAX_UNREPORTED_STEPS = 64
 """vLLM has a handful of steps in flight; older ones are dropped."""
@@ -18,8 +19,10 @@ PREFILL_TO_DECODE_RATIO = 10
 """A step is a prefill sample only if it has this many times more prompt tokens than decode tokens,
 which cost about as much each."""
 COPY_SAMPLES = 16
-MIN_COPY_SAMPLES = 8
-COPY_RETRY_SECONDS = 30.0
+MIN_COPY_SAMPLES = 4
+"""A tier in RAM is not given up on fewer loads than this."""
+COPY_SAMPLE_SECONDS = 5.0
+"""Older loads are forgotten, so one bad stretch costs seconds."""
 
 
 @dataclass(slots=True)
@@ -85,38 +88,25 @@ class PrefillEstimator:
 class CopyEstimator:
     """Decides whether a load from RAM beats recomputation.
 
-    It does, unless the copies themselves are measured to be slower. Only the part of a load's time
-    that grows with its tokens counts: waiting for the running step or for tierd is not a copy.
+    It does, unless the copies themselves are measured to be slower: the time on the device from
+    the first to the last byte of a load. The wall time of a load is no measure, because loads that
+    wait for each other or for a step of the engine take long on a fast link.
     """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=COPY_SAMPLES)
-        self._seconds_per_token: float | None = 0.0
-        self._retried_at = -math.inf
+        """When each load ended, and its seconds per token."""
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Adds one load from RAM, timed from the worker's receipt of the job to its end."""
-        if tokens > 0 and 0 < seconds < math.inf:
-            self._samples.append((float(tokens), seconds))
-            self._seconds_per_token = None
+    def observe(self, tokens: int, copy_seconds: float, now: float) -> None:
+        """Adds one load from RAM. ``copy_seconds``: on the device; 0 if it is not known."""
+        if tokens > 0 and 0 < copy_seconds < math.inf:
+            self._samples.append((now, copy_seconds / tokens))
 
     def beats_recompute(self, tokens: int, recompute_seconds: float, now: float) -> bool:
-        """Returns whether to load ``tokens`` tokens.
-
-        Where copies are too slow, the answer is True once per ``COPY_RETRY_SECONDS``, so that a
-        change is noticed.
-        """
-        if self._seconds_per_token is None:
-            self._seconds_per_token = self._fit()
-        if self._seconds_per_token * tokens <= recompute_seconds:
-            return True
-        if now - self._retried_at < COPY_RETRY_SECONDS:
-            return False
-        self._retried_at = now
-        return True
-
-    def _fit(self) -> float:
+        """Returns whether to load ``tokens`` tokens."""
+        while self._samples and now - self._samples[0][0] > COPY_SAMPLE_SECONDS:
+            self._samples.popleft()
         if len(self._samples) < MIN_COPY_SAMPLES:
-            return 0.0
-        samples = [Sample(1.0, tokens, seconds, 1.0) for tokens, seconds in self._samples]
-        return fit_coefficients(samples, "u").b
+            return True
+        per_token = statistics.median(seconds for _, seconds in self._samples)
+        return per_token * tokens <= recompute_seconds

@@ -72,6 +72,8 @@ class LoadResult:
     """The end of one load on one rank.
 
     The first ``keys_loaded`` keys are in GPU memory; ``tiers[i]``: the tier that key i came from.
+    ``seconds``: since the worker got the job. ``copy_seconds``: of these, copying on the device; 0
+    if that is not known.
     """
 
     load: int
@@ -80,6 +82,7 @@ class LoadResult:
     tiers: tuple[int, ...]
     reason: str = ""
     seconds: float = 0.0
+    copy_seconds: float = 0.0
     copied_bytes: int = 0
 
 

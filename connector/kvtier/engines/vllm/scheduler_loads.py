@@ -414,7 +414,7 @@ class SchedulerLoads:
             self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(result.seconds)
         if load.keys_loaded == len(load.chunk_tokens):
-            self._copies.observe(sum(load.chunk_tokens), result.seconds)
+            self._copies.observe(sum(load.chunk_tokens), result.copy_seconds, self._clock())
         else:
             state.load_failed = True
             state.frontier.move_back(load.first_chunk + load.keys_loaded)

@@ -23,7 +23,6 @@ from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Reserve
 
-MAX_IN_FLIGHT_BYTES = 512 << 20
 MAX_CACHE_FRACTION = 4
 """Stores in flight reference at most a quarter of the KV cache: slow copies must leave blocks for
 requests."""
@@ -54,7 +53,6 @@ class OpenStore:
     key: bytes
     state: RequestState
     blocks: list[Any]
-    size_bytes: int
     ranks_left: int
 
 
@@ -66,7 +64,6 @@ class SchedulerStores:
         planner: Planner,
         session: TierdSession,
         clock: Callable[[], float],
-        max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     ) -> None:
         self.pool: BlockPool | None = None
         """vLLM binds its block pool after it has built the connector."""
@@ -76,7 +73,6 @@ class SchedulerStores:
         self._planner = planner
         self._session = session
         self._clock = clock
-        self._max_in_flight_bytes = max_in_flight_bytes
         self._ids = count(1)
         self._planned: list[OpenStore] = []
         """For the next step's metadata."""
@@ -85,7 +81,6 @@ class SchedulerStores:
         self._keys: set[bytes] = set()
         """Keys that are planned, open or recently committed."""
         self._recently_committed: deque[tuple[float, bytes]] = deque()
-        self._in_flight_bytes = 0
         self._in_flight_chunks = 0
         self._progress_at = clock()
         self._visited_chunks = 0
@@ -153,9 +148,6 @@ class SchedulerStores:
         ids = block_ids[chunk * length : (chunk + 1) * length]
         if len(ids) < length or NULL_BLOCK in ids:
             return "blocks_gone"
-        size_bytes = self._session.slot_bytes[GROUP]
-        if self._in_flight_bytes + size_bytes > self._max_in_flight_bytes:
-            return "in_flight_bytes"
         if self._in_flight_chunks >= max(1, len(pool.blocks) // (MAX_CACHE_FRACTION * length)):
             return "in_flight_blocks"
         credits = self._session.credits[GROUP]
@@ -166,9 +158,8 @@ class SchedulerStores:
         slot = credits.popleft()
         run = BlockRun(GROUP, 0, tuple(ids))
         job = StoreJob(next(self._ids), slot, self._session.epoch, run)
-        self._planned.append(OpenStore(job, key, state, blocks, size_bytes, planner.ranks))
+        self._planned.append(OpenStore(job, key, state, blocks, planner.ranks))
         self._keys.add(key)
-        self._in_flight_bytes += size_bytes
         self._in_flight_chunks += 1
         state.stores_in_flight += 1
         return ""
@@ -216,7 +207,6 @@ class SchedulerStores:
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
     def _release(self, store: OpenStore) -> None:
-        self._in_flight_bytes -= store.size_bytes
         self._in_flight_chunks -= 1
         store.state.stores_in_flight -= 1
         if self.pool is not None:

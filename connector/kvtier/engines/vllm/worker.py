@@ -41,6 +41,7 @@ from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
 from kvtier.tiers.base import aligned
+from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.factory import cache_device, make_engine, register_pool, unregister_pool
@@ -144,6 +145,12 @@ class KVTierConnectorWorker:
         engine = self._make_engine(kv_caches, codec)
         scratch = pageable_scratch if device.type == "cpu" else pinned_scratch
         verify_round_trip(kv_caches, codec, engine, scratch)
+        if not engine.synchronous:
+            rates = calibrate(engine, scratch(SCRATCH_BYTES))
+            logger.info(
+                "KVTier: measured copy rates in GB/s: %s",
+                ", ".join(f"{way} {rate / 1e9:.1f}" for way, rate in rates.items()),
+            )
         self._codec = codec
         offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(

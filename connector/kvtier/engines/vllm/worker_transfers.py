@@ -29,8 +29,6 @@ MAX_EARLY_ANNOUNCEMENTS = 256
 for a promotion at a time."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered because their announcement may still arrive."""
-BATCH_BYTES = 32 << 20
-"""Copied per submission; deadlines and cancellations are checked between two of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +41,7 @@ class _RankLoad:
     submitted_keys: int = 0
     copied_keys: int = 0
     copied_bytes: int = 0
+    copy_seconds: float = 0.0
     stop_reason: str = ""
     in_flight: deque[tuple[CopyHandle, int]] = field(default_factory=deque)
     """Submissions, with the number of keys that are copied once each is done."""
@@ -67,13 +66,13 @@ class WorkerLoads:
         self,
         context: RankContext,
         send: Callable[[Message], None],
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | None = None,
     ) -> None:
         self._context = context
         self._engine = context.engine
         self._counters = context.counters
         self._send = send
-        self._batch_bytes = batch_bytes
+        self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
         self._early: OrderedDict[int, LoadReady] = OrderedDict()
         """Announcements whose job has not arrived."""
@@ -190,6 +189,7 @@ class WorkerLoads:
                 if load.stop_reason != "copy":
                     load.copied_keys = keys
                     load.copied_bytes += handle.total_bytes
+                    load.copy_seconds += handle.seconds
             except CopyError:
                 self._on_copy_error(load)
             load.in_flight.popleft()
@@ -238,6 +238,7 @@ class WorkerLoads:
             tiers=tiers + (0,) * (keys - len(tiers)),
             reason="" if complete else load.stop_reason or "gone",
             seconds=self._context.clock() - load.started_at,
+            copy_seconds=load.copy_seconds,
             copied_bytes=load.copied_bytes,
         )
         self._counters.add(
@@ -263,13 +264,13 @@ class WorkerStores:
         self,
         context: RankContext,
         send: Callable[[Message], None],
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | None = None,
     ) -> None:
         self._context = context
         self._engine = context.engine
         self._counters = context.counters
         self._send = send
-        self._batch_bytes = batch_bytes
+        self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._open: set[int] = set()
         """Reservations that have not ended."""
         self._pending: deque[tuple[StoreJob, object | None]] = deque()
