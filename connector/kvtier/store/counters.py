@@ -59,8 +59,11 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_too_slow": _tier(),
     "tier_write_bytes": _tier(),
     "tier_writes": _tier(),
-    "tier_writes_dropped": _tier("breaker", "not_open", "too_many_pending", "write_budget"),
+    "tier_writes_dropped": _tier(
+        "breaker", "evicted", "not_open", "too_many_pending", "write_budget"
+    ),
     "tier_writes_failed": _tier(*TIER_ERRORS),
+    "tier_writes_postponed": _tier(),
     # Promotions.
     "promotion_leases_expired": _global(),
     "promotions": _global(),
@@ -76,8 +79,9 @@ COUNTERS: dict[str, CounterLabels] = {
         "tier_without_estimate",
     ),
     # Loads and stores.
-    "checksums_dropped": _global("too_many_pending"),
+    "checksums_dropped": _global("evicted"),
     "checksums_failed": _global(),
+    "checksums_postponed": _global(),
     "early_acks_dropped": _global(),
     "late_cancels": _global(),
     "loads": _global(),

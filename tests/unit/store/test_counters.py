@@ -29,18 +29,23 @@ def counted() -> Iterator[tuple[str, str, str, str | None]]:
     for folder in ("store", "tiers", "tierd"):
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                if not isinstance(node, ast.Call):
                     continue
-                owner = ast.unparse(node.func.value)
+                function, arguments = node.func, node.args
+                if ast.unparse(function) == "partial":
+                    function, *arguments = arguments
+                if not isinstance(function, ast.Attribute):
+                    continue
+                owner = ast.unparse(function.value)
                 place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
-                literal = [a.value if isinstance(a, ast.Constant) else None for a in node.args]
-                if node.func.attr == "violation":
-                    for each in ast.walk(node.args[0]):
+                literal = [a.value if isinstance(a, ast.Constant) else None for a in arguments]
+                if function.attr == "violation":
+                    for each in ast.walk(arguments[0]):
                         if isinstance(each, ast.Constant) and isinstance(each.value, str):
                             yield place, "protocol_violations", "", each.value
                 elif isinstance(literal[0] if literal else None, str) and (
-                    (node.func.attr == "count" and re.search("context|self$", owner))
-                    or (node.func.attr == "add" and owner.endswith("_counters"))
+                    (function.attr == "count" and re.search("context|self$", owner))
+                    or (function.attr == "add" and owner.endswith("_counters"))
                 ):
                     tier = "" if len(literal) < 2 or literal[1] == "" else "tier"
                     reason = literal[2] if len(literal) > 2 else ""
