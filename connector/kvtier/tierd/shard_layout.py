@@ -28,7 +28,7 @@ class ShardRange:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
+class SlotLayout:
     """The slot of one group. ``ranges[r]``: what rank r reads. ``writers``: the ranks that write,
     ascending. ``shard_bytes[i]``: exact size of the shard of writer i."""
 
@@ -40,7 +40,7 @@ class GroupLayout:
 
 def slot_layouts(
     shard_bytes: Sequence[Sequence[int]], shard_writers: Sequence[Sequence[int]]
-) -> tuple[GroupLayout, ...]:
+) -> tuple[SlotLayout, ...]:
     """Returns the layout of each group's slot.
 
     ``shard_bytes[r][g]``: exact size of rank r's shard. ``shard_writers[g][r]``: the rank that
@@ -62,7 +62,7 @@ def slot_layouts(
     )
 
 
-def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> GroupLayout:
+def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> SlotLayout:
     where = f"group {group}: shards of {list(sizes)} bytes, written by ranks {list(writer_of)}"
     if not all(0 < size <= MAX_SHARD_BYTES for size in sizes):
         raise ValueError(f"{where}: sizes must be between 1 and {MAX_SHARD_BYTES} bytes")
@@ -79,7 +79,7 @@ def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> Gro
     for writer in writers:
         offsets[writer] = end
         end += aligned(sizes[writer])
-    return GroupLayout(
+    return SlotLayout(
         slot_bytes=end,
         writers=writers,
         shard_bytes=tuple(sizes[writer] for writer in writers),
