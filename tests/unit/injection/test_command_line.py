@@ -90,7 +90,7 @@ def test_many_references_to_a_long_variable_use_bounded_memory() -> None:
 def test_near_matches_of_patterns_take_linear_time() -> None:
     """Each of these takes hours where every beginning is followed to the end of the text."""
     assert not python_ignores_path(
-        CommandLine(("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"), (), {})
+        CommandLine((("/usr/bin/python3", "-" + "IE" * 2_000_000 + "!"),))
     )
     assert expand("${a:-" * 200_000, {}) == "${a:-" * 200_000
 
