@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from tests.support.steps import executed_lines
 
 from kvtier_operator.api.pods import Container, decode

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.support.steps import executed_lines
 
 from kvtier_operator.api.pods import Container, decode
