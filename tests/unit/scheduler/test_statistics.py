@@ -251,7 +251,7 @@ def _strings(node: ast.AST) -> list[str]:
         return _strings(node.values[0])
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         value = node.value.split(":")[0]
-        return [value] if value else []
+        return [value] if value and " " not in value else []
     if isinstance(node, ast.IfExp):
         return [*_strings(node.body), *_strings(node.orelse)]
     if isinstance(node, ast.BoolOp):
