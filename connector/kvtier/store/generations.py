@@ -54,7 +54,8 @@ class GenerationWords:
         view = memoryview(bytearray(size) if memory is None else memory).cast("B")[:size]
         # The lowest bit of every word. An addition would have to treat each word by itself.
         before = int.from_bytes(view, sys.byteorder)
-        odd = int.from_bytes((1).to_bytes(WORD_BYTES, sys.byteorder) * (size // WORD_BYTES), sys.byteorder)
+        one = (1).to_bytes(WORD_BYTES, sys.byteorder)
+        odd = int.from_bytes(one * (size // WORD_BYTES), sys.byteorder)
         view[:] = (before | odd).to_bytes(size, sys.byteorder)
         self._words = view.cast("I")
 

@@ -79,9 +79,7 @@ class TierStore:
         "maintain" lanes. ``recovery``: what the previous tierd left in the pool."""
         recovery = recovery or PoolRecovery()
         view = None if memory is None else memoryview(memory).cast("B")
-        context = self._context = StoreContext(
-            runtime, pool_bytes, view, recovery.slot_table
-        )
+        context = self._context = StoreContext(runtime, pool_bytes, view, recovery.slot_table)
         document = next(
             (t for t in topology.structural.tiers if isinstance(t, MemoryTierDocument)), None
         )

@@ -142,13 +142,7 @@ class PromotionEnded:
     locations: tuple[int, ...]
 
 
-StoreEvent = (
-    CreditsGranted
-    | PresenceChanged
-    | KeysEvicting
-    | UsableTiersChanged
-    | PromotionEnded
-)
+StoreEvent = CreditsGranted | PresenceChanged | KeysEvicting | UsableTiersChanged | PromotionEnded
 
 
 @dataclass(slots=True)

@@ -220,8 +220,8 @@ ALL_BITS = (1 << LOCATION_SHIFT) - 1
 
 
 class Replica:
-    """Keys (group byte + block hash), the bits of the tiers that hold them, and where those are that
-    are in RAM.
+    """Keys (group byte + block hash), the bits of the tiers that hold them, and the location of
+    those in RAM.
 
     The location is kept above the bits, in one integer: a second dictionary would cost a lookup per
     chunk, and as much memory again.

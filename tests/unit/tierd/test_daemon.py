@@ -37,7 +37,6 @@ from kvtier.tierd.wire import (
     Delta,
     Hello,
     LiveSettings,
-    LoadReady,
     Message,
     Promote,
     Promoted,
@@ -377,9 +376,10 @@ def test_a_second_tierd_in_the_same_directory_exits_at_once(
     assert case.status()["started"]
 
 
-def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
+def test_a_load_pins_until_the_scheduler_releases_it(
     case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
+    from kvtier.store.generations import unpack_location
     from kvtier.tierd.wire import Load, LoadReleased
 
     start()
@@ -388,11 +388,12 @@ def test_a_load_is_announced_to_the_worker_and_pins_until_it_has_loaded(
     slot = slots[-1]
     scheduler.receive(Delta)
     store(scheduler, worker, slots, 1)
-    scheduler.receive(Delta)
+    delta = scheduler.receive(Delta)
+    ((_, _, location),) = delta.added
+    assert unpack_location(location)[0] == slot
     scheduler.send(Load(load=7, promotion=0, keys=((0, block_hash(1)), (0, block_hash(2)))))
-    assert worker.receive(LoadReady) == LoadReady(load=7, slots=(slot,), tiers=(0,))
     wait_for(lambda: case.pool("pinned") == 65_536, "it is pinned")
-    worker.send(LoadReleased(load=7))
+    scheduler.send(LoadReleased(load=7))
     wait_for(lambda: case.pool("pinned") == 0, "it is unpinned")
 
 

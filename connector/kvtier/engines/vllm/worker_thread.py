@@ -9,8 +9,8 @@ One lock, ``_copies``, guards the copy engine, the loads, the stores and the out
 for the device or for another process while holding it.
 
 When tierd is lost, the epoch is cleared under that lock, so that nothing more is submitted. Then
-the thread waits for the copies without the lock, ends the loads and drops the stores. Only then does
-it tell the client to reattach, because from that moment on a slot may hold another object.
+the thread waits for the copies without the lock, ends the loads and drops the stores. Only then
+does it tell the client to reattach, because from that moment on a slot may hold another object.
 """
 
 from __future__ import annotations
