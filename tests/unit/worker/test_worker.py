@@ -50,7 +50,7 @@ def _step(
 
 def test_a_stored_chunk_can_be_loaded_into_other_blocks(testbed: WorkerTestbed) -> None:
     stored = [block_bytes(testbed.layout, block) for block in A]
-    testbed.step(stores=[store_job(3, testbed.slot(5), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(5), A)])
     assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
     wait_until(lambda: testbed.step().stores_done == {3: 1})
     taken = testbed.step(loads=[load_job(7, C, slots=testbed.slots(5))])
@@ -75,7 +75,7 @@ def test_the_hello_describes_the_worker(testbed: WorkerTestbed) -> None:
 
 
 def test_load_errors_are_reported_in_the_same_step_as_the_request(testbed: WorkerTestbed) -> None:
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.start(loads=[load_job(7, A, limit=0.0)])
 
     def ended() -> bool:
         taken = testbed.step()
@@ -107,7 +107,7 @@ def test_stores_are_passed_on_once(testbed: WorkerTestbed) -> None:
 def test_transfer_results_name_failed_requests_only_for_several_groups(
     testbed: WorkerTestbed,
 ) -> None:
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.worker.start_load_kv(StepMetadata(9, [load_job(7, A, limit=0.0)]))
     seen: list[object] = []
 
     def ended() -> bool:
@@ -133,7 +133,7 @@ def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_once(
     tmp_path: Path,
 ) -> None:
     testbed = make_worker_testbed(tmp_path, attach=False)
-    testbed.step(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
+    testbed.start(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
     done: set[str] = set()
     stores: dict[int, int] = {}
 
@@ -207,7 +207,7 @@ def test_a_bug_in_the_copies_turns_kvtier_off_and_reports_what_was_open(
     testbed: WorkerTestbed, caplog: pytest.LogCaptureFixture
 ) -> None:
     testbed.engine.hold()
-    testbed.step(
+    testbed.start(
         loads=[load_job(7, A, slots=testbed.slots(1))], stores=[store_job(3, testbed.slot(2), B)]
     )
     assert testbed.engine.held == 2
@@ -227,7 +227,7 @@ def test_a_bug_in_the_copies_turns_kvtier_off_and_reports_what_was_open(
 
     wait_until(ended)
     assert "copies failed" in caplog.text
-    assert testbed.engine.drains == 1, "reported after the copies have ended"
+    assert testbed.engine.drains, "reported after the copies have ended"
     taken = testbed.step(loads=[load_job(8, C)], stores=[store_job(4, testbed.slot(3), C)])
     assert (taken.recving, taken.stores_done) == ({"request-8"}, {4: 1})
     assert testbed.epoch == 0
@@ -235,7 +235,7 @@ def test_a_bug_in_the_copies_turns_kvtier_off_and_reports_what_was_open(
 
 def test_messages_wait_while_the_client_has_no_room(testbed: WorkerTestbed) -> None:
     testbed.tierd.full = True
-    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(1), A)])
     wait_until(lambda: testbed.step().stores_done == {3: 1})
     assert testbed.tierd.of(Deliver) == []
     testbed.tierd.full = False
@@ -272,7 +272,7 @@ def test_a_client_that_cannot_start_turns_kvtier_off(
 def test_shutdown_drains_and_closes_the_client(tmp_path: Path) -> None:
     testbed = make_worker_testbed(tmp_path)
     testbed.engine.hold()
-    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(1), A)])
     wait_until(lambda: testbed.engine.held)
     testbed.worker.shutdown()
     assert testbed.engine.held == 0
@@ -296,7 +296,7 @@ def test_shutdown_is_bounded_and_does_not_detach_while_a_copy_may_run(
 
 def test_counts_are_those_since_the_last_call(testbed: WorkerTestbed) -> None:
     testbed.worker.take_counts()
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.start(loads=[load_job(7, A, limit=0.0)])
     wait_until(lambda: testbed.step().loads)
     assert testbed.worker.take_counts() == {"loads_failed": 1}
     assert testbed.worker.take_counts() == {}

@@ -160,6 +160,13 @@ class WorkerTestbed:
     step_number: int = 0
 
     epoch: int = 0
+    _reported: Completions = field(default_factory=Completions)
+
+    def start(
+        self, loads: list[LoadJob] | None = None, stores: list[StoreJob] | None = None
+    ) -> None:
+        """One engine step with jobs. What it reports already is reported with the next ``step``."""
+        self._reported = self.step(loads, stores)
 
     def step(
         self,
@@ -177,7 +184,14 @@ class WorkerTestbed:
         report = self.worker.build_connector_worker_meta()
         assert report.step == self.step_number
         self.epoch = report.attached_epoch
-        return Completions(report.loads, recving or set(), set(), invalid, report.stores_done)
+        earlier, self._reported = self._reported, Completions()
+        return Completions(
+            earlier.loads + report.loads,
+            earlier.recving | (recving or set()),
+            set(),
+            earlier.invalid_blocks | invalid,
+            earlier.stores_done | report.stores_done,
+        )
 
     def reuse(self, number: int) -> None:
         """tierd evicts what is in a slot."""
@@ -194,7 +208,7 @@ class WorkerTestbed:
         return tuple(map(self.slot, numbers))
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
     """Polls ``condition()``. Only a failing test reaches the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
