@@ -185,7 +185,7 @@ def test_a_rule_that_names_no_container_costs_the_pod_its_tiers_and_not_its_exis
             await known(where)
             with enforced(where, "!has(object.spec.initContainers)"):
                 await where.deployment(bare_pod())
-                found = await where.until("Attached", "False", "Refused")
+                found = await where.until("Attached", "False", "Refused", seconds=120)
                 message = condition(found, "Attached")["message"]
                 assert "ask the platform team" in message
                 assert message.startswith("Injection may prevent a pod from starting")
@@ -205,8 +205,8 @@ def test_a_rule_that_denies_pods_without_tiers_too_ends_the_suspension(
             await known(where)
             with enforced(where, "has(object.spec.priorityClassName)"):
                 await where.deployment(bare_pod())
-                await where.until("Attached", "False", "Refused")
-                found = await where.until("Attached", "Unknown", "NoPods")
+                await where.until("Attached", "False", "Refused", seconds=120)
+                found = await where.until("Attached", "Unknown", "NoPods", seconds=180)
                 assert "without tiers too" in condition(found, "Attached")["message"]
                 assert "suspendedOwners" not in found["status"]
                 await where.events("Resumed")
