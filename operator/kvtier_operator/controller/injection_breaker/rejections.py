@@ -258,7 +258,7 @@ class RejectionDetector:
         )
 
     def _is_worth_a_trial(self, rejections: Rejections) -> bool:
-        """Whether an unexplained rejection may have begun with the injection, has lasted, and was
+        """Whether an unexplained rejection may come from the injection, has lasted, and was
         not tried before.
         """
         cleared = self._memory.cleared.get(rejections.owner.uid)
