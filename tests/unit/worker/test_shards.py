@@ -15,7 +15,13 @@ from tests.unit.worker.worker_testbeds import (
 )
 
 from kvtier.engines.vllm.metadata import BlockRun
-from kvtier.engines.vllm.worker_state import CompletionQueue, Counters, RankContext, RankShards
+from kvtier.engines.vllm.worker_state import (
+    CompletionQueue,
+    Counters,
+    RankContext,
+    RankShards,
+    SlotGenerations,
+)
 from kvtier.tierd.shard_layout import slot_layouts
 from kvtier.tierd.wire import Abort, Ready
 from kvtier.transfer.codec import build_codec
@@ -39,7 +45,12 @@ class _Rank:
         self.shards = RankShards(codec.shard_bytes)
         self.shard_bytes = codec.shard_bytes
         self.context = RankContext(
-            self.engine, self.shards, CompletionQueue(True), Counters(), lambda: 0.0
+            self.engine,
+            self.shards,
+            CompletionQueue(True),
+            Counters(),
+            lambda: 0.0,
+            SlotGenerations(),
         )
 
     def copy(self, slot: int, direction: Direction) -> None:
