@@ -183,7 +183,7 @@ class FileSystemTier(Tier):
         """What the directory is charged for."""
         return self._index.usage()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
         self._index.touch(ref.namespace, ref.key)
 
