@@ -128,7 +128,8 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """A snapshot of the keys in a namespace. No I/O."""
+        """The keys in a namespace, each one once that is there until the iteration ends; what is
+        added or removed meanwhile may be missing or not. No I/O; a step takes microseconds."""
 
     @abstractmethod
     def usage(self) -> TierUsage:

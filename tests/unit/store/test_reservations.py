@@ -133,7 +133,10 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
             "slot_not_granted",
             lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), w.credits("other")[0]),
         ),
-        ("unknown_group", lambda w: w.store.reserve("e", 1, ChunkId(9, block_hash(0)), w.credits()[0])),
+        (
+            "unknown_group",
+            lambda w: w.store.reserve("e", 1, ChunkId(9, block_hash(0)), w.credits()[0]),
+        ),
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
