@@ -27,8 +27,8 @@ from kvtier.tiers.base import ALIGNMENT_BYTES, TierUsage
 _MAX_UNITS = (1 << 24) - 1
 """Sizes up to 64 GiB in units of 4 KiB."""
 _SCANS = 256
-"""The scan that last saw an object is known modulo this. Scans that differ by a multiple of it cannot
-be confused, because each removes the objects that it did not see."""
+"""The scan that last saw an object is known modulo this. Scans that differ by a multiple of it
+cannot be confused, because each removes the objects that it did not see."""
 _NAMESPACE_BYTES = 4
 """Before each key in the table: the number of its namespace."""
 _PART_OBJECTS = 4_096

@@ -404,8 +404,8 @@ class DirectoryMaintenance:
 
 def remove_oldest(directory: TierDirectory) -> list[tuple[str, str, int]]:
     """Removes the objects to evict next, 5% of the bytes: namespace, path and size of each. Any
-    process may do so at any time; this is for one whose records find no room, and which cannot evict
-    in order without them. Raises ``OSError``.
+    process may do so at any time; this is for one whose records find no room, and which cannot
+    evict as the leader without them. Raises ``OSError``.
     """
     removed = []
     surplus = max(directory.index.usage().used_bytes * _ENOSPC_PERCENT // 100, 1)
