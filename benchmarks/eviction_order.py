@@ -58,9 +58,8 @@ def made_trace(requests: int) -> Trace:
         if what < 0.4 or not conversations:
             prompt = list(draw.choice(systems))
         else:
-            prompt = conversations.pop(
-                -1 - min(int(draw.expovariate(0.05)), len(conversations) - 1)
-            )
+            back = min(int(draw.expovariate(0.05)), len(conversations) - 1)
+            prompt = conversations.pop(-1 - back)
         prompt = prompt + [next(fresh) for _ in range(draw.randint(1, 6))]
         if len(prompt) < 80:
             conversations.append(prompt)

@@ -33,8 +33,8 @@ _PRESENT, _PARKED, _OFTEN, _ORPHAN = 1, 2, 4, 8
 _MAX_WALK = 64
 """Places compared when a node returns to the list. Only nodes that were set aside are passed."""
 _MAX_DEPTH = 1 << 16
-"""Predecessors that are followed to find the first orphan, or to exclude a cycle, which hashes cannot
-form but messages can."""
+"""Predecessors that are followed to find the first orphan, or to exclude a cycle, which hashes
+cannot form but messages can."""
 
 
 class PrefixOrder:
@@ -136,8 +136,8 @@ class PrefixOrder:
         self._note_blocked(node)
 
     def leave(self, node: int) -> int:
-        """The chunk is no longer held. Returns the node before it, if that is absent and nothing
-        follows it any more, so that the caller can forget it; else ``NONE``."""
+        """The chunk is no longer held. Returns the node before it, if that is absent and has no
+        followers left, so that the caller can forget it; else ``NONE``."""
         flags, parent, position = self._flags[node], self._parent[node], NONE
         linked = self._after[node] != node
         if linked:

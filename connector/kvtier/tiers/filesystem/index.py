@@ -4,8 +4,8 @@ Objects are numbers in arrays (``kvtier.prefix_order``, ``kvtier.key_table``), a
 Every method may be called from any thread, does no I/O and holds the lock for one object or a few
 thousand at most, however many there are.
 
-An object that is known to follow another one in its prefix is evicted before that one. Nobody says
-so of an object that a scan finds: it ranks by its own age until a use tells what it follows.
+An object that is known to follow another one in its prefix is evicted before that one. A scan does
+not see what an object follows: the object ranks by its own age until a use tells.
 
 The number of indexed objects is bounded. Beyond the bound, an object that is stored or requested
 displaces the one that would be evicted next; an object that a scan merely discovers is not indexed.
