@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.store import counters
+
+counters.strict = True
+"""A counter that is not registered fails the test that counts it."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
 ORDER = (

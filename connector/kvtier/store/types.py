@@ -12,10 +12,12 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from kvtier.store import counters
 
 MEMORY_BIT = 1
 UNVERIFIED_BIT = 1 << 16
@@ -197,4 +199,13 @@ class StoreCounters:
     def add(self, name: str, tier: str = "", reason: str = "", by: int = 1) -> None:
         """Adds ``by`` to one counter."""
         key = (name, tier, reason)
-        self.values[key] = self.values.get(key, 0) + by
+        value = self.values.get(key)
+        if value is None:
+            counters.check(name, tier, reason)
+            value = 0
+        self.values[key] = value + by
+
+    def declare(self, tiers: Iterable[str]) -> None:
+        """Adds every label set that can occur with these secondary tiers, with value 0."""
+        for key in counters.label_sets(tiers):
+            self.values.setdefault(key, 0)

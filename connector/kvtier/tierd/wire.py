@@ -44,7 +44,8 @@ class Hello(Message, frozen=True, kw_only=True):
     grants are dropped (0: never attached). The scheduler's carries ``identity`` (canonical JSON of
     what shapes KV bytes, without the layout), ``ephemeral_reason`` (why the identity does not hold
     across processes; empty: it does) and ``writer_ranks``; a worker's carries ``rank``, ``codec``
-    (canonical text of the byte layout) and ``shard_bytes`` per group.
+    (canonical text of the byte layout), ``weights`` (the fingerprint of the weights that this rank
+    has; empty with an ``ephemeral_reason`` if they are unknown) and ``shard_bytes`` per group.
     """
 
     protocol: str
@@ -59,6 +60,7 @@ class Hello(Message, frozen=True, kw_only=True):
     ephemeral_reason: str = ""
     writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
+    weights: str = ""
     shard_bytes: tuple[int, ...] = ()
     ranks: int = 0
     """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs.

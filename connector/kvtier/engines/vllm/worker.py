@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtier.config.models import Daemon, Structural
+from kvtier.engines.vllm import weights
 from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.worker_pool import HostPoolMapper
@@ -103,6 +104,7 @@ class KVTierConnectorWorker:
         self._completions = CompletionQueue(self._single_group)
         self._thread: TransferThread | None = None
         self._codec: Codec | None = None
+        self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
         self._stores_passed_on: StepMetadata | None = None
@@ -152,6 +154,21 @@ class KVTierConnectorWorker:
                 ", ".join(f"{way} {rate / 1e9:.1f}" for way, rate in rates.items()),
             )
         self._codec = codec
+        self._weights = weights.take(self._vllm_config)
+        logger.info(
+            "KVTier: rank %d hashed %d MB of weights in %.2f s, and others in %.2f s while loading",
+            self._rank,
+            self._weights.hashed_bytes // 1_000_000,
+            self._weights.seconds,
+            weights.capture_seconds(),
+        )
+        if self._weights.reason:
+            logger.warning(
+                "KVTier: objects stay in the memory tier for the lifetime of this engine: rank %d: "
+                "%s",
+                self._rank,
+                self._weights.reason,
+            )
         offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(
             RankContext(engine, offsets, self._completions, self._counters, time.monotonic),
@@ -193,6 +210,8 @@ class KVTierConnectorWorker:
             process_start=process.start,
             drained_epoch=thread.drained_epoch if thread is not None else 0,
             codec=codec.text if codec is not None else "",
+            weights=self._weights.text,
+            ephemeral_reason=self._weights.reason,
             shard_bytes=codec.shard_bytes if codec is not None else (),
             lock=hold_peer_lock(self._run_directory),
         )
