@@ -2,7 +2,7 @@
 
 Each request is a list of chunks in prefix order; equal numbers mean equal content and equal prefix.
 Most requests continue a conversation that was used recently, some an old one, some begin another,
-and some are documents that nobody asks about again.
+and some are documents that are used once.
 """
 
 from __future__ import annotations
