@@ -32,7 +32,6 @@ from kvtier.store.slot_table import (
     object_digest,
 )
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotState
-from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 from kvtier.store.write_through import WriteThrough, hash_object
 from kvtier.tiers.base import ObjectMeta
 from kvtier.tiers.checksum import by_kind
@@ -246,10 +245,9 @@ class RecoveredObjects:
             for waiter in waiters:
                 waiter.lost("recovered_corrupt")
             return
-        entry.meta, entry.unverified = result, None
+        entry.meta = result
         self._context.count("recovered_objects_verified")
-        self._index.change(entry.namespace, entry.key, MEMORY_BIT, True)
-        self._index.change(entry.namespace, entry.key, UNVERIFIED_BIT, False)
+        self._resident.verified(entry)
         for waiter in waiters:
             waiter.arrived(entry, 0)
         self._writes.maybe_write(entry)

@@ -292,7 +292,7 @@ def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  
         fixture.settle()
     for _ in range(2):
         ready = fixture.load(0, 1, 2)
-        fixture.store.release_load("e", 0, ready.load)
+        fixture.store.release_load("e", ready.load)
     for chunk in range(100, 130):
         fixture.put(chunk)
         fixture.settle()
@@ -366,7 +366,7 @@ class TestPromptsInTheStore:
             fixture.io.run(call)
             fixture.pump()
         ready = fixture.load(*range(8), promotion=promotion)
-        fixture.store.release_load("e", 0, ready.load)
+        fixture.store.release_load("e", ready.load)
         fixture.tier.objects.clear()
         for chunk in range(8):
             fixture.tier._on_change(NAMESPACE, b"\0" + block_hash(chunk), False)

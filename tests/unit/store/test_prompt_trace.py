@@ -65,7 +65,7 @@ def test_the_store_hits_as_many_tokens_as_one_that_evicts_whole_suffixes(slots: 
         hits += found
         if found:
             ready = fixture.load(*prompt[:found])
-            fixture.store.release_load("e", 0, ready.load)
+            fixture.store.release_load("e", ready.load)
         for previous, chunk in zip([None, *prompt], prompt, strict=False):
             if not fixture.bits(chunk) & 1:
                 fixture.put(chunk, previous=previous)
