@@ -294,8 +294,10 @@ class TransferThread:
         return self._engine.pool is not None and self._context.shards.known
 
     def _update_epoch(self) -> None:
+        """Copies are possible once a pool is attached and the layout of its slots is known."""
         welcome = self._welcome
-        self._completions.epoch = welcome.epoch if welcome and self._can_copy else 0
+        possible = self._engine.pool is not None and self._context.shards.known
+        self._completions.epoch = welcome.epoch if welcome and possible else 0
 
     def _map_pool(self, welcome: Welcome) -> None:
         self._mapper.map(Path(welcome.pool_path), welcome.pool_bytes, self.on_pool_ready)
@@ -332,6 +334,7 @@ class TransferThread:
         self._drain("lost")
         with self._copies:
             self._outbox.clear()
+            self._context.shards.clear()
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
