@@ -284,12 +284,14 @@ class TransferThread:
         with self._copies:
             problem = self._context.shards.set(ready)
             self._update_epoch()
-            if problem:
-                self._loads.stop_all("shards")
-                self._stores.drop_pending()
         if problem:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
+        return self._engine.pool is not None and self._context.shards.known
 
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
@@ -336,6 +338,7 @@ class TransferThread:
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
+        self._context.shards.clear()
         self._client.reattach(self._drained_epoch)
 
     def _drain(self, reason: str) -> None:
