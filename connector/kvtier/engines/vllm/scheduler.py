@@ -353,7 +353,7 @@ class KVTierConnectorScheduler:
         """
         self.weights.rise(reset=reset)
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
-        self.session.suspend("weights_unknown")
+        self.session.suspend()
         self.stores.reset()
         self.loads.reset()
         for state in self._states.values():
@@ -366,7 +366,7 @@ class KVTierConnectorScheduler:
         if not state.take_report(report):
             return
         if state.stale:
-            self.session.suspend("weights_stale")
+            self.session.suspend(stale=True)
             return
         self.session.identify(state.number, state.weights, state.reason)
         logger.info(

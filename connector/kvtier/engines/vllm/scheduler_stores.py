@@ -138,8 +138,8 @@ class SchedulerStores:
         if self.pool is None:
             return "no_block_pool"
         session = self._session
-        if session.suspended_reason:
-            return session.suspended_reason
+        if session.suspended:
+            return "weights_stale" if session.stale_weights else "weights_unknown"
         if not session.namespace_open:
             return "not_attached"
         if not session.replica_ready:

@@ -143,8 +143,10 @@ class TierdSession:
         self._refused_reason = ""
         self._snapshot_epoch = 0
         """Epoch whose snapshot has started to arrive; written by the I/O thread."""
-        self.suspended_reason = ""
-        """Why the namespace is not used although it may be open; empty if it is used."""
+        self.suspended = False
+        """Whether the namespace is not used although it may be open."""
+        self.stale_weights = False
+        """Whether it is suspended until vLLM resets its prefix cache."""
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False
@@ -214,18 +216,14 @@ class TierdSession:
 
         The replica may still be filling.
         """
-        return (
-            self.ready is not None
-            and not self.suspended_reason
-            and self._client.epoch == self.epoch
-        )
+        return self.ready is not None and not self.suspended and self._client.epoch == self.epoch
 
     @property
     def replica_ready(self) -> bool:
         """Whether the namespace is open and the replica is complete."""
         return (
             self.ready is not None
-            and not self.suspended_reason
+            and not self.suspended
             and self._client.epoch == self.epoch == self._snapshot_epoch
             and not self.replica.stale
         )
@@ -275,12 +273,12 @@ class TierdSession:
                 self._on_lost()
                 yield message
 
-    def suspend(self, reason: str) -> None:
+    def suspend(self, stale: bool = False) -> None:
         """Stops the use of the namespace until ``identify``: the weights may have changed.
 
-        ``reason``: a label of dropped stores.
+        ``stale``: they did, and vLLM's own blocks belong to other weights.
         """
-        self.suspended_reason = reason
+        self.suspended, self.stale_weights = True, stale
 
     def identify(self, number: int, weights: tuple[str, ...], reason: str) -> None:
         """The engine has ``weights``, by rank, at identity ``number``: uses the namespace that they
@@ -290,7 +288,7 @@ class TierdSession:
         random for this number. If tierd has another namespace open, it is asked for the right one.
         Open promotions and credits stay valid.
         """
-        self.suspended_reason = ""
+        self.suspended = self.stale_weights = False
         self._identity_wanted = Identify(number=number, weights=weights, ephemeral_reason=reason)
         self._identify_unsent = False
         ready = self.ready
@@ -320,7 +318,7 @@ class TierdSession:
         logger.info("KVTier: attached the scheduler side to tierd, epoch %d", welcome.epoch)
 
     def _on_ready(self, ready: Ready) -> None:
-        if not self.suspended_reason and not self._is_wanted(ready):
+        if not self.suspended and not self._is_wanted(ready):
             # tierd opened it for an identity of before.
             self._send_identify()
             return

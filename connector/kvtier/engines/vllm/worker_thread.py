@@ -26,7 +26,7 @@ from pathlib import Path
 from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
-from kvtier.engines.vllm.worker_transfers import IDENTITY_CHANGED, WorkerLoads, WorkerStores
+from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class TransferThread:
         with self._copies:
             self._stores.void(reservations)
             if reservations is None:
-                self._loads.stop_all(IDENTITY_CHANGED)
+                self._loads.stop_all("identity")
 
     def suspend(self) -> None:
         """Ends all copies, and accepts none until ``resume``. Blocks until no copy runs."""
