@@ -15,9 +15,9 @@ TOKENS = 300
 CHUNKS = TOKENS // CHUNK
 
 
-def _filled(testbed: SchedulerTestbed, request_id: str = "first") -> None:
+def _filled(testbed: SchedulerTestbed, request_id: str = "first", seed: int = 0) -> None:
     """A request is computed and finished; its stores are planned, not yet in a step."""
-    request = testbed.request(TOKENS, request_id)
+    request = testbed.request(TOKENS, request_id, seed)
     testbed.ask(request)
     testbed.run({request_id: TOKENS})
     request.append(1)
@@ -140,7 +140,7 @@ def test_weights_that_change_without_a_reset_stop_loads_and_stores_until_a_reset
     testbed.weights = ("other",)
     testbed.run()
     assert testbed.ask(request) == 0
-    _filled(testbed, "stale")
+    _filled(testbed, "stale", seed=1)
     assert testbed.build().stores == []
     assert testbed.scheduler.stores.dropped["weights_stale"]
     assert testbed.client.take(Identify) == []
@@ -283,6 +283,14 @@ def test_an_identity_that_cannot_be_sent_is_sent_later(testbed: SchedulerTestbed
     assert testbed.client.take(Identify) == [Identify(number=1, weights=("other",))]
 
 
+class _Listener:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_engine_signal(self, name: str) -> None:
+        self.seen.append(name)
+
+
 @pytest.mark.parametrize(
     ("method", "signals"),
     [
@@ -296,12 +304,7 @@ def test_an_identity_that_cannot_be_sent_is_sent_later(testbed: SchedulerTestbed
 def test_rpcs_that_may_change_weights_are_signals(method: object, signals: list[str]) -> None:
     from vllm.v1.engine.core import EngineCore
 
-    seen: list[str] = []
-    listener = SimpleNamespace(on_engine_signal=seen.append)
-    listener_class = type(
-        "Listener", (), {"on_engine_signal": lambda self, name: seen.append(name)}
-    )
-    listener = listener_class()
+    listener = _Listener()
     engine_signals.listen(listener)
     called: list[object] = []
     core = SimpleNamespace(
@@ -310,4 +313,4 @@ def test_rpcs_that_may_change_weights_are_signals(method: object, signals: list[
     EngineCore.collective_rpc(core, method)  # type: ignore[arg-type]
     EngineCore.collective_rpc(core, method=method)  # type: ignore[arg-type]
     assert called == [method, method]
-    assert seen == signals * 2
+    assert listener.seen == signals * 2
