@@ -309,8 +309,8 @@ class Checksummer:
         self.pending_bytes = 0
 
     def __len__(self) -> int:
-        """Objects that wait or are being hashed."""
-        return len(self._queue) + self._submitted
+        """Objects that wait, in the backlog as well, or are being hashed."""
+        return len(self._queue) + self._submitted + len(self._backlog)
 
     def persist(self, entry: Entry) -> None:
         """Brings an object that was stored or used to the secondary tiers: computes its checksum,

@@ -49,6 +49,17 @@ def test_what_waits_is_written_as_the_budget_grows_without_being_used() -> None:
     assert fixture.store.pending_stores() == 0
 
 
+def test_the_number_that_a_shutdown_waits_for_falls_with_each_write_of_the_backlog() -> None:
+    fixture = limited(None, max_pending_store_bytes=2 * PAGE)
+    put(fixture, *range(10))
+    pending = [fixture.store.pending_stores()]
+    while calls := fixture.calls("write:"):
+        fixture.io.run(calls[0])
+        fixture.pump()
+        pending.append(fixture.store.pending_stores())
+    assert pending == list(range(10, -1, -1))
+
+
 def test_what_waits_for_a_budget_is_written_at_once_when_the_limit_is_lifted() -> None:
     fixture = limited(PAGE)
     put(fixture, *range(6))
