@@ -193,6 +193,10 @@ class TierStore:
         self._planner.configure(live)
         self._tiers.configure(live)
 
+    def check_suspended(self, cause: str) -> None:
+        """The cause for which tiers were suspended is gone: they are checked at once."""
+        self._tiers.check_suspended(cause)
+
     # Stores.
 
     def reserve(
