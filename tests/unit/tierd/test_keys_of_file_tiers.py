@@ -128,7 +128,9 @@ def test_an_object_of_a_key_that_a_rotation_dropped_is_recomputed_and_stored_aga
     assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait_for(lambda: engine.holds(1), WAIT_SECONDS)
     assert engine.load([1]) == 0
-    assert tierd.case.counter("tier_reads_failed", "unknown_key") == 1
+    wait_for(
+        lambda: tierd.case.counter("tier_reads_failed", "unknown_key") == 1, "the miss is counted"
+    )
     (path,) = tierd.files()
     assert engine.wait_for(lambda: not engine.holds(1), WAIT_SECONDS)
     assert engine.store(1)

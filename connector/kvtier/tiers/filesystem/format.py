@@ -123,6 +123,20 @@ def finish_header(header: memoryview, checksum: Checksum) -> None:
     header[DIGEST_AT:HEADER_BYTES] = checksum.digest(header[:DIGEST_AT])
 
 
+def describe_seal(header: bytes) -> str:
+    """How an object says that it is sealed, for people. Nothing is verified."""
+    if len(header) < HEADER_BYTES or header[:8] != MAGIC:
+        return "not an object"
+    (version,) = _VERSION.unpack_from(header)
+    if version not in VERSIONS:
+        return f"format version {version}"
+    raw = _SEAL.unpack_from(header, _SEAL_AT)[1].rstrip(b"\0")
+    key_id = "".join(chr(byte) if 32 < byte < 127 else "?" for byte in raw)
+    if version == ENCRYPTED_VERSION:
+        return f"AES256GCM, key {key_id}"
+    return f"tag, key {key_id}" if key_id else "no tag"
+
+
 def set_seal(header: memoryview, version: int, seal: SealFields) -> None:
     """Writes the version and the fields of a seal. The header must be finished afterwards."""
     header[8:10] = version.to_bytes(2, "little")
