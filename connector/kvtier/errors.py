@@ -60,6 +60,8 @@ class TierUntrustedError(TierMissError):
     "unknown_key" (the tier's Secret lacks the key that it names) or "wrong_tag".
     """
 
+    REASONS = ("no_key", "unkeyed", "unknown_key", "wrong_tag")
+
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
