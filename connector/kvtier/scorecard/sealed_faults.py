@@ -1,5 +1,5 @@
-"""Faults of a directory that is protected by keys: a rotation under load, and objects of somebody
-who can write to the directory but has no key.
+"""Faults of a directory that is protected by keys: a rotation under load, and objects of a process
+that can write to the directory but has no key.
 
 Planted objects have other content, with valid checksums: only the tag tells. They must be misses,
 counted by reason, and stay until the engine stores the chunk again.
@@ -156,7 +156,7 @@ def _without_tag(_: KeyedTestbed, ref: ObjectRef, payload: memoryview, meta: Obj
 
 def _stranger() -> IsolationKey:
     """Another key under the id of the present one."""
-    return make_key(FIRST_KEY, b"somebody else's material, 32 bytes")
+    return make_key(FIRST_KEY, b"material of another tenant, 32 bytes")
 
 
 def _other_key(_: KeyedTestbed, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> bytes:

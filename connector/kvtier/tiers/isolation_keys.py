@@ -8,7 +8,7 @@ for as long as the Secret has those keys.
 The files are polled, as the live configuration is: the kubelet replaces them by swapping the link
 ``..data``. All entries are read from the directory behind that link, so a swap in between never
 mixes two versions. A Secret that becomes invalid keeps the last valid keys, with a problem that
-says so. A Secret that has no entry any more takes the keys away.
+says so. A Secret that has no entries takes the keys away.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def read_entries(directory: Path) -> dict[str, bytes]:
 
 
 def _read_once(source: Path) -> dict[str, bytes]:
-    entries = {}
+    entries: dict[str, bytes] = {}
     for name in sorted(os.listdir(source)):
         path = source / name
         if name.startswith(".") or not path.is_file():
@@ -235,7 +235,7 @@ class KeyRing:
         if problem != self.problem and problem:
             _log.warning("isolation keys: %s", problem)
         changed = not _equal(found, self._keys)
-        # The keys first: whoever sees the new generation uses them.
+        # The keys first: a thread that reads the new generation uses them.
         self._keys = found
         self.problem = problem
         if changed:

@@ -87,7 +87,7 @@ def file_of(root: Path, ref: ObjectRef) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None], finish: bool = True) -> bytes:
-    """Changes a file as somebody with access to the directory can: with valid checksums."""
+    """Changes a file as a process with access to the directory can: with valid checksums."""
     content = bytearray(path.read_bytes())
     change(content)
     checksum = by_kind("xxh3-128" if content[10] == 1 else "blake3")
@@ -99,7 +99,7 @@ def rewrite(path: Path, change: Callable[[bytearray], None], finish: bool = True
 
 
 def expect_miss(made: Tenant, ref: ObjectRef, payload: memoryview, reason: str) -> None:
-    """The object is a miss for the reason, is not served any more, and its file is untouched."""
+    """The object is a miss for the reason, is no longer served, and its file is untouched."""
     root = Path(made.tier.maintenance._directory.root)
     before = file_of(root, ref).read_bytes()
     made.changes.clear()

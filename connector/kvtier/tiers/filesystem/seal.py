@@ -1,7 +1,7 @@
 """Seals objects: a keyed tag, or encryption, with the keys of ``isolation.keySecretRef``.
 
-A checksum is no authentication: whoever can write to a directory can compute one. A sealed object
-is proven to come from a holder of the keys before anything of it is used.
+A checksum is no authentication: a process that can write to a directory can compute one. A sealed
+object is proven to come from a holder of the keys before anything of it is used.
 
 **Tag** (format version 1). Keyed BLAKE3 of 256 bits over the header (its own field and the checksum
 of the header as zeros) and the whole payload, with padding. The header names the key's id. The
@@ -11,17 +11,17 @@ is removed, while one that only lacks the right tag may be another's and is left
 **AES-256-GCM** (format version 2). One message per object: the fixed part of the header is
 authenticated (its tag as zeros); the table of shards, with their sizes and checksums, and the
 payload are encrypted, in this order and at their places, so sizes and alignment for direct I/O are
-those of version 1. Objects are decrypted in place in their slot, which no one sees before the tag
-has been verified.
+those of version 1. Objects are decrypted in place in their slot, which no engine reads before the
+tag has been verified.
 
 Nonces. A nonce that repeats under one key breaks AES-GCM, and random nonces of 96 bits limit a key
 to 2^32 messages, which one busy cluster writes within a year. So no two objects share a key of AES:
 it is derived with keyed BLAKE3 from the Secret's key, a random salt of 256 bits in the header, and
 the namespace and key of the object. Key and nonce repeat only if the same object is written with
 the same salt and the same random nonce: after n writes with a probability below n^2 / 2^353. There
-is no counter, so this holds across writers and restarts. If a machine is cloned with the state of
-its random generator, both write the same content under the same name or use different keys. One
-message is at most 64 GiB, far above any object.
+is no counter, so this holds across writers and restarts. Namespace and key take part for machines
+that are cloned with the state of their random generator: only the same object can then meet the
+same key. One message is at most 64 GiB, far above any object.
 
 An object that is sealed either way is accepted whatever the policy asks for new objects, so
 encryption can be turned on and off over an existing directory. An object without a tag is not.
