@@ -257,6 +257,10 @@ class WorkerStores:
             if job.reservation in self._open:
                 self._counters.add("duplicate_stores")
                 continue
+            if epoch and not self._context.shards.writes(job.run.group):
+                # Another rank holds the same bytes and writes them.
+                self._context.completions.add_stores((job.reservation,))
+                continue
             self._open.add(job.reservation)
             if epoch and job.epoch == epoch:
                 self._pending.append((job, fence))

@@ -22,6 +22,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier.config.models import FileSystemTierDocument
@@ -194,19 +195,19 @@ class FileSystemTier(Tier):
         return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
 
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """A snapshot of a namespace's keys."""
+        """A namespace's keys, each that is there all the while."""
         found = self._index.keys(namespace)
         if not self._unusable:
-            return iter(found)
+            return found
         return (key for key in found if ObjectRef(namespace, key) not in self._unusable)
 
     def usage(self) -> TierUsage:
         """What the directory is charged for."""
         return self._index.usage()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
-        self._index.touch(ref.namespace, ref.key)
+        self._index.touch(ref.namespace, ref.key, previous)
 
     # Reading.
 
@@ -247,7 +248,8 @@ class FileSystemTier(Tier):
             with contextlib.suppress(OSError):
                 # By the file system's clock, which all hosts can compare; this needs no ownership.
                 os.utime(path)
-        return meta
+        previous = self._index.previous(ref.namespace, ref.key)
+        return replace(meta, previous=previous) if previous else meta
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
         # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
@@ -271,7 +273,7 @@ class FileSystemTier(Tier):
             return
         if replaces is None:
             if self._index.contains(ref.namespace, ref.key):
-                self._index.touch(ref.namespace, ref.key)
+                self._index.touch(ref.namespace, ref.key, meta.previous)
                 return
             if self._index.unindexed and self.probe(ref):
                 # Exists without being indexed. Writing it again would charge it twice until the
@@ -294,7 +296,7 @@ class FileSystemTier(Tier):
         except OSError as error:
             self._index.release(size)
             raise self._write_error(error) from error
-        is_new = self._index.publish(ref.namespace, ref.key, size)
+        is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous)
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
 
