@@ -232,10 +232,10 @@ def test_volumes_can_be_created_only_if_enabled_and_within_allowed_volumes() -> 
 
     plain = render({"allowedVolumes": [EXPORT]})
     assert not creates(plain)
-    assert not [body for body in plain if body["kind"].startswith("ValidatingAdmissionPolicy")]
+    assert "kvtier-volumes" not in {body["metadata"]["name"] for body in plain}
     opted = render({"allowedVolumes": [EXPORT, DIRECTORY], "storage": {"createVolumes": True}})
     assert creates(opted)
-    guard = one(opted, "ValidatingAdmissionPolicy")["spec"]
+    guard = one(opted, "ValidatingAdmissionPolicy", "kvtier-volumes")["spec"]
     assert guard["failurePolicy"] == "Fail"
     assert (
         f"system:serviceaccount:{NAMESPACE}:kvtier-controller"

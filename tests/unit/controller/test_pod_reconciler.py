@@ -416,7 +416,7 @@ def deployment_of_chat(mark: str = "", **status: int) -> tuple[dict[str, Any], d
 
 
 def test_an_outdated_workload_is_restarted_once() -> None:
-    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}))
+    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), rollout={"enabled": True})
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)
@@ -438,7 +438,7 @@ def test_an_outdated_workload_is_restarted_once() -> None:
 
 
 def test_restarts_are_paused_while_storage_is_not_ready_or_injection_blocks_pods() -> None:
-    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}))
+    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), rollout={"enabled": True})
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)
@@ -492,7 +492,9 @@ def test_a_status_is_computed_even_if_the_api_server_rejects_every_call() -> Non
 
         list = create = patch = delete = get  # type: ignore[assignment]
 
-    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), Rejecting())
+    cluster = Cluster(
+        policy(rollout={"strategy": "RestartWorkloads"}), Rejecting(), rollout={"enabled": True}
+    )
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)
