@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.store import counters
+from kvtier.engines.vllm import counters as engine_counters
+from kvtier.store import counters as store_counters
 
-counters.strict = True
+engine_counters.strict = store_counters.strict = True
 """A counter that is not registered fails the test that counts it."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"

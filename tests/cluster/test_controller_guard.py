@@ -1,6 +1,6 @@
 """What the controller's account may write, as the API server of an installed chart enforces it.
 
-Each escalation is an attempt of somebody who has the account's token.
+Each escalation is a call with the account's token that the controller itself never makes.
 """
 
 from __future__ import annotations

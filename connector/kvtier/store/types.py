@@ -74,16 +74,27 @@ class EngineInfo:
     """One EngineCore and its workers, as described by their handshakes.
 
     ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g.
-    ``shard_bytes[g][r]``: exact bytes of rank r's shard. ``persistent``: whether secondary tiers
-    may be used for this engine.
+    ``writer_ranks[g]``: the ranks that write an object of group g, and ``shard_bytes[g]`` the exact
+    bytes of their shards, in the same order. ``persistent``: whether secondary tiers may be used
+    for this engine.
     """
 
     engine: str
     namespace: str
     slot_bytes: tuple[int, ...]
     shard_bytes: tuple[tuple[int, ...], ...]
-    writer_ranks: tuple[int, ...] = (0,)
+    writer_ranks: tuple[tuple[int, ...], ...] = ((0,),)
     persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkId:
+    """One chunk of one group of an engine. ``previous``: block hash of the chunk before it; empty
+    if it is the first or that is not known."""
+
+    group: int
+    block_hash: bytes
+    previous: bytes = b""
 
 
 # Events. ``TierStore.take_events`` returns them in order.
@@ -100,12 +111,14 @@ class CreditsGranted:
 
 @dataclass(frozen=True, slots=True)
 class PresenceChanged:
-    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash."""
+    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash. ``location``:
+    with ``MEMORY_BIT`` set, the slot and its generation (``generations.pack_location``)."""
 
     namespace: str
     key: bytes
     bits: int
     present: bool
+    location: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,35 +143,17 @@ class UsableTiersChanged:
 @dataclass(frozen=True, slots=True)
 class PromotionEnded:
     """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each
-    of its keys came from."""
+    of its keys came from. ``locations``: where each of them is."""
 
     engine: str
     promotion: int
     outcome: PromotionOutcome
     usable: int
     tiers: tuple[int, ...]
+    locations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAnnounced:
-    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other
-    keys are gone."""
-
-    engine: str
-    load: int
-    ranks: tuple[int, ...]
-    slots: tuple[int, ...]
-    tiers: tuple[int, ...]
-
-
-StoreEvent = (
-    CreditsGranted
-    | PresenceChanged
-    | KeysEvicting
-    | UsableTiersChanged
-    | PromotionEnded
-    | LoadAnnounced
-)
+StoreEvent = CreditsGranted | PresenceChanged | KeysEvicting | UsableTiersChanged | PromotionEnded
 
 
 @dataclass(slots=True)

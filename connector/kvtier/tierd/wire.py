@@ -19,9 +19,11 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/4"
+PROTOCOL = f"{__version__}/7"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
+GENERATIONS_NAME = "generations"
+"""The file of generation words beside the pool (``kvtier/store/generations.py``)."""
 
 HEARTBEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""
@@ -43,9 +45,10 @@ class Hello(Message, frozen=True, kw_only=True):
     ``drained_epoch``: the sender has drained every epoch up to this one: no copy of it runs and its
     grants are dropped (0: never attached). The scheduler's carries ``identity`` (canonical JSON of
     what shapes KV bytes, without the layout), ``ephemeral_reason`` (why the identity does not hold
-    across processes; empty: it does) and ``writer_ranks``; a worker's carries ``rank``, ``codec``
-    (canonical text of the byte layout), ``weights`` (the fingerprint of the weights that this rank
-    has; empty with an ``ephemeral_reason`` if they are unknown) and ``shard_bytes`` per group.
+    across processes; empty: it does), ``ranks`` and ``shard_writers``; a worker's carries ``rank``,
+    ``codec`` (canonical text of the byte layout), ``weights`` (the fingerprint of the weights that
+    this rank has; empty with an ``ephemeral_reason`` if they are unknown) and ``shard_bytes`` per
+    group.
     """
 
     protocol: str
@@ -58,13 +61,14 @@ class Hello(Message, frozen=True, kw_only=True):
     drained_epoch: int = 0
     identity: str = ""
     ephemeral_reason: str = ""
-    writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     weights: str = ""
     shard_bytes: tuple[int, ...] = ()
-    ranks: int = 0
-    """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs.
-    """
+    ranks: int = 1
+    """Scheduler: how many worker ranks its engine has."""
+    shard_writers: tuple[tuple[int, ...], ...] = ()
+    """Scheduler: ``shard_writers[g][r]`` is the rank that writes the shard of group g that rank r
+    reads; empty: every rank writes a shard of its own."""
     lock: str = ""
     """Name of the file in ``peers/`` on which the process holds a lock until it ends; empty: none.
     """
@@ -93,12 +97,13 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Scheduler: workers will deliver these chunks into these slots, which are taken from the
     session's credits.
 
-    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd
-    drops what is already there or pending, and takes the slot back once every writer has delivered
-    or aborted.
+    ``items``: (reservation, group, key, slot, previous). Reservations are unique per engine.
+    ``previous``: key of the chunk before it in its prefix, empty for the first one; the order of
+    eviction follows it. No answer: tierd drops what is already there or pending, and takes the slot
+    back once every writer has delivered or aborted.
     """
 
-    items: tuple[tuple[int, int, bytes, int], ...]
+    items: tuple[tuple[int, int, bytes, int, bytes], ...]
 
 
 class Deliver(Message, frozen=True, kw_only=True):
@@ -144,20 +149,19 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Scheduler: send the workers the slots of ``keys``. Slots are pinned until every rank has sent
-    ``LoadReleased``.
+    """Scheduler: the workers load ``keys`` from the slots that a ``Delta`` or ``Promoted`` named.
+    tierd keeps them in RAM until ``LoadReleased``. No answer: the load does not wait for this.
 
-    ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``LoadReady``.
+    ``promotion``: the one that prepared it, 0 if none; its pins pass to the load.
     """
 
     load: int
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
-    ranks: tuple[int, ...] = (0,)
 
 
 class LoadReleased(Message, frozen=True, kw_only=True):
-    """Worker: all copies of this load have ended; its slots may be unpinned."""
+    """Scheduler: every rank has ended this load; its slots may be unpinned."""
 
     load: int
 
@@ -202,11 +206,13 @@ class SessionRefused(Message, frozen=True, kw_only=True):
 
 class Ready(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes``
-    per group."""
+    per group. ``shards``, to a worker: (offset in the slot, size, whether this rank writes it) of
+    its shard of each group."""
 
     namespace: str
     slot_bytes: tuple[int, ...]
     persistent: bool
+    shards: tuple[tuple[int, int, bool], ...] = ()
 
 
 class LiveSettings(Message, frozen=True, kw_only=True):
@@ -223,12 +229,13 @@ class Credits(Message, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``:
-    (group+key bytes as stored, bits). ``sequence`` counts from 1 per session; ``snapshot`` on the
-    first of a series that replaces everything."""
+    """To a scheduler: what the engine's namespace holds changed. ``removed``: (group+key bytes as
+    stored, bits); ``added``: the same and a location, which is not 0 if the bits name the memory
+    tier (``generations.pack_location``). ``sequence`` counts from 1 per session; ``snapshot`` on
+    the first of a series that replaces everything."""
 
     sequence: int
-    added: tuple[tuple[bytes, int], ...] = ()
+    added: tuple[tuple[bytes, int, int], ...] = ()
     removed: tuple[tuple[bytes, int], ...] = ()
     snapshot: bool = False
 
@@ -252,21 +259,14 @@ class Usable(Message, frozen=True, kw_only=True):
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
     "whole", "partial", "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came
-    from (0: was in RAM)."""
+    from (0: was in RAM); ``locations[i]``: its slot and generation. This may arrive before the
+    ``Delta`` that names them."""
 
     promotion: int
     usable: int
     outcome: str
     tiers: tuple[int, ...] = ()
-
-
-class LoadReady(Message, frozen=True, kw_only=True):
-    """To a worker: the slots of a load's keys, in order. If it is shorter than the load, the other
-    keys are absent."""
-
-    load: int
-    slots: tuple[int, ...]
-    tiers: tuple[int, ...] = ()
+    locations: tuple[int, ...] = ()
 
 
 FromEngine = (
@@ -294,7 +294,6 @@ FromDaemon = (
     | EvictionNotice
     | Usable
     | Promoted
-    | LoadReady
     | Heartbeat
     | Bye
 )

@@ -122,6 +122,7 @@ class EventReason(StrEnum):
 
     SKIPPED = "Skipped"
     SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
     STUCK_POD_DELETED = "StuckPodDeleted"
     WORKLOAD_RESTARTED = "WorkloadRestarted"
     TIER_DEGRADED = "TierDegraded"

@@ -25,6 +25,8 @@ from kvtier_operator.webhook.server import WebhookOptions, serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 WAIT_SECONDS = 30
+REQUEST_SECONDS = 5
+"""A request that is not answered is sent again until ``WAIT_SECONDS``."""
 
 
 def free_port() -> int:
@@ -58,7 +60,7 @@ class Running:
             try:
                 if await check():
                     return
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 pass
             assert time.monotonic() < deadline, what
             await asyncio.sleep(0.02)
@@ -84,7 +86,10 @@ async def serving(
     )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session,
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+        ) as session,
         aiohttp.ClientSession() as plain,
     ):
         yield Running(settings, session, plain), stop
@@ -223,9 +228,19 @@ def test_pods_and_nodes_are_trimmed() -> None:
     followed = {watch.kind: watch for watch in watches(Settings())}
     node = {
         "metadata": {"name": "n", "uid": "u", "resourceVersion": "1", "labels": {"a": "b"}},
-        "status": {"nodeInfo": {"kubeletVersion": "v1.37.2", "osImage": "x"}, "images": [{}]},
+        "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
+        "status": {
+            "nodeInfo": {"kubeletVersion": "v1.37.2", "osImage": "x"},
+            "allocatable": {"nvidia.com/gpu": "8", "memory": "1Ti"},
+            "images": [{}],
+        },
     }
-    assert followed[NODES].trim(node)["status"] == {"nodeInfo": {"kubeletVersion": "v1.37.2"}}
+    kept = followed[NODES].trim(node)
+    assert (kept["metadata"]["labels"], kept["spec"]) == ({"a": "b"}, {"unschedulable": True})
+    assert kept["status"] == {
+        "nodeInfo": {"kubeletVersion": "v1.37.2"},
+        "allocatable": {"nvidia.com/gpu": "8"},
+    }
     member = {
         "metadata": {"name": "p", "namespace": "s", "labels": {"a": "b"}},
         "spec": {"containers": []},
