@@ -336,7 +336,9 @@ def account(
             found.install(VALUES)
             nodes.make_namespace(full_api, SPACE)
             for path, body in _objects_of_others():
-                nodes.ok(full_api.request("POST", path, body))
+                status, answer = full_api.request("POST", path, body)
+                # A controller of another test may have left its certificate.
+                assert status in (201, 409), answer
             name = f"system:serviceaccount:{OPERATOR}:kvtier-controller"
             api = rest.Api(
                 full_cluster.kubeconfig, full_cluster.context, "default", impersonate=name
@@ -408,7 +410,8 @@ def test_an_escalation_is_denied(account: Any, call: Call) -> None:
 @pytest.mark.parametrize("call", WRITES, ids=lambda call: call.name)
 def test_what_the_controller_writes_is_allowed(account: Any, call: Call) -> None:
     status, body = call.send(account)
-    assert status in (200, 201), body
+    # An object of that name may exist already; the API server asks the guard first.
+    assert status in (200, 201) or body.get("reason") == "AlreadyExists", body
 
 
 def test_the_webhooks_can_be_changed_only_in_their_ca_bundle(account: Any, full_api: Any) -> None:
