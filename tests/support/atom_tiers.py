@@ -317,7 +317,7 @@ class _RankJob:
 
 @dataclass(slots=True)
 class RankFaults:
-    """Probabilities: of progress per turn, of a load that fails, and of a report that comes twice."""
+    """Probabilities: of progress per turn, of a load that fails, and of a second report."""
 
     progress: float = 0.6
     load_fails: float = 0.0
@@ -363,7 +363,9 @@ class SimulatedRanks:
                 self._past.append((operation, all(results)))
                 self._add(output, operation, all(results))
         if self._past and self.random.random() < self.faults.repeats:
-            operation, succeeded = self.random.choice(self._past)
+            loading = {job.job.operation.req_id for job in self._jobs}
+            past = [each for each in self._past if each[0].req_id in loading] or self._past
+            operation, succeeded = self.random.choice(past)
             self._add(output, operation, succeeded)
         return output
 

@@ -13,8 +13,8 @@ It makes the same calls in the same order, with the same state at each of them:
   preempted.
 
 Sampling, speculation, pipeline parallelism and recurrent state are left out. In one respect it is
-better than its model: a preempted sequence computes its sampled tokens again even if a step ends
-between them and the prompt.
+better than its model: when a preempted sequence is admitted again, no step ends between its prompt
+and its sampled tokens, after which they would not be computed.
 """
 
 from __future__ import annotations
@@ -203,9 +203,13 @@ class StandInScheduler:
         threshold = self.options.long_prefill_threshold
         return min(wanted, threshold) if threshold > 0 else wanted
 
-    def _add(self, batch: StandInBatch, seq: StandInSequence, chunk: int) -> None:
+    def _add(
+        self, batch: StandInBatch, seq: StandInSequence, chunk: int, resumed: bool = False
+    ) -> None:
         seq.is_prefill = True
         batch.sequences.append(seq)
+        if not resumed and seq.num_prompt_tokens <= seq.num_cached_tokens + chunk:
+            chunk = seq.num_tokens - seq.num_cached_tokens
         batch.tokens.append(chunk)
         batch.starts.append(seq.num_cached_tokens)
 
@@ -222,7 +226,8 @@ class StandInScheduler:
             if seq.status is Status.WAITING_FOR_REMOTE_KVS and not self._load_is_over(seq):
                 blocked.append(seq)
                 continue
-            if seq.block_table and (seq.offload_loaded or seq.offload_load_failed):
+            resumed = bool(seq.block_table) and (seq.offload_loaded or seq.offload_load_failed)
+            if resumed:
                 wanted = seq.num_prompt_tokens - seq.num_cached_tokens
                 chunk = self._chunk(wanted, budget, not batch.sequences)
                 if chunk <= 0:
@@ -241,7 +246,7 @@ class StandInScheduler:
             budget -= chunk
             seq.status = Status.RUNNING
             self.running.append(seq)
-            self._add(batch, seq, chunk)
+            self._add(batch, seq, chunk, resumed)
         self.waiting.extend(blocked)
 
     def _admit_new(self, seq: StandInSequence, batch: StandInBatch, budget: int) -> int | None:
@@ -323,7 +328,7 @@ class StandInScheduler:
             if batch.prefill:
                 self.block_manager.index_computed(seq, start, start + tokens)
                 seq.num_cached_tokens += tokens
-                seq.is_partial_prefill = seq.num_cached_tokens < seq.num_tokens
+                seq.is_partial_prefill = seq.num_cached_tokens < seq.num_prompt_tokens
         finished = []
         for seq in batch.sequences:
             if seq.is_partial_prefill:

@@ -29,6 +29,7 @@ from kvtier.engines.atom.metadata import AtomCancel, AtomJob, AtomLoad
 from kvtier.engines.atom.prefill_times import ReadTimes
 from kvtier.engines.atom.sequence_state import (
     ABORTED,
+    FINISHED,
     ActiveLoad,
     Handoff,
     SequenceState,
@@ -119,6 +120,7 @@ class AtomLoads:
             or state.load is not None
             or not self._session.replica_ready
             or int(seq.num_tokens) > int(seq.num_prompt_tokens)
+            or state.aborted
             or state.status == ABORTED
         )
 
@@ -388,7 +390,7 @@ class AtomLoads:
     def take_jobs(self) -> list[AtomJob]:
         """Returns the jobs for the next step, loads before the cancellations of others."""
         for load in self._active.values():
-            ended = load.state.status in (ABORTED, "FINISHED")
+            ended = load.state.status in (ABORTED, FINISHED)
             if ended and load.dispatched and not load.cancelled:
                 load.cancelled = True
                 self._cancels.append(AtomCancel(load.load_id))

@@ -27,7 +27,15 @@ from typing import Any
 from kvtier.engines.atom.loads import AtomLoads, LoadLimits
 from kvtier.engines.atom.metadata import AtomSave, AtomStepMetadata
 from kvtier.engines.atom.prefill_times import StepTimer
-from kvtier.engines.atom.sequence_state import FINISHED, AtomSequence, SequenceState
+from kvtier.engines.atom.sequence_state import (
+    ABORTED,
+    FINISHED,
+    PARKED,
+    RUNNING,
+    WAITING,
+    AtomSequence,
+    SequenceState,
+)
 from kvtier.engines.atom.types import KVConnectorOutput, RequestId, SaveOperationId
 from kvtier.engines.vllm.metadata import BlockRun, StoreJob
 from kvtier.engines.vllm.scheduler_stores import SchedulerStores
@@ -37,6 +45,8 @@ from kvtier.tierd.wire import Heartbeat, Promoted
 
 logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
+STANDSTILL_STEPS = 2
+"""Steps in which nothing runs although a queued sequence has blocks."""
 SAVES = "kvtier"
 """Takes the place of a sequence's id in the operation ids of saves: a store belongs to a chunk."""
 
@@ -208,11 +218,42 @@ class AtomScheduler:
                 self._drop_if_done(state)
             elif state.load is None:
                 self._plan_stores(state, finished=False)
+        self._wake_holders()
         self.timer.step_begins(list(self._states.values()))
         self._update_heartbeat()
         saves = self._take_saves()
         # Nothing after this line may raise: ATOM waits for a report of every load that was taken.
         return AtomStepMetadata([*self.loads.take_jobs(), *saves])
+
+    def _wake_holders(self) -> None:
+        """Ends a standstill of ATOM's queue that only parked sequences can cause.
+
+        ATOM admits in order. If the first waiting sequence does not fit, and one behind it holds
+        the blocks since it was parked, nothing runs and nothing ends: ATOM moves a sequence whose
+        load has ended to the head only while that end is news, and an aborted one never. So such a
+        sequence is reported once more as loaded. An aborted one is marked again once it runs.
+        """
+        states = self._states.values()
+        running = any(state.status == RUNNING for state in states)
+        for state in list(states):
+            if state.aborted and state.status == RUNNING:
+                _set_status(state.seq, ABORTED)
+            holds = state.allocated and state.seq.block_table and state.load is None
+            if running or not holds or state.status not in (WAITING, ABORTED):
+                state.standstill_steps = 0
+                continue
+            state.standstill_steps += 1
+            if state.standstill_steps < STANDSTILL_STEPS:
+                continue
+            state.standstill_steps = 0
+            self.loads.counts["standstills_ended"] += 1
+            state.aborted = state.status == ABORTED
+            _set_status(state.seq, PARKED)
+            # Otherwise ATOM still has the report of the load's end, and must not get a second one.
+            if getattr(state.seq, "offload_loaded", False) or getattr(
+                state.seq, "offload_load_failed", False
+            ):
+                self._held.append(_EndedLoad(state.seq.id, 0, succeeded=True))
 
     def build_load_meta(self) -> AtomStepMetadata:
         """Returns only the jobs that ATOM waits for, once KVTier is off."""
@@ -360,6 +401,11 @@ class AtomScheduler:
             "saves_pending": len(self._saving),
             "sequences": len(self._states),
         }
+
+
+def _set_status(seq: AtomSequence, name: str) -> None:
+    """Sets a status by its name; ATOM's enumeration is that of the present status."""
+    seq.status = type(seq.status)[name]
 
 
 def _from_zero(job: StoreJob) -> StoreJob:

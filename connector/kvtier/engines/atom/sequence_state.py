@@ -16,6 +16,10 @@ from kvtier.engines.vllm.request_state import RequestState
 
 FINISHED = "FINISHED"
 ABORTED = "ABORTED"
+RUNNING = "RUNNING"
+WAITING = "WAITING"
+PARKED = "WAITING_FOR_REMOTE_KVS"
+"""Names of ATOM's states of a sequence."""
 
 
 class AtomSequence(Protocol):
@@ -95,7 +99,17 @@ class ActiveLoad:
 class SequenceState(RequestState):
     """One sequence, from its first lookup until its blocks are free."""
 
-    __slots__ = ("allocated", "deferred", "finished", "handoff", "load", "seq", "tail_tried")
+    __slots__ = (
+        "aborted",
+        "allocated",
+        "deferred",
+        "finished",
+        "handoff",
+        "load",
+        "seq",
+        "standstill_steps",
+        "tail_tried",
+    )
 
     def __init__(self, seq: AtomSequence, number: int, chunk_tokens: int) -> None:
         prompt = seq.token_ids[: seq.num_prompt_tokens]
@@ -107,6 +121,9 @@ class SequenceState(RequestState):
         super().__init__(cast("Any", request))
         self.seq = seq
         self.skip_reason = skip_reason(seq)
+        self.aborted = False
+        """Whether the sequence was aborted, and its status says something else meanwhile."""
+        self.standstill_steps = 0
         self.allocated = False
         """Whether the sequence has had blocks since its last preemption."""
         self.deferred = False
