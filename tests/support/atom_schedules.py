@@ -49,9 +49,12 @@ class Bench:
         engine = StandInEngine(scheduler, tiers.ranks, tiers.caches)
         return cls(random, blocks, tiers, engine)
 
-    def add(self, tokens: list[int], max_tokens: int = 2, number: int | None = None) -> StandInSequence:
+    def add(
+        self, tokens: list[int], max_tokens: int = 2, number: int | None = None
+    ) -> StandInSequence:
         """A request arrives. ``number``: its id."""
-        number = len(self.engine.finished) * 1_000 + self.engine.steps if number is None else number
+        if number is None:
+            number = len(self.engine.finished) * 1_000 + self.engine.steps
         seq = StandInSequence(number, list(tokens), self.tiers.options.block_tokens, max_tokens)
         size = self.tiers.options.chunk_tokens
         keys = [group_prefix(0) + each for each in chain(tokens, size)]
@@ -199,9 +202,7 @@ def _disturb(bench: Bench, random: Random, sequences: list[StandInSequence]) -> 
         bench.blocks.clear_index()
 
 
-def _aborted_in_flight(
-    bench: Bench, sequences: list[StandInSequence]
-) -> StandInSequence | None:
+def _aborted_in_flight(bench: Bench, sequences: list[StandInSequence]) -> StandInSequence | None:
     """A sequence that was aborted while its load runs, and whose id is not in use again."""
     used = [seq.id for seq in sequences]
     for seq in bench.engine.scheduler.deferred_free_blocks.values():

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+
 from kvtier.config.models import (
     FileSystemTierDocument,
     Live,
@@ -85,7 +86,9 @@ class _Announced:
 class SimulatedTierd:
     """The store, and the client that the scheduler's session talks to. Slots are numbers."""
 
-    def __init__(self, ranks: int, slots: int, expected: Callable[[bytes], Sequence[Shards]]) -> None:
+    def __init__(
+        self, ranks: int, slots: int, expected: Callable[[bytes], Sequence[Shards]]
+    ) -> None:
         self.violations: list[str] = []
         self.epoch = 0
         self.attached = False
@@ -236,7 +239,7 @@ class SimulatedTierd:
         self.announced[message.load] = _Announced(slots, keys, len(message.ranks))
 
     def release(self, load: int) -> None:
-        """A rank copies nothing of a load any more."""
+        """A rank copies nothing of a load from now on."""
         found = self.announced.get(load)
         if found is not None:
             found.ranks_left -= 1
@@ -258,7 +261,7 @@ class SimulatedTierd:
             return
         self._token += 1
         self._sink(EvictionNotice(token=self._token, keys=tuple(keys)))
-        removed = {key: RAM | (DISK if everything else 0) for key in keys}
+        removed = dict.fromkeys(keys, RAM | (DISK if everything else 0))
         for key in keys:
             self._free.append(self.ram.pop(key))
             if everything:

@@ -114,9 +114,7 @@ class StandInEngine:
                     sampled[id(seq)] = sample(cell)
         return sampled
 
-    def _compute(
-        self, seq: StandInSequence, cache: Cells, rank: int, span: tuple[int, int]
-    ) -> int:
+    def _compute(self, seq: StandInSequence, cache: Cells, rank: int, span: tuple[int, int]) -> int:
         start, end = span
         table, size = seq.block_table, self._block_size
         cell = ROOT_CELL

@@ -298,7 +298,9 @@ class StandInScheduler:
     def _make_room(self, seq: StandInSequence) -> bool:
         """Preempts until there is room; returns False if that is impossible in this step."""
         while not self.block_manager.can_append(seq):
-            victim = next((each for each in reversed(self.running) if self._may_preempt(each)), None)
+            victim = next(
+                (each for each in reversed(self.running) if self._may_preempt(each)), None
+            )
             if victim is not None:
                 self.running.remove(victim)
                 self._preempt(victim)

@@ -22,7 +22,7 @@ from kvtier.engines.atom.sequence_state import AtomSequence
 from kvtier.engines.atom.types import KVConnectorOutput
 from kvtier.engines.atom.worker import AtomWorker, RankIdentity, tensor_rank
 from kvtier.engines.vllm.tierd_session import TierdSession
-from kvtier.errors import ConfigurationError
+from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tierd.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,13 @@ class _Guard:
         """Returns what ``call`` builds; None, with one log line, if that is not possible."""
         try:
             return call()
-        except Exception as error:  # a cache never stops an engine
-            self.off_reason = str(error) or type(error).__name__
+        except KVTierError as error:
+            self.off_reason = str(error)
             logger.warning("KVTier: serving without tiers: %s", self.off_reason)
-            return None
+        except Exception as error:  # a cache never stops an engine
+            self.off_reason = f"{type(error).__name__}: {error}"
+            logger.exception("KVTier: unexpected error while starting; serving without tiers")
+        return None
 
 
 class KVTierOffloadScheduler:
@@ -101,9 +104,7 @@ class KVTierOffloadScheduler:
         """Why nothing is loaded or stored; empty if KVTier is on."""
         return self._guard.off_reason
 
-    def _run(
-        self, fallback: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def _run(self, fallback: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         hook = getattr(call, "__name__", "hook")
         was_off = bool(self._guard.off_reason)
         result = self._guard.run(hook, fallback, call, *args, **kwargs)
@@ -153,8 +154,10 @@ class KVTierOffloadScheduler:
 
     def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
         scheduler = self._scheduler
-        return output if scheduler is None else self._run(
-            output, scheduler.process_completions, output
+        return (
+            output
+            if scheduler is None
+            else self._run(output, scheduler.process_completions, output)
         )
 
     def should_defer_free(self, seq: AtomSequence) -> bool:

@@ -60,7 +60,7 @@ def describe(
 ) -> tuple[dict[str, object], list[str]]:
     """Returns the identity, and the reasons why it is valid for this engine only."""
     reasons: list[str] = []
-    hf = getattr(config, "hf_config", None)
+    hf: Any = getattr(config, "hf_config", None)
     to_dict = getattr(hf, "to_dict", None)
     shape = to_dict() if callable(to_dict) else {}
     if not shape:

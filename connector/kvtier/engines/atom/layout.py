@@ -68,7 +68,7 @@ def byte_layout(
                 continue
             name = f"layer.{layer}.{attribute}"
             tensors[name] = rows_of(name, tensor, num_blocks)
-            per_block = [size for size in tensor.shape[1:]]
+            per_block = list(tensor.shape[1:])
             forms[name] = f"{str(tensor.dtype).removeprefix('torch.')} {per_block}"
     if not tensors:
         raise CodecError("ATOM has registered no KV cache")

@@ -435,7 +435,7 @@ class AtomLoads:
             self.drop_handoff(state, "lost")
 
     def forget(self, state: SequenceState) -> None:
-        """The sequence ended, or lost its blocks: nothing of it is promoted any more."""
+        """The sequence ended, or lost its blocks: nothing of it is promoted from now on."""
         self.drop_handoff(state, "ended")
 
     def has_older(self, request_id: RequestId, load_id: int) -> bool:

@@ -386,9 +386,10 @@ class AtomScheduler:
         """Returns whether an engine without sequences should go on asking for completions."""
         if self.session.inbox:
             self._process_messages()
-        return bool(
-            self._held or self.loads.undispatched or self.loads.in_flight
-        ) or self.stores.has_pending_work()
+        return (
+            bool(self._held or self.loads.undispatched or self.loads.in_flight)
+            or self.stores.has_pending_work()
+        )
 
     def get_statistics(self) -> dict[str, int]:
         """Returns counts since the start and the numbers in flight."""

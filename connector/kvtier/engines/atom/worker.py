@@ -8,6 +8,7 @@ also where this rank copies nothing.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -220,8 +221,7 @@ class AtomWorker:
 def tensor_rank() -> int:
     """Returns this process's rank of tensor parallelism, 0 without ATOM's process groups."""
     try:
-        from aiter.dist.parallel_state import get_tp_group
+        groups = importlib.import_module("aiter.dist.parallel_state")
     except ImportError:
         return 0
-    return int(get_tp_group().rank_in_group)
-
+    return int(groups.get_tp_group().rank_in_group)
