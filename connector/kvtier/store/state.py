@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvtier.store.generations import pack_location
 from kvtier.store.slot_table import SlotRecord
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 from kvtier.tiers.base import ObjectMeta, ObjectRef
@@ -108,11 +109,14 @@ class Entry:
 
     * ``pins``: how many loads, promotions, checksums and writes may be reading the slot. A pinned
       object is not evicted.
+    * ``previous``: key of the chunk before it in its prefix; empty if it is the first or that is
+      not known.
     * ``meta``: None until the object has checksums.
     * ``evicting``: token of the eviction notice that names the object; 0 if there is none.
     * ``uses``: how often an engine stored or loaded the object.
     * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
       checksum is computed.
+    * ``generation``: the slot's generation word; 0 while the object is unverified.
     * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but
       the verification may read such an object.
     """
@@ -120,11 +124,13 @@ class Entry:
     __slots__ = (
         "busy",
         "evicting",
+        "generation",
         "key",
         "meta",
         "namespace",
         "persistent",
         "pins",
+        "previous",
         "ref",
         "shard_bytes",
         "slot",
@@ -142,14 +148,21 @@ class Entry:
         slot.entry = self
         self.shard_bytes = shard_bytes
         self.persistent = persistent
+        self.previous = b""
         self.meta: ObjectMeta | None = None
         self.pins = 0
         self.evicting = 0
         self.uses = 1
         self.busy = 0
+        self.generation = 0
         self.unverified: SlotRecord | None = None
 
     @property
     def bit(self) -> int:
         """The presence bit under which the object is announced."""
         return MEMORY_BIT if self.unverified is None else UNVERIFIED_BIT
+
+    @property
+    def location(self) -> int:
+        """The slot and its generation, as engines get them; 0 while the object is unverified."""
+        return pack_location(self.slot.offset, self.generation) if self.generation else 0

@@ -6,6 +6,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from tests.support.dict_tier import DictTier
@@ -23,14 +24,15 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.store.context import StoreRuntime
+from kvtier.store.generations import generation_bytes
 from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    ChunkId,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
-    LoadAnnounced,
     PromotionEnded,
     StoreCounters,
     StoreEvent,
@@ -118,7 +120,7 @@ class WatchedTier(DictTier):
         self._act("write")
         super().write(ref, payload, meta)
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         self.touched.append(ref)
 
     def maintain(self) -> None:
@@ -163,6 +165,14 @@ def topology(
     return Topology(structural=structural, live=values)
 
 
+@dataclass(frozen=True)
+class PinnedLoad:
+    """A load as the store knows it. ``slots``: where its pinned prefix is."""
+
+    load: int
+    slots: tuple[int, ...]
+
+
 class ReadLogStub:
     """A ``ReadLog`` in memory."""
 
@@ -198,6 +208,7 @@ class StoreFixture:
         eviction_policy: Literal["LRU", "ARC"] = "LRU",
     ) -> None:
         self.pool = bytearray(slots * PAGE)
+        self.generations = memoryview(bytearray(generation_bytes(len(self.pool))))
         self.clock = ManualClock()
         self.io = ManualExecutor()
         self.tiers = [tier_type(name) for name in tiers]
@@ -228,7 +239,7 @@ class StoreFixture:
             self.pool,
             self.tiers,
             self._document,
-            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters),
+            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters, self.generations),
             PoolRecovery(fenced, self.table, self.read_log, self.orphaned_reads),
         )
 
@@ -321,23 +332,45 @@ class StoreFixture:
         self._numbers += 1
         return self._numbers
 
-    def reserve(self, chunk: int, engine: str = "e", group: int = 0) -> tuple[int, int]:
-        """Reserves a chunk in the engine's next credit; returns reservation and slot."""
+    def reserve(
+        self, chunk: int, engine: str = "e", group: int = 0, previous: int | None = None
+    ) -> tuple[int, int]:
+        """Reserves a chunk in the engine's next credit; returns reservation and slot.
+
+        ``previous``: the chunk before it."""
         slot = self.credits(engine, group)[0]
         self._used.setdefault((engine, group), []).append(slot)
         number = self.number()
-        self.store.reserve(engine, number, group, block_hash(chunk), slot)
+        before = b"" if previous is None else block_hash(previous)
+        self.store.reserve(engine, number, ChunkId(group, block_hash(chunk), before), slot)
         return number, slot
 
-    def put(self, chunk: int, engine: str = "e", namespace: str = NAMESPACE) -> int:
+    def put(
+        self,
+        chunk: int,
+        engine: str = "e",
+        namespace: str = NAMESPACE,
+        previous: int | None = None,
+    ) -> int:
         """Stores a chunk with one shard of one page, and returns its slot; credits are topped up
         afterwards."""
-        number, slot = self.reserve(chunk, engine)
+        number, slot = self.reserve(chunk, engine, previous=previous)
         key = b"\0" + block_hash(chunk)
         self.pool[slot : slot + PAGE] = shard_content(namespace, key, 0, PAGE)
         self.store.deliver(engine, 0, number)
         self.pump()
         return slot
+
+    def put_prompt(self, *chunks: int) -> None:
+        """Stores the chunks of one prompt, runs all I/O and ends the evictions."""
+        for previous, chunk in zip((None, *chunks), chunks, strict=False):
+            self.put(chunk, previous=previous)
+            self.settle()
+            self.advance(0.11)
+
+    def usable(self, *chunks: int) -> int:
+        """How many chunks of a prompt are in RAM, up to the first one that is not."""
+        return next((i for i, chunk in enumerate(chunks) if not self.bits(chunk) & 1), len(chunks))
 
     def promote(self, *chunks: int, budget: float = 5.0, engine: str = "e") -> int:
         """Starts a promotion of chunks; returns the promotion's number."""
@@ -352,17 +385,24 @@ class StoreFixture:
             e for e in self.events if isinstance(e, PromotionEnded) and e.promotion == promotion
         ]
 
-    def load(
-        self, *chunks: int, promotion: int = 0, engine: str = "e", ranks: tuple[int, ...] = (0,)
-    ) -> LoadAnnounced:
-        """Loads chunks; returns the announcement."""
+    def load(self, *chunks: int, promotion: int = 0, engine: str = "e") -> PinnedLoad:
+        """Loads chunks; returns what the store pinned."""
         number = self.number()
-        self.store.load(
-            engine, number, promotion, [(0, block_hash(chunk)) for chunk in chunks], ranks
-        )
+        keys = [(0, block_hash(chunk)) for chunk in chunks]
+        pinned = self.store.load(engine, number, promotion, keys)
         self.pump()
-        (ready,) = [e for e in self.events if isinstance(e, LoadAnnounced) and e.load == number]
-        return ready
+        state = self.store._engines.get(engine)
+        entries = [] if state is None else state.loads.get(number, [])
+        assert len(entries) == pinned
+        return PinnedLoad(number, tuple(entry.slot.offset for entry in entries))
+
+    def word(self, offset: int) -> int:
+        """The generation word of a slot, as an engine reads it."""
+        return self.generations.cast("I")[offset // PAGE]
+
+    def held(self, namespace: str) -> dict[bytes, int]:
+        """Every key of a namespace with its bits, as schedulers are told."""
+        return {key: bits for key, bits, _ in self.store.presence(namespace)}
 
     def put_in_tier(self, *chunks: int, tier: int = 0) -> None:
         """Puts chunks into a secondary tier."""

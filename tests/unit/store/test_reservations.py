@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash
+from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash
 
 from kvtier.store.transfers import MAX_EARLY
-from kvtier.store.types import PresenceChanged
+from kvtier.store.types import ChunkId, PresenceChanged
 
 
 def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
@@ -17,7 +17,8 @@ def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
     fixture.pump()
     assert fixture.bits(0) == 0
     fixture.store.deliver("e", 0, number)
-    assert PresenceChanged(NAMESPACE, b"\0" + block_hash(0), 1, True) in fixture.pump()
+    (event,) = [event for event in fixture.pump() if isinstance(event, PresenceChanged)]
+    assert (event.key, event.bits, event.present) == (b"\0" + block_hash(0), 1, True)
     assert fixture.bits(0) == 1
 
 
@@ -51,7 +52,7 @@ def test_a_delivery_may_come_before_the_reservation(order: str) -> None:
     slot = fixture.credits()[0]
     if order == "worker first":
         fixture.store.deliver("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), slot)
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), slot)
     if order == "scheduler first":
         fixture.store.deliver("e", 0, 7)
     assert fixture.bits(0) == 1
@@ -61,7 +62,7 @@ def test_an_abort_may_come_before_the_reservation() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.store.abort("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), fixture.credits()[0])
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), fixture.credits()[0])
     assert fixture.bits(0) == 0
     assert fixture.store.accounts().reserved == 0
 
@@ -128,12 +129,15 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
     ("reason", "act"),
     [
         ("unknown_engine", lambda w: w.store.deliver("unknown", 0, 1)),
-        ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
+        ("slot_not_granted", lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), 3)),
         (
             "slot_not_granted",
-            lambda w: w.store.reserve("e", 1, 0, block_hash(0), w.credits("other")[0]),
+            lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), w.credits("other")[0]),
         ),
-        ("unknown_group", lambda w: w.store.reserve("e", 1, 9, block_hash(0), w.credits()[0])),
+        (
+            "unknown_group",
+            lambda w: w.store.reserve("e", 1, ChunkId(9, block_hash(0)), w.credits()[0]),
+        ),
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
@@ -152,8 +156,8 @@ def test_a_slot_is_reserved_once_and_delivered_once() -> None:
     fixture = StoreFixture()
     fixture.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     number, slot = fixture.reserve(0)
-    fixture.store.reserve("e", 99, 0, block_hash(1), slot)
-    fixture.store.reserve("e", number, 0, block_hash(1), fixture.credits()[0])
+    fixture.store.reserve("e", 99, ChunkId(0, block_hash(1)), slot)
+    fixture.store.reserve("e", number, ChunkId(0, block_hash(1)), fixture.credits()[0])
     fixture.store.deliver("e", 0, number)
     fixture.store.deliver("e", 0, number)
     fixture.pump()
@@ -170,7 +174,7 @@ def test_after_a_reset_open_reservations_are_cancelled_and_new_ones_stay_in_ram(
     fixture.put(1, namespace="f" * 32)
     fixture.settle()
     assert fixture.bits(0) == 0
-    assert dict(fixture.store.presence("f" * 32)) == {b"\0" + block_hash(1): 1}
+    assert fixture.held("f" * 32) == {b"\0" + block_hash(1): 1}
     assert fixture.tier.objects == {}
     assert len(fixture.load(1).slots) == 1
 
@@ -214,7 +218,7 @@ class TestAnEngineThatWent:
         new = [slot for slot in fixture.credits() if slot not in old]
         assert len(new) == 4
         fixture.store.deliver("e", 0, number)
-        fixture.store.reserve("e", 77, 0, block_hash(1), new[0])
+        fixture.store.reserve("e", 77, ChunkId(0, block_hash(1)), new[0])
         fixture.pump()
         assert fixture.bits(0) == fixture.bits(1) == 0
 

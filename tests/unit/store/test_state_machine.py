@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.checked_order import check_order
 from tests.unit.store.store_fixture import (
     CHECKSUMS,
     PAGE,
@@ -32,14 +33,16 @@ from tests.unit.store.store_fixture import (
 from kvtier.config.models import LiveTier, Selection, StorePolicy
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.store.executor import IoCall
+from kvtier.store.generations import unpack_location
 from kvtier.store.state import SlotState
 from kvtier.store.types import (
+    MEMORY_BIT,
     RAM_BITS,
     UNVERIFIED_BIT,
+    ChunkId,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
-    LoadAnnounced,
     PresenceChanged,
     PromotionEnded,
     PromotionOutcome,
@@ -51,6 +54,8 @@ pytestmark = pytest.mark.slow
 
 CHUNKS = 12
 SLOTS = 24
+PREVIOUS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 1, 6: 5, 8: 7, 10: 9, 11: 10}
+"""The chunk before a chunk in its prompt."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +118,7 @@ class ModelEngine:
     kind: Kind
     credits: list[list[int]]
     open: dict[int, tuple[int, int, bytes, set[int]]] = field(default_factory=dict)
-    loads: dict[int, tuple[list[bytes], tuple[int, ...], set[int]]] = field(default_factory=dict)
+    loads: dict[int, tuple[list[bytes], tuple[int, ...]]] = field(default_factory=dict)
     promotions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     gone_at: float | None = None
 
@@ -151,6 +156,7 @@ class Driver:
             tier_type=CheckingTier,
             eviction_policy=eviction_policy,
         )
+        check_order(self.fixture.store)
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
         self.orphans: dict[str, list[memoryview]] = {}
@@ -171,7 +177,7 @@ class Driver:
 
     def open_engine(self, info: EngineInfo) -> None:
         self.fixture.store.open_engine(info)
-        self.snapshot = dict(self.fixture.store.presence(info.namespace))
+        self.snapshot = self.fixture.held(info.namespace)
 
     def write(self, offset: int, data: bytes) -> None:
         self.fixture.pool[offset : offset + len(data)] = data
@@ -269,6 +275,7 @@ class Driver:
         if table_flip:
             fixture.damage_table(table_flip)
         fixture.restart(fenced=True, hung=hung)
+        check_order(fixture.store)
 
     def release_orphaned_reads(self, name: str) -> None:
         del self.orphans[name]
@@ -310,6 +317,11 @@ class StoreMachine(RuleBasedStateMachine):
     def number(self) -> int:
         self.numbers += 1
         return self.numbers
+
+    def chunk_id(self, group: int, chunk: int) -> ChunkId:
+        """A chunk of a few prompts that share beginnings: 0-1-2-3-4, 0-1-5-6, 7-8, 9-10-11."""
+        before = PREVIOUS.get(chunk)
+        return ChunkId(group, block_hash(chunk), b"" if before is None else block_hash(before))
 
     def in_use(self) -> list[tuple[int, int, str]]:
         """Ranges that an engine or a read may be writing, independent of the store's view."""
@@ -355,20 +367,18 @@ class StoreMachine(RuleBasedStateMachine):
                 assert (event.outcome in (PromotionOutcome.FAILED, PromotionOutcome.CANCELLED)) == (
                     event.usable == 0
                 )
-                assert len(event.tiers) == event.usable
-        elif isinstance(event, LoadAnnounced):
-            engine = self.engines[event.engine]
-            keys, _, ranks = engine.loads[event.load]
-            engine.loads[event.load] = (keys[: len(event.slots)], event.slots, ranks)
-            self.check_load(engine, event.load)
+                assert len(event.tiers) == len(event.locations) == event.usable
+                for location in event.locations:
+                    offset, generation = unpack_location(location)
+                    assert self.driver.fixture.word(offset) == generation, "pinned, yet reused"
 
     def check_load(self, engine: ModelEngine, load: int) -> None:
-        """Checks that announced slots hold their keys' bytes, and that nothing writes there."""
-        keys, slots, _ = engine.loads[load]
+        """Checks that pinned slots hold their keys' bytes, and that nothing writes there."""
+        keys, slots = engine.loads[load]
         for key, slot in zip(keys, slots, strict=False):
             shards = engine.kind.shards[key[0]]
             size = engine.kind.slot_bytes[key[0]]
-            self.assert_unused(slot, size, "announced")
+            self.assert_unused(slot, size, "pinned")
             offset = slot
             for rank, length in enumerate(shards):
                 content = bytes(self.driver.fixture.pool[offset : offset + length])
@@ -383,7 +393,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def being_read(self, offset: int, size: int) -> bool:
         for engine in [*self.engines.values(), *self.vanished_engines]:
-            for keys, slots, _ in engine.loads.values():
+            for keys, slots in engine.loads.values():
                 for key, slot in zip(keys, slots, strict=False):
                     if offset < slot + engine.kind.slot_bytes[key[0]] and slot < offset + size:
                         return True
@@ -532,7 +542,8 @@ class StoreMachine(RuleBasedStateMachine):
             engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
             if worker_first:
                 self.answer_rank(engine, number, engine.kind.writers[0], True)
-            self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+            name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
+            self.do("call", "reserve", name, number, chunk_id, slot)
             if len(engine.open[number][3]) == len(engine.kind.writers):
                 del engine.open[number]
 
@@ -559,9 +570,8 @@ class StoreMachine(RuleBasedStateMachine):
             if engine.credits[group]:
                 slot, number = engine.credits[group].pop(0), self.number()
                 engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
-                self.do(
-                    "call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot
-                )
+                name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
+                self.do("call", "reserve", name, number, chunk_id, slot)
                 for rank in engine.kind.writers:
                     self.answer_rank(engine, number, rank, True)
                 del engine.open[number]
@@ -677,9 +687,14 @@ class StoreMachine(RuleBasedStateMachine):
         self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]
     ) -> None:
         number = self.number()
-        ranks = tuple(range(len(engine.kind.shards[0])))
-        engine.loads[number] = ([bytes((g,)) + h for g, h in keys], (), set(ranks))
-        self.do("call", "load", engine.info.engine, number, promotion, keys, ranks)
+        self.do("call", "load", engine.info.engine, number, promotion, keys)
+        state = self.driver.fixture.store._engines.get(engine.info.engine)
+        entries = state.loads.get(number, []) if state is not None else []
+        named = [bytes((g,)) + h for g, h in keys]
+        assert [entry.key for entry in entries] == named[: len(entries)]
+        slots = tuple(entry.slot.offset for entry in entries)
+        engine.loads[number] = (named[: len(slots)], slots)
+        self.check_load(engine, number)
 
     @precondition(lambda self: any(engine.loads for engine in self.engines.values()))
     @rule(data=st.data())
@@ -687,12 +702,8 @@ class StoreMachine(RuleBasedStateMachine):
         engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.loads]))
         number = data.draw(st.sampled_from(list(engine.loads)))
         self.check_load(engine, number)
-        ranks = engine.loads[number][2]
-        rank = data.draw(st.sampled_from(sorted(ranks)))
-        ranks.remove(rank)
-        if not ranks:
-            del engine.loads[number]
-        self.do("call", "release_load", engine.info.engine, rank, number)
+        del engine.loads[number]
+        self.do("call", "release_load", engine.info.engine, number)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -773,7 +784,7 @@ class StoreMachine(RuleBasedStateMachine):
         if what == "deliver":
             self.do("call", "deliver", name, 7, number)
         elif what == "loaded":
-            self.do("call", "release_load", name, 0, number)
+            self.do("call", "release_load", name, number)
         elif what == "cancel":
             self.do("call", "cancel", name, number)
         elif what == "left":
@@ -781,13 +792,14 @@ class StoreMachine(RuleBasedStateMachine):
         elif what == "engine":
             self.do("call", "deliver", "unknown", 0, number)
         elif what == "load" and name in self.engines:
-            self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
+            self.do("call", "load", name, number, 0, [(9, block_hash(0))])
+            self.do("call", "release_load", name, number)
         elif (
             what == "reserve"
             and name in self.engines
             and not any(slot * PAGE in credits for credits in self.engines[name].credits)
         ):
-            self.do("call", "reserve", name, number, 0, block_hash(0), slot * PAGE)
+            self.do("call", "reserve", name, number, ChunkId(0, block_hash(0)), slot * PAGE)
 
     # What always holds.
 
@@ -833,7 +845,8 @@ class StoreMachine(RuleBasedStateMachine):
         if len(store._index.changes):
             return
         for namespace, replica in self.replicas.items():
-            held = dict(store.presence(namespace))
+            held = self.driver.fixture.held(namespace)
+            self.check_locations(namespace)
             for key in held.keys() | replica.keys():
                 assert replica.get(key, 0) == held.get(key, 0), (
                     namespace[0],
@@ -844,6 +857,16 @@ class StoreMachine(RuleBasedStateMachine):
                 entry = store._resident.get(namespace, key)
                 ram = entry.bit if entry is not None and not entry.evicting else 0
                 assert held.get(key, 0) & RAM_BITS == ram
+
+    def check_locations(self, namespace: str) -> None:
+        """What schedulers are told is in RAM has its generation, and nobody may write there."""
+        for key, bits, location in self.driver.fixture.store.presence(namespace):
+            assert bool(location) == bool(bits & MEMORY_BIT)
+            if location:
+                offset, generation = unpack_location(location)
+                assert self.driver.fixture.word(offset) == generation, (namespace[0], key[:3])
+        for offset, _, reason in self.in_use():
+            assert self.driver.fixture.word(offset) & 1, f"even, but {reason}"
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -870,9 +893,8 @@ class StoreMachine(RuleBasedStateMachine):
         for engine in list(self.engines.values()):
             for number in list(engine.loads):
                 self.check_load(engine, number)
-                for rank in sorted(engine.loads[number][2]):
-                    self.do("call", "release_load", engine.info.engine, rank, number)
                 del engine.loads[number]
+                self.do("call", "release_load", engine.info.engine, number)
             for number, (_, _, _, answered) in list(engine.open.items()):
                 del engine.open[number]
                 for rank in engine.kind.writers:
