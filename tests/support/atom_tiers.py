@@ -31,6 +31,7 @@ from kvtier.engines.atom.types import KVConnectorOutput
 from kvtier.engines.vllm.identity import EngineIdentity
 from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
+from kvtier.store.generations import pack_location
 from kvtier.testing.atom_blocks import StandInBlocks
 from kvtier.testing.atom_engine import Cells, cells_of
 from kvtier.tierd.wire import (
@@ -43,6 +44,7 @@ from kvtier.tierd.wire import (
     Heartbeat,
     Hello,
     Load,
+    LoadReleased,
     Message,
     Promote,
     Promoted,
@@ -53,6 +55,7 @@ from kvtier.tierd.wire import (
 
 RAM, DISK = 1, 2
 Shards = tuple[Cells, ...]
+SLOT_BYTES = 4096
 
 
 def topology(min_load_tokens: int, selection: Selection = Selection.COST) -> Topology:
@@ -76,11 +79,9 @@ def topology(min_load_tokens: int, selection: Selection = Selection.COST) -> Top
     return Topology(structural=structural, live=live)
 
 
-@dataclass(slots=True)
-class _Announced:
-    slots: list[int]
-    keys: list[bytes]
-    ranks_left: int
+def offset(slot: int) -> int:
+    """The place of a slot in the pool."""
+    return slot * SLOT_BYTES
 
 
 class SimulatedTierd:
@@ -96,7 +97,8 @@ class SimulatedTierd:
         self.disk: dict[bytes, Shards] = {}
         self.ram: dict[bytes, int] = {}
         self.slots: dict[int, list[Cells | None]] = {s: [None] * ranks for s in range(slots)}
-        self.announced: dict[int, _Announced] = {}
+        self.loading: dict[int, list[bytes]] = {}
+        self.generations: dict[int, int] = {}
         self.promotions: dict[int, tuple[bytes, ...]] = {}
         self._pinned_by_promotion: dict[int, tuple[bytes, ...]] = {}
         self._reserved: dict[int, tuple[bytes, int, set[int]]] = {}
@@ -129,10 +131,12 @@ class SimulatedTierd:
         if not self.attached:
             return False
         if isinstance(message, Reserve):
-            for reservation, group, key, slot in message.items:
-                self._reserve(reservation, bytes([group]) + key, slot)
+            for reservation, group, key, slot, _ in message.items:
+                self._reserve(reservation, bytes([group]) + key, slot // SLOT_BYTES)
         elif isinstance(message, Load):
             self._load(message)
+        elif isinstance(message, LoadReleased):
+            self.loading.pop(message.load, None)
         elif isinstance(message, Promote):
             self.promotions[message.promotion] = tuple(
                 bytes([group]) + key for group, key in message.keys
@@ -163,7 +167,7 @@ class SimulatedTierd:
             )
         )
         self._sink(Ready(namespace="a" * 32, slot_bytes=(1,), persistent=True))
-        bits = dict.fromkeys(self.disk, DISK)
+        bits: dict[bytes, int] = dict.fromkeys(self.disk, DISK)
         for key in self.ram:
             bits[key] = bits.get(key, 0) | RAM
         self._delta(added=bits, snapshot=True)
@@ -175,12 +179,12 @@ class SimulatedTierd:
         self._reserved.clear()
         self.promotions.clear()
         self._pinned_by_promotion.clear()
-        self.announced.clear()
+        self.loading.clear()
         self._on_lost("the test says so")
 
     def _grant(self) -> None:
         if self._free:
-            self._sink(Credits(group=0, slots=tuple(self._free)))
+            self._sink(Credits(group=0, slots=tuple(map(offset, self._free))))
             self._free = []
 
     def _delta(
@@ -193,11 +197,22 @@ class SimulatedTierd:
         self._sink(
             Delta(
                 sequence=self._sequence,
-                added=tuple((added or {}).items()),
+                added=tuple(
+                    (key, bits, self._location(key)) for key, bits in (added or {}).items()
+                ),
                 removed=tuple((removed or {}).items()),
                 snapshot=snapshot,
             )
         )
+
+    def _location(self, key: bytes) -> int:
+        slot = self.ram.get(key)
+        return 0 if slot is None else pack_location(offset(slot), self.generations[slot])
+
+    def _place(self, key: bytes, slot: int) -> None:
+        """An object is complete in ``slot``: its generation rises."""
+        self.ram[key] = slot
+        self.generations[slot] = self.generations.get(slot, 0) + 2
 
     def _reserve(self, reservation: int, key: bytes, slot: int) -> None:
         if key in self.ram or key in self.disk:
@@ -222,7 +237,7 @@ class SimulatedTierd:
         shards = tuple(each for each in self.slots[slot] if each is not None)
         if not any(_same(shards, wanted) for wanted in self._expected(key)):
             self.violations.append("an object has bytes that are not those of its key")
-        self.ram[key] = slot
+        self._place(key, slot)
         self.disk[key] = shards
         self.stored += 1
         self._delta(added={key: RAM | DISK})
@@ -235,21 +250,19 @@ class SimulatedTierd:
             if whole not in self.ram:
                 break
             keys.append(whole)
-        slots = [self.ram[key] for key in keys]
-        self.announced[message.load] = _Announced(slots, keys, len(message.ranks))
+        self.loading[message.load] = keys
 
-    def release(self, load: int) -> None:
-        """A rank copies nothing of a load from now on."""
-        found = self.announced.get(load)
-        if found is not None:
-            found.ranks_left -= 1
-            if found.ranks_left == 0:
-                del self.announced[load]
+    def shard(self, rank: int, location: tuple[int, int]) -> Cells | None:
+        """What is at a slot, if it is still what was there in that generation."""
+        slot = location[0] // SLOT_BYTES
+        if self.generations.get(slot) != location[1]:
+            return None
+        return self.slots[slot][rank]
 
     @property
     def pinned(self) -> set[bytes]:
         """Keys that must stay in RAM."""
-        keys = {key for found in self.announced.values() for key in found.keys}
+        keys = {key for found in self.loading.values() for key in found}
         keys.update(key for pins in self._pinned_by_promotion.values() for key in pins)
         return keys
 
@@ -263,7 +276,9 @@ class SimulatedTierd:
         self._sink(EvictionNotice(token=self._token, keys=tuple(keys)))
         removed = dict.fromkeys(keys, RAM | (DISK if everything else 0))
         for key in keys:
-            self._free.append(self.ram.pop(key))
+            slot = self.ram.pop(key)
+            self.generations[slot] += 2
+            self._free.append(slot)
             if everything:
                 self.disk.pop(key, None)
         self._delta(removed=removed)
@@ -283,7 +298,7 @@ class SimulatedTierd:
                 if key not in self.disk or slot is None:
                     break
                 self.slots[slot] = list(self.disk[key])
-                self.ram[key] = slot
+                self._place(key, slot)
                 self._delta(added={key: RAM})
             brought.append(key)
         self._pinned_by_promotion[number] = tuple(brought)
@@ -294,6 +309,7 @@ class SimulatedTierd:
                 usable=len(brought),
                 outcome=outcome,
                 tiers=(1,) * len(brought),
+                locations=tuple(map(self._location, brought)),
             )
         )
 
@@ -402,25 +418,24 @@ class SimulatedRanks:
             self._end(job, True)
             return
         load = job.job.job
-        announced = self.tierd.announced.get(load.load)
-        gone = announced is None or job.copied >= len(announced.slots)
-        if job.cancelled or gone or self.random.random() < self.faults.load_fails:
-            self._end_load(job, load.load, job.copied == len(load.runs) and not job.cancelled)
+        location = (load.slots[job.copied], load.generations[job.copied])
+        shard = self.tierd.shard(job.rank, location)
+        lost = shard is None or load.epoch != self.tierd.epoch or not self.tierd.attached
+        if job.cancelled or lost or self.random.random() < self.faults.load_fails:
+            self._end_load(job, False)
             return
-        run, slot = load.runs[job.copied], announced.slots[job.copied]
+        run = load.runs[job.copied]
         self._check_held(run.blocks, "a load")
-        shard = self.tierd.slots[slot][job.rank]
         size = cache.shape[1]
         for index, block in enumerate(run.blocks):
             first = (run.first + index) * size
             cache[block] = shard[first : first + size]
         job.copied += 1
         if job.copied == len(load.runs):
-            self._end_load(job, load.load, True)
+            self._end_load(job, True)
 
-    def _end_load(self, job: _RankJob, load: int, succeeded: bool) -> None:
+    def _end_load(self, job: _RankJob, succeeded: bool) -> None:
         self.loaded, self.failed = self.loaded + succeeded, self.failed + (not succeeded)
-        self.tierd.release(load)
         self._end(job, succeeded)
 
 

@@ -252,7 +252,7 @@ def test_frontier_what_a_failed_load_did_not_bring_is_computed_and_saved_again()
     bench.engine.step()
     assert seq.status is Status.WAITING_FOR_REMOTE_KVS
     # The objects are lost after they were announced.
-    bench.tiers.tierd.announced.clear()
+    bench.tiers.tierd.loading.clear()
     bench.tiers.tierd.evict(_Always(), everything=True)
     bench.tiers.ranks.faults = RankFaults(progress=1.0)
     bench.run()
@@ -361,7 +361,7 @@ def test_an_aborted_load_is_cancelled_and_its_blocks_are_freed_when_it_has_drain
     bench.tiers.ranks.faults = RankFaults(progress=1.0)
     bench.run()
     assert not seq.block_table
-    assert not bench.tiers.tierd.announced
+    assert not bench.tiers.tierd.loading
     bench.check_end()
 
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.atom.config import engine_name, limits_of, planner_for, topology_directory
-from kvtier.engines.atom.identity import IdentityBuilder
+from kvtier.engines.atom.identity import AtomIdentityBuilder
 from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.scheduler import AtomScheduler
 from kvtier.engines.atom.sequence_state import AtomSequence
@@ -85,7 +85,7 @@ class KVTierOffloadScheduler:
             )
         planner = planner_for(config, topology.structural.chunk_tokens)
         engine = engine_name(config)
-        identity = IdentityBuilder(config, planner, topology.structural)
+        identity = AtomIdentityBuilder(config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
         scheduler = AtomScheduler(session, planner, limits_of(config))
         self._supervisor = Supervisor(Path(directory), topology)

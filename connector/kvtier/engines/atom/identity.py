@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,11 @@ PACKAGES = ("atom", "aiter", "amd-aiter", "amd-atom", "torch")
 """Packages whose versions decide how KV is computed, under the names that they have had."""
 
 
-class IdentityBuilder:
-    """Computes the identity on the first call, and caches it. May read samples of the weights."""
+class AtomIdentityBuilder:
+    """Computes the identity on the first call, and caches it.
+
+    May read the model's configuration files.
+    """
 
     def __init__(self, config: Any, planner: Planner, structural: Structural) -> None:
         self._config = config
@@ -65,15 +69,26 @@ def describe(
     shape = to_dict() if callable(to_dict) else {}
     if not shape:
         reasons.append("the configuration of the model cannot be read")
-    model = SimpleNamespace(model=config.model, hf_config=hf, seed=0, model_weights="")
-    load = SimpleNamespace(load_format="dummy" if getattr(config, "load_dummy", None) else "auto")
+    model = SimpleNamespace(
+        model=config.model,
+        hf_config=hf,
+        trust_remote_code=getattr(config, "trust_remote_code", False),
+    )
+    revision = structural.isolation.model_revision
+    if not revision:
+        # ATOM shows its weights to no connector, and a path or a name does not identify them.
+        reasons.append("the weights of ATOM are not fingerprinted; set isolation.modelRevision")
     versions = _versions()
     if not any(name.endswith("atom") for name in versions):
         reasons.append("the version of ATOM is unknown")
     text = hf.get_text_config() if hasattr(hf, "get_text_config") else hf
     identity: dict[str, object] = {
         "engine": {"name": "atom", "versions": versions},
-        "model": model_source(model, load, structural.isolation.model_revision, reasons),
+        "model": {
+            **model_source(model, revision, reasons),
+            "name": Path(str(config.model)).name,
+            "weights": "dummy" if getattr(config, "load_dummy", None) else "",
+        },
         "configuration": plain(shape, "configuration", reasons),
         "max_model_len": config.max_model_len if rope_depends_on_length(text) else None,
         "dtype": str(getattr(config, "torch_dtype", "")),
@@ -97,12 +112,10 @@ def describe(
     }
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None:
-        draft = getattr(speculative, "model", None)
-        if draft:
-            source = SimpleNamespace(model=draft, hf_config=None, seed=0, model_weights="")
-            identity["draft"] = model_source(source, load, "", reasons)
-        else:
-            identity["draft"] = str(getattr(speculative, "method", ""))
+        identity["draft"] = [
+            str(getattr(speculative, "method", "")),
+            Path(str(getattr(speculative, "model", "") or "")).name,
+        ]
     return identity, reasons
 
 

@@ -30,8 +30,8 @@ from kvtier.engines.atom.prefill_times import ReadTimes
 from kvtier.engines.atom.sequence_state import (
     ABORTED,
     FINISHED,
-    ActiveLoad,
     Handoff,
+    SequenceLoad,
     SequenceState,
     TailPromotion,
 )
@@ -40,9 +40,10 @@ from kvtier.engines.vllm.metadata import BlockRun, LoadJob
 from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
+from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
-from kvtier.tierd.wire import Cancel, Load, Promote, Promoted
+from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 MAX_PENDING_PROMOTIONS = 32
@@ -99,7 +100,7 @@ class AtomLoads:
         self._limits = limits
         self._ids = count(1)
         self._pending: dict[int, SequenceState] = {}
-        self._active: dict[int, ActiveLoad] = {}
+        self._active: dict[int, SequenceLoad] = {}
         self._jobs: list[AtomLoad] = []
         self._cancels: list[AtomCancel] = []
 
@@ -135,7 +136,7 @@ class AtomLoads:
         usable = replica.usable_bits
         end = self._planner.chunks(state.request.num_tokens)
         keys = state.keys(self._planner.hashes_per_chunk)[:end]
-        return self._planner.tokens(sum(1 for key in keys if replica.get_bits(key, 0) & usable))
+        return self._planner.tokens(sum(1 for key in keys if replica.get_value(key, 0) & usable))
 
     def after_allocation(self, state: SequenceState) -> bool:
         """Decides once blocks are allocated; returns whether the sequence is to be parked."""
@@ -168,12 +169,12 @@ class AtomLoads:
 
     def _available(self, state: SequenceState, first: int) -> Available:
         session, planner = self._session, self._planner
-        get_bits, usable = session.replica.get_bits, session.replica.usable_bits
+        get_value, usable = session.replica.get_value, session.replica.usable_bits
         end = planner.chunks(state.request.num_tokens)
         sources: list[int] = []
         ram = 0
         for key in state.keys(planner.hashes_per_chunk)[first:end]:
-            bits = get_bits(key, 0) & usable
+            bits = get_value(key, 0) & usable
             if not bits:
                 break
             if bits & MEMORY_BIT and ram == len(sources):
@@ -343,6 +344,7 @@ class AtomLoads:
             return  # It was cancelled before; tierd has got the Cancel.
         self.counts[f"promotions_{message.outcome}"] += 1
         promotion.usable_keys = min(message.usable, promotion.keys)
+        promotion.locations = message.locations
         promotion.ended_at = self._clock()
         if message.outcome == "whole":
             self.reads.observe(message.tiers, promotion.ended_at - promotion.sent_at)
@@ -355,6 +357,11 @@ class AtomLoads:
         handoff = state.handoff
         reached = handoff is not None and handoff.boundary <= planner.tokens(first)
         promotion = handoff.promotion if handoff is not None and reached else None
+        locations = self._locations(state, promotion, first, chunks)
+        chunks = len(locations)
+        if planner.tokens(chunks) < self.min_load_tokens:
+            self.drop_handoff(state, "gone")
+            return False
         parts = planner.needed(planner.tokens(first), planner.tokens(first + chunks))
         table = seq.block_table
         if not parts or parts[-1].block + parts[-1].blocks > len(table):
@@ -369,7 +376,6 @@ class AtomLoads:
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
             keys=state.wire_keys(first, chunks),
-            ranks=tuple(range(planner.ranks)),
         )
         if not session.send(message):
             self.counts["not_sent"] += 1
@@ -379,13 +385,30 @@ class AtomLoads:
         timeout += sum(session.slot_bytes) * chunks / MIN_COPY_BYTES_PER_SECOND
         if reached:
             state.handoff = None
-        load = ActiveLoad(load_id, state, first, chunks)
+        load = SequenceLoad(load_id, state, first, chunks, session.epoch)
         state.load = self._active[load_id] = load
-        job = LoadJob(load_id, state.request_id, runs, timeout)
+        slots, generations = zip(*map(unpack_location, locations), strict=True)
+        job = LoadJob(load_id, state.request_id, runs, timeout, session.epoch, slots, generations)
         self._jobs.append(AtomLoad(LoadOperationId(seq.id, load_id), job))
         _announce(seq, planner.tokens(first), planner.tokens(first + chunks))
         self.counts["loads"] += 1
         return True
+
+    def _locations(
+        self, state: SequenceState, promotion: TailPromotion | None, first: int, count: int
+    ) -> list[int]:
+        """Returns where the chunks from ``first`` on are, up to the first one not in RAM."""
+        if promotion is not None:
+            skipped = first - promotion.first_chunk
+            return list(promotion.locations[skipped : promotion.usable_keys])[:count]
+        locations: list[int] = []
+        location = self._session.replica.location
+        for key in state.keys(self._planner.hashes_per_chunk)[first : first + count]:
+            found = location(key)
+            if not found:
+                break
+            locations.append(found)
+        return locations
 
     def take_jobs(self) -> list[AtomJob]:
         """Returns the jobs for the next step, loads before the cancellations of others."""
@@ -415,6 +438,8 @@ class AtomLoads:
         del self._active[operation.generation]
         state = load.state
         state.load = None
+        if load.epoch == self._session.epoch:
+            self._session.send(LoadReleased(load=load.load_id))
         if succeeded:
             tokens = self._planner.tokens(load.chunks)
             self.counts["loads_whole"] += 1

@@ -58,7 +58,8 @@ class PromptRequest:
 class TailPromotion:
     """A promotion for the end of a prompt. ``usable_keys``: None until tierd answers.
 
-    ``keys`` chunks from ``first_chunk`` on; ``deadline`` and ``sent_at`` by the scheduler's clock.
+    ``keys`` chunks from ``first_chunk`` on, which are then in RAM at ``locations``. ``deadline``
+    and ``sent_at``: by the scheduler's clock.
     """
 
     promotion_id: int
@@ -69,6 +70,7 @@ class TailPromotion:
     deadline: float
     usable_keys: int | None = None
     ended_at: float = 0.0
+    locations: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -85,13 +87,16 @@ class Handoff:
 
 
 @dataclass(slots=True)
-class ActiveLoad:
-    """A load that a worker may still execute. ``first_chunk`` and ``chunks``: what it covers."""
+class SequenceLoad:
+    """A load that a worker may still execute. ``first_chunk`` and ``chunks``: what it covers.
+
+    ``epoch``: of the session that was told of it."""
 
     load_id: int
     state: SequenceState
     first_chunk: int
     chunks: int
+    epoch: int
     dispatched: bool = False
     cancelled: bool = False
 
@@ -131,7 +136,7 @@ class SequenceState(RequestState):
         self.finished = False
         """Whether ATOM has reported the end of the sequence."""
         self.handoff: Handoff | None = None
-        self.load: ActiveLoad | None = None
+        self.load: SequenceLoad | None = None
         self.tail_tried = False
         """Whether a promotion was requested since the last allocation."""
 

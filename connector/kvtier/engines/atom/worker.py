@@ -25,6 +25,7 @@ from kvtier.engines.vllm.worker_state import (
     CompletionQueue,
     Counters,
     RankContext,
+    SlotGenerations,
     WorkerClient,
 )
 from kvtier.engines.vllm.worker_thread import TransferThread
@@ -117,7 +118,14 @@ class AtomWorker:
         self._codec = codec
         offsets = tuple(identity.rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(
-            RankContext(engine, offsets, self._completions, self._counters, time.monotonic),
+            RankContext(
+                engine,
+                offsets,
+                self._completions,
+                self._counters,
+                time.monotonic,
+                SlotGenerations(),
+            ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
                 lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool
@@ -150,7 +158,7 @@ class AtomWorker:
         )
 
     def start_load_kv(self, metadata: object) -> None:
-        """Passes on the jobs of a step, behind the kernels that have been launched."""
+        """Submits the jobs of a step, behind the kernels that have been launched."""
         if not isinstance(metadata, AtomStepMetadata) or not metadata.requests:
             return
         loads = [each for each in metadata.requests if isinstance(each, AtomLoad)]
@@ -165,9 +173,9 @@ class AtomWorker:
             self._completions.add_stores(each.job.reservation for each in saves)
             return
         if loads or cancelled:
-            thread.put_loads(tuple(each.job for each in loads), cancelled, fence)
+            thread.submit_loads(tuple(each.job for each in loads), cancelled, fence)
         if saves:
-            thread.put_stores(tuple(each.job for each in saves), fence)
+            thread.submit_stores(tuple(each.job for each in saves), fence)
 
     def _fence(self) -> object | None:
         if self._thread is None:
@@ -183,6 +191,8 @@ class AtomWorker:
 
         A load that brought less than all of its chunks has failed: other ranks may have more.
         """
+        if self._thread is not None:
+            self._thread.poll()
         completed = self._completions.take()
         output = KVConnectorOutput()
         for result in completed.loads:
