@@ -111,7 +111,9 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WorkerBenc
     made[0].welcome(1)
     bench = WorkerBench(tensors, worker, made[0], tmp_path)
     deadline = time.monotonic() + 60
-    while worker._completions.epoch != 1 and time.monotonic() < deadline:
+    while worker._completions.epoch != 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the worker does not attach")
         time.sleep(0.002)
     yield bench
     worker.shutdown()

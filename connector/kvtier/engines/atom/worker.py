@@ -25,6 +25,7 @@ from kvtier.engines.vllm.worker_state import (
     CompletionQueue,
     Counters,
     RankContext,
+    RankShards,
     SlotGenerations,
     WorkerClient,
 )
@@ -34,7 +35,6 @@ from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
-from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.factory import cache_device, make_engine, register_pool, unregister_pool
 from kvtier.transfer.startup_check import pageable_scratch, pinned_scratch, verify_round_trip
@@ -116,11 +116,10 @@ class AtomWorker:
         scratch = pageable_scratch if device.type == "cpu" else pinned_scratch
         verify_round_trip(layout.tensors, codec, engine, scratch)
         self._codec = codec
-        offsets = tuple(identity.rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(
             RankContext(
                 engine,
-                offsets,
+                RankShards(codec.shard_bytes),
                 self._completions,
                 self._counters,
                 time.monotonic,
