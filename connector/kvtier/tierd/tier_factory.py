@@ -59,6 +59,7 @@ def limits_of(live: LiveTier) -> TierLimits:
         low_watermark_percent=live.low_watermark_percent,
         retention_seconds=live.retention_seconds,
         sync_data=live.sync_data,
+        load_timeout_seconds=live.load_timeout_seconds,
     )
 
 

@@ -95,6 +95,19 @@ class Index:
             used = self._used_bytes + self._extra_bytes + self._reserved_bytes
             return TierUsage(used, self._capacity_bytes, self._count, self._unindexed_total)
 
+    def entries(self) -> list[tuple[str, bytes, int]]:
+        """A snapshot of all objects with their charged bytes."""
+        with self._lock:
+            return [
+                (namespace, key, (value & _SIZE_MASK) * ALIGNMENT_BYTES)
+                for namespace, key, value in self._all()
+            ]
+
+    @property
+    def count(self) -> int:
+        """How many objects are indexed."""
+        return self._count
+
     @property
     def max_objects(self) -> int:
         """How many objects are indexed at most."""
