@@ -50,10 +50,8 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
-        found[f"read:{tier.name}"] = found[f"write:{tier.name}"] = DEFAULT_THREADS
-        if isinstance(tier, FileSystemTierDocument):
-            found[f"read:{tier.name}"] = tier.read_threads
-            found[f"write:{tier.name}"] = tier.write_threads
+        found[f"read:{tier.name}"] = tier.read_threads
+        found[f"write:{tier.name}"] = tier.write_threads
         found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
     return found
 

@@ -345,13 +345,9 @@ def _with_credentials(target: OpenRequest) -> str:
     network = parts.netloc
     if user or password:
         network = f"{quote(user, safe='')}:{quote(password, safe='')}@{network}"
-    query = parts.query
-    if (
-        parts.scheme == "rediss"
-        and (directory / "ca.crt").is_file()
-        and "ssl_ca_certs" not in query
-    ):
-        query = "&".join(filter(None, [query, f"ssl_ca_certs={quote(str(directory / 'ca.crt'))}"]))
+    query, authority = parts.query, directory / "ca.crt"
+    if parts.scheme == "rediss" and "ssl_ca_certs" not in query and authority.is_file():
+        query = "&".join(filter(None, [query, f"ssl_ca_certs={quote(str(authority))}"]))
     return urlunsplit(parts._replace(netloc=network, query=query))
 
 

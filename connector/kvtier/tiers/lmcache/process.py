@@ -24,11 +24,17 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvtier.config.models import LMCacheTierDocument
 from kvtier.errors import TierUnavailableError
 from kvtier.tiers.base import aligned
 from kvtier.tiers.lmcache import wire
 
-LANES = {"read": 4, "write": 2, "service": 1, "check": 1}
+LANES = {
+    "read": LMCacheTierDocument.read_threads,
+    "write": LMCacheTierDocument.write_threads,
+    "service": 1,
+    "check": 1,
+}
 """Concurrent operations by kind. Hung writes leave the lanes of reads free, and a check passes
 both."""
 START_SECONDS = 120.0

@@ -19,6 +19,7 @@ import importlib.metadata
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -159,8 +160,8 @@ class LMCacheTier(Tier):
             raise
 
     def close(self) -> None:
-        """Writes the list of objects, where the back end has none of its own, and ends the process."""
-        if not self._stopping and self.child.pid is not None:
+        """Ends the process, after writing the list of objects where the back end has none."""
+        if self.child.pid is not None and not self.child.opened.can_list:
             self._stock.save_at_end()
         self._stopping = True
         self.child.close()
@@ -302,7 +303,7 @@ class LMCacheTier(Tier):
         capacity = self._limits.capacity_bytes
         if charged > capacity:
             raise TierNoSpaceError(f"object of {charged} bytes: the capacity is {capacity} bytes")
-        with self._evicting:
+        with _Exclusive(self._evicting):
             surplus = self.usage().used_bytes + charged - capacity
             if surplus > 0:
                 low = capacity * self._limits.low_watermark_percent // 100
@@ -312,8 +313,12 @@ class LMCacheTier(Tier):
             self._index.reserve(charged)
 
     def _evict(self, surplus_bytes: int) -> None:
+        """Evicts for at most ``WRITE_SECONDS``; call with ``_evicting`` held."""
+        deadline = time.monotonic() + WRITE_SECONDS
         for namespace, key, use in self._index.oldest(surplus_bytes):
-            if self._stopping or not self._index.is_unused_since(namespace, key, use):
+            if self._stopping or time.monotonic() > deadline:
+                return
+            if not self._index.is_unused_since(namespace, key, use):
                 continue
             self._delete(ObjectRef(namespace, key), "service")
 
@@ -329,13 +334,13 @@ class LMCacheTier(Tier):
         limits = self._limits
         used = self.usage().used_bytes
         if used > limits.capacity_bytes * limits.high_watermark_percent // 100:
-            with self._evicting:
+            with _Exclusive(self._evicting):
                 self._evict(used - limits.capacity_bytes * limits.low_watermark_percent // 100)
         self._stock.maintain(self.child.opened.can_list)
         self.child.trim()
 
     def check(self) -> None:
-        """Writes, reads and removes one small object, with a process that is started if none runs."""
+        """Writes, reads and removes one small object. Starts the process if none runs."""
         if self.child.pid is None:
             self._start()
         digest = preferred().digest(memoryview(bytes(_CHECK_BYTES)))
@@ -411,14 +416,14 @@ class LMCacheTier(Tier):
 
 
 class _Exclusive:
-    """A lock that is not waited for longer than a write may take."""
+    """A lock that is waited for at most as long as a write may take."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
 
     def __enter__(self) -> None:
         if not self._lock.acquire(timeout=WRITE_SECONDS):
-            raise TierUnavailableError("another operation on the object hangs")
+            raise TierUnavailableError("an operation on the same object, or an eviction, hangs")
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
