@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
+from kvtier.config.models import Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
