@@ -86,6 +86,7 @@ class LMCacheClient:
 
     def __init__(self, server: LMCacheProcess) -> None:
         self._socket = socket.create_connection(("127.0.0.1", server.port), 10)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def get(self, name: str) -> bytes | None:
         self._send(self.GET, name, 0)

@@ -25,16 +25,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class ServerProcess(ABC):
-    """A server process that keeps its port over restarts. ``scheme`` begins its URL."""
+    """A server process. ``scheme`` begins its URL. Each start takes a free port, because some
+    servers cannot bind one that was used a moment ago; a proxy keeps its own."""
 
     scheme = ""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind((_LOOPBACK, 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -48,6 +47,9 @@ class ServerProcess(ABC):
 
     def start(self) -> None:
         """Starts the server and waits until it listens. Raises ``TimeoutError``."""
+        with socket.socket() as probe:
+            probe.bind((_LOOPBACK, 0))
+            self.port = int(probe.getsockname()[1])
         with open(self.directory / "server.log", "ab") as log:
             self.process = subprocess.Popen(
                 self.command(),
@@ -117,22 +119,27 @@ class LMCacheProcess(ServerProcess):
 
 
 class FaultyProxy:
-    """Forwards TCP connections to a port on loopback, with a fault that may change at any time.
+    """Forwards TCP connections to a server, with a fault that may change at any time.
 
     ``mode``: "" (none), "hang" (nothing is forwarded), "slow" (``bytes_per_second`` to the tier),
     "lie" (bytes of answers are changed), "garble" (answers are random bytes), "cut" (connections
     are closed, and new ones too).
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.mode = ""
         self.bytes_per_second = 100_000
-        self._target_port = target_port
+        self._server = server
         self._closed = threading.Event()
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server((_LOOPBACK, 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="kvtier-proxy", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """What an lmcache tier is given."""
+        return f"{self._server.scheme}://{_LOOPBACK}:{self.port}"
 
     def set(self, mode: str) -> None:
         """Replaces the fault."""
@@ -160,7 +167,7 @@ class FaultyProxy:
             try:
                 if self.mode == "cut":
                     raise ConnectionRefusedError
-                server = socket.create_connection((_LOOPBACK, self._target_port), 5)
+                server = socket.create_connection((_LOOPBACK, self._server.port), 5)
                 server.settimeout(None)
             except OSError:
                 client.close()

@@ -1,4 +1,4 @@
-"""The conformance suite on the back ends of the real LMCache: a directory, Redis, its own server."""
+"""The conformance suite on LMCache's back ends: a directory, Redis, and its own server."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -115,6 +115,11 @@ class Backend(ABC):
             self._connector = self.connect()
         return self._connector
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection from an earlier operation."""
+        return self._connector is not None
+
     def drop(self) -> None:
         """Drops the connection, because nothing is known about its state."""
         self._connector = None

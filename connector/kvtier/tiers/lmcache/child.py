@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvtier.tiers.lmcache import wire
 
 if TYPE_CHECKING:
@@ -65,6 +67,17 @@ class Lane:
             self._channel.send(wire.encode(reply))
 
     def _answer(self, request: wire.Request) -> wire.Reply:
+        """The reply to a request. A connection that was idle may have been closed meanwhile, so
+        that an operation which fails on one is repeated on a new one, if there is time."""
+        started = time.monotonic()
+        idle = self._backend is not None and self._backend.connected
+        reply = self._attempt(request)
+        remaining = request.seconds - (time.monotonic() - started)
+        if reply.outcome == "unavailable" and idle and remaining > request.seconds / 2:
+            reply = self._attempt(msgspec.structs.replace(request, seconds=remaining))
+        return reply
+
+    def _attempt(self, request: wire.Request) -> wire.Reply:
         from kvtier.tiers.lmcache.backends import failure
 
         try:

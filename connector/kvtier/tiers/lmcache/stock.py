@@ -32,6 +32,7 @@ from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.lmcache.wire import (
     CATALOG,
     ENTRY_BYTES,
+    OVERHEAD_BYTES,
     Reply,
     Request,
     pack_entries,
@@ -165,7 +166,7 @@ class Stock:
     def _compare(self) -> None:
         self._index.begin_scan()
         for ref, size in self._list():
-            charged = aligned(size)
+            charged = aligned(size + OVERHEAD_BYTES)
             if not self._index.mark_seen(ref.namespace, ref.key) and self._index.add_discovered(
                 ref.namespace, ref.key, charged
             ):

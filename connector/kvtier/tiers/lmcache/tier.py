@@ -58,13 +58,12 @@ from kvtier.tiers.lmcache.wire import (
     LMCACHE_VERSION,
     MAX_KEY_BYTES,
     MAX_OBJECT_BYTES,
+    OVERHEAD_BYTES,
     OpenRequest,
     Reply,
     Request,
 )
 
-OVERHEAD_BYTES = 1024
-"""Of an object in the back end, beside its header and payload: names and LMCache's metadata."""
 WRITE_SECONDS = 30.0
 CHECK_SECONDS = 5.0
 _LOCKS = 64

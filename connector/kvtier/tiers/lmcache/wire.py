@@ -24,6 +24,8 @@ MAX_KEY_BYTES = 49
 """An LMCache server takes names of 150 characters; a name has 51 beside the key's hex digits."""
 MAX_OBJECT_BYTES = (1 << 31) - 1
 """LMCache's own metadata has signed 32-bit lengths."""
+OVERHEAD_BYTES = 1024
+"""Of an object in the back end, beside its header and payload: names and LMCache's metadata."""
 CATALOG = "catalog"
 """In the place of a namespace: where the tier keeps its list of objects at back ends without
 one."""
