@@ -169,9 +169,9 @@ def _check_structural(structural: Structural, name: str) -> None:
             raise ConfigurationError(
                 f"{name}: {field}", path, "must be an absolute path without .."
             )
-    for tier in structural.tiers:
-        if isinstance(tier, LMCacheTierDocument):
-            _check_lmcache(tier, name)
+    for document in structural.tiers:
+        if isinstance(document, LMCacheTierDocument):
+            _check_lmcache(document, name)
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for tier_name in names:
         if tier_name not in structural.live.tiers:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +28,7 @@ from kvtier.tiers.lmcache import wire
 
 if TYPE_CHECKING:
     from kvtier.tiers.base import ObjectRef
+    from kvtier.tiers.lmcache.backends import Backend
 
 WATCH_SECONDS = 0.1
 
@@ -39,7 +40,7 @@ class Lane:
         self._channel = channel
         self._segment = segment
         self._map: mmap.mmap | None = None
-        self._backend: Any = None
+        self._backend: Backend | None = None
         self._target: wire.OpenRequest | None = None
         self._listing: Iterator[tuple[ObjectRef, int]] = iter(())
         self.deadline: float | None = None
@@ -100,7 +101,7 @@ class Lane:
             self._backend = BACKENDS[target.url.partition(":")[0]](target)
         backend, seconds = self._backend, request.seconds
         if request.operation == "list":
-            return self._list(request)
+            return self._list(backend, request)
         key = engine_key(request.space, request.key)
         if request.operation == "get":
             return backend.get(key, self._view(request), seconds)
@@ -110,11 +111,11 @@ class Lane:
             return backend.exists(key, seconds)
         return backend.delete(key, seconds)
 
-    def _list(self, request: wire.Request) -> wire.Reply:
-        if not self._backend.can_list:
+    def _list(self, backend: Backend, request: wire.Request) -> wire.Reply:
+        if not backend.can_list:
             return wire.Reply("unsupported")
         if request.start == 0:
-            self._listing = self._backend.entries(request.seconds)
+            self._listing = backend.entries(request.seconds)
         view, part = self._view(request), []
         for entry in self._listing:
             part.append(entry)
