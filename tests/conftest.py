@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.engines.vllm import counters as engine_counters
+from kvtier.store import counters as store_counters
+
+engine_counters.strict = store_counters.strict = True
+"""A counter that is not registered fails the test that counts it."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
 ORDER = (

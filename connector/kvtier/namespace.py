@@ -1,8 +1,9 @@
 """The namespace: a digest of everything that determines the bytes of KV, and its source text.
 
 An object may be used only by an engine that would have computed the same bytes. The scheduler side
-describes the engine (``canonical_json``), each worker its byte layout; tierd combines them. The
-text is stored beside the data of a namespace, so that people can see why two engines do not share.
+describes the engine (``canonical_json``), each worker its byte layout and its weights; tierd
+combines them. The text is stored beside the data of a namespace, so that people can see why two
+engines do not share.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def canonical_json(value: Mapping[str, object]) -> str:
         raise ProtocolError(f"the identity cannot be represented in JSON: {error}") from error
 
 
-def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, str]:
+def derive_namespace(
+    identity_json: str, codecs: Sequence[str], weights: Sequence[str] = ()
+) -> tuple[str, str]:
     """Namespace (32 hex digits) and its text (indented JSON), from the scheduler's identity and the
-    workers' codec texts in rank order. The namespace is the digest of exactly that text.
+    workers' codec texts and fingerprints of ``weights`` in rank order. The namespace is the digest
+    of exactly that text.
 
     Raises ``ProtocolError`` for an identity that is not a JSON object.
     """
@@ -43,6 +47,9 @@ def derive_namespace(identity_json: str, codecs: Sequence[str]) -> tuple[str, st
     if not isinstance(identity, dict):
         raise ProtocolError(f"the identity is a JSON {type(identity).__name__}, not an object")
     document = {"engine": identity, "layout": _grouped([_readable(text) for text in codecs])}
+    if any(weights):
+        # Once per rank, because each has another part of the weights.
+        document["weights"] = list(weights)
     # The round trip removes differences in spelling, which must not change the digest.
     normal = json.loads(canonical_json(document))
     text = json.dumps(normal, sort_keys=True, indent=1, ensure_ascii=True) + "\n"

@@ -123,6 +123,15 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 # Metrics.
 
+CALL_CODES = (
+    "0", "200", "201", "401", "403", "404", "409", "410", "422", "429", "500", "503", "504",
+)  # fmt: skip
+"""Exist at 0 from the first call of a verb and kind on, so that ``increase()`` sees an error."""
+RESTART_REASONS = (
+    "Start", "List", "Stopped", "Undelivered",
+    "Disconnected", "Unauthorized", "Forbidden", "NotFound", "Expired",
+)  # fmt: skip
+"""Exist at 0 from the first list of a kind on."""
 CALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0)
 
 
@@ -150,6 +159,8 @@ class ApiMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._called: set[tuple[str, str]] = set()
+        self._listed: set[str] = set()
         self.calls = Counter(
             "kvtier_operator_api_calls",
             "API server call attempts, by status code; 0 if there was no response.",
@@ -172,12 +183,20 @@ class ApiMetrics:
 
     def call(self, verb: str, kind: str, status: int, seconds: float) -> None:
         """Records one attempt."""
+        if (verb, kind) not in self._called:
+            self._called.add((verb, kind))
+            for code in CALL_CODES:
+                self.calls.labels(verb, kind, code)
         self.calls.labels(verb, kind, str(status)).inc()
         if verb != "watch":
             self.seconds.labels(verb).observe(seconds)
 
     def restart(self, kind: Kind, reason: str) -> None:
         """Records a list, or a watch that started again."""
+        if kind.kind not in self._listed:
+            self._listed.add(kind.kind)
+            for known in RESTART_REASONS:
+                self.restarts.labels(kind.kind, known)
         self.restarts.labels(kind.kind, reason or "Unknown").inc()
 
 

@@ -144,7 +144,8 @@ def test_the_api_server_defaults_live_fields_and_not_structural_ones(stored: Any
         "Cost",
         {"strategy": "OnPodRestart"},
     )
-    assert spec["tiers"][1]["fileSystem"]["lowWatermarkPercent"] == 75
+    assert spec["tiers"] == SMALL["spec"]["tiers"]
+    assert "monitoring" not in spec
     assert "chunkTokens" not in spec
     assert "engine" not in spec
     assert "readThreads" not in spec["tiers"][1]["fileSystem"]
@@ -195,8 +196,8 @@ def test_tiers_are_merged_by_name(api: Any, policies: str, stored: Any) -> None:
         content_type="application/apply-patch+yaml",
     )
     assert status == 200, body
-    assert [(tier["name"], tier["loadWeight"]) for tier in body["spec"]["tiers"]] == [
-        ("ram", 100),
+    assert [(tier["name"], tier.get("loadWeight")) for tier in body["spec"]["tiers"]] == [
+        ("ram", None),
         ("disk", 7),
     ]
     assert body["spec"]["tiers"][1]["fileSystem"]["capacity"] == 4096

@@ -332,20 +332,24 @@ def test_a_changed_allow_list_changes_accepted_and_deletes_nothing(
     asyncio.run(scenario())
 
 
-def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
+def test_a_definition_of_a_later_release_disarms_no_policy_and_its_values_are_reported(
     cluster: Any,
 ) -> None:
-    """As after a downgrade: the API server holds what this operator does not know."""
+    """As after a downgrade: the API server holds fields and values that this operator does not
+    know. A field is ignored and named; a value makes the policy invalid, which keeps its objects.
+    """
 
     async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
-            namespace = await controllers.make_namespace(client, "invalid")
+            namespace = await controllers.make_namespace(client, "later")
             await client.apply(POLICIES, policy(namespace))
             async with running(client, settings(namespace)) as controller:
                 await settled(controller, client, namespace)
             found = await client.get(controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io")
             schema = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-            schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
+            spec = schema["properties"]["spec"]["properties"]
+            spec["later"] = {"type": "string", "default": "x"}
+            spec["selection"]["enum"].append("Fastest")
             try:
                 changed = {"spec": {"versions": found["spec"]["versions"]}}
                 await client.patch(
@@ -353,26 +357,36 @@ def test_an_invalid_policy_of_another_version_is_reported_and_keeps_its_objects(
                 )
 
                 async def taken() -> bool:
-                    body = {"spec": {"later": "x", "minLoadTokens": 9}}
-                    return (
-                        "later" in (await client.patch(POLICIES, namespace, "chat", body))["spec"]
-                    )
+                    body = {"spec": {"minLoadTokens": 9}}
+                    answer = await client.patch(POLICIES, namespace, "chat", body)
+                    return answer["spec"].get("later") == "x"
 
-                await until("the API server takes the field", taken)
+                await until("the API server sets the field", taken)
                 async with running(client, settings(namespace)) as controller:
+                    found = await settled(controller, client, namespace)
+                    assert condition(found, "Accepted") == {
+                        "status": "True",
+                        "reason": "NotEnforced",
+                        "message": "spec.later: has no effect: this version of the operator does "
+                        "not know the field",
+                    }
+                    live = await client.get(CONFIG_MAPS, namespace, "chat-live")
+                    assert '"minLoadTokens": 9' in live["data"]["live.json"]
+                    body = {"spec": {"selection": "Fastest", "minLoadTokens": 10}}
+                    await client.patch(POLICIES, namespace, "chat", body)
 
-                    async def accepted() -> Any:
+                    async def invalid() -> Any:
                         held = condition(await settled(controller, client, namespace), "Accepted")
                         return held if held["reason"] == "Invalid" else None
 
-                    held = await until("it is accepted", accepted)
-                    assert held == {
+                    assert await until("it is invalid", invalid) == {
                         "status": "False",
                         "reason": "Invalid",
-                        "message": 'spec.later: Forbidden: unknown field; did you mean "tiers"?',
+                        "message": 'spec.selection: Unsupported value: "Fastest": supported '
+                        'values: "Cost", "Weighted"',
                     }
                     live = await client.get(CONFIG_MAPS, namespace, "chat-live")
-                    assert '"minLoadTokens": 512' in live["data"]["live.json"]
+                    assert '"minLoadTokens": 9' in live["data"]["live.json"]
             finally:
                 await controllers.install_definition(client)
             await controllers.drop_namespace(client, namespace)

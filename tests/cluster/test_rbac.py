@@ -105,7 +105,7 @@ class Process:
         found: dict[tuple[str, str], int] = {}
         for match in CALLS.finditer(self.metrics()):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
-            if labels["code"] == code:
+            if labels["code"] == code and float(match["count"]):
                 found[labels["verb"], labels["kind"]] = int(float(match["count"]))
         return found
 

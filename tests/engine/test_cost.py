@@ -25,7 +25,7 @@ class CostCase(EngineTestbed):
         """How often the daemon decided, by reason."""
         found = {}
         for name, value in self.daemon_metrics().items():
-            if name.startswith(DAEMON_EVENTS) and 'name="selections"' in name:
+            if value and name.startswith(DAEMON_EVENTS) and 'name="selections"' in name:
                 found[name.split('reason="')[1].split('"')[0]] = int(value)
         return found
 

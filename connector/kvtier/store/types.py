@@ -12,10 +12,12 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from kvtier.store import counters
 
 MEMORY_BIT = 1
 UNVERIFIED_BIT = 1 << 16
@@ -98,12 +100,14 @@ class CreditsGranted:
 
 @dataclass(frozen=True, slots=True)
 class PresenceChanged:
-    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash."""
+    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash. ``location``:
+    with ``MEMORY_BIT`` set, the slot and its generation (``generations.pack_location``)."""
 
     namespace: str
     key: bytes
     bits: int
     present: bool
+    location: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +132,17 @@ class UsableTiersChanged:
 @dataclass(frozen=True, slots=True)
 class PromotionEnded:
     """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each
-    of its keys came from."""
+    of its keys came from. ``locations``: where each of them is."""
 
     engine: str
     promotion: int
     outcome: PromotionOutcome
     usable: int
     tiers: tuple[int, ...]
+    locations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAnnounced:
-    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other
-    keys are gone."""
-
-    engine: str
-    load: int
-    ranks: tuple[int, ...]
-    slots: tuple[int, ...]
-    tiers: tuple[int, ...]
-
-
-StoreEvent = (
-    CreditsGranted
-    | PresenceChanged
-    | KeysEvicting
-    | UsableTiersChanged
-    | PromotionEnded
-    | LoadAnnounced
-)
+StoreEvent = CreditsGranted | PresenceChanged | KeysEvicting | UsableTiersChanged | PromotionEnded
 
 
 @dataclass(slots=True)
@@ -187,4 +173,13 @@ class StoreCounters:
     def add(self, name: str, tier: str = "", reason: str = "", by: int = 1) -> None:
         """Adds ``by`` to one counter."""
         key = (name, tier, reason)
-        self.values[key] = self.values.get(key, 0) + by
+        value = self.values.get(key)
+        if value is None:
+            counters.check(name, tier, reason)
+            value = 0
+        self.values[key] = value + by
+
+    def declare(self, tiers: Iterable[str]) -> None:
+        """Adds every label set that can occur with these secondary tiers, with value 0."""
+        for key in counters.label_sets(tiers):
+            self.values.setdefault(key, 0)

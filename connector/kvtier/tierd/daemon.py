@@ -125,6 +125,7 @@ class TierDaemon:
         token = None if options.token_file is None else BearerToken(options.token_file)
         self._reporter = Reporter(structural, self._run_directory.path, clock, token)
         self._counters = StoreCounters()
+        self._counters.declare(tier.name for tier in structural.tiers if tier.kind != "memory")
         self._epoch = 0
         self._parent = os.getppid()
         self._empty_since: float | None = None
@@ -270,7 +271,12 @@ class TierDaemon:
             pool.memory,
             self._built.tiers,
             self._topology.model_copy(update={"live": self._live}),
-            StoreRuntime(self._io, self._clock, counters=self._counters),
+            StoreRuntime(
+                self._io,
+                self._clock,
+                counters=self._counters,
+                generations=pool.generations,
+            ),
             PoolRecovery(
                 fenced,
                 start.table,

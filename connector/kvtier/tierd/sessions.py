@@ -149,8 +149,9 @@ class SessionListener(Protocol):
 MAX_SESSIONS = 256
 """Processes that share one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
-Derive = Callable[[str, tuple[str, ...]], tuple[str, str]]
-"""(identity JSON, codec texts in rank order) -> (namespace as 32 hex digits, canonical text)."""
+Derive = Callable[[str, tuple[str, ...], tuple[str, ...]], tuple[str, str]]
+"""(identity JSON, codec texts and fingerprints of the weights in rank order) -> (namespace as 32
+hex digits, canonical text)."""
 _log = logging.getLogger("kvtier.tierd")
 
 
@@ -367,9 +368,11 @@ class Sessions:
             )
         shard_bytes = tuple(zip(*shards, strict=True))
         namespace, engine.canonical = self._derive(
-            scheduler.identity, tuple(hello.codec for hello in hellos)
+            scheduler.identity,
+            tuple(hello.codec for hello in hellos),
+            tuple(hello.weights for hello in hellos),
         )
-        persistent = not scheduler.ephemeral_reason
+        persistent = not any(hello.ephemeral_reason for hello in (scheduler, *hellos))
         if not persistent:
             # What the identity does not cover can differ at the next start, even with the same
             # text.

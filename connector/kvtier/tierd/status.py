@@ -184,7 +184,7 @@ def _camel_keys(mapping: dict[str, object]) -> dict[str, object]:
 
 
 def status_json(snapshot: Snapshot) -> bytes:
-    """The body of ``/status``."""
+    """The body of ``/status``. Counters that are 0 are left out: operators poll it."""
     document: dict[str, object] = {
         "version": snapshot.version,
         "policy": snapshot.policy,
@@ -207,6 +207,7 @@ def status_json(snapshot: Snapshot) -> bytes:
         "counters": [
             {"name": name, "tier": tier, "reason": reason, "value": value}
             for (name, tier, reason), value in sorted(snapshot.events.items())
+            if value
         ],
     }
     return json.dumps(document, indent=2).encode() + b"\n"

@@ -26,6 +26,7 @@ class PolicyReason(StrEnum):
 
     # Accepted.
     ACCEPTED = "Accepted"
+    NOT_ENFORCED = "NotEnforced"
     PARTLY_EXPRESSED = "PartlyExpressed"
     PARTLY_APPLIED = "PartlyApplied"
     INVALID = "Invalid"

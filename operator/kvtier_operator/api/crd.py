@@ -1,10 +1,12 @@
 """The CustomResourceDefinition, generated from the models. ``python -m kvtier_operator.api.crd``
 writes ``crds/``.
 
-Defaults of live fields are in the schema, so the object shows them. Defaults of structural fields
-are applied by the operator when it reads the object. The structural hash covers only what was
-*written*: if the API server filled in the defaults, a changed default would make every pod
-outdated.
+Defaults of live fields are in the schema, so the object shows them, except in items of lists: a
+client-side apply replaces a list as a whole, so that a default in an item would make each apply of
+an unchanged file a change. Fields that have no effect in this version have no default either.
+Defaults of structural fields are applied by the operator when it reads the object. The structural
+hash covers only what was *written*: if the API server filled in the defaults, a changed default
+would make every pod outdated.
 
 Bounds. The API server estimates what a CEL rule may cost from ``maxLength``, ``maxItems`` and
 ``maxProperties``, so every text, list and map has one.
@@ -20,9 +22,10 @@ import yaml
 from pydantic import BaseModel
 
 from kvtier_operator.api.base import Change, Model, Rule, Scalar
-from kvtier_operator.api.fields import FieldDocument, Shape, fields_of
+from kvtier_operator.api.fields import ITEM, KEY, FieldDocument, Shape, fields_of
 from kvtier_operator.api.policy import GROUP, KIND, MAX_POLICY_NAME, VERSION, KVTierPolicy
 from kvtier_operator.api.quantity import MAX_TEXT, PATTERN
+from kvtier_operator.api.unenforced import NOT_ENFORCED, is_listed
 
 Part = TypeVar("Part")
 
@@ -106,8 +109,8 @@ def _root() -> dict[str, Any]:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": _property(documents["spec"]),
-            "status": _property(documents["status"]),
+            "spec": _property(documents["spec"], "spec"),
+            "status": _property(documents["status"], "status"),
         },
         "x-kubernetes-validations": [
             {
@@ -119,24 +122,32 @@ def _root() -> dict[str, Any]:
     }
 
 
-def _property(document: FieldDocument) -> dict[str, Any]:
-    schema = _schema(document.shape)
-    schema = {"description": _description(document), **schema}
+def _property(document: FieldDocument, path: str) -> dict[str, Any]:
+    """The schema of a field. ``path``: its path, as in ``fields.all_fields``."""
+    schema = {"description": _description(document, path), **_schema(document.shape, path)}
+    if not _may_have_default(path):
+        return schema
     if (
         document.change is Change.LIVE
         and document.default is not None
         and document.shape.kind != "object"
     ):
         schema["default"] = document.default
-    elif _has_live_defaults(document):
+    elif _has_live_defaults(document, path):
         schema["default"] = {}
     return schema
 
 
-def _description(document: FieldDocument) -> str:
+def _may_have_default(path: str) -> bool:
+    return ITEM not in path and not is_listed(path)
+
+
+def _description(document: FieldDocument, path: str) -> str:
     text = document.description
-    if (
-        document.change is Change.STRUCTURAL
+    if path in NOT_ENFORCED:
+        text += f" Has no effect in this version: {NOT_ENFORCED[path]}."
+    elif (
+        (document.change is Change.STRUCTURAL or not _may_have_default(path))
         and document.shape.kind != "object"
         and document.default not in (None, "")
     ):
@@ -154,7 +165,7 @@ def _words(default: Any) -> str:
     return str(default)
 
 
-def _has_live_defaults(document: FieldDocument) -> bool:
+def _has_live_defaults(document: FieldDocument, path: str) -> bool:
     """Whether an absent object must be added for the live defaults in it."""
     model = document.shape.model
     return (
@@ -162,21 +173,24 @@ def _has_live_defaults(document: FieldDocument) -> bool:
         and model is not None
         and document.default is not None
         and any(
-            field.change is Change.LIVE and field.default is not None for field in fields_of(model)
+            field.change is Change.LIVE
+            and field.default is not None
+            and _may_have_default(f"{path}.{field.alias}")
+            for field in fields_of(model)
         )
     )
 
 
-def _schema(shape: Shape) -> dict[str, Any]:
+def _schema(shape: Shape, path: str) -> dict[str, Any]:
     match shape.kind:
         case "object":
-            schema = _object(_known(shape.model))
+            schema = _object(_known(shape.model), path)
         case "list":
-            schema = _list(shape)
+            schema = _list(shape, path)
         case "map":
             schema = {
                 "type": "object",
-                "additionalProperties": _schema(_known(shape.item)),
+                "additionalProperties": _schema(_known(shape.item), f"{path}.{KEY}"),
                 "maxProperties": shape.max_length,
             }
             if shape.key is not None and shape.key.pattern is not None:
@@ -224,10 +238,10 @@ def _known(part: Part | None) -> Part:
     return part
 
 
-def _list(shape: Shape) -> dict[str, Any]:
+def _list(shape: Shape, path: str) -> dict[str, Any]:
     schema: dict[str, Any] = {
         "type": "array",
-        "items": _schema(_known(shape.item)),
+        "items": _schema(_known(shape.item), path + ITEM),
         "maxItems": shape.max_length,
     }
     if shape.min_length is not None:
@@ -239,11 +253,14 @@ def _list(shape: Shape) -> dict[str, Any]:
     return schema
 
 
-def _object(model: type[BaseModel]) -> dict[str, Any]:
+def _object(model: type[BaseModel], path: str) -> dict[str, Any]:
     documents = fields_of(model)
     schema: dict[str, Any] = {
         "type": "object",
-        "properties": {document.alias: _property(document) for document in documents},
+        "properties": {
+            document.alias: _property(document, f"{path}.{document.alias}")
+            for document in documents
+        },
     }
     required = [document.alias for document in documents if document.required]
     if required:

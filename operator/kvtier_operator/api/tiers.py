@@ -94,6 +94,10 @@ class MemoryTier(Model):
     ] = Persistence.POD
 
 
+_HIGH = "(has(self.highWatermarkPercent) ? self.highWatermarkPercent : 90)"
+_LOW = "(has(self.lowWatermarkPercent) ? self.lowWatermarkPercent : 75)"
+
+
 def _watermarks(tier: FileSystemTierSpec) -> Iterator[Violation]:
     if tier.low_watermark_percent >= tier.high_watermark_percent:
         yield Violation(
@@ -221,10 +225,11 @@ class FileSystemTierSpec(Model):
         Rule(
             name="watermarks",
             check=_watermarks,
-            cel="self.lowWatermarkPercent < self.highWatermarkPercent",
+            # With the defaults, because the schema has none in items of lists.
+            cel=f"{_LOW} < {_HIGH}",
             message="must be below highWatermarkPercent",
             expression="'must be below highWatermarkPercent (%d), got %d'"
-            ".format([self.highWatermarkPercent, self.lowWatermarkPercent])",
+            f".format([{_HIGH}, {_LOW}])",
             field_path=".lowWatermarkPercent",
         ),
         Rule(

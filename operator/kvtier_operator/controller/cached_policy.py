@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
+from kvtier_operator.api.stored import read_stored
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.kube.resources import Object
 from kvtier_operator.render.volumes import claim_name
 
@@ -13,12 +14,13 @@ from kvtier_operator.render.volumes import claim_name
 @dataclass(frozen=True, slots=True)
 class CachedPolicy:
     """A policy as last received. ``policy`` is None if the document is invalid; ``errors`` then
-    says why.
+    says why. ``unknown_fields``: paths of fields that this version does not know.
     """
 
     raw: Object
     policy: KVTierPolicy | None
     errors: tuple[FieldError, ...] = ()
+    unknown_fields: tuple[str, ...] = ()
 
     @property
     def uid(self) -> str:
@@ -34,9 +36,10 @@ class CachedPolicy:
 def parse_policy(raw: Object) -> CachedPolicy:
     """Parses a policy as the API server sends it. An invalid policy has ``errors``."""
     try:
-        return CachedPolicy(raw, validated(KVTierPolicy, dict(raw)))
+        stored = read_stored(raw)
     except InvalidDocumentError as error:
         return CachedPolicy(raw, None, tuple(error.errors))
+    return CachedPolicy(raw, stored.policy, unknown_fields=stored.unknown_fields)
 
 
 def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:

@@ -6,7 +6,8 @@ During a reconcile a condition is a ``ConditionUpdate``, without times and gener
 Conditions that only say that a newer state has not reached every pod (``UpToDate``, ``Tuned``) do
 not make a policy unready.
 
-Reasons of ``Accepted``: ``Accepted``, ``PartlyExpressed`` (True: the connector has no equivalent of
+Reasons of ``Accepted``: ``Accepted``, ``NotEnforced`` (True: this version does not act on some
+fields), ``PartlyExpressed`` (True: the connector has no equivalent of
 some fields), ``PartlyApplied`` (True: the API server rejected an object that pods do not need);
 ``Invalid``, ``VolumeNotAllowed``, ``Unsupported``, ``TooLarge`` (False: no pod is injected).
 
@@ -101,10 +102,13 @@ def not_accepted(
     )
 
 
-def accepted(gaps: Sequence[FieldError]) -> ConditionUpdate:
+def accepted(gaps: Sequence[FieldError], without_effect: Sequence[str] = ()) -> ConditionUpdate:
     """Accepted of a policy that is applied. ``gaps``: fields that its connector has no equivalent
-    of.
+    of. ``without_effect``: messages about fields that this version does not act on.
     """
+    if without_effect:
+        message = "; ".join([*without_effect, *(gap.message for gap in gaps)])
+        return ConditionUpdate(ACCEPTED, "True", PolicyReason.NOT_ENFORCED.value, message)
     if gaps:
         message = "; ".join(gap.message for gap in gaps)
         return ConditionUpdate(ACCEPTED, "True", PolicyReason.PARTLY_EXPRESSED.value, message)

@@ -16,6 +16,12 @@ from kvtier_operator.controller.pods.poll import PodPoller
 from kvtier_operator.kube.queue import Key
 
 RECONCILE_BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+RECONCILE_ERRORS = (
+    "Fault", "Deadline", "OrphanedDataUnreported", "Unreachable", "BadRequest", "Unauthorized",
+    "Forbidden", "NotFound", "AlreadyExists", "Conflict", "Gone", "Invalid", "Timeout",
+    "ServerTimeout", "TooManyRequests", "InternalError", "ServiceUnavailable",
+)  # fmt: skip
+"""Reasons that exist from the start at 0, so that ``increase()`` sees the first error."""
 POD_STATES = ("selected", "attached", "current", "outdated", "skipped", "tuned")
 
 
@@ -58,6 +64,9 @@ class ControllerMetrics:
             "Failed checks or renewals of the self-managed webhook certificate.",
             registry=registry,
         )
+
+        for reason in RECONCILE_ERRORS:
+            self.errors.labels(reason)
 
     def certificate_ends(self, seconds: float) -> None:
         """The serving certificate expires then (seconds since 1970)."""

@@ -19,7 +19,8 @@ from kvtier_operator.api import allowlist
 from kvtier_operator.api.limits import decode_limit_range, decode_quota
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.validation import InvalidDocumentError, validated
+from kvtier_operator.api.stored import read_stored
+from kvtier_operator.api.validation import InvalidDocumentError
 from kvtier_operator.injection.decision import AdmissionContext
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.governing import governing
@@ -142,7 +143,7 @@ class WebhookLister:
 
     def _parse(self, raw: Object) -> WebhookPolicy:
         try:
-            policy = validated(KVTierPolicy, {**raw, "status": None})
+            policy = read_stored({**raw, "status": None}).policy
         except InvalidDocumentError as error:
             metadata = _metadata(raw)
             logger.warning(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvtier_operator.api.conditions import SkipReason
+
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Up to the timeout of the API server."""
 FAILURES = ("Malformed", "Failed", "Abandoned")
@@ -59,6 +61,9 @@ class WebhookMetrics:
         for path, results in RESULTS.items():
             for result in results:
                 self.answers.labels(path, result)
+            self.seconds.labels(path)
+        for reason in SkipReason:
+            self.skipped.labels(reason)
 
     def observe(self, ready: Callable[[], bool], policies: Callable[[], tuple[int, int]]) -> None:
         """Sets the functions that are called at each scrape: readiness, and the numbers of readable

@@ -2,7 +2,9 @@
 
 The CRD's CEL rules reject what is wrong with one object alone. This module repeats those checks,
 for API servers that did not apply them, and adds what CEL cannot see: the administrator's
-allowedVolumes and the namespace's other policies.
+allowedVolumes and the namespace's other policies. The API server has dropped or rejected fields
+that the CustomResourceDefinition lacks. A field that is left and that this version does not know
+belongs to a newer CustomResourceDefinition, which may have set it by default: it gives a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
 from kvtier_operator.api.selector import LabelSelector, Operator, matches
 from kvtier_operator.api.settings import AttachMode
-from kvtier_operator.api.validation import FieldError, InvalidDocumentError, validated
+from kvtier_operator.api.stored import read_stored
+from kvtier_operator.api.unenforced import not_enforced, unknown_field
+from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.injection.sidecar import sub_path
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import AdmissionRequest
@@ -56,7 +60,7 @@ def validate(
     document = _defaulted(request.object, request)
     if (request.object.get("metadata") or {}).get("deletionTimestamp"):
         return AdmissionAllowed()
-    policy, errors = _parse(document, settings.allowed_volumes)
+    policy, errors, unknown = _parse(document, settings.allowed_volumes)
     tolerated: list[FieldError] = []
     if errors and request.old is not None:
         # Ratcheting validation: an unchanged value stays valid after the rules became stricter, so
@@ -66,7 +70,9 @@ def validate(
         unchanged = request.old.get("spec") == request.object.get("spec")
         tolerated = [error for error in errors if unchanged or error in previous]
     warnings = [error.message for error in tolerated]
+    warnings += [unknown_field(path) for path in unknown]
     if policy is not None:
+        warnings += not_enforced(policy)
         name = policy.metadata.name
         siblings = [other for other in others if other.metadata.name != name]
         warnings += _namespace_warnings(policy, settings, namespace_labels)
@@ -87,12 +93,12 @@ def overlaps(left: LabelSelector, right: LabelSelector) -> bool:
 
 def _parse(
     document: Mapping[str, Any], allowed: Sequence[AllowedVolume]
-) -> tuple[KVTierPolicy | None, list[FieldError]]:
+) -> tuple[KVTierPolicy | None, list[FieldError], tuple[str, ...]]:
     try:
-        policy = validated(KVTierPolicy, document)
+        stored = read_stored(document)
     except InvalidDocumentError as error:
-        return None, error.errors
-    return policy, allowlist.volume_errors(policy, allowed)
+        return None, error.errors, ()
+    return stored.policy, allowlist.volume_errors(stored.policy, allowed), stored.unknown_fields
 
 
 def _defaulted(document: Mapping[str, Any], request: AdmissionRequest) -> dict[str, Any]:

@@ -197,9 +197,25 @@ def test_a_policy_that_is_not_accepted_keeps_its_objects() -> None:
     )
 
 
+def test_a_field_of_a_newer_definition_is_reported_and_changes_nothing() -> None:
+    cached = cached_policy()
+    spec = {**cached.raw["spec"], "later": 1}
+    spec["tiers"] = [{**tier, "burst": "x"} for tier in spec["tiers"]]
+    planned, before = (
+        plan(Observed(each), SETTINGS)
+        for each in (parse_policy({**cached.raw, "spec": spec}), cached)
+    )
+    assert planned.structural_hash == before.structural_hash
+    assert planned.apply == before.apply
+    (accepted,) = [each for each in planned.conditions if each.type == "Accepted"]
+    assert (accepted.status, accepted.reason) == ("True", "NotEnforced")
+    assert "spec.later: has no effect" in accepted.message
+    assert "spec.tiers[0].burst: has no effect" in accepted.message
+
+
 def test_an_invalid_policy_keeps_its_objects() -> None:
     raw = dict(cached_policy(status={"liveGeneration": 3}).raw)
-    broken = parse_policy({**raw, "spec": {**raw["spec"], "later": 1}})
+    broken = parse_policy({**raw, "spec": {**raw["spec"], "chunkTokens": 7}})
     planned = plan(Observed(broken), SETTINGS)
     assert (planned.accepted, planned.apply, planned.delete) == (False, (), ())
     assert planned.conditions[0].reason == "Invalid"

@@ -19,7 +19,8 @@ from kvtier_operator import runtime
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.controller.metrics import PolicyMetrics
 from kvtier_operator.kube.resources import CONFIG_MAPS
-from kvtier_operator.runtime import ApiMetrics, new_registry
+from kvtier_operator.kube.watcher import REASONS
+from kvtier_operator.runtime import RESTART_REASONS, ApiMetrics, new_registry
 from kvtier_operator.settings import MonitoringSettings
 
 
@@ -84,7 +85,7 @@ def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
         registry, state = new_registry(), runtime.Health()
         calls = ApiMetrics(registry)
         calls.call("get", "Pod", 200, 0.01)
-        calls.restart(CONFIG_MAPS, "Gone")
+        calls.restart(CONFIG_MAPS, "Expired")
         problem = {"caches": ""}
         state.live("loop", lambda: "")
         state.ready("caches", lambda: problem["caches"])
@@ -105,11 +106,29 @@ def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:
             text = (await ask("/metrics"))[1]
             assert 'kvtier_operator_api_calls_total{code="200",kind="Pod",verb="get"} 1.0' in text
             assert (
-                'kvtier_operator_watch_restarts_total{kind="ConfigMap",reason="Gone"} 1.0' in text
+                'kvtier_operator_watch_restarts_total{kind="ConfigMap",reason="Expired"} 1.0'
+                in text
             )
             assert "_created" not in text
 
     asyncio.run(scenario())
+
+
+def test_the_first_error_of_a_call_is_an_increase() -> None:
+    registry = new_registry()
+    metrics = ApiMetrics(registry)
+    metrics.call("apply", "ConfigMap", 200, 0.01)
+    metrics.restart(CONFIG_MAPS, "Start")
+    value = registry.get_sample_value
+    labels = {"verb": "apply", "kind": "ConfigMap", "code": "403"}
+    restarts = {"kind": "ConfigMap", "reason": "Stopped"}
+    assert value("kvtier_operator_api_calls_total", labels) == 0
+    assert value("kvtier_operator_watch_restarts_total", restarts) == 0
+    metrics.call("apply", "ConfigMap", 403, 0.01)
+    metrics.restart(CONFIG_MAPS, "Stopped")
+    assert value("kvtier_operator_api_calls_total", labels) == 1
+    assert value("kvtier_operator_watch_restarts_total", restarts) == 1
+    assert set(REASONS.values()) <= set(RESTART_REASONS)
 
 
 def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_exists() -> None:

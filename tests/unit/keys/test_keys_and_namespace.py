@@ -58,3 +58,13 @@ def test_an_identity_that_is_not_an_object_is_rejected(identity: str) -> None:
 def test_a_value_without_a_canonical_form_is_rejected(value: object) -> None:
     with pytest.raises(ProtocolError):
         canonical_json({"value": value})
+
+
+def test_the_weights_of_each_rank_are_part_of_the_namespace() -> None:
+    namespaces = {
+        derive_namespace("{}", ["x", "x"], weights)[0]
+        for weights in (["a", "b"], ["b", "a"], ["a", "a"], ["a", "c"])
+    }
+    assert len(namespaces) == 4
+    text = derive_namespace("{}", ["x", "x"], ["a", "b"])[1]
+    assert json.loads(text)["weights"] == ["a", "b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,3 +305,58 @@ def test_context_parallelism_is_rejected(directory: Path) -> None:
         UnsupportedGeometryError, match="decode_context_parallel_size: Invalid value: 2"
     ):
         planner_for(config, _caches(_full()), CHUNK)
+
+
+def _turned_off(config: Any, role: KVConnectorRole, caches: KVCacheConfig) -> str:
+    made = KVTierConnector(config, role, caches)
+    stats = made.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["off"] == {"UnsupportedGeometryError": 1}
+    assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
+    return made._off_reason
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_without_prefix_caching_in_vllm_kvtier_is_off(
+    directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(directory)
+    config.cache_config.enable_prefix_caching = False
+    assert "enable_prefix_caching: Invalid value: false" in _turned_off(
+        config, role, _caches(_full())
+    )
+    assert "enable_prefix_caching" in caplog.text
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize("uniform", [False, True], ids=["plain", "uniform"])
+def test_non_causal_attention_turns_kvtier_off(
+    directory: Path, role: KVConnectorRole, uniform: bool
+) -> None:
+    """Also in a worker, whose configuration still says that prefix caching is on."""
+    spec: Any = dataclasses.replace(_full(), non_causal=True)
+    if uniform:
+        spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": spec})
+    assert "non-causal" in _turned_off(_config(directory), role, _caches(spec))
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_engine_over_several_nodes_is_refused_with_the_numbers(
+    directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(
+        directory,
+        world_size=16,
+        nnodes=4,
+        nnodes_within_dp=2,
+        tensor_parallel_size=8,
+        pipeline_parallel_size=2,
+    )
+    reason = _turned_off(config, role, _caches(_full()))
+    assert reason.startswith("nnodes: Invalid value: 2: an engine's 16 ranks")
+    assert "2 nodes with 8 ranks each" in caplog.text
+
+
+def test_data_parallel_engines_may_run_on_several_nodes(directory: Path) -> None:
+    config = _config(directory, nnodes=2, nnodes_within_dp=1)
+    assert planner_for(config, _caches(_full()), CHUNK).ranks == 1

@@ -114,7 +114,6 @@ def test_the_identity_does_not_depend_on_the_model_directory(tmp_path: Path) -> 
         {"quantization": "fp8"},
         {"tensor": 2},
         {"algorithm": "sha256_cbor"},
-        {"load_format": "dummy"},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -175,76 +174,90 @@ def test_unknown_rope_types_count_as_depending_on_length(config: _Hf, depends: b
     assert rope_depends_on_length(config) is depends
 
 
-@pytest.mark.parametrize("position", [0, 4999])
-def test_different_weights_change_the_digest(tmp_path: Path, position: int) -> None:
-    weights = bytearray(b"w" * 5000)
-    weights[position] ^= 1
-    assert (
-        model_digest(_model(tmp_path / "a"))[0]
-        != model_digest(_model(tmp_path / "b", bytes(weights)))[0]
+def _preprocessed(directory: Path, image_mean: float) -> Path:
+    model = _model(directory)
+    (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [image_mean]}))
+    return model
+
+
+def _multimodal(directory: Path, **settings: Any) -> Any:
+    config = _config(directory)
+    config.model_config.multimodal_config = SimpleNamespace(
+        **{"mm_processor_kwargs": None, "video_pruning_rate": None, **settings}
     )
+    return config
 
 
-def test_the_tokenizer_is_not_part_of_the_digest(tmp_path: Path) -> None:
-    before = model_digest(_model(tmp_path / "m"))
+def test_the_preprocessor_is_part_of_a_multimodal_identity(tmp_path: Path) -> None:
+    directory = _preprocessed(tmp_path / "a", 0.5)
+    texts = {
+        _text(_multimodal(directory)),
+        _text(_multimodal(_preprocessed(tmp_path / "b", 0.25))),
+        _text(_multimodal(directory, mm_processor_kwargs={"min_pixels": 784})),
+        _text(_multimodal(directory, video_pruning_rate=0.5)),
+    }
+    assert len(texts) == 4
+    same = _preprocessed(tmp_path / "c", 0.5)
+    assert _text(_multimodal(same)) == _text(_multimodal(directory))
+
+
+def test_what_does_not_shape_the_kv_does_not_change_the_identity(tmp_path: Path) -> None:
+    """Weights have a fingerprint of their own, which the workers add."""
+    config = _config(_model(tmp_path / "m"))
+    before = _text(config)
     (tmp_path / "m" / "tokenizer.json").write_text('{"other": 1}')
     (tmp_path / "m" / "generation_config.json").write_text("{}")
-    assert model_digest(tmp_path / "m") == before == (before[0], 1)
+    (tmp_path / "m" / "preprocessor_config.json").write_text('{"image_mean": [1]}')
+    (tmp_path / "m" / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "model-00001.safetensors")
+    assert _text(config) == before
+    assert _text(_config(tmp_path / "m", load_format="dummy")) == before
+    assert _text(_config(tmp_path / "m", data_parallel_rank=1)) == before
 
 
-def test_configuration_code_and_sizes_are_part_of_the_digest(tmp_path: Path) -> None:
-    digests = {model_digest(_model(tmp_path / "m"))[0]}
+def test_configuration_and_code_are_part_of_the_digest(tmp_path: Path) -> None:
+    digests = {model_digest(_model(tmp_path / "m"), multimodal=False)}
     (tmp_path / "m" / "modeling_x.py").write_text("pass")
-    digests.add(model_digest(tmp_path / "m")[0])
+    digests.add(model_digest(tmp_path / "m", multimodal=False))
     (tmp_path / "m" / "config.json").write_text("{}")
-    digests.add(model_digest(tmp_path / "m")[0])
-    (tmp_path / "m" / "model.safetensors").write_bytes(
-        (tmp_path / "m" / "model.safetensors").read_bytes() + b"x"
-    )
-    digests.add(model_digest(tmp_path / "m")[0])
-    assert len(digests) == 4
+    digests.add(model_digest(tmp_path / "m", multimodal=False))
+    assert len(digests) == 3
 
 
-def test_an_unknown_revision_makes_the_identity_ephemeral(tmp_path: Path) -> None:
+def test_a_text_model_of_the_hub_needs_no_revision() -> None:
     reasons: list[str] = []
-    model = SimpleNamespace(model="org/name", hf_config=_Hf(), seed=0)
-    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
-    assert "set isolation.modelRevision" in reasons[0]
-    reasons.clear()
-    assert (
-        model_source(model, SimpleNamespace(load_format="auto"), "v3", reasons)["revision"] == "v3"
-    )
-    model.hf_config._commit_hash = "abc"
-    assert (
-        model_source(model, SimpleNamespace(load_format="auto"), "", reasons)["revision"] == "abc"
-    )
+    model = SimpleNamespace(model="org/name", hf_config=_Hf())
+    assert model_source(model, "", reasons) == {}
+    assert model_source(model, "v3", reasons) == {"revision": "v3"}
     assert reasons == []
 
 
 @pytest.mark.parametrize(
-    ("model", "word"),
-    [
-        (SimpleNamespace(model="/m", model_weights="s3://bucket/x"), "are not local"),
-        (SimpleNamespace(model=__file__, model_weights=""), "single file"),
-    ],
+    "kind", [{"trust_remote_code": True}, {"is_multimodal_model": True}], ids=str
 )
-def test_unreadable_weights_make_the_identity_ephemeral(model: Any, word: str) -> None:
-    reasons: list[str] = []
-    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
-    assert word in reasons[0]
-
-
-def test_a_model_without_weight_files_is_ephemeral_unless_its_weights_come_from_a_seed(
-    tmp_path: Path,
+def test_code_and_preprocessors_of_unknown_revision_make_the_identity_ephemeral(
+    kind: dict[str, Any],
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    model = SimpleNamespace(model=str(tmp_path), seed=7)
     reasons: list[str] = []
-    model_source(model, SimpleNamespace(load_format="auto"), "", reasons)
-    assert "no weight files" in reasons[0]
-    reasons.clear()
-    assert model_source(model, SimpleNamespace(load_format="dummy"), "", reasons)["seed"] == 7
+    model = SimpleNamespace(model="org/name", hf_config=_Hf(), **kind)
+    model_source(model, "", reasons)
+    assert "set isolation.modelRevision" in reasons.pop()
+    assert model_source(model, "v3", reasons)["revision"] == "v3"
+    model.hf_config._commit_hash = "abc"
+    assert model_source(model, "", reasons)["commit"] == "abc"
     assert reasons == []
+
+
+def test_a_draft_model_is_part_of_the_identity(tmp_path: Path) -> None:
+    texts = set()
+    for method, layers in (("eagle", 1), ("eagle", 2), ("draft_model", 1)):
+        config = _config(_model(tmp_path / "m"))
+        config.speculative_config = SimpleNamespace(
+            method=method,
+            draft_model_config=SimpleNamespace(model="org/draft", hf_config=_Hf(layers=layers)),
+        )
+        texts.add(_text(config))
+    assert len({_text(_config(tmp_path / "m")), *texts}) == 4
 
 
 def test_block_hashes_with_a_random_seed_make_the_identity_ephemeral(

@@ -47,6 +47,7 @@ class SessionTestbed:
     unseen: set[int] = field(default_factory=set)
     epoch: int = 10
     rejects: str = ""
+    derived_from: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __post_init__(self) -> None:
         self.now = 100.0
@@ -58,12 +59,18 @@ class SessionTestbed:
             SessionDependencies(
                 self.files,
                 self.fence,
-                lambda text, codecs: ("ab" * 16, text),
+                self.derive,
                 self.next_epoch,
                 self.liveness,
             ),
             self.counters,
         )
+
+    def derive(
+        self, text: str, codecs: tuple[str, ...], weights: tuple[str, ...]
+    ) -> tuple[str, str]:
+        self.derived_from = (codecs, weights)
+        return "ab" * 16, text
 
     def liveness(self, process: ProcessIdentity) -> Liveness:
         if process.pid in self.gone:
@@ -163,6 +170,29 @@ def test_an_ephemeral_identity_gets_a_new_namespace_each_time(
         assert not engine.info.persistent
         found.append(engine.info.namespace)
     assert len({"ab" * 16, *found}) == 3
+
+
+def test_the_namespace_is_derived_from_the_weights_of_every_rank(
+    testbed: SessionTestbed,
+) -> None:
+    testbed.hello(b"s", hello("scheduler", writer_ranks=(0, 1), ranks=2))
+    for rank in (1, 0):
+        worker = hello("worker", rank=rank, pid=20 + rank, weights=f"w{rank}")
+        testbed.hello(b"w%d" % rank, worker)
+    assert testbed.derived_from == (("c", "c"), ("w0", "w1"))
+    (engine,) = testbed.sessions.engines()
+    assert engine.info is not None
+    assert engine.info.persistent
+
+
+def test_one_rank_with_unknown_weights_makes_the_engine_ephemeral(testbed: SessionTestbed) -> None:
+    testbed.hello(b"s", hello("scheduler", writer_ranks=(0, 1), ranks=2))
+    testbed.hello(b"w0", hello("worker", rank=0, pid=20, weights="w0"))
+    testbed.hello(b"w1", hello("worker", rank=1, pid=21, ephemeral_reason="unknown weights"))
+    (engine,) = testbed.sessions.engines()
+    assert engine.info is not None
+    assert not engine.info.persistent
+    assert engine.info.namespace != "ab" * 16
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_status_change_does_not_parse_the_policy(monkeypatch: pytest.MonkeyPat
     fixture = Fixture()
     document = fixture.policy()
     before = fixture.lister.governing(SERVING, LABELS)
-    monkeypatch.setattr(lister, "validated", lambda *_: pytest.fail("parsed"))
+    monkeypatch.setattr(lister, "read_stored", lambda *_: pytest.fail("parsed"))
     condition = {"type": "StorageReady", "status": "False"}
     fixture.cache.put(POLICIES, {**document, "status": {"conditions": [condition]}})
     assert fixture.lister.governing(SERVING, LABELS) is before
@@ -107,10 +107,18 @@ def test_a_changed_spec_takes_effect() -> None:
     assert governing(fixture, {"a": "b"}) == "chat"
 
 
-def test_a_policy_that_cannot_be_read_governs_nothing_and_is_counted() -> None:
+def test_a_policy_with_a_field_of_a_newer_definition_still_governs() -> None:
     fixture = Fixture()
     document = fixture.policy()
     fixture.cache.put(POLICIES, {**document, "spec": {**document["spec"], "fromTheFuture": 1}})
+    assert governing(fixture) == "chat"
+    assert fixture.lister.counts() == (1, 0)
+
+
+def test_a_policy_that_cannot_be_read_governs_nothing_and_is_counted() -> None:
+    fixture = Fixture()
+    document = fixture.policy()
+    fixture.cache.put(POLICIES, {**document, "spec": {**document["spec"], "chunkTokens": 7}})
     assert governing(fixture) is None
     assert fixture.lister.counts() == (0, 1)
     fixture.cache.put(POLICIES, document)

@@ -59,7 +59,17 @@ def ram_and(tier: dict[str, Any], name: str = "chat", **spec: Any) -> dict[str, 
 
 
 def test_the_complete_policy_is_allowed() -> None:
-    assert validated(complete_policy()) == Result()
+    found = validated(complete_policy())
+    assert not found.errors
+    assert all("has no effect in this version" in warning for warning in found.warnings)
+
+
+def test_fields_without_effect_and_fields_of_a_newer_definition_give_warnings() -> None:
+    document = policy_document(monitoring={"podMonitor": "Enabled"}, fromTheFuture=1)
+    found = validated(document)
+    assert not found.errors
+    fields = {warning.split(":")[0] for warning in found.warnings}
+    assert fields == {"spec.monitoring.podMonitor", "spec.fromTheFuture"}
 
 
 @pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)

@@ -36,9 +36,11 @@ def planner_for(
 ) -> Planner:
     """Returns the planner of an engine.
 
-    Raises ``UnsupportedGeometryError`` for models that KVTier does not serve.
+    Raises ``UnsupportedGeometryError`` for models and engines that KVTier does not serve.
     """
     parallel = vllm_config.parallel_config
+    check_one_node(parallel)
+    check_prefix_caching(vllm_config.cache_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = int(getattr(parallel, name, 1) or 1)
         if size != 1:
@@ -49,6 +51,39 @@ def planner_for(
     return Planner.build(
         groups, chunk_tokens, hash_tokens(vllm_config, kv_cache_config), int(parallel.world_size)
     )
+
+
+def check_one_node(parallel: Any) -> None:
+    """Raises ``UnsupportedGeometryError`` if the ranks of one engine run on several nodes.
+
+    All ranks of an engine map the same host pool, so tierd would wait for the others endlessly.
+    Data-parallel engines are engines of their own, and each may run on another node.
+    """
+    nodes = int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) or 1)
+    if nodes == 1:
+        return
+    ranks = int(parallel.world_size)
+    raise UnsupportedGeometryError(
+        f"nnodes: Invalid value: {nodes}: an engine's {ranks} ranks must run on one node; they run "
+        f"on {nodes} nodes with {ranks // nodes} ranks each (tensor_parallel_size "
+        f"{getattr(parallel, 'tensor_parallel_size', '?')}, pipeline_parallel_size "
+        f"{getattr(parallel, 'pipeline_parallel_size', '?')})"
+    )
+
+
+def check_prefix_caching(cache: Any) -> None:
+    """Raises ``UnsupportedGeometryError`` if vLLM does not reuse KV between requests itself.
+
+    The user may have cleared the setting so that tenants cannot measure each other's prompts. vLLM
+    clears it where KV is not a function of the prefix alone: non-causal attention, MLA on CPUs
+    without AMX, pooling models without support, FlashInfer and Triton MLA in batch-invariant mode,
+    instances that run only the multimodal encoder. KV from a tier would be as wrong.
+    """
+    if not getattr(cache, "enable_prefix_caching", True):
+        raise UnsupportedGeometryError(
+            "enable_prefix_caching: Invalid value: false: must be true: the user or vLLM disabled "
+            "prefix caching for this engine, so KVTier does not reuse KV between requests either"
+        )
 
 
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -81,6 +116,10 @@ def group_of(group: Any) -> KVCacheGroup:
     block_tokens = int(getattr(spec, "block_size", 0) or 0)
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, excluded from KV transfer")
+    if getattr(spec, "non_causal", False):
+        # vLLM clears enable_prefix_caching for such models, but in EngineCore only: a worker
+        # process has a copy of the configuration.
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, non-causal")
     if getattr(spec, "prefix_replay_tokens", 0):
         return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name} with prefix replay")
     if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
+from kvtier.engines.vllm.counters import off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
@@ -37,7 +38,7 @@ from kvtier.tierd.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -57,6 +58,22 @@ SUPERVISOR_SECONDS = 1.5
 beside a hung mount it takes longer, and ends without the engine."""
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+def topology_directory(transfer: KVTransferConfig | None) -> str:
+    """Returns the directory of the topology; empty if none is configured."""
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    return str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
+
+
+def tier_names(transfer: KVTransferConfig | None) -> tuple[str, ...]:
+    """Returns the names of the tiers; none if the documents cannot be read, which the connector
+    itself reports."""
+    try:
+        topology = load_for_engine(Path(topology_directory(transfer)))
+    except KVTierError:
+        return ()
+    return tuple(tier.name for tier in topology.structural.tiers)
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -80,19 +97,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._start(vllm_config, role, kv_cache_config)
         except KVTierError as error:
             self._off_reason = str(error)
-            self._stats.add("off", 1, type(error).__name__)
+            self._stats.add("off", 1, off_reason(error))
             logger.warning("KVTier: serving without tiers: %s", self._off_reason)
         except Exception as error:  # a cache never stops an engine
             self._off_reason = f"{type(error).__name__}: {error}"
-            self._stats.add("off", 1, type(error).__name__)
+            self._stats.add("off", 1, off_reason(error))
             logger.exception("KVTier: serving without tiers after an unexpected error")
 
     def _start(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config if transfer is not None else {}
-        directory = str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
+        directory = topology_directory(transfer)
         if not directory:
             raise ConfigurationError(
                 "kv_connector_extra_config.topology",
@@ -381,7 +397,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         try:
-            return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            return KVTierPromMetrics(
+                vllm_config,
+                metric_types,
+                labelnames,
+                per_engine_labelvalues,
+                tier_names(vllm_config.kv_transfer_config),
+            )
         except Exception as error:
             logger.exception("KVTier: metrics could not be registered: %s", error)
             return None

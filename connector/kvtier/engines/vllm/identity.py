@@ -1,11 +1,10 @@
 """The engine's identity: everything that shapes the bytes of its KV, as canonical JSON.
 
-Engines with equal identities share objects. The codec's layout is not part of it: the workers add
-that. If a part of the identity cannot be determined, it is not guessed: the reason is recorded, and
-objects then stay in the memory tier for the lifetime of the engine.
+Engines with equal identities share objects. The workers add the codec's layout and a fingerprint of
+their weights (``weights.py``). If a part of the identity cannot be determined, it is not guessed:
+the reason is recorded, and objects then stay in the memory tier for the lifetime of the engine.
 
-A model in a local directory is identified by a digest that samples its weights. docs/datapath.md
-describes how identities become namespaces.
+docs/datapath.md describes how identities become namespaces.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -119,7 +117,7 @@ def describe(
 ) -> tuple[dict[str, object], list[str]]:
     """Returns the identity, and the reasons why it is valid for this engine only.
 
-    ``none_hash``: the seed of the chain of block hashes. Blocks: it reads samples of the weights.
+    ``none_hash``: the seed of the chain of block hashes. Blocks: it reads the model's small files.
     """
     import vllm
 
@@ -131,9 +129,7 @@ def describe(
         reasons.append(seed_reason)
     identity: dict[str, object] = {
         "engine": {"name": "vllm", "version": str(vllm.__version__)},
-        "model": model_source(
-            model, config.load_config, structural.isolation.model_revision, reasons
-        ),
+        "model": model_source(model, structural.isolation.model_revision, reasons),
         "configuration": plain(_mapping(model.hf_config), "configuration", reasons),
         "text_configuration": plain(_mapping(model.hf_text_config), "text_configuration", reasons),
         "max_model_len": model.max_model_len
@@ -162,7 +158,7 @@ def describe(
     }
     speculative = config.speculative_config
     if speculative is not None:
-        identity["draft"] = _draft(speculative, config.load_config, reasons)
+        identity["draft"] = _draft(speculative, reasons)
     return identity, reasons
 
 
@@ -185,53 +181,66 @@ def unstable_seed(algorithm: str, none_hash: str | None) -> str:
     )
 
 
-def model_source(
-    model: Any, load_config: Any, stated_revision: str, reasons: list[str]
-) -> dict[str, object]:
-    """Returns what identifies the weights."""
+def model_source(model: Any, stated_revision: str, reasons: list[str]) -> dict[str, object]:
+    """Returns what identifies the model's files other than its weights.
+
+    The weights have a fingerprint of their own (``weights.py``), and a configuration's effective
+    values are part of the identity. What remains is code and, for multimodal models, the
+    configuration of the preprocessor, which decides how an image becomes tokens and embeddings.
+    """
     name = str(model.model)
-    load_format = str(
-        getattr(
-            getattr(load_config, "load_format", ""),
-            "value",
-            getattr(load_config, "load_format", ""),
-        )
-    )
-    source: dict[str, object] = {"load_format": load_format}
+    source: dict[str, object] = {}
     if stated_revision:
-        return {**source, "name": _short(name), "revision": stated_revision}
-    if getattr(model, "model_weights", ""):
-        reasons.append(
-            f"the weights of {model.model_weights} are not local; set isolation.modelRevision"
-        )
-        return {**source, "name": str(model.model_weights)}
+        source["revision"] = stated_revision
+    if is_multimodal(model):
+        source["multimodal"] = _multimodal(model, reasons)
     directory = Path(name)
     if directory.is_dir():
         try:
-            digest, weights = model_digest(directory)
+            return {**source, "digest": model_digest(directory, is_multimodal(model))}
         except OSError as error:
             reasons.append(f"the model in {name} cannot be read: {error}")
             return {**source, "name": name}
-        if load_format == "dummy":
-            return {**source, "digest": digest, "seed": int(model.seed or 0)}
-        if not weights:
-            reasons.append(f"no weight files in {name}; set isolation.modelRevision")
-        return {**source, "digest": digest}
-    if directory.is_file():
-        reasons.append(f"{name} is a single file; set isolation.modelRevision")
-        return {**source, "name": name}
+    needs_revision = is_multimodal(model) or bool(getattr(model, "trust_remote_code", False))
+    if not needs_revision:
+        return source
     commit = getattr(model.hf_config, "_commit_hash", None)
-    if not commit:
-        reasons.append(f"the revision of {name} is unknown; set isolation.modelRevision")
-    return {**source, "name": name, "revision": str(commit or "")}
+    if not commit and not stated_revision:
+        reasons.append(
+            f"the revision of {name}, which decides its code and preprocessor, is unknown; set "
+            "isolation.modelRevision"
+        )
+    return {**source, "name": _short(name), "commit": str(commit or "")}
 
 
-def _draft(speculative: Any, load_config: Any, reasons: list[str]) -> dict[str, object]:
+def is_multimodal(model: Any) -> bool:
+    """Returns whether prompts may hold more than text."""
+    return bool(
+        getattr(model, "is_multimodal_model", False)
+        or getattr(model, "multimodal_config", None) is not None
+    )
+
+
+def _multimodal(model: Any, reasons: list[str]) -> dict[str, object]:
+    """Returns the settings that decide which embeddings stand for an image."""
+    settings = getattr(model, "multimodal_config", None)
+    values = {
+        name: getattr(settings, name, getattr(model, name, None))
+        for name in ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+    }
+    found: dict[str, object] = plain(values, "multimodal", reasons)
+    return found
+
+
+def _draft(speculative: Any, reasons: list[str]) -> dict[str, object]:
     """Returns what identifies a draft model, whose layers may share the KV cache groups."""
     draft: dict[str, object] = {"method": str(getattr(speculative, "method", ""))}
     model = getattr(speculative, "draft_model_config", None)
     if model is not None:
-        draft["model"] = model_source(model, load_config, "", reasons)
+        draft["model"] = model_source(model, "", reasons)
+        draft["configuration"] = plain(_mapping(model.hf_config), "draft.configuration", reasons)
+        draft["dtype"] = str(getattr(model, "dtype", ""))
+        draft["quantization"] = str(getattr(model, "quantization", "") or "")
     return draft
 
 
@@ -281,61 +290,35 @@ def plain(value: object, where: str, reasons: list[str]) -> Any:
     return text
 
 
-SAMPLE_BYTES = 64 << 10
-SAMPLES = 16
-"""1 MiB of each weight file."""
-MAX_HEADER_BYTES = 100 << 20
-"""The limit of the safetensors format."""
 MAX_CONFIG_FILE_BYTES = 64 << 20
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CONFIG_SUFFIXES = (".json", ".py")
 _IGNORED_FILES = re.compile(
     r"^(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template"
-    r"|preprocessor|processor|training|trainer|optimizer)"
+    r"|training|trainer|optimizer)|\.index\.json$"
 )
-"""Files that decide which tokens are computed, which the block hash covers, not their KV."""
+"""Files that decide which tokens are computed, which the block hash covers, or how the weights are
+divided into files, which their fingerprint does not depend on."""
+_PREPROCESSOR_FILES = re.compile(r"^((video_|image_|audio_)?preprocessor|processor)")
+"""Of a model for text alone they have no effect."""
 
 
-def model_digest(directory: Path) -> tuple[str, int]:
-    """Returns (hex digest, number of weight files) of a local model. Blocks. Raises ``OSError``.
-
-    The digest covers all of the configuration and code files, and the name, size, safetensors
-    header and samples of each weight file.
-    """
+def model_digest(directory: Path, multimodal: bool) -> str:
+    """Returns a digest of the configuration and code files of a local model, and of its
+    preprocessor's configuration if it is ``multimodal``. Blocks. Raises ``OSError``."""
     digest = blake3()
-    weights = 0
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
         if any(part.startswith(".") for part in relative.parts) or not path.is_file():
             continue
-        suffix = path.suffix.lower()
-        if suffix in WEIGHT_SUFFIXES and not _IGNORED_FILES.match(path.name):
-            weights += 1
-            _add_weights(digest, str(relative), path)
-        elif suffix in CONFIG_SUFFIXES and not _IGNORED_FILES.match(path.name):
-            content = (
-                path.read_bytes() if path.stat().st_size <= MAX_CONFIG_FILE_BYTES else b"too large"
-            )
-            _add(digest, f"configuration {relative}", content)
-    return digest.hexdigest(), weights
+        if path.suffix.lower() not in CONFIG_SUFFIXES or _IGNORED_FILES.search(path.name):
+            continue
+        if _PREPROCESSOR_FILES.match(path.name) and not multimodal:
+            continue
+        too_large = path.stat().st_size > MAX_CONFIG_FILE_BYTES
+        _add(digest, str(relative), b"too large" if too_large else path.read_bytes())
+    return str(digest.hexdigest())
 
 
 def _add(digest: blake3, name: str, content: bytes) -> None:
     digest.update(f"{name}\0{len(content)}\0".encode())
     digest.update(content)
-
-
-def _add_weights(digest: blake3, name: str, path: Path) -> None:
-    size = path.stat().st_size
-    _add(digest, f"weights {name} {size}", b"")
-    with path.open("rb") as file:
-        if path.suffix.lower() == ".safetensors" and size >= 8:
-            length = min(struct.unpack("<Q", file.read(8))[0], size - 8, MAX_HEADER_BYTES)
-            _add(digest, "header", file.read(length))
-        span = max(0, size - SAMPLE_BYTES)
-        for number in range(SAMPLES):
-            offset = span * number // (SAMPLES - 1)
-            file.seek(offset)
-            _add(digest, f"sample {offset}", file.read(SAMPLE_BYTES))
-            if not span:
-                break

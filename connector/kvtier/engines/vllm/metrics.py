@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
@@ -18,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+from kvtier.engines.vllm.counters import BY_NAME, COUNTERS, TIER, check
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,42 +29,6 @@ LOAD_SECONDS = "load_seconds"
 MAX_OBSERVATIONS = 4_096
 """Per interval of vLLM's statistics; further loads are counted but not timed."""
 LOAD_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A counter. ``label``: its one label beyond vLLM's own; empty for none."""
-
-    name: str
-    help: str
-    label: str = ""
-
-
-COUNTERS = (
-    Metric(
-        "loaded_tokens",
-        "Prompt tokens whose KV was loaded into GPU memory, counted when the load ends.",
-        "tier",
-    ),
-    Metric(
-        "offered_tokens", "Prompt tokens for which a load was started, whether or not it succeeded."
-    ),
-    Metric("stored_tokens", "Tokens whose KV was copied from GPU memory to the memory tier."),
-    Metric("stored_chunks", "Chunks whose KV was copied from GPU memory to the memory tier."),
-    Metric("load_failures", "Loads that failed completely or in part, by reason.", "reason"),
-    Metric("promotions", "Promotions from secondary tiers, by outcome.", "outcome"),
-    Metric("dropped_stores", "Computed chunks that were not stored, by reason.", "reason"),
-    Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
-    Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
-    Metric("worker_events", "Other worker events, by event.", "event"),
-    Metric(
-        "errors",
-        "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
-        "hook",
-    ),
-    Metric("off", "Engine starts that serve without tiers, by reason.", "reason"),
-)
-_BY_NAME = {metric.name: metric for metric in COUNTERS}
 
 
 class KVTierStats(KVConnectorStats):
@@ -78,6 +43,7 @@ class KVTierStats(KVConnectorStats):
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         """Adds to a counter of ``COUNTERS``."""
         if amount:
+            check(name, label)
             values = self.data.setdefault(name, {})
             values[label] = values.get(label, 0) + amount
 
@@ -122,7 +88,7 @@ class KVTierStats(KVConnectorStats):
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus metrics in the API process."""
+    """The Prometheus metrics in the API process. ``tiers``: the names of the policy's tiers."""
 
     def __init__(
         self,
@@ -130,6 +96,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        tiers: Iterable[str] = (),
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, histogram = metric_types[PromCounter], metric_types[PromHistogram]
@@ -142,12 +109,22 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             for metric in COUNTERS
         }
         self._load_seconds = histogram(
-            name="vllm:kvtier_load_seconds",
+            name="vllm:kvtier_load_duration_seconds",
             documentation="Duration of loads, from the worker's receipt of the job to its report.",
             buckets=list(LOAD_BUCKETS),
             labelnames=labelnames,
         )
         self._failure_logged = False
+        self._declare(tuple(tiers))
+
+    def _declare(self, tiers: tuple[str, ...]) -> None:
+        """Creates every label set with value 0, so that ``increase()`` sees the first event."""
+        for engine_values in self.per_engine_labelvalues.values():
+            for metric in COUNTERS:
+                for value in tiers if metric.label == TIER else metric.values:
+                    labels = [*engine_values, value] if metric.label else engine_values
+                    self._counters[metric.name].labels(*labels)
+            self._load_seconds.labels(*engine_values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one report of one engine."""
@@ -163,7 +140,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         if not engine_values and self._labelnames:
             return
         for name, values in data.items():
-            metric = _BY_NAME.get(name)
+            metric = BY_NAME.get(name)
             if metric is not None:
                 for label, amount in values.items():
                     labels = [*engine_values, label] if metric.label else engine_values

@@ -40,6 +40,18 @@ def register() -> None:
         _wrap(directory)
     except Exception as error:  # a plugin that raises ends the engine's start
         logger.exception("KVTier: not attached: this vLLM is not supported: %s", error)
+    if directory:
+        _watch_weights()
+
+
+def _watch_weights() -> None:
+    """Lets the worker side hash weights that layers consume while the model is loaded."""
+    try:
+        from kvtier.engines.vllm import weights
+
+        weights.install()
+    except Exception as error:  # without it objects stay in RAM, and the worker side says why
+        logger.exception("KVTier: cannot watch the loading of weights: %s", error)
 
 
 def _wrap(directory: str) -> None:

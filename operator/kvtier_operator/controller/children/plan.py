@@ -24,6 +24,7 @@ from kvtier_operator.api import allowlist
 from kvtier_operator.api.conditions import PolicyReason
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
+from kvtier_operator.api.unenforced import not_enforced, unknown_field
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.controller import conditions
 from kvtier_operator.controller.cached_policy import CachedPolicy, claims_of
@@ -120,7 +121,10 @@ def plan(observed: Observed, settings: Settings) -> Plan:
     return Plan(
         accepted=True,
         conditions=(
-            conditions.accepted(connectors.unsupported_fields(policy)),
+            conditions.accepted(
+                connectors.unsupported_fields(policy),
+                [*map(unknown_field, cached.unknown_fields), *not_enforced(policy)],
+            ),
             conditions.storage_ready(policy, claims, dict(observed.claims), created_claims),
         ),
         apply=tuple(_differing(desired, observed)),

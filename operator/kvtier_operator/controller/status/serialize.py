@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from kvtier_operator.api.policy import API_VERSION, KIND
 from kvtier_operator.api.status import Condition, PolicyStatus
+from kvtier_operator.api.stored import read_status
 from kvtier_operator.controller.cached_policy import CachedPolicy
 from kvtier_operator.controller.conditions import ConditionUpdate, ready
 from kvtier_operator.controller.objects import format_time
@@ -28,14 +27,8 @@ MAX_MESSAGE = 1024
 
 
 def parse_status(cached: CachedPolicy) -> PolicyStatus | None:
-    """The status in force; None if there is none, or if it is invalid."""
-    raw = cached.raw.get("status")
-    if not raw:
-        return None
-    try:
-        return PolicyStatus.model_validate(raw)
-    except ValidationError:
-        return None
+    """The readable parts of the status in force; None if there is none."""
+    return read_status(cached.raw.get("status"))
 
 
 def invalid_policy_status(

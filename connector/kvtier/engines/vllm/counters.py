@@ -1,0 +1,124 @@
+"""The counters of the connector and every label value that each can have.
+
+They reach the engine's ``/metrics`` as ``vllm:kvtier_<name>_total``, with vLLM's labels beside the
+one here. Every label value of ``COUNTERS`` exists from the start at 0, because ``increase()``
+misses the first occurrence of a counter that appears with value 1. With ``strict``, which tests
+set, an unregistered name or value raises ``LookupError``; otherwise it is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+strict = False
+"""Whether an unregistered counter raises. For tests."""
+
+TIER = "tier"
+"""The label whose values are the names of the policy's tiers."""
+UNEXPECTED = "Unexpected"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A counter. ``label``: its one label beyond vLLM's own; empty for none. ``values``: what the
+    label can be, except for ``TIER``."""
+
+    name: str
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+
+
+COUNTERS = (
+    Metric(
+        "loaded_tokens",
+        "Prompt tokens whose KV was loaded into GPU memory, counted when the load ends.",
+        TIER,
+    ),
+    Metric(
+        "offered_tokens", "Prompt tokens for which a load was started, whether or not it succeeded."
+    ),
+    Metric("stored_tokens", "Tokens whose KV was copied from GPU memory to the memory tier."),
+    Metric("stored_chunks", "Chunks whose KV was copied from GPU memory to the memory tier."),
+    Metric(
+        "load_failures",
+        "Loads that failed completely or in part, by reason.",
+        "reason",
+        (
+            "address", "cancelled", "closing", "copy", "duplicate", "gone", "limit", "lost",
+            "not_sent", "off", "partial", "queue", "unknown_report",
+        ),
+    ),
+    Metric(
+        "promotions",
+        "Promotions from secondary tiers, by outcome.",
+        "outcome",
+        (
+            "whole", "partial", "failed", "cancelled", "lost", "out_of_time",
+            "ram_slower_than_recomputing", "too_many_waiting",
+        ),
+    ),
+    Metric(
+        "dropped_stores",
+        "Computed chunks that were not stored, by reason.",
+        "reason",
+        (
+            "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
+            "off", "replica_incomplete", "reset", "unknown_report", "worker_not_attached",
+        ),
+    ),
+    Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
+    Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
+    Metric(
+        "worker_events",
+        "Other worker events, by event.",
+        "event",
+        (
+            "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
+            "duplicate_slots", "duplicate_stores", "late_slots", "loads_failed", "loads_partial",
+            "lost", "off", "pool_failures", "queue_full", "refused", "stash_dropped",
+            "stores_aborted", "stores_dropped", "stores_stale", "thread_failures",
+            "unknown_cancels", "unsent_dropped",
+        ),
+    ),
+    Metric(
+        "errors",
+        "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
+        "hook",
+        (
+            "build_connector_meta", "build_connector_worker_meta", "get_block_ids_with_load_errors",
+            "get_external_cache_hit_sources", "get_finished", "get_kv_connector_stats",
+            "get_num_new_matched_tokens", "get_transfer_results", "has_pending_push_work",
+            "register_kv_caches", "request_finished", "reset_cache", "shutdown", "start_load_kv",
+            "update_connector_output", "update_state_after_alloc", "wait_for_save",
+        ),
+    ),
+    Metric(
+        "off",
+        "Starts of engine processes without tiers, by reason.",
+        "reason",
+        ("ConfigurationError", "UnsupportedGeometryError", UNEXPECTED),
+    ),
+)  # fmt: skip
+BY_NAME = {metric.name: metric for metric in COUNTERS}
+
+
+def off_reason(error: Exception) -> str:
+    """The label value of ``off`` for this error."""
+    name = type(error).__name__
+    return name if name in BY_NAME["off"].values else UNEXPECTED
+
+
+def check(name: str, value: str) -> None:
+    """With ``strict``, raises ``LookupError`` for a name or a label value that is not registered.
+
+    Names of tiers are not checked.
+    """
+    if not strict:
+        return
+    metric = BY_NAME.get(name)
+    if metric is None or (metric.label != TIER and value not in metric.values):
+        raise LookupError(
+            f"counter {name!r} with label value {value!r} is not registered: "
+            "add it to COUNTERS in engines/vllm/counters.py"
+        )

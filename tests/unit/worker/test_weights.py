@@ -1,0 +1,242 @@
+"""The fingerprint of weights: every bit counts, names of wrappers and order do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.engines.vllm import weights
+
+
+class _Packing:
+    """A quant method that consumes its layer's weight, as the CPU engine's does."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.packed = [layer.weight.detach().clone()]
+        layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class _Linear(torch.nn.Module):
+    def __init__(self, values: torch.Tensor, packing: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
+        if packing:
+            self.quant_method = _Packing()
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, seed: int = 0, packing: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = _Linear(torch.randn(8, 6, generator=generator), packing)
+        self.second = _Linear(torch.randn(8, 6, generator=generator).bfloat16())
+        self.register_buffer("scale", torch.tensor(1.5))
+
+
+class _LoraLayer(torch.nn.Module):
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a_stacked = (torch.zeros(4),)
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No models are known, and the class of the quant method is not wrapped yet."""
+    monkeypatch.setattr(weights, "_models", weights._LoadedModels())
+    monkeypatch.setattr(weights._models, "installed", True)
+    original = _Packing.process_weights_after_loading
+    yield
+    _Packing.process_weights_after_loading = original  # type: ignore[method-assign]
+
+
+def _take(model: torch.nn.Module, draft: Any = None, **config: Any) -> weights.WeightsFingerprint:
+    settings: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=config.get("eplb", False)),
+        offload_config=SimpleNamespace(
+            prefetch=SimpleNamespace(offload_group_size=config.get("prefetch", 0))
+        ),
+        cache_config=SimpleNamespace(calculate_kv_scales=config.get("scales", False)),
+    )
+    worker = SimpleWorker(settings, model, draft)
+    weights._note_worker(worker)
+    return weights.take(settings)
+
+
+class SimpleWorker:
+    """The part of vLLM's worker that is used."""
+
+    def __init__(self, config: Any, model: torch.nn.Module, draft: Any) -> None:
+        self.vllm_config, self._model, self._draft = config, model, draft
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
+
+    def get_draft_model(self) -> Any:
+        return self._draft
+
+
+def test_equal_weights_have_equal_fingerprints() -> None:
+    first = _take(_Model())
+    assert len(first.text) == weights.DIGEST_DIGITS
+    assert first.reason == ""
+    assert first.hashed_bytes == 8 * 6 * 4 + 8 * 6 * 2 + 4
+    assert _take(_Model()).text == first.text
+    assert _take(_Model(seed=1)).text != first.text
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.weight", "scale"])
+def test_one_bit_of_any_parameter_or_buffer_changes_the_fingerprint(name: str) -> None:
+    model = _Model()
+    before = _take(model).text
+    tensor = model.state_dict()[name]
+    tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).bitwise_xor_(1)
+    changed = _take(model).text
+    assert changed not in ("", before)
+    tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).bitwise_xor_(1)
+    assert _take(model).text == before
+
+
+def test_a_layout_change_changes_the_fingerprint() -> None:
+    model, other = _Model(), _Model()
+    other.first.weight.data = other.first.weight.data.t().contiguous().t()
+    assert torch.equal(model.first.weight, other.first.weight)
+    assert _take(model).text != _take(other).text
+
+
+def _load(seed: int, values: float = 1.0) -> _Model:
+    """A model as vLLM loads it: created, then filled, then processed."""
+    model = _Model(seed, packing=True)
+    weights._note_model(model)
+    model.first.weight.data.mul_(values)
+    model.first.quant_method.process_weights_after_loading(model.first)
+    return model
+
+
+def test_weights_that_a_layer_consumes_count() -> None:
+    model = _load(0)
+    assert model.first.weight.numel() == 0
+    fingerprint = _take(model)
+    assert fingerprint.reason == ""
+    assert _take(_load(0)).text == fingerprint.text
+    assert _take(_load(0, values=-1.0)).text not in ("", fingerprint.text)
+
+
+def test_a_reload_replaces_the_digest_of_consumed_weights() -> None:
+    model, fresh = _load(0), _load(1)
+    original = _take(model).text
+    for source, expected in ((_Model(1), _take(fresh).text), (_Model(0), original)):
+        model.first.weight = torch.nn.Parameter(source.first.weight.clone(), requires_grad=False)
+        model.second.weight.data.copy_(source.second.weight)
+        model.first.quant_method.process_weights_after_loading(model.first)
+        assert _take(model).text == expected
+
+
+def test_a_parameter_that_vanished_unhashed_makes_the_weights_unknown() -> None:
+    model = _Model()
+    weights._note_model(model)
+    model.second.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    found = _take(model)
+    assert found.text == ""
+    assert "1 weights cannot be read: second.weight" in found.reason
+
+
+def test_a_meta_tensor_makes_the_weights_unknown() -> None:
+    """vLLM leaves them behind after a weight update that failed."""
+    model = _load(0)
+    model.second.weight = torch.nn.Parameter(model.second.weight.to("meta"), requires_grad=False)
+    assert "second.weight (not loaded)" in _take(model).reason
+    assert _take(model).text == ""
+
+
+def test_lora_wrappers_change_nothing() -> None:
+    plain, wrapped = _load(0), _load(0)
+    before = _take(plain).text
+    wrapped.first = _LoraLayer(wrapped.first)  # type: ignore[assignment]
+    wrapped.second = _LoraLayer(wrapped.second)  # type: ignore[assignment]
+    assert _take(wrapped).text == before
+
+
+def test_a_draft_model_counts() -> None:
+    alone = _take(_Model()).text
+    drafts = {_take(_Model(), _Model(seed)).text for seed in (3, 4)}
+    assert len({alone, *drafts}) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"eplb": True}, "expert load balancing"),
+        ({"prefetch": 8}, "prefetch offloading"),
+        ({"scales": True}, "KV scales"),
+    ],
+)
+def test_weights_that_change_without_a_signal_have_no_fingerprint(
+    config: dict[str, Any], words: str
+) -> None:
+    found = _take(_Model(), **config)
+    assert found.text == ""
+    assert words in found.reason
+
+
+def test_models_that_were_loaded_unseen_have_no_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights._models, "installed", False)
+    assert "KVTIER_TOPOLOGY" in _take(_Model()).reason
+
+
+def test_a_tensor_that_cannot_be_read_is_reported_and_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: object) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(weights, "_storage_bytes", broken)
+    assert "out of memory" in _take(_Model()).reason
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 4095, 4096, 4097, 10_001])
+def test_sums_on_a_device_equal_a_plain_computation(count: int) -> None:
+    words = 1024
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    sums = weights._WordSums(torch.device("cpu"), words)
+    padded = bytes(data.tolist()) + bytes(-count % 4)
+    values = [
+        int.from_bytes(padded[start : start + 4], "little", signed=True)
+        for start in range(0, len(padded), 4)
+    ]
+    for column, coefficients in enumerate(each.tolist() for each in sums._coefficients):
+        expected = [
+            sum(a * b for a, b in zip(values[start : start + words], coefficients, strict=False))
+            % (1 << 64)
+            for start in range(0, len(values), words)
+        ]
+        assert [int(each) % (1 << 64) for each in sums(data)[:, column]] == expected
+
+
+def test_every_changed_bit_changes_both_sums_on_a_device() -> None:
+    sums = weights._WordSums(torch.device("cpu"), 64)
+    data = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    before = sums(data)
+    for position in range(0, 1000, 37):
+        for bit in range(8):
+            other = data.clone()
+            other[position] ^= 1 << bit
+            assert (sums(other) != before).sum() == 2
+
+
+def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader import utils
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    monkeypatch.setattr(WorkerBase, "__init__", WorkerBase.__init__)
+    monkeypatch.setattr(utils, "record_metadata_for_reloading", utils.record_metadata_for_reloading)
+    weights.install()
+    wrapped = WorkerBase.__init__, utils.record_metadata_for_reloading
+    weights.install()
+    assert (WorkerBase.__init__, utils.record_metadata_for_reloading) == wrapped
