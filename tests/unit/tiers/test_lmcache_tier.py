@@ -202,7 +202,7 @@ class TestBackEnds:
         client("DEL", backends.object_name(ref) + "metadata")
         second.maintain()
         assert changes[1:] == [(ref.namespace, ref.key, False)]
-        # The value that is left over occupies memory, and nobody would look for it again.
+        # The value that is left over occupies memory, and no pod would look for it again.
         second.maintain()
         assert client("EXISTS", backends.object_name(ref) + "kv_bytes") == 0
         client.close()

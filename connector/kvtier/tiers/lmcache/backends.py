@@ -340,7 +340,7 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def _with_credentials(target: OpenRequest) -> str:
-    """The URL with user and password from the files of the credentials' directory, read anew for
+    """The URL with user and password from the files of the credentials' directory, read again for
     each connection, because a Secret may change."""
     parts = urlsplit(target.url)
     if target.credentials_directory is None:

@@ -217,7 +217,7 @@ class Stock:
             meta = read_header(view[:HEADER_BYTES], ref, len(payload))
             verify_payload(payload, meta)
         except TierCorruptError as error:
-            _log.warning("the list of objects %d is damaged and is written anew: %s", bucket, error)
+            _log.warning("the list of objects %d is damaged and is replaced: %s", bucket, error)
             return []
         return list(unpack_entries(payload[: meta.shard_bytes[0]]))
 

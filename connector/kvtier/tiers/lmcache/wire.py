@@ -54,7 +54,7 @@ class OpenReply(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """One operation. ``size_bytes``: of the object to write, or the most that may be read.
     ``segment_bytes``: current size of the segment. ``start``: number of the first entry to list;
-    0 reads the list anew.
+    0 reads the whole list again.
     """
 
     operation: Operation
