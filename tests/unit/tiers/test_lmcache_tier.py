@@ -25,9 +25,10 @@ from kvtier.harness.lmcache_servers import FaultyProxy, LMCacheProcess, RedisPro
 from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespace, process_start
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
-from kvtier.tiers.lmcache import LMCacheTier
+from kvtier.tiers.lmcache import LMCacheTier, stock
 from kvtier.tiers.lmcache.process import ChildProcess
 from kvtier.tiers.lmcache.tier import require_lmcache
+from kvtier.tiers.lmcache.wire import ENTRY_BYTES, LaneReply, LaneRequest
 
 pytestmark = pytest.mark.slow
 PATIENCE_SECONDS = 60.0
@@ -292,6 +293,35 @@ class TestBackEnds:
         finally:
             proxy.close()
             server.kill()
+
+    def test_a_list_in_parts_is_complete_or_fails(
+        self, child: backends.ReusedChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stock, "LIST_BYTES", 4 * ENTRY_BYTES)
+        tier = LMCacheTier(document(directory_url(tmp_path)), TierLimits(1 << 30), child)
+        tier.open(ignore)
+        for seed in range(12):
+            tier.write(*make_object(seed))
+        again = LMCacheTier(
+            document(directory_url(tmp_path)), TierLimits(1 << 30), child, refresh_seconds=0
+        )
+        again.open(ignore)
+        assert again.usage().objects == 12
+        # The process is replaced between two parts: what was not listed must not be dropped.
+        fetch, parts = again._stock._read, []
+
+        def replacing(request: LaneRequest) -> tuple[LaneReply, bytes]:
+            parts.append(request.start)
+            if request.start == 4:
+                child.kill()
+                child.start(again._target)
+            return fetch(request)
+
+        monkeypatch.setattr(again._stock, "_read", replacing)
+        with pytest.raises(TierUnavailableError, match="interrupted"):
+            again.maintain()
+        assert parts == [0, 4]
+        assert again.usage().objects == 12
 
     def test_a_lowered_capacity_is_reached(
         self, child: backends.ReusedChild, tmp_path: Path

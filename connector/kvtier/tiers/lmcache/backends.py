@@ -31,7 +31,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import parse_remote_url
 
 from kvtier.tiers.base import ObjectRef
-from kvtier.tiers.lmcache.wire import MAX_KEY_BYTES, OpenRequest, Reply
+from kvtier.tiers.lmcache.wire import MAX_KEY_BYTES, LaneReply, OpenRequest
 
 CONNECT_SECONDS = 1.0
 MODEL_PREFIX = "kvtier-"
@@ -93,7 +93,7 @@ class _Allocator:
         return BytesBufferMemoryObj(self.view[:size])
 
 
-class Backend(ABC):
+class StorageBackend(ABC):
     """One back end of LMCache for one lane."""
 
     can_list = False
@@ -132,42 +132,42 @@ class Backend(ABC):
         """Runs a coroutine of the connector; raises ``TimeoutError`` after ``seconds``."""
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, seconds))
 
-    def put(self, key: CacheEngineKey, view: memoryview, seconds: float) -> Reply:
+    def put(self, key: CacheEngineKey, view: memoryview, seconds: float) -> LaneReply:
         """Writes one object."""
         memory = BytesBufferMemoryObj(view)
         self.run(self.connector().put(key, memory), seconds)
-        return Reply("done")
+        return LaneReply("done")
 
-    def get(self, key: CacheEngineKey, view: memoryview, seconds: float) -> Reply:
+    def get(self, key: CacheEngineKey, view: memoryview, seconds: float) -> LaneReply:
         """Reads one object."""
         self.allocator.begin(view)
         found = self.run(self.connector().get(key), seconds)
         if self.allocator.refused:
             self.drop()
-            return Reply("corrupt", text="the back end announces an object of another size")
+            return LaneReply("corrupt", text="the back end announces an object of another size")
         if found is None:
             return self.not_found(key)
-        return Reply("found", self.allocator.size_bytes)
+        return LaneReply("found", self.allocator.size_bytes)
 
-    def not_found(self, _key: CacheEngineKey) -> Reply:
+    def not_found(self, _key: CacheEngineKey) -> LaneReply:
         """What it means that the connector returned nothing."""
-        return Reply("missing")
+        return LaneReply("missing")
 
-    def exists(self, key: CacheEngineKey, seconds: float) -> Reply:
+    def exists(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         """Whether the back end has the object."""
         there = self.run(self.connector().exists(key), seconds)
-        return Reply("found" if there else "missing")
+        return LaneReply("found" if there else "missing")
 
-    def delete(self, key: CacheEngineKey, seconds: float) -> Reply:
+    def delete(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         """Removes one object."""
-        return Reply("unsupported")
+        return LaneReply("unsupported")
 
     def entries(self, seconds: float) -> Iterator[tuple[ObjectRef, int]]:
         """All objects of KVTier, with their sizes in bytes."""
         return iter(())
 
 
-class ServerBackend(Backend):
+class ServerBackend(StorageBackend):
     """``lm://``: a server of LMCache, which has neither deletion nor lists nor acknowledgements."""
 
     def connect(self) -> Any:
@@ -193,33 +193,33 @@ class ServerBackend(Backend):
             with contextlib.suppress(OSError):
                 connector.client_socket.shutdown(socket.SHUT_RDWR)
 
-    def put(self, key: CacheEngineKey, view: memoryview, seconds: float) -> Reply:
+    def put(self, key: CacheEngineKey, view: memoryview, seconds: float) -> LaneReply:
         super().put(key, view, seconds)
         # The server handles the requests of a connection in order and acknowledges no write, so
         # that an answer to the next request is the acknowledgement.
         if self.exists(key, seconds).outcome != "found":
-            return Reply("unavailable", text="the server does not have what was written")
-        return Reply("done")
+            return LaneReply("unavailable", text="the server does not have what was written")
+        return LaneReply("done")
 
-    def get(self, key: CacheEngineKey, view: memoryview, seconds: float) -> Reply:
+    def get(self, key: CacheEngineKey, view: memoryview, seconds: float) -> LaneReply:
         reply = super().get(key, view, seconds)
         if reply.outcome == "found" and reply.size_bytes == _TOMBSTONE_BYTES:
-            return Reply("missing")
+            return LaneReply("missing")
         return reply
 
-    def not_found(self, _key: CacheEngineKey) -> Reply:
+    def not_found(self, _key: CacheEngineKey) -> LaneReply:
         if not self.allocator.size_bytes:
-            return Reply("missing")
+            return LaneReply("missing")
         self.drop()
-        return Reply("unavailable", text="the server ended the connection within an object")
+        return LaneReply("unavailable", text="the server ended the connection within an object")
 
-    def delete(self, key: CacheEngineKey, seconds: float) -> Reply:
+    def delete(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         if self.exists(key, seconds).outcome == "missing":
-            return Reply("done")
+            return LaneReply("done")
         return self.put(key, memoryview(bytes(_TOMBSTONE_BYTES)), seconds)
 
 
-class RedisBackend(Backend):
+class RedisBackend(StorageBackend):
     """``redis://`` and ``rediss://``: Redis or Valkey. LMCache stores two values per object: its
     own metadata, and the bytes."""
 
@@ -244,11 +244,11 @@ class RedisBackend(Backend):
         with contextlib.suppress(Exception):
             self.run(connector.connection.connection_pool.disconnect(), CONNECT_SECONDS)
 
-    def delete(self, key: CacheEngineKey, seconds: float) -> Reply:
+    def delete(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         name = key.to_string()
         command = self.connector().connection.delete(name + "metadata", name + "kv_bytes")
         self.run(command, seconds)
-        return Reply("done")
+        return LaneReply("done")
 
     def entries(self, seconds: float) -> Iterator[tuple[ObjectRef, int]]:
         return iter(self.run(self._scan(), seconds))
@@ -282,7 +282,7 @@ class RedisBackend(Backend):
         return found
 
 
-class DirectoryBackend(Backend):
+class DirectoryBackend(StorageBackend):
     """``fs://``: LMCache's own files in a directory."""
 
     can_list = True
@@ -294,20 +294,20 @@ class DirectoryBackend(Backend):
         path = parse_remote_url(self.target.url).path
         return FSConnector(self.loop, self.allocator, self.allocator.config, base_paths_str=path)
 
-    def not_found(self, key: CacheEngineKey) -> Reply:
+    def not_found(self, key: CacheEngineKey) -> LaneReply:
         # The connector logs every error and returns None.
         path = self.connector()._get_file_path(key)
         try:
             with open(path, "rb"):
-                return Reply("corrupt", text=f"{path} is truncated or damaged")
+                return LaneReply("corrupt", text=f"{path} is truncated or damaged")
         except FileNotFoundError:
-            return Reply("missing")
+            return LaneReply("missing")
 
-    def delete(self, key: CacheEngineKey, seconds: float) -> Reply:
+    def delete(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         path = self.connector()._get_file_path(key)
         if not path.exists() or self.connector().remove_sync(key) or not path.exists():
-            return Reply("done")
-        return Reply("unavailable", text=f"cannot remove {path}")
+            return LaneReply("done")
+        return LaneReply("unavailable", text=f"cannot remove {path}")
 
     def entries(self, seconds: float) -> Iterator[tuple[ObjectRef, int]]:
         for root in self.connector().base_paths:
@@ -331,7 +331,7 @@ class DirectoryBackend(Backend):
                 yield ref, status.st_size
 
 
-BACKENDS: dict[str, type[Backend]] = {
+BACKENDS: dict[str, type[StorageBackend]] = {
     "redis": RedisBackend,
     "rediss": RedisBackend,
     "lm": ServerBackend,
@@ -363,12 +363,12 @@ def _secret(path: Path) -> str:
         return ""
 
 
-def failure(error: BaseException) -> Reply:
+def failure(error: BaseException) -> LaneReply:
     """The reply for an operation that raised. The only place that maps errors of LMCache and of
     the libraries below it."""
     text = f"{type(error).__name__}: {error}"[:500]
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
-        return Reply("no_space", text=text)
+        return LaneReply("no_space", text=text)
     if type(error).__name__ in ("OutOfMemoryError", "ReadOnlyError"):
-        return Reply("no_space", text=text)
-    return Reply("unavailable", text=text)
+        return LaneReply("no_space", text=text)
+    return LaneReply("unavailable", text=text)

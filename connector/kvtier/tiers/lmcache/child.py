@@ -28,21 +28,22 @@ from kvtier.tiers.lmcache import wire
 
 if TYPE_CHECKING:
     from kvtier.tiers.base import ObjectRef
-    from kvtier.tiers.lmcache.backends import Backend
+    from kvtier.tiers.lmcache.backends import StorageBackend
 
 WATCH_SECONDS = 0.1
 
 
-class Lane:
+class LaneThread:
     """Serves the requests of one lane. ``deadline``: of the current operation, None while idle."""
 
     def __init__(self, channel: socket.socket, segment: int) -> None:
         self._channel = channel
         self._segment = segment
         self._map: mmap.mmap | None = None
-        self._backend: Backend | None = None
+        self._backend: StorageBackend | None = None
         self._target: wire.OpenRequest | None = None
         self._listing: Iterator[tuple[ObjectRef, int]] = iter(())
+        self._listed = -1
         self.deadline: float | None = None
 
     def open(self, target: wire.OpenRequest) -> None:
@@ -67,7 +68,7 @@ class Lane:
             self.deadline = None
             self._channel.send(wire.encode(reply))
 
-    def _answer(self, request: wire.Request) -> wire.Reply:
+    def _answer(self, request: wire.LaneRequest) -> wire.LaneReply:
         """The reply to a request. A connection that was idle may have been closed meanwhile, so
         that an operation which fails on one is repeated on a new one, if there is time."""
         started = time.monotonic()
@@ -78,7 +79,7 @@ class Lane:
             reply = self._attempt(msgspec.structs.replace(request, seconds=remaining))
         return reply
 
-    def _attempt(self, request: wire.Request) -> wire.Reply:
+    def _attempt(self, request: wire.LaneRequest) -> wire.LaneReply:
         from kvtier.tiers.lmcache.backends import failure
 
         try:
@@ -91,12 +92,12 @@ class Lane:
                 self._backend.drop()
         return reply
 
-    def _perform(self, request: wire.Request) -> wire.Reply:
+    def _perform(self, request: wire.LaneRequest) -> wire.LaneReply:
         from kvtier.tiers.lmcache.backends import BACKENDS, engine_key
 
         target = self._target
         if target is None:
-            return wire.Reply("unavailable", text="no back end was chosen")
+            return wire.LaneReply("unavailable", text="no back end was chosen")
         if self._backend is None or self._backend.target is not target:
             self._backend = BACKENDS[target.url.partition(":")[0]](target)
         backend, seconds = self._backend, request.seconds
@@ -111,21 +112,27 @@ class Lane:
             return backend.exists(key, seconds)
         return backend.delete(key, seconds)
 
-    def _list(self, backend: Backend, request: wire.Request) -> wire.Reply:
+    def _list(self, backend: StorageBackend, request: wire.LaneRequest) -> wire.LaneReply:
         if not backend.can_list:
-            return wire.Reply("unsupported")
+            return wire.LaneReply("unsupported")
         if request.start == 0:
             self._listing = backend.entries(request.seconds)
+        elif request.start != self._listed:
+            # The list was begun by another process, or has failed: it cannot be continued.
+            return wire.LaneReply("unavailable", text="the list of objects was interrupted")
+        self._listed = -1
         view, part = self._view(request), []
+        room = len(view) // wire.ENTRY_BYTES
         for entry in self._listing:
             part.append(entry)
-            if (len(part) + 1) * wire.ENTRY_BYTES > len(view):
+            if len(part) == room:
                 break
         content = wire.pack_entries(part)
         view[: len(content)] = content
-        return wire.Reply("done", len(content), more=(len(part) + 1) * wire.ENTRY_BYTES > len(view))
+        self._listed = request.start + len(part)
+        return wire.LaneReply("done", len(content), more=len(part) == room)
 
-    def _view(self, request: wire.Request) -> memoryview:
+    def _view(self, request: wire.LaneRequest) -> memoryview:
         if self._map is None or len(self._map) < request.segment_bytes:
             self._map = mmap.mmap(self._segment, request.segment_bytes)
         return memoryview(self._map)[: request.size_bytes]
@@ -140,7 +147,7 @@ def _version() -> str:
     return importlib.metadata.version("lmcache")
 
 
-def _open(target: wire.OpenRequest, lanes: list[Lane]) -> wire.OpenReply:
+def _open(target: wire.OpenRequest, lanes: list[LaneThread]) -> wire.OpenReply:
     try:
         version = _version()
         from kvtier.tiers.lmcache.backends import BACKENDS
@@ -153,7 +160,7 @@ def _open(target: wire.OpenRequest, lanes: list[Lane]) -> wire.OpenReply:
     return wire.OpenReply(version, can_list=kind.can_list, can_delete=kind.can_delete)
 
 
-def _watch(control: socket.socket, lanes: list[Lane]) -> None:
+def _watch(control: socket.socket, lanes: list[LaneThread]) -> None:
     """The main thread, until the tier's process closes the control socket."""
     while True:
         ready, _, _ = select.select([control], [], [], WATCH_SECONDS)
@@ -191,7 +198,7 @@ def main(arguments: list[str]) -> None:
     lanes = []
     for argument in arguments[1:]:
         channel, segment = map(int, argument.split(","))
-        lanes.append(Lane(_channel(channel), segment))
+        lanes.append(LaneThread(_channel(channel), segment))
     for number, lane in enumerate(lanes):
         name = f"kvtier-lmcache-{number}"
         threading.Thread(target=lane.serve, name=name, daemon=True).start()

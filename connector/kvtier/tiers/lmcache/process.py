@@ -45,7 +45,7 @@ KILL_SECONDS = 2.0
 _log = logging.getLogger("kvtier.tiers.lmcache")
 
 
-class Lane:
+class ChildLane:
     """A socket pair and a segment. Used by one thread at a time."""
 
     def __init__(self, name: str) -> None:
@@ -94,8 +94,8 @@ class ChildProcess:
         self.kills = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._lanes: dict[str, queue.SimpleQueue[Lane]] = {}
-        self._all: list[Lane] = []
+        self._lanes: dict[str, queue.SimpleQueue[ChildLane]] = {}
+        self._all: list[ChildLane] = []
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._closed = False
@@ -141,7 +141,7 @@ class ChildProcess:
             return
         control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lanes = {
-            kind: [Lane(f"{kind}-{number}") for number in range(count)]
+            kind: [ChildLane(f"{kind}-{number}") for number in range(count)]
             for kind, count in LANES.items()
         }
         self._all = [lane for group in lanes.values() for lane in group]
@@ -175,7 +175,7 @@ class ChildProcess:
                 self._lanes[kind].put(lane)
 
     @contextlib.contextmanager
-    def lane(self, kind: str, seconds: float) -> Iterator[Lane]:
+    def lane(self, kind: str, seconds: float) -> Iterator[ChildLane]:
         """A free lane, which the caller has until the block ends. Raises ``TierUnavailableError``
         if there is none within ``seconds``."""
         lanes = self._lanes.get(kind)
@@ -190,7 +190,7 @@ class ChildProcess:
         finally:
             lanes.put(lane)
 
-    def call(self, lane: Lane, request: wire.Request) -> wire.Reply:
+    def call(self, lane: ChildLane, request: wire.LaneRequest) -> wire.LaneReply:
         """Sends a request and waits for its reply, ``GRACE_SECONDS`` longer than the request may
         take. Then the process is killed.
 

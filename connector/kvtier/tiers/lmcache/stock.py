@@ -33,8 +33,8 @@ from kvtier.tiers.lmcache.wire import (
     CATALOG,
     ENTRY_BYTES,
     OVERHEAD_BYTES,
-    Reply,
-    Request,
+    LaneReply,
+    LaneRequest,
     pack_entries,
     unpack_entries,
 )
@@ -51,8 +51,8 @@ MAX_UNCERTAIN = 4096
 _NAMESPACE = f"{0:032x}"
 _log = logging.getLogger("kvtier.tiers.lmcache")
 
-Call = Callable[[str, Request, bytes], Reply]
-Read = Callable[[Request], tuple[Reply, bytes]]
+Call = Callable[[str, LaneRequest, bytes], LaneReply]
+Read = Callable[[LaneRequest], tuple[LaneReply, bytes]]
 
 
 def bucket_of(namespace: str, key: bytes) -> int:
@@ -156,7 +156,9 @@ class Stock:
             waiting = list(self._uncertain)
         for ref in waiting:
             if not self._index.contains(ref.namespace, ref.key):
-                request = Request("delete", ref.namespace, ref.key.hex(), seconds=CATALOG_SECONDS)
+                request = LaneRequest(
+                    "delete", ref.namespace, ref.key.hex(), seconds=CATALOG_SECONDS
+                )
                 self._call("service", request, b"")
             with self._lock:
                 self._uncertain.pop(ref, None)
@@ -179,7 +181,7 @@ class Stock:
         start = 0
         while True:
             reply, content = self._read(
-                Request("list", size_bytes=LIST_BYTES, seconds=LIST_SECONDS, start=start)
+                LaneRequest("list", size_bytes=LIST_BYTES, seconds=LIST_SECONDS, start=start)
             )
             if reply.outcome != "done":
                 raise TierCorruptError(f"list: {reply.outcome} {reply.text}")
@@ -201,7 +203,7 @@ class Stock:
         ref = _catalog_ref(bucket)
         size = HEADER_BYTES
         while True:
-            request = Request("get", CATALOG, f"{bucket:02x}", size, 0, seconds)
+            request = LaneRequest("get", CATALOG, f"{bucket:02x}", size, 0, seconds)
             reply, content = self._read(request)
             if reply.outcome != "corrupt" or size >= MAX_LIST_BYTES:
                 break
@@ -248,7 +250,7 @@ class Stock:
             if bucket_of(namespace, key) == bucket
         ]
         content = _catalog(bucket, pack_entries(mine))
-        request = Request("put", CATALOG, f"{bucket:02x}", len(content), 0, seconds)
+        request = LaneRequest("put", CATALOG, f"{bucket:02x}", len(content), 0, seconds)
         try:
             self._call("service", request, content)
         except TierError:

@@ -59,9 +59,9 @@ from kvtier.tiers.lmcache.wire import (
     MAX_KEY_BYTES,
     MAX_OBJECT_BYTES,
     OVERHEAD_BYTES,
+    LaneReply,
+    LaneRequest,
     OpenRequest,
-    Reply,
-    Request,
 )
 
 WRITE_SECONDS = 30.0
@@ -364,7 +364,7 @@ class LMCacheTier(Tier):
 
     # Helpers.
 
-    def _call(self, kind: str, request: Request, payload: bytes = b"") -> Reply:
+    def _call(self, kind: str, request: LaneRequest, payload: bytes = b"") -> LaneReply:
         """A request on a lane of ``kind``. ``payload`` goes into the segment first."""
         with self.child.lane(kind, request.seconds) as lane:
             if payload:
@@ -372,7 +372,7 @@ class LMCacheTier(Tier):
                 request = msgspec.structs.replace(request, segment_bytes=lane.segment_bytes)
             return self._checked(self.child.call(lane, request))
 
-    def _fetch(self, request: Request) -> tuple[Reply, bytes]:
+    def _fetch(self, request: LaneRequest) -> tuple[LaneReply, bytes]:
         """A request on the service lane whose reply has content."""
         with self.child.lane("service", request.seconds) as lane:
             segment = lane.view(request.size_bytes)
@@ -380,7 +380,7 @@ class LMCacheTier(Tier):
             reply = self._checked(self.child.call(lane, request))
             return reply, bytes(segment[: reply.size_bytes])
 
-    def _checked(self, reply: Reply) -> Reply:
+    def _checked(self, reply: LaneReply) -> LaneReply:
         """Raises for the outcomes that are the same for every operation."""
         if reply.outcome == "unavailable":
             raise TierUnavailableError(f"{self.scheme}: {reply.text}")
@@ -430,8 +430,8 @@ class _Exclusive:
 
 def _request(
     operation: str, ref: ObjectRef, seconds: float, size_bytes: int = 0, segment_bytes: int = 0
-) -> Request:
-    return Request(
+) -> LaneRequest:
+    return LaneRequest(
         operation,  # type: ignore[arg-type]
         ref.namespace,
         ref.key.hex(),

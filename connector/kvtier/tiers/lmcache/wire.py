@@ -51,7 +51,7 @@ class OpenReply(msgspec.Struct, frozen=True):
     can_delete: bool = False
 
 
-class Request(msgspec.Struct, frozen=True):
+class LaneRequest(msgspec.Struct, frozen=True):
     """One operation. ``size_bytes``: of the object to write, or the most that may be read.
     ``segment_bytes``: current size of the segment. ``start``: number of the first entry to list;
     0 reads the whole list again.
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True):
     start: int = 0
 
 
-class Reply(msgspec.Struct, frozen=True):
+class LaneReply(msgspec.Struct, frozen=True):
     """The outcome of a request. ``size_bytes``: bytes in the segment. ``more``: entries follow."""
 
     outcome: Outcome
@@ -78,8 +78,8 @@ class Reply(msgspec.Struct, frozen=True):
 encode = msgspec.json.encode
 decode_open = msgspec.json.Decoder(OpenRequest).decode
 decode_opened = msgspec.json.Decoder(OpenReply).decode
-decode_request = msgspec.json.Decoder(Request).decode
-decode_reply = msgspec.json.Decoder(Reply).decode
+decode_request = msgspec.json.Decoder(LaneRequest).decode
+decode_reply = msgspec.json.Decoder(LaneReply).decode
 
 _ENTRY = struct.Struct(f"<16sQB{MAX_KEY_BYTES}s")
 ENTRY_BYTES = _ENTRY.size
