@@ -118,7 +118,7 @@ class LaneThread:
         if request.start == 0:
             self._listing = backend.entries(request.seconds)
         elif request.start != self._listed:
-            # The list was begun by another process, or has failed: it cannot be continued.
+            # The list was started by another process, or has failed: it cannot be continued.
             return wire.LaneReply("unavailable", text="the list of objects was interrupted")
         self._listed = -1
         view, part = self._view(request), []
