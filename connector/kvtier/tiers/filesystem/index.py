@@ -117,13 +117,19 @@ class Index:
             used = self._used_bytes + self._extra_bytes + self._reserved_bytes
             return TierUsage(used, self._capacity_bytes, self._count, self._unindexed_total)
 
-    def entries(self) -> list[tuple[str, bytes, int]]:
-        """A snapshot of all objects with their charged bytes."""
-        with self._lock:
-            return [
-                (namespace, key, (value & _SIZE_MASK) * ALIGNMENT_BYTES)
-                for namespace, key, value in self._all()
-            ]
+    def entries(self) -> Iterator[tuple[str, bytes, int]]:
+        """All objects with their charged bytes, without a snapshot, as ``keys``."""
+        start = 2
+        while start < len(self._units):
+            with self._lock:
+                end = min(start + _PART_OBJECTS, len(self._units))
+                found = [
+                    (*self._name(node), self._units[node] * ALIGNMENT_BYTES)
+                    for node in range(start, end)
+                    if self._order.is_present(node)
+                ]
+            yield from found
+            start = end
 
     @property
     def count(self) -> int:

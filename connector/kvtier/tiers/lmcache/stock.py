@@ -267,7 +267,7 @@ class Stock:
         with self._lock:
             self._written.clear()
             self._removed.clear()
-        for namespace, key, _ in self._index.entries():
+        for namespace, key, _ in list(self._index.entries()):
             self._drop(ObjectRef(namespace, key))
 
 

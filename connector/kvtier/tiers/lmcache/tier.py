@@ -21,6 +21,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -177,16 +178,16 @@ class LMCacheTier(Tier):
         return self._index.contains(ref.namespace, ref.key)
 
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """A snapshot of a namespace's keys."""
-        return iter(self._index.keys(namespace))
+        """A namespace's keys, each that is there all the while."""
+        return self._index.keys(namespace)
 
     def usage(self) -> TierUsage:
         """What is indexed, with the overhead of the back end."""
         return self._index.usage()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
-        self._index.touch(ref.namespace, ref.key)
+        self._index.touch(ref.namespace, ref.key, previous)
 
     # Objects.
 
@@ -218,7 +219,8 @@ class LMCacheTier(Tier):
             raise
         self._backoff.succeeded()
         self._index.touch(ref.namespace, ref.key)
-        return meta
+        previous = self._index.previous(ref.namespace, ref.key)
+        return replace(meta, previous=previous) if previous else meta
 
     def _read(self, ref: ObjectRef, into: memoryview, seconds: float) -> ObjectMeta:
         size = HEADER_BYTES + into.nbytes
@@ -242,7 +244,7 @@ class LMCacheTier(Tier):
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes header and payload as one value; see the base class."""
         if self.contains(ref):
-            self.touch(ref)
+            self.touch(ref, meta.previous)
             return
         size = HEADER_BYTES + payload.nbytes
         if len(ref.key) > MAX_KEY_BYTES or size > MAX_OBJECT_BYTES:
@@ -261,7 +263,7 @@ class LMCacheTier(Tier):
                 self._index.release(charged)
                 self._stock.uncertain(ref)
                 raise
-            if self._index.publish(ref.namespace, ref.key, charged):
+            if self._index.publish(ref.namespace, ref.key, charged, meta.previous):
                 self._on_change(ref.namespace, ref.key, True)
             self._stock.added(ref)
         self._backoff.succeeded()
@@ -314,12 +316,12 @@ class LMCacheTier(Tier):
     def _evict(self, surplus_bytes: int) -> None:
         """Evicts for at most ``WRITE_SECONDS``; call with ``_evicting`` held."""
         deadline = time.monotonic() + WRITE_SECONDS
-        for namespace, key, use in self._index.oldest(surplus_bytes):
-            if self._stopping or time.monotonic() > deadline:
+        until = self.usage().used_bytes - surplus_bytes
+        while self.usage().used_bytes > until:
+            oldest = self._index.oldest()
+            if oldest is None or self._stopping or time.monotonic() > deadline:
                 return
-            if not self._index.is_unused_since(namespace, key, use):
-                continue
-            self._delete(ObjectRef(namespace, key), "service")
+            self._delete(ObjectRef(*oldest), "service")
 
     # Maintenance.
 
