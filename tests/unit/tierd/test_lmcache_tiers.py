@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,7 @@ def test_the_child_process_may_allocate_more_than_tierd(
     case: TierdTestbed, monkeypatch: pytest.MonkeyPatch, has_tier: bool
 ) -> None:
     limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(threading, "stack_size", lambda _: 0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(resource, "setrlimit", lambda _, values: limits.append(values))
     documents = [LMCacheTierDocument(name="far", url="lm://cache:1")] if has_tier else []
