@@ -1,0 +1,23 @@
+"""Writes every generated file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tools.monitoring import files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    for name, content in files().items():
+        path = REPOSITORY / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
