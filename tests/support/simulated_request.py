@@ -35,7 +35,6 @@ from kvtier.store.store import TierStore
 from kvtier.store.types import (
     EngineInfo,
     KeysEvicting,
-    LoadAnnounced,
     PromotionEnded,
     StoreCounters,
 )
@@ -233,8 +232,6 @@ class Simulation:
                     self.store.acknowledge_eviction(event.token)
                 elif isinstance(event, PromotionEnded):
                     self._ended(event)
-                elif isinstance(event, LoadAnnounced):
-                    self.store.release_load(ENGINE, 0, event.load)
             others = [call for call in self._io.pending if not call.lane.startswith("read:")]
             for call in others:
                 self._io.run(call)
@@ -279,4 +276,5 @@ class Simulation:
         self._observe(there, request.prompt_tokens)
         if event.usable:
             keys = [(0, key) for key in request.keys[: event.usable]]
-            self.store.load(ENGINE, event.promotion, event.promotion, keys, (0,))
+            self.store.load(ENGINE, event.promotion, event.promotion, keys)
+            self.store.release_load(ENGINE, event.promotion)

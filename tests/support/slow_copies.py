@@ -9,7 +9,7 @@ control it and are read at each use:
 * ``KVTIER_TEST_LOAD_SECONDS``, ``KVTIER_TEST_STORE_SECONDS``: how long a copy takes (0), including
   copies that already run;
 * ``KVTIER_TEST_UNREFERENCED``: not empty: stores do not reference their source blocks;
-* ``KVTIER_TEST_CUT_SLOTS``: only that many keys of a load are announced;
+* ``KVTIER_TEST_CUT_SLOTS``: only that many slots of a load are named;
 * ``KVTIER_TEST_UNDRAINED``: not empty: copies count as complete at once; no caller waits for them.
 
 The last three break rules of docs/datapath.md on purpose, to prove that the tests notice.
@@ -21,10 +21,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvtier.engines.vllm.metadata import LoadJob
 from kvtier.harness.engine_testbed import EngineTestbed
-from kvtier.tierd.wire import LoadReady, Message
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.cpu import CpuCopyEngine
 from kvtier.transfer.engine import Copy, CopyHandle, Direction
@@ -157,14 +158,11 @@ def wait_copying(testbed: EngineTestbed, direction: Direction) -> None:
     testbed.wait_for(copying, "no copy started")
 
 
-def _cut(message: Message) -> Message:
-    """``message``; a ``LoadReady`` is shortened if configured, as if objects had been evicted."""
-    if isinstance(message, LoadReady) and os.environ.get(CUT_SLOTS):
-        count = int(os.environ[CUT_SLOTS])
-        return LoadReady(
-            load=message.load, slots=message.slots[:count], tiers=message.tiers[:count]
-        )
-    return message
+def _cut(job: LoadJob) -> LoadJob:
+    """``job``; with fewer slots if configured, as if objects had been evicted."""
+    if os.environ.get(CUT_SLOTS):
+        return replace(job, slots=job.slots[: int(os.environ[CUT_SLOTS])])
+    return job
 
 
 def install() -> None:
@@ -177,8 +175,10 @@ def install() -> None:
     if defaults is None or "copy_engine" not in defaults:
         raise RuntimeError("the worker side takes no copy engine")
     defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
-    take_message = TransferThread.receive
-    TransferThread.receive = lambda self, message: take_message(self, _cut(message))  # type: ignore[method-assign]
+    submit = TransferThread.submit_loads
+    TransferThread.submit_loads = (  # type: ignore[method-assign]
+        lambda self, jobs, cancelled, fence: submit(self, tuple(map(_cut, jobs)), cancelled, fence)
+    )
     bind = KVTierConnectorScheduler.bind_gpu_block_pool
     KVTierConnectorScheduler.bind_gpu_block_pool = (  # type: ignore[method-assign]
         lambda self, pool: bind(self, ForgetfulPool(pool, os.environ))

@@ -7,11 +7,15 @@ a thread of its own if ``threaded``, and after a loss it does not attach again b
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.tierd.wire import PROTOCOL, Hello, LoadReady, Message, Welcome
+from kvtier.store.generations import generation_bytes
+from kvtier.tierd.wire import GENERATIONS_NAME, PROTOCOL, Hello, Message, Welcome
+
+FIRST_GENERATION = 2
 
 
 class StubTierd:
@@ -48,6 +52,12 @@ class StubTierd:
         self.hellos.append(self._hello())
         self.attached = True
         size = self.pool.stat().st_size if nbytes is None else nbytes
+        words = self.pool.with_name(GENERATIONS_NAME)
+        if not words.exists() or words.stat().st_size < generation_bytes(size):
+            # Every slot holds a complete object, in its first generation.
+            words.write_bytes(
+                FIRST_GENERATION.to_bytes(4, sys.byteorder) * (generation_bytes(size) // 4)
+            )
         message = Welcome(
             protocol=PROTOCOL,
             epoch=epoch,
@@ -62,10 +72,6 @@ class StubTierd:
     def say(self, message: Message) -> None:
         """Any message of tierd's."""
         self._sink(message)
-
-    def slots(self, load: int, *slots: int, tiers: tuple[int, ...] = ()) -> None:
-        """The locations of the keys of a load."""
-        self._sink(LoadReady(load=load, slots=slots, tiers=tiers))
 
     def lose(self, reason: str = "killed") -> None:
         """Tierd is gone."""

@@ -50,6 +50,7 @@ from kvtier.tierd.wire import (
     Heartbeat,
     Hello,
     Load,
+    LoadReleased,
     Message,
     Promote,
     Promoted,
@@ -226,6 +227,7 @@ class StubEngine:
             self.seen.misses += 1
             return 0
         keys = tuple((0, key) for key in hashes[:length])
+        locations = [self.replica.location(GROUP + key) for key in hashes[:length]]
         self._numbers += 1
         promotion = 0
         if any(not held & MEMORY_BIT for held in bits[:length]):
@@ -241,18 +243,26 @@ class StubEngine:
             if not answered or result is None or not result.usable:
                 self.seen.load_failed += 1
                 return 0
-            keys = keys[: result.usable]
+            keys, locations = keys[: result.usable], list(result.locations)
             self.seen.promoted += result.usable
-        return self._load(promotion, keys, epoch, end)
-
-    def _load(
-        self, promotion: int, keys: tuple[tuple[int, bytes], ...], epoch: int, end: float
-    ) -> int:
         self._numbers += 1
-        done = threading.Event()
-        job = StubJob(self._numbers, tuple(GROUP + key for _, key in keys), epoch, -1, done)
-        self.worker.put(job)
         self.client.send(Load(load=self._numbers, promotion=promotion, keys=keys))
+        job = StubJob(
+            self._numbers,
+            tuple(GROUP + key for _, key in keys),
+            epoch,
+            -1,
+            threading.Event(),
+            tuple(locations),
+        )
+        try:
+            return self._load(job, end)
+        finally:
+            self.client.send(LoadReleased(load=job.number))
+
+    def _load(self, job: StubJob, end: float) -> int:
+        done, keys = job.done, job.keys
+        self.worker.put(job)
         copies = self.options.copy_seconds * len(keys)
         limit = (
             max(0.0, end - time.monotonic()) if self.options.strict else self.options.limit_seconds

@@ -14,21 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.processes import own_identity
+from kvtier.store.generations import PAGE_SHIFT, unpack_location
 from kvtier.tierd.client import TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import (
+    GENERATIONS_NAME,
     PROTOCOL,
     Abort,
     Deliver,
     Hello,
-    LoadReady,
-    LoadReleased,
     Message,
     Welcome,
 )
 
 Bytes = npt.NDArray[np.uint8]
-_TICK_SECONDS = 0.05
 STRICT_SECONDS = 0.05
 """What a worker allows beyond the deadline of a request (docs/datapath.md)."""
 
@@ -84,13 +83,14 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class StubJob:
-    """A load (``slot`` < 0: announced by tierd under ``number``) or a store into ``slot``."""
+    """A load from ``locations`` (``slot`` < 0) or a store into ``slot``."""
 
     number: int
     keys: tuple[bytes, ...]
     epoch: int
-    slot: int = -1
-    done: threading.Event | None = None
+    slot: int
+    done: threading.Event
+    locations: tuple[int, ...] = ()
     ended: int = 0
     """Keys that were copied and are correct."""
 
@@ -104,8 +104,7 @@ class StubWorker:
         self._seen = seen
         self._inbox: queue.SimpleQueue[Message | StubJob | str | None] = queue.SimpleQueue()
         self._pool: Bytes | None = None
-        self._slots: dict[int, tuple[int, ...]] = {}
-        self._waiting: list[StubJob] = []
+        self._words: memoryview | None = None
         self.epoch = 0
         self.drained_epoch = 0
         self.copying = threading.Event()
@@ -148,13 +147,8 @@ class StubWorker:
 
     def _run(self) -> None:
         while True:
-            try:
-                item = self._inbox.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                self._expire()
-                continue
+            item = self._inbox.get()
             if item is None:
-                self._end_all()
                 return
             if isinstance(item, str):
                 self._lost()
@@ -162,37 +156,31 @@ class StubWorker:
                 self._begin(item)
             elif isinstance(item, Welcome):
                 self._map(item)
-            elif isinstance(item, LoadReady):
-                self._slots[item.load] = item.slots
-                self._try_loads()
 
     def _map(self, welcome: Welcome) -> None:
         with open(welcome.pool_path, "r+b") as file:
             self._pool = np.frombuffer(mmap.mmap(file.fileno(), welcome.pool_bytes), dtype=np.uint8)
+        words = Path(welcome.pool_path).with_name(GENERATIONS_NAME)
+        with open(words, "rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._words = memoryview(mapping).cast("I")
         self.epoch = welcome.epoch
 
     def _lost(self) -> None:
         # Copies are made on this thread, so none is running now: the worker has drained.
-        self._end_all()
         self.drained_epoch = max(self.drained_epoch, self.epoch)
         self.epoch = 0
         if self._options.drains:
             self.client.reattach(self.drained_epoch)
 
-    def _end_all(self) -> None:
-        for job in self._waiting:
-            self._finish(job)
-        self._waiting.clear()
-        self._slots.clear()
-
     def _begin(self, job: StubJob) -> None:
-        if not self.epoch or job.epoch != self.epoch or self._pool is None:
-            self._finish(job)
-        elif job.slot >= 0:
-            self._store(job, self._pool)
-        else:
-            self._waiting.append(job)
-            self._try_loads()
+        pool, words = self._pool, self._words
+        if self.epoch and job.epoch == self.epoch and pool is not None and words is not None:
+            if job.slot >= 0:
+                self._store(job, pool)
+            else:
+                self._load(job, pool, words)
+        job.done.set()
 
     def _store(self, job: StubJob, pool: Bytes) -> None:
         key = job.keys[0]
@@ -205,37 +193,23 @@ class StubWorker:
         else:
             self.client.send(Abort(reservations=(job.number,)))
         job.ended = 1
-        self._finish(job)
 
-    def _try_loads(self) -> None:
-        for job in list(self._waiting):
-            slots = self._slots.pop(job.number, None)
-            pool = self._pool
-            if slots is None or pool is None:
-                continue
-            self._waiting.remove(job)
-            size = self._options.object_bytes
-            target = np.empty(size, dtype=np.uint8)
-            for key, slot in zip(job.keys, slots, strict=False):
-                self._copy(target, pool[slot : slot + size])
-                if self.client.epoch != job.epoch:
-                    # tierd was lost during the copy: what was copied does not count.
-                    break
-                if np.array_equal(target, content(key, size)):
-                    job.ended += 1
-                else:
-                    self._seen.wrong += 1
-            self.client.send(LoadReleased(load=job.number))
-            self._finish(job)
-
-    def _expire(self) -> None:
-        for job in [job for job in self._waiting if job.done is not None and job.done.is_set()]:
-            self._waiting.remove(job)
-            self.client.send(LoadReleased(load=job.number))
-
-    def _finish(self, job: StubJob) -> None:
-        if job.done is not None:
-            job.done.set()
+    def _load(self, job: StubJob, pool: Bytes, words: memoryview) -> None:
+        size = self._options.object_bytes
+        target = np.empty(size, dtype=np.uint8)
+        for key, location in zip(job.keys, job.locations, strict=False):
+            slot, generation = unpack_location(location)
+            page = slot >> PAGE_SHIFT
+            if not location or words[page] != generation:
+                break
+            self._copy(target, pool[slot : slot + size])
+            if self.client.epoch != job.epoch or words[page] != generation:
+                # tierd was lost or reused the slot during the copy: what was copied does not count.
+                break
+            if np.array_equal(target, content(key, size)):
+                job.ended += 1
+            else:
+                self._seen.wrong += 1
 
     def _copy(self, target: Bytes, source: Bytes) -> None:
         if not self._options.copy_seconds:

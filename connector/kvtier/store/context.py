@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.errors import TierError
+from kvtier.store.generations import GenerationWords
 from kvtier.store.slot_table import SlotRecord, SlotTable, object_digest
 from kvtier.store.state import Entry
 from kvtier.store.types import Clock, IoExecutor, StoreCounters, StoreEvent
@@ -123,12 +124,13 @@ class UnexpectedErrors:
 @dataclass(frozen=True, slots=True)
 class StoreRuntime:
     """What the store needs from its process. ``checksums`` computes the checksums of objects that
-    engines store."""
+    engines store. ``generations``: memory of the generation words, shared with the engines."""
 
     io: IoExecutor
     clock: Clock
     checksums: Checksum = field(default_factory=preferred)
     counters: StoreCounters = field(default_factory=StoreCounters)
+    generations: memoryview | None = None
 
 
 class StoreContext:
@@ -139,12 +141,17 @@ class StoreContext:
     """
 
     def __init__(
-        self, runtime: StoreRuntime, memory: memoryview | None, slot_table: SlotTable | None
+        self,
+        runtime: StoreRuntime,
+        pool_bytes: int,
+        memory: memoryview | None,
+        slot_table: SlotTable | None,
     ) -> None:
         self.io = runtime.io
         self.clock = runtime.clock
         self.checksums = runtime.checksums
         self.counters = runtime.counters
+        self.generations = GenerationWords(pool_bytes, runtime.generations)
         self.fenced = True
         self.timers = Timers()
         self.unexpected = UnexpectedErrors(runtime.clock)

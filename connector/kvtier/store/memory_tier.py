@@ -15,7 +15,7 @@ from kvtier.store.context import StoreContext
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, SlotClass, SlotState
-from kvtier.store.types import PresenceChanged
+from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, PresenceChanged
 
 T = TypeVar("T")
 
@@ -214,7 +214,9 @@ class ResidentObjects:
         order.admit(entry)
         order.offer(entry)
         self._context.record(entry)
-        self._index.change(entry.namespace, entry.key, entry.bit, True)
+        if entry.unverified is None:
+            entry.generation = self._context.generations.complete(slot.offset)
+        self._index.change(entry.namespace, entry.key, entry.bit, True, entry.location)
 
     def discard(self, entry: Entry) -> None:
         """Removes an object that is not pinned, and frees its slot."""
@@ -222,11 +224,20 @@ class ResidentObjects:
         # Before the slot can be used for anything else, so that no later tierd finds the object in
         # it.
         self._context.erase(slot.offset)
+        # Readers that engines did not tell of notice it by this.
+        self._context.generations.reopen(slot.offset)
         del self._entries[entry.namespace, entry.key]
         slot.entry = None
         self._orders[slot.segment.kind.slot_bytes].forget(entry)
         self._pool.release(slot)
         self._index.change(entry.namespace, entry.key, entry.bit, False)
+
+    def verified(self, entry: Entry) -> None:
+        """A recovered object has the content that its record says; announces it as usable."""
+        entry.unverified = None
+        entry.generation = self._context.generations.complete(entry.slot.offset)
+        self._index.change(entry.namespace, entry.key, MEMORY_BIT, True, entry.location)
+        self._index.change(entry.namespace, entry.key, UNVERIFIED_BIT, False)
 
     def pin(self, entry: Entry) -> None:
         """Keeps the object in its slot until ``unpin``."""
@@ -264,7 +275,9 @@ class ResidentObjects:
         self._orders[entry.slot.segment.kind.slot_bytes].offer(entry)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):
-            self._context.emit(PresenceChanged(entry.namespace, entry.key, entry.bit, True))
+            self._context.emit(
+                PresenceChanged(entry.namespace, entry.key, entry.bit, True, entry.location)
+            )
 
     def order(self, kind: SlotClass) -> EvictionOrder[Entry]:
         """The eviction order of one slot class."""

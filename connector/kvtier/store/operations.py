@@ -73,16 +73,6 @@ class Reservation:
         self.acknowledged: set[int] = set()
 
 
-class LoadRecord:
-    """One announced load: its pinned entries, and the ranks that may be reading them."""
-
-    __slots__ = ("entries", "ranks")
-
-    def __init__(self, entries: list[Entry], ranks: set[int]) -> None:
-        self.entries = entries
-        self.ranks = ranks
-
-
 class Promotion:
     """One promotion of one engine. Lists are indexed by the position of a key in the request.
 
@@ -217,7 +207,8 @@ class EngineState:
         self.granted: tuple[dict[int, Slot], ...] = tuple({} for _ in geometries)
         self.reservations: dict[int, Reservation] = {}
         self.promotions: dict[int, Promotion] = {}
-        self.loads: dict[int, LoadRecord] = {}
+        self.loads: dict[int, list[Entry]] = {}
+        """Pinned objects of each load."""
 
     def key(self, group: int, block_hash: bytes) -> bytes | None:
         """The key as tiers use it; None if the engine has no such group."""

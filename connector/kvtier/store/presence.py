@@ -131,8 +131,13 @@ class PresenceIndex:
         """All keys of a namespace with their bits."""
         return list(self._bits.get(namespace, {}).items())
 
-    def change(self, namespace: str, key: bytes, bit: int, present: bool) -> None:
-        """Sets or clears one bit. Announces the change if the namespace has an open engine."""
+    def change(
+        self, namespace: str, key: bytes, bit: int, present: bool, location: int = 0
+    ) -> None:
+        """Sets or clears one bit. Announces the change if the namespace has an open engine.
+
+        ``location``: with ``MEMORY_BIT``, the slot and its generation.
+        """
         of_namespace = self._bits.get(namespace)
         if of_namespace is None:
             if not present:
@@ -149,7 +154,7 @@ class PresenceIndex:
             if not of_namespace and namespace not in self._users:
                 del self._bits[namespace]
         if namespace in self._users:
-            self._context.emit(PresenceChanged(namespace, key, bit, present))
+            self._context.emit(PresenceChanged(namespace, key, bit, present, location))
 
     def apply_changes(self) -> None:
         """Applies the tiers' announcements since the last call."""

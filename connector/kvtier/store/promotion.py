@@ -426,7 +426,14 @@ class Promotions:
         engine, number = promotion.engine, promotion.number
         self._context.count("promotions_ended", "", outcome.value)
         self._context.emit(
-            PromotionEnded(engine.name, number, outcome, usable, tuple(promotion.tiers[:usable]))
+            PromotionEnded(
+                engine.name,
+                number,
+                outcome,
+                usable,
+                tuple(promotion.tiers[:usable]),
+                tuple(entry.location for entry in promotion.entries[:usable] if entry is not None),
+            )
         )
         if usable:
             promotion.timer = self._context.timers.at(

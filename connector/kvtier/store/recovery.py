@@ -25,7 +25,6 @@ from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import ReadLog, SlotLocation, SlotRecord, SlotTable, object_digest
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotState
-from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 from kvtier.store.write_through import WriteThrough, hash_object
 from kvtier.tiers.base import ObjectMeta
 from kvtier.tiers.checksum import by_kind
@@ -231,10 +230,9 @@ class RecoveredObjects:
             for waiter in waiters:
                 waiter.lost("recovered_corrupt")
             return
-        entry.meta, entry.unverified = result, None
+        entry.meta = result
         self._context.count("recovered_objects_verified")
-        self._index.change(entry.namespace, entry.key, MEMORY_BIT, True)
-        self._index.change(entry.namespace, entry.key, UNVERIFIED_BIT, False)
+        self._resident.verified(entry)
         for waiter in waiters:
             waiter.arrived(entry, 0)
         self._writes.maybe_write(entry)

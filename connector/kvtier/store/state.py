@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvtier.store.generations import pack_location
 from kvtier.store.slot_table import SlotRecord
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 from kvtier.tiers.base import ObjectMeta, ObjectRef
@@ -113,6 +114,7 @@ class Entry:
     * ``uses``: how often an engine stored or loaded the object.
     * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
       checksum is computed.
+    * ``generation``: the slot's generation word; 0 while the object is unverified.
     * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but
       the verification may read such an object.
     """
@@ -120,6 +122,7 @@ class Entry:
     __slots__ = (
         "busy",
         "evicting",
+        "generation",
         "key",
         "meta",
         "namespace",
@@ -147,9 +150,15 @@ class Entry:
         self.evicting = 0
         self.uses = 1
         self.busy = 0
+        self.generation = 0
         self.unverified: SlotRecord | None = None
 
     @property
     def bit(self) -> int:
         """The presence bit under which the object is announced."""
         return MEMORY_BIT if self.unverified is None else UNVERIFIED_BIT
+
+    @property
+    def location(self) -> int:
+        """The slot and its generation, as engines get them; 0 while the object is unverified."""
+        return pack_location(self.slot.offset, self.generation) if self.generation else 0

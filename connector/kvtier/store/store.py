@@ -37,7 +37,7 @@ from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
-from kvtier.store.types import RAM_BITS, Accounts, EngineInfo, StoreEvent
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, EngineInfo, StoreEvent
 from kvtier.store.write_through import HASH_LANE, Checksummer, WriteThrough
 from kvtier.tiers.base import Tier
 
@@ -79,7 +79,7 @@ class TierStore:
         "maintain" lanes. ``recovery``: what the previous tierd left in the pool."""
         recovery = recovery or PoolRecovery()
         view = None if memory is None else memoryview(memory).cast("B")
-        context = self._context = StoreContext(runtime, view, recovery.slot_table)
+        context = self._context = StoreContext(runtime, pool_bytes, view, recovery.slot_table)
         document = next(
             (t for t in topology.structural.tiers if isinstance(t, MemoryTierDocument)), None
         )
@@ -247,24 +247,22 @@ class TierStore:
             self._promotions.release(found)
 
     def load(
-        self,
-        engine: str,
-        load: int,
-        promotion: int,
-        keys: Sequence[tuple[int, bytes]],
-        ranks: Sequence[int],
-    ) -> None:
-        """Pins the prefix of ``keys`` that is in RAM until every rank has released the load.
-        Answered by one ``LoadAnnounced``."""
-        state = self._engines.get(engine)
-        if state is not None:
-            self._loads.begin(state, load, promotion, keys, ranks)
+        self, engine: str, load: int, promotion: int, keys: Sequence[tuple[int, bytes]]
+    ) -> int:
+        """The engine loads ``keys``: pins the prefix of them that is in RAM until ``release_load``.
+        Returns its length.
 
-    def release_load(self, engine: str, rank: int, load: int) -> None:
-        """A rank has no copy of this load in progress, and starts none."""
+        The engine does not wait for this. Its copies are protected by the generation words; the
+        pins save loads that would fail.
+        """
+        state = self._engines.get(engine)
+        return 0 if state is None else self._loads.begin(state, load, promotion, keys)
+
+    def release_load(self, engine: str, load: int) -> None:
+        """Every rank of the engine has ended this load."""
         state = self._engines.get(engine)
         if state is not None:
-            self._loads.release(state, rank, load)
+            self._loads.release(state, load)
 
     # Presence and evictions.
 
@@ -272,19 +270,20 @@ class TierStore:
         """Answers a ``KeysEvicting``: every scheduler of the namespace has dropped its keys."""
         self._allocator.acknowledge(token)
 
-    def presence(self, namespace: str) -> Iterable[tuple[bytes, int]]:
-        """All keys of an open namespace with their bits, without the RAM bits of keys that are
-        being evicted.
+    def presence(self, namespace: str) -> Iterable[tuple[bytes, int, int]]:
+        """All keys of an open namespace with their bits and, for those in RAM, the slot and its
+        generation; without the RAM bits of keys that are being evicted.
 
         Take the events first: they precede this snapshot.
         """
         evicting = self._allocator.evicting_keys(namespace)
-        held = self._index.snapshot(namespace)
-        return (
-            [(key, bits & ~RAM_BITS if key in evicting else bits) for key, bits in held]
-            if evicting
-            else held
-        )
+        get = self._resident.get
+        found: list[tuple[bytes, int, int]] = []
+        for key, held in self._index.snapshot(namespace):
+            bits = held & ~RAM_BITS if key in evicting else held
+            entry = get(namespace, key) if bits & MEMORY_BIT else None
+            found.append((key, bits, 0 if entry is None else entry.location))
+        return found
 
     @property
     def usable_bits(self) -> int:

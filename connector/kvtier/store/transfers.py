@@ -4,7 +4,7 @@ A reservation is exclusive per key while it is open. It ends when every writer r
 has delivered or aborted: with a commit if all delivered and the key is not resident, else the slot
 is free again.
 
-A load pins the objects whose slots it announces until every rank has released it. Only the store's
+A load pins the objects that it reads until the engine's scheduler has released it. Only the store's
 thread uses this module.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvtier.store.context import StoreContext
 from kvtier.store.memory_tier import ResidentObjects
-from kvtier.store.operations import EngineState, LoadRecord, Reservation
+from kvtier.store.operations import EngineState, Reservation
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import Promotions
 from kvtier.store.recovery import RecoveredObjects
@@ -23,7 +23,6 @@ from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
 from kvtier.store.tier_reads import TierReads
-from kvtier.store.types import LoadAnnounced
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
@@ -173,7 +172,7 @@ class Reservations:
 
 
 class StoreLoads:
-    """Announced loads."""
+    """Loads of the engines, as far as the store knows them."""
 
     def __init__(
         self,
@@ -197,17 +196,18 @@ class StoreLoads:
         number: int,
         promotion_number: int,
         keys: Sequence[tuple[int, bytes]],
-        ranks: Sequence[int],
-    ) -> None:
-        """Pins the prefix of ``keys`` that is in RAM and announces its slots."""
+    ) -> int:
+        """Pins the prefix of ``keys`` that is in RAM; returns its length."""
         context, resident = self._context, self._resident
-        if number in engine.loads or not ranks:
-            context.violation("load_twice" if ranks else "load_without_ranks")
-            return
+        if number in engine.loads:
+            context.violation("load_twice")
+            return 0
+        promotion = engine.promotions.get(promotion_number)
         if len(engine.loads) >= MAX_LOADS:
             context.count("loads_rejected", "", "too_many")
-            context.emit(LoadAnnounced(engine.name, number, tuple(ranks), (), ()))
-            return
+            if promotion is not None:
+                self._promotions.release(promotion)
+            return 0
         entries: list[Entry] = []
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
@@ -223,19 +223,14 @@ class StoreLoads:
             resident.pin(entry)
             resident.hit(entry)
             entries.append(entry)
-        promotion = engine.promotions.get(promotion_number)
-        sources: dict[bytes, int] = {}
         if promotion is not None:
-            sources = dict(zip(promotion.keys, promotion.tiers, strict=False))
             self._promotions.release(promotion)
         elif promotion_number:
             context.count("loads_without_promotion")
-        engine.loads[number] = LoadRecord(entries, set(ranks))
+        engine.loads[number] = entries
         context.count("loads")
-        tiers = tuple(sources.get(entry.key, 0) for entry in entries)
-        slots = tuple(entry.slot.offset for entry in entries)
-        context.emit(LoadAnnounced(engine.name, number, tuple(ranks), slots, tiers))
         self._note_use(engine, entries)
+        return len(entries)
 
     def _note_use(self, engine: EngineState, entries: list[Entry]) -> None:
         """Tells the tiers that hold the objects, and brings the objects to those that do not."""
@@ -249,22 +244,19 @@ class StoreLoads:
                         secondary.tier.touch(entry.ref)
             self._checksummer.persist(entry)
 
-    def release(self, engine: EngineState, rank: int, number: int) -> None:
-        """A rank has no copy of this load in progress, and starts none."""
-        load = engine.loads.get(number)
-        if load is None or rank not in load.ranks:
-            self._context.violation("unknown_load" if load is None else "load_released_twice")
+    def release(self, engine: EngineState, number: int) -> None:
+        """No rank has a copy of this load in progress, and none starts one."""
+        entries = engine.loads.pop(number, None)
+        if entries is None:
+            self._context.violation("unknown_load")
             return
-        load.ranks.remove(rank)
-        if not load.ranks:
-            del engine.loads[number]
-            # Last key first: a later chunk is of no use without the earlier ones, so it is evicted
-            # before them.
-            for entry in reversed(load.entries):
-                self._resident.unpin(entry)
+        # Last key first: a later chunk is of no use without the earlier ones, so it is evicted
+        # before them.
+        for entry in reversed(entries):
+            self._resident.unpin(entry)
 
     def close(self, engine: EngineState) -> list[Entry]:
         """Forgets the engine's loads; returns the entries they pinned, once per pin."""
-        entries = [entry for load in engine.loads.values() for entry in load.entries]
+        entries = [entry for pinned in engine.loads.values() for entry in pinned]
         engine.loads.clear()
         return entries

@@ -100,12 +100,14 @@ class CreditsGranted:
 
 @dataclass(frozen=True, slots=True)
 class PresenceChanged:
-    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash."""
+    """``bits`` were set (``present``) or cleared. ``key``: group byte + block hash. ``location``:
+    with ``MEMORY_BIT`` set, the slot and its generation (``generations.pack_location``)."""
 
     namespace: str
     key: bytes
     bits: int
     present: bool
+    location: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,35 +132,17 @@ class UsableTiersChanged:
 @dataclass(frozen=True, slots=True)
 class PromotionEnded:
     """A promotion has ended. ``usable``: length of the pinned prefix. ``tiers``: the tier that each
-    of its keys came from."""
+    of its keys came from. ``locations``: where each of them is."""
 
     engine: str
     promotion: int
     outcome: PromotionOutcome
     usable: int
     tiers: tuple[int, ...]
+    locations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAnnounced:
-    """To be sent to each of ``ranks``. ``slots`` may be shorter than the requested keys; the other
-    keys are gone."""
-
-    engine: str
-    load: int
-    ranks: tuple[int, ...]
-    slots: tuple[int, ...]
-    tiers: tuple[int, ...]
-
-
-StoreEvent = (
-    CreditsGranted
-    | PresenceChanged
-    | KeysEvicting
-    | UsableTiersChanged
-    | PromotionEnded
-    | LoadAnnounced
-)
+StoreEvent = CreditsGranted | PresenceChanged | KeysEvicting | UsableTiersChanged | PromotionEnded
 
 
 @dataclass(slots=True)

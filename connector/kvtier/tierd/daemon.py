@@ -271,7 +271,12 @@ class TierDaemon:
             pool.memory,
             self._built.tiers,
             self._topology.model_copy(update={"live": self._live}),
-            StoreRuntime(self._io, self._clock, counters=self._counters),
+            StoreRuntime(
+                self._io,
+                self._clock,
+                counters=self._counters,
+                generations=pool.generations,
+            ),
             PoolRecovery(
                 fenced,
                 start.table,

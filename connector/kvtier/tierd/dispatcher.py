@@ -16,7 +16,6 @@ from kvtier.store.store import TierStore
 from kvtier.store.types import (
     CreditsGranted,
     KeysEvicting,
-    LoadAnnounced,
     PresenceChanged,
     PromotionEnded,
     StoreCounters,
@@ -33,7 +32,6 @@ from kvtier.tierd.wire import (
     EvictionAck,
     FromEngine,
     Load,
-    LoadReady,
     LoadReleased,
     Message,
     Promote,
@@ -172,7 +170,9 @@ class Dispatcher:
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):
-            store.load(name, message.load, message.promotion, message.keys, message.ranks)
+            store.load(name, message.load, message.promotion, message.keys)
+        elif isinstance(message, LoadReleased):
+            store.release_load(name, message.load)
         elif isinstance(message, Resync):
             self._counters.add("resyncs")
             self._start_replica(engine, session, now)
@@ -191,8 +191,6 @@ class Dispatcher:
         elif isinstance(message, Abort):
             for reservation in message.reservations:
                 self.store.abort(name, rank, reservation)
-        elif isinstance(message, LoadReleased):
-            self.store.release_load(name, rank, message.load)
         else:
             self._counters.add("protocol_violations", "", f"worker_{type(message).__name__}")
 
@@ -208,15 +206,13 @@ class Dispatcher:
         for event in events:
             if isinstance(event, PresenceChanged):
                 self._publisher.presence_changed(
-                    event.namespace, event.key, event.bits, event.present
+                    event.namespace, event.key, event.bits, event.present, event.location
                 )
             elif isinstance(event, KeysEvicting):
                 self._publisher.evicting(event.namespace, event.token, event.keys, now)
             elif isinstance(event, UsableTiersChanged):
                 self._publisher.usable_tiers_changed()
                 self._describe_all()
-            elif isinstance(event, LoadAnnounced):
-                self._send_load(event)
             else:
                 self._send_to_scheduler(event)
 
@@ -244,15 +240,6 @@ class Dispatcher:
                 usable=event.usable,
                 outcome=event.outcome.value,
                 tiers=event.tiers,
+                locations=event.locations,
             ),
         )
-
-    def _send_load(self, event: LoadAnnounced) -> None:
-        engine = self._engines.get(event.engine)
-        if engine is None:
-            return
-        message = LoadReady(load=event.load, slots=event.slots, tiers=event.tiers)
-        for rank in event.ranks:
-            worker = engine.workers.get(rank)
-            if worker is not None:
-                self._send(worker.route, message)

@@ -8,6 +8,7 @@ it.
 Beside the pool, a tierd leaves in the run directory what the next one needs to recover objects::
 
     slots            the slot table (kvtier/store/slot_table.py)
+    generations      the generation words (kvtier/store/generations.py), also mapped by the engines
     namespaces/      <namespace>.json: the canonical text of each namespace in the table
 
 With ``persistence: Process`` neither exists, and files of an earlier tierd are removed.
@@ -31,6 +32,7 @@ from pathlib import Path
 from kvtier.config.models import Structural
 from kvtier.files import replace_file
 from kvtier.namespace import namespace_digest
+from kvtier.store.generations import generation_bytes
 from kvtier.store.slot_table import SlotTable, TableIdentity, slot_table_bytes
 from kvtier.tierd.run_directory import (
     RunDirectory,
@@ -38,7 +40,7 @@ from kvtier.tierd.run_directory import (
     remove_abandoned,
 )
 from kvtier.tierd.tier_factory import memory_document
-from kvtier.tierd.wire import POOL_NAME
+from kvtier.tierd.wire import GENERATIONS_NAME, POOL_NAME
 
 PIECE_BYTES = 64 << 20
 """Allocated and touched at a time, in tens of milliseconds, so that stopping is prompt."""
@@ -96,6 +98,9 @@ class PoolFile:
         finally:
             os.close(descriptor)
         self.memory = memoryview(self._mapping)
+        self._words = _map_generations(path.with_name(GENERATIONS_NAME), size, mode)
+        self.generations = memoryview(self._words)
+        """Memory of the generation words; valid until ``close``."""
 
     @property
     def bytes(self) -> int:
@@ -129,6 +134,8 @@ class PoolFile:
         try:
             self.memory.release()
             self._mapping.close()
+            self.generations.release()
+            self._words.close()
         except BufferError:
             # A read that hangs in a dead mount uses its slot; the mapping ends with the process.
             _log.debug("the host pool stays mapped: an I/O thread uses it")
@@ -142,7 +149,8 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
     piece = PIECE_BYTES
     while done < wanted and keep_going():
         volume = os.fstatvfs(descriptor)
-        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES - slot_table_bytes(wanted)
+        beside = slot_table_bytes(wanted) + generation_bytes(wanted)
+        room = volume.f_bavail * volume.f_frsize - RESERVE_BYTES - beside
         length = min(piece, wanted - done, room // PAGE_BYTES * PAGE_BYTES)
         if length <= 0:
             break
@@ -161,6 +169,17 @@ def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> i
     if done < MIN_POOL_BYTES:
         raise OSError(errno.ENOSPC, f"no room for a host pool of at least {MIN_POOL_BYTES} bytes")
     return done
+
+
+def _map_generations(path: Path, pool_bytes: int, mode: int) -> mmap.mmap:
+    """Maps the generation words of the pool; words of an earlier tierd are kept."""
+    size = generation_bytes(pool_bytes)
+    descriptor = open_shared(path, os.O_RDWR | os.O_CREAT, mode)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
 
 
 def _populate(mapping: mmap.mmap, size: int) -> Callable[[int, int], bool] | None:

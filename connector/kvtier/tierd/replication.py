@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.store.types import RAM_BITS
+from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
 SNAPSHOT_KEYS = 4096
@@ -27,7 +27,9 @@ MAX_DEFERRED = 4096
 """Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 FORGET_SECONDS = 1.0
 """The store waits for acknowledgements for 100 ms; later ones are of no use."""
-Change = tuple[bytes, int]
+Added = tuple[bytes, int, int]
+"""Key, bits, and the location of a key in RAM (0: not in RAM)."""
+Removed = tuple[bytes, int]
 
 
 class _ReplicaState:
@@ -38,9 +40,9 @@ class _ReplicaState:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.sequence = 0
-        self.snapshot: Iterator[Change] | None = None
+        self.snapshot: Iterator[Added] | None = None
         self.first = True
-        self.deferred: deque[tuple[list[Change], list[Change]] | EvictionNotice] = deque()
+        self.deferred: deque[tuple[list[Added], list[Removed]] | EvictionNotice] = deque()
 
 
 class ReplicaPublisher:
@@ -54,7 +56,7 @@ class ReplicaPublisher:
     def __init__(
         self,
         send: Callable[[bytes, Message], None],
-        presence: Callable[[str], Iterable[Change]],
+        presence: Callable[[str], Iterable[Added]],
         acknowledge_eviction: Callable[[int], None],
         usable_bits: Callable[[], int],
     ) -> None:
@@ -63,7 +65,7 @@ class ReplicaPublisher:
         self._acknowledge_eviction = acknowledge_eviction
         self._usable_bits = usable_bits
         self._replicas: dict[bytes, _ReplicaState] = {}
-        self._pending: dict[str, dict[bytes, tuple[int, int]]] = {}
+        self._pending: dict[str, dict[bytes, tuple[int, int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
 
     def start(self, route: bytes, namespace: str) -> None:
@@ -84,13 +86,17 @@ class ReplicaPublisher:
         for token in [token for token, (routes, _) in self._tokens.items() if route in routes]:
             self.acknowledge(route, token)
 
-    def presence_changed(self, namespace: str, key: bytes, bits: int, present: bool) -> None:
-        """Queues a change of a key's bits."""
+    def presence_changed(
+        self, namespace: str, key: bytes, bits: int, present: bool, location: int = 0
+    ) -> None:
+        """Queues a change of a key's bits. ``location``: where it is, if it came into RAM."""
         pending = self._pending.setdefault(namespace, {})
-        added, removed = pending.get(key, (0, 0))
-        pending[key] = (
-            (added | bits, removed & ~bits) if present else (added & ~bits, removed | bits)
-        )
+        added, removed, before = pending.get(key, (0, 0, 0))
+        if present:
+            pending[key] = (added | bits, removed & ~bits, location or before)
+        else:
+            left = 0 if bits & MEMORY_BIT else before
+            pending[key] = (added & ~bits, removed | bits, left)
 
     def usable_tiers_changed(self) -> None:
         """Queues a change of the tiers that may be used."""
@@ -134,8 +140,8 @@ class ReplicaPublisher:
                 continue
             items = iter(keys.items())
             while piece := list(islice(items, SNAPSHOT_KEYS)):
-                added = [(key, bits) for key, (bits, _) in piece if bits]
-                removed = [(key, bits) for key, (_, bits) in piece if bits]
+                added = [(key, bits, location) for key, (bits, _, location) in piece if bits]
+                removed = [(key, bits) for key, (_, bits, _) in piece if bits]
                 for route in routes:
                     self._emit(route, self._replicas[route], (added, removed))
 
@@ -177,7 +183,7 @@ class ReplicaPublisher:
         self,
         route: bytes,
         replica: _ReplicaState,
-        item: tuple[list[Change], list[Change]] | EvictionNotice,
+        item: tuple[list[Added], list[Removed]] | EvictionNotice,
     ) -> None:
         if replica.snapshot is not None:
             if len(replica.deferred) >= MAX_DEFERRED:
@@ -193,8 +199,8 @@ class ReplicaPublisher:
         self,
         route: bytes,
         replica: _ReplicaState,
-        added: list[Change],
-        removed: list[Change],
+        added: list[Added],
+        removed: list[Removed],
         snapshot: bool,
     ) -> None:
         replica.sequence += 1
@@ -209,11 +215,16 @@ class ReplicaPublisher:
         )
 
 
-ALL_BITS = -1
+LOCATION_SHIFT = 20
+ALL_BITS = (1 << LOCATION_SHIFT) - 1
 
 
 class Replica:
-    """Keys (group byte + block hash) and the bits of the tiers that hold them.
+    """Keys (group byte + block hash), the bits of the tiers that hold them, and the location of
+    those in RAM.
+
+    The location is kept above the bits, in one integer: a second dictionary would cost a lookup per
+    chunk, and as much memory again.
 
     ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers
     derived from the replica. ``stale``: a delta is missing; the replica is empty until the next
@@ -221,39 +232,43 @@ class Replica:
     """
 
     __slots__ = (
-        "_bits",
         "_next_sequence",
         "_resync_requested",
-        "get_bits",
+        "_values",
+        "get_value",
         "removals",
         "stale",
         "usable_bits",
     )
 
     def __init__(self) -> None:
-        self._bits: dict[bytes, int] = {}
+        self._values: dict[bytes, int] = {}
         self._next_sequence = 1
         self._resync_requested = False
         self.removals = 0
         self.stale = False
         self.usable_bits = ALL_BITS
         """Of tiers that may be used."""
-        self.get_bits = self._bits.get
-        """``get_bits(key, 0)``: the dictionary's method, for loops over hundreds of keys. Mask it
-        with ``usable_bits``."""
+        self.get_value = self._values.get
+        """``get_value(key, 0)``: the dictionary's method, for loops over hundreds of keys.
+        ``& usable_bits``: bits of the usable tiers; ``>> LOCATION_SHIFT``: the location."""
 
     def __len__(self) -> int:
-        return len(self._bits)
+        return len(self._values)
 
     def get(self, key: bytes) -> int:
         """Bits of the usable tiers that hold ``key``; 0: none known."""
-        return self._bits.get(key, 0) & self.usable_bits
+        return self._values.get(key, 0) & self.usable_bits
+
+    def location(self, key: bytes) -> int:
+        """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
+        return self._values.get(key, 0) >> LOCATION_SHIFT
 
     def clear(self) -> None:
         """Empties the replica after the loss of tierd. The next session counts from 1."""
-        if self._bits:
+        if self._values:
             self.removals += 1
-            self._bits.clear()
+            self._values.clear()
         self._next_sequence = 1
         self._resync_requested = False
         self.stale = False
@@ -267,7 +282,7 @@ class Replica:
         if isinstance(message, Usable):
             if self.usable_bits & ~message.bits:
                 self.removals += 1
-            self.usable_bits = message.bits
+            self.usable_bits = message.bits & ALL_BITS
             return None
         if isinstance(message, EvictionNotice):
             for key in message.keys:
@@ -277,17 +292,20 @@ class Replica:
             self._invalidate()
         self._next_sequence = message.sequence + 1
         if message.snapshot:
-            if self._bits:
+            if self._values:
                 self.removals += 1
-                self._bits.clear()
+                self._values.clear()
             self.stale = False
             self._resync_requested = False
         if self.stale:
             # Without the missing delta, additions and removals would be wrong.
             return None
-        bits = self._bits
-        for key, added in message.added:
-            bits[key] = bits.get(key, 0) | added
+        values = self._values
+        for key, added, location in message.added:
+            value = values.get(key, 0) | added
+            if location:
+                value = value & ALL_BITS | location << LOCATION_SHIFT
+            values[key] = value
         for key, removed in message.removed:
             self._remove(key, removed)
         return None
@@ -300,19 +318,21 @@ class Replica:
         return True
 
     def _remove(self, key: bytes, removed: int) -> None:
-        before = self._bits.get(key, 0)
+        before = self._values.get(key, 0)
         left = before & ~removed
         if left == before:
             return
+        if removed & MEMORY_BIT:
+            left &= ALL_BITS
         self.removals += 1
         if left:
-            self._bits[key] = left
+            self._values[key] = left
         else:
-            del self._bits[key]
+            del self._values[key]
 
     def _invalidate(self) -> None:
-        if self._bits:
+        if self._values:
             self.removals += 1
-            self._bits.clear()
+            self._values.clear()
         self.stale = True
         self._resync_requested = False

@@ -11,6 +11,7 @@
         epoch                the latest epoch, as text
         pool                 the host pool
         slots, namespaces/   what is in the pool, for the next tierd (host_pool.py)
+        generations          generation words of the pool, mapped by the engines
         peers/               locks of engine processes in other containers (liveness.py)
         tierd.sock           the socket
         http.json            the address of /status and /metrics

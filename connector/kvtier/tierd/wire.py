@@ -19,9 +19,11 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/4"
+PROTOCOL = f"{__version__}/5"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
+GENERATIONS_NAME = "generations"
+"""The file of generation words beside the pool (``kvtier/store/generations.py``)."""
 
 HEARTBEAT_SECONDS = 0.5
 """Interval of heartbeats in both directions."""
@@ -144,20 +146,19 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Scheduler: send the workers the slots of ``keys``. Slots are pinned until every rank has sent
-    ``LoadReleased``.
+    """Scheduler: the workers load ``keys`` from the slots that a ``Delta`` or ``Promoted`` named.
+    tierd keeps them in RAM until ``LoadReleased``. No answer: the load does not wait for this.
 
-    ``promotion``: the one that prepared it, 0 if none. Each worker gets exactly one ``LoadReady``.
+    ``promotion``: the one that prepared it, 0 if none; its pins pass to the load.
     """
 
     load: int
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
-    ranks: tuple[int, ...] = (0,)
 
 
 class LoadReleased(Message, frozen=True, kw_only=True):
-    """Worker: all copies of this load have ended; its slots may be unpinned."""
+    """Scheduler: every rank has ended this load; its slots may be unpinned."""
 
     load: int
 
@@ -223,12 +224,13 @@ class Credits(Message, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """To a scheduler: what the engine's namespace holds changed. ``added`` and ``removed``:
-    (group+key bytes as stored, bits). ``sequence`` counts from 1 per session; ``snapshot`` on the
-    first of a series that replaces everything."""
+    """To a scheduler: what the engine's namespace holds changed. ``removed``: (group+key bytes as
+    stored, bits); ``added``: the same and a location, which is not 0 if the bits name the memory
+    tier (``generations.pack_location``). ``sequence`` counts from 1 per session; ``snapshot`` on
+    the first of a series that replaces everything."""
 
     sequence: int
-    added: tuple[tuple[bytes, int], ...] = ()
+    added: tuple[tuple[bytes, int, int], ...] = ()
     removed: tuple[tuple[bytes, int], ...] = ()
     snapshot: bool = False
 
@@ -252,21 +254,14 @@ class Usable(Message, frozen=True, kw_only=True):
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
     "whole", "partial", "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came
-    from (0: was in RAM)."""
+    from (0: was in RAM); ``locations[i]``: its slot and generation. This may arrive before the
+    ``Delta`` that names them."""
 
     promotion: int
     usable: int
     outcome: str
     tiers: tuple[int, ...] = ()
-
-
-class LoadReady(Message, frozen=True, kw_only=True):
-    """To a worker: the slots of a load's keys, in order. If it is shorter than the load, the other
-    keys are absent."""
-
-    load: int
-    slots: tuple[int, ...]
-    tiers: tuple[int, ...] = ()
+    locations: tuple[int, ...] = ()
 
 
 FromEngine = (
@@ -294,7 +289,6 @@ FromDaemon = (
     | EvictionNotice
     | Usable
     | Promoted
-    | LoadReady
     | Heartbeat
     | Bye
 )

@@ -55,6 +55,8 @@ class CpuCopyEngine(CopyEngine):
     """Copies synchronously: every copy is complete when ``submit`` returns."""
 
     kind = "cpu"
+    batch_bytes = 24 << 20
+    """5 ms: the engine waits for one batch per hook."""
 
     def __init__(
         self, kv_caches: Mapping[str, object], codec: Codec, in_flight_bytes: int = IN_FLIGHT_BYTES

@@ -375,6 +375,23 @@ class CudaCopyEngine(CopyEngine):
                 )
                 target.copy_(source, non_blocking=True)
 
+    def _seal(self, handle: CopyHandle) -> bool:
+        submission, lane = handle.state, self._lanes[handle.direction]
+        if not isinstance(submission, _Submission):
+            return False
+        try:
+            transfers, end = cuda.Event(), self._end_event()
+            transfers.record(lane.dma)
+            lane.kernels.wait_event(transfers)
+            end.record(lane.kernels)
+        except RuntimeError:
+            return False
+        submission.end, submission.started = end, False
+        for buffer in lane.buffers:
+            # The failed part may still use it, unrecorded.
+            buffer.free = end
+        return True
+
     def _ready(self, handle: CopyHandle) -> bool:
         submission = handle.state
         if not isinstance(submission, _Submission):

@@ -3,9 +3,9 @@
 A copy engine moves whole blocks between the engine's KV cache (the *device*, even on a CPU) and the
 host pool. Its caller decides which slots and blocks, and when to stop.
 
-Threads: the transfer thread calls ``submit``, ``done``, ``synchronize``, ``attach`` and
-``detach``. The thread that launches the engine's kernels calls ``fence``. No method is called by
-two threads at once.
+Threads: the thread that launches the engine's kernels calls ``fence``, ``submit`` and ``done``;
+another one calls the same, and ``attach``, ``detach`` and ``synchronize``. The caller's lock keeps
+two of these calls apart. ``wait_idle`` is called without it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class CopyHandle:
     seconds: float = 0.0
     """Time on the device between the first and the last byte; 0 until it is known."""
     state: object = field(default=None, repr=False)
+    failure: str = ""
+    """Why a part of it was not submitted. ``done`` raises once the other part has ended."""
 
 
 class CopyEngine(ABC):
@@ -157,7 +159,8 @@ class CopyEngine(ABC):
         ``after``: a ``fence``; device memory is neither read nor written before it. ``checked``:
         the caller has called ``check`` for every copy. Raises
         ``CopyError`` for an invalid address, before anything has started, or if the device fails.
-        In the latter case call ``synchronize`` before using the memory involved.
+        If the device still runs a part of the copies then, the handle is returned all the same, and
+        ``done`` raises once that part has ended.
         """
         for copy in () if checked else copies:
             problem = self.check(copy)
@@ -169,8 +172,10 @@ class CopyEngine(ABC):
         try:
             self._start(handle, copies, after)
         except RuntimeError as error:
-            self._finish(handle)
-            raise CopyError(f"copy failed: {error}") from error
+            if not self._seal(handle):
+                self._finish(handle)
+                raise CopyError(f"copy failed: {error}") from error
+            handle.failure = f"copy failed: {error}"
         return handle
 
     def done(self, handle: CopyHandle) -> bool:
@@ -187,10 +192,12 @@ class CopyEngine(ABC):
             raise CopyError(f"copy failed: {error}") from error
         if ready:
             self._finish(handle)
+            if handle.failure:
+                raise CopyError(handle.failure)
         return ready
 
-    def synchronize(self) -> None:
-        """Waits until no submitted copy touches the device or the pool.
+    def wait_idle(self) -> None:
+        """Waits until the copies that were submitted before have ended. Any thread.
 
         Raises ``CopyError`` if that cannot be determined.
         """
@@ -198,6 +205,13 @@ class CopyEngine(ABC):
             self._drain()
         except RuntimeError as error:
             raise CopyError(f"the device cannot be synchronized: {error}") from error
+
+    def synchronize(self) -> None:
+        """Waits until no submitted copy touches the device or the pool.
+
+        Raises ``CopyError`` if that cannot be determined.
+        """
+        self.wait_idle()
         for handle in list(self._handles):
             self._finish(handle)
 
@@ -228,6 +242,13 @@ class CopyEngine(ABC):
     @abstractmethod
     def _start(self, handle: CopyHandle, copies: Sequence[Copy], after: object | None) -> None:
         """Starts checked copies. Raises ``RuntimeError`` on failure."""
+
+    def _seal(self, handle: CopyHandle) -> bool:
+        """Makes ``_ready`` wait for what ``_start`` submitted before it failed.
+
+        Returns False if nothing runs, or the device is lost.
+        """
+        return False
 
     @abstractmethod
     def _ready(self, handle: CopyHandle) -> bool:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from fractions import Fraction
 
+from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import INJECTED_NAMES, MIRROR_ANNOTATION
 from kvtier_operator.api.pods import Container, Pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.injection.command_line import CommandLine, parse_command_line, parse_count
+from kvtier_operator.injection.decision import Skipped
+from kvtier_operator.injection.programs import (
+    ENGINE_PROGRAMS,
+    NAMED_PROGRAMS,
+    Program,
+    program_of_image,
+)
 from kvtier_operator.injection.resources import (
     Amounts,
     container_limits,
@@ -22,8 +31,28 @@ from kvtier_operator.injection.resources import (
 _GPU = re.compile(r"(^|[./-])(v?gpu|mig-|gaudi$)", re.IGNORECASE)
 _COUNTED = re.compile(r"/(v?gpu(\.shared)?|mig-[\w.]+|gaudi)$|^gpu\.intel\.com/(i915|xe)$")
 """Resources that are counted in devices, not in bytes or shares."""
-_VLLM_IMAGE = re.compile(r"(^|[/_.-])vllm([/_.:@-]|$)")
-_VLLM_WORD = re.compile(r"(^|/)vllm$|^vllm\.|^vllm/")
+_OTHER_DEVICE = re.compile(r"/(tpu|npu|ascend|neuron)|(^|[./-])(tpu|npu|neuron)", re.IGNORECASE)
+_OTHER_DEVICE_IMAGE = re.compile(
+    r"(^|[/_.:-])vllm[-_](tpu|ascend|neuron|npu)|vllm:[\w.-]*(tpu|npu)"
+)
+_VLLM_NAME = re.compile(r"(^|-)vllm(-|$)")
+_ADDRESS = re.compile(r"URL|URI|HOST|ADDR|ENDPOINT|SERVICE|API_KEY|TOKEN|_PORT")
+"""In names of variables by which a client finds a server."""
+VLLM_OPTIONS = frozenset(
+    {
+        "enable-chunked-prefill",
+        "enable-prefix-caching",
+        "enforce-eager",
+        "gpu-memory-utilization",
+        "kv-offloading-size",
+        "kv-transfer-config",
+        "limit-mm-per-prompt",
+        "max-model-len",
+        "max-num-batched-tokens",
+        "max-num-seqs",
+    }
+)
+"""Options that only vLLM has among the common engines."""
 SIZES = (
     ("tensor-parallel-size", ("TENSOR_PARALLEL_SIZE", "VLLM_TENSOR_PARALLEL_SIZE", "TP_SIZE")),
     (
@@ -38,6 +67,16 @@ MAX_AMOUNTS = 1024
 """Requests and limits of all containers together. A request to the API server has room for
 thousands, and each one is compared with every LimitRange and quota: such a pod would occupy the
 webhook's threads for minutes."""
+
+
+class Evidence(IntEnum):
+    """What identifies a container as vLLM's server; the greater, the stronger. ``TRACES``: a GPU,
+    and arguments, variables or a name of vLLM.
+    """
+
+    TRACES = 1
+    IMAGE = 2
+    COMMAND = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +136,12 @@ def too_large(pod: Pod) -> str | None:
     return None
 
 
-def engine_container(policy: KVTierPolicy, pod: Pod) -> EngineContainer | str:
-    """The engine's container, or one sentence that says why there is none.
+def engine_container(policy: KVTierPolicy, pod: Pod) -> EngineContainer | Skipped:
+    """The engine's container, or why there is none.
 
-    It is the container that the policy names; else the only one with a GPU; else the only one that
-    looks like vLLM by its command, by its variables, by its image, in this order.
+    It is the container that the policy names; else the only one that something identifies as vLLM's
+    server (``evidence``). If several are identified, one with a GPU precedes the others, and then a
+    command precedes an image, and an image the rest.
     """
     containers = [
         (index, each)
@@ -112,30 +152,104 @@ def engine_container(policy: KVTierPolicy, pod: Pod) -> EngineContainer | str:
     if named is not None:
         for index, each in containers:
             if each.name == named:
-                return EngineContainer(index, named)
-        return (
+                return _named_container(index, each)
+        return _no_engine(
             f"no container is named {named} (spec.engine.containerName); the pod has "
             f"{_names(containers)}"
         )
-    with_gpu = [(index, each) for index, each in containers if has_gpu(each)]
-    if len(with_gpu) == 1:
-        return _engine(with_gpu[0])
-    candidates = with_gpu or containers
-    for looks_like_vllm in (_by_command, _by_environment, _by_image):
-        alike = [(index, each) for index, each in candidates if looks_like_vllm(each)]
-        if len(alike) == 1:
-            return _engine(alike[0])
-        if alike:
-            return (
-                f"containers {_names(alike)} all look like an engine; set "
-                "spec.engine.containerName to one of them"
-            )
-    gpus = "several have a GPU" if with_gpu else "none has a GPU"
-    return (
-        f"of the containers {_names(containers)} {gpus} and none looks like vLLM by command, "
-        "variables or image; "
-        "set spec.engine.containerName"
+    found: list[tuple[tuple[bool, int], int, Container]] = []
+    for index, each in containers:
+        strength = evidence(each)
+        if strength is not None:
+            found.append(((has_gpu(each), strength), index, each))
+    if not found:
+        return _nothing_found(containers)
+    strongest = max(rank for rank, _, _ in found)
+    alike = [(index, each) for rank, index, each in found if rank == strongest]
+    if len(alike) > 1:
+        return _no_engine(
+            f"containers {_names(alike)} all look like an engine; set "
+            "spec.engine.containerName to one of them"
+        )
+    unsupported = _unsupported_device(alike[0][1])
+    return unsupported or _engine(alike[0])
+
+
+def evidence(container: Container) -> Evidence | None:
+    """What identifies the container as vLLM's server, or None. A GPU alone is no evidence, because
+    other engines have one too. A command that is known to run something else refutes the rest.
+    """
+    command = parse_command_line(container)
+    if any(program in ENGINE_PROGRAMS for program in command.programs):
+        return Evidence.COMMAND
+    if command.programs:
+        return None
+    by_image = program_of_image(container.image)
+    if by_image is not None:
+        return Evidence.IMAGE if by_image is Program.VLLM else None
+    if not has_gpu(container):
+        return None
+    options = {name for name, _ in command.options}
+    variables = any(
+        each.name.startswith("VLLM_") and not _ADDRESS.search(each.name) for each in container.env
     )
+    ports = any(_VLLM_NAME.search(port.name) for port in container.ports)
+    if options & VLLM_OPTIONS or variables or ports or _VLLM_NAME.search(container.name):
+        return Evidence.TRACES
+    return None
+
+
+def _named_container(index: int, container: Container) -> EngineContainer | Skipped:
+    """The container that the policy names, unless its command is known to be no vLLM."""
+    programs = parse_command_line(container).programs
+    if programs and not any(program in NAMED_PROGRAMS for program in programs):
+        return _other_program(container, programs[0])
+    return _unsupported_device(container) or EngineContainer(index, container.name)
+
+
+def _nothing_found(containers: Sequence[tuple[int, Container]]) -> Skipped:
+    for _, each in containers:
+        programs = parse_command_line(each).programs
+        image = program_of_image(each.image)
+        program = programs[0] if programs else image
+        if program is not None and program not in (Program.VLLM, Program.IDLE):
+            if program is Program.DYNAMO_VLLM:
+                return _no_engine(
+                    f"container {each.name} runs {program}, which chooses a KV connector itself; "
+                    "if it has none, set spec.engine.containerName"
+                )
+            return _other_program(each, program)
+    return _no_engine(
+        f"nothing identifies one of the containers {_names(containers)} as vLLM's server (its "
+        "command, image, arguments, or the name of a port); set spec.engine.containerName"
+    )
+
+
+def _other_program(container: Container, program: Program) -> Skipped:
+    return Skipped(
+        SkipReason.UNSUPPORTED_ENGINE,
+        f"container {container.name} runs {program}, and tiers serve vLLM's server; exclude such "
+        "pods in spec.podSelector",
+    )
+
+
+def _unsupported_device(container: Container) -> Skipped | None:
+    """Why the engine's devices are not supported, or None."""
+    amounts = _amounts(container).items()
+    device = next((name for name, value in amounts if value > 0 and _OTHER_DEVICE.search(name)), "")
+    if not device and _OTHER_DEVICE_IMAGE.search(container.image):
+        device = f"image {container.image}"
+    if not device:
+        return None
+    return Skipped(
+        SkipReason.UNSUPPORTED_ENGINE,
+        f"container {container.name} computes on another device than a GPU or CPU ({device}), "
+        "which this version does not copy from",
+    )
+
+
+def _no_engine(message: str) -> Skipped:
+    return Skipped(SkipReason.NO_ENGINE_CONTAINER, message)
 
 
 def has_gpu(container: Container) -> bool:
@@ -191,15 +305,3 @@ def _engine(found: tuple[int, Container]) -> EngineContainer:
 
 def _names(found: Sequence[tuple[int, Container]]) -> str:
     return ", ".join(each.name for _, each in found) or "none"
-
-
-def _by_command(container: Container) -> bool:
-    return any(_VLLM_WORD.search(word) for word in parse_command_line(container).words)
-
-
-def _by_environment(container: Container) -> bool:
-    return any(variable.name.startswith("VLLM_") for variable in container.env)
-
-
-def _by_image(container: Container) -> bool:
-    return bool(_VLLM_IMAGE.search(container.image))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
 from kvtier_operator.api.pods import Container, Pod
 from kvtier_operator.injection.command_line import CommandLine, parse_count
 from kvtier_operator.injection.engine_container import gpu_count, world_size
+from kvtier_operator.injection.programs import Program
 from kvtier_operator.render.connectors.base import TRANSFER_CONFIG_VARIABLE
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
@@ -32,6 +34,9 @@ def own_transfer_config(container: Container, command: CommandLine) -> str | Non
             return (
                 f"--{name}, which configures vLLM's own offloading, is in its command or variables"
             )
+        is_dynamo = Program.DYNAMO_VLLM in command.programs
+        if is_dynamo and name == "connector" and value.lower() not in ("", "none", "null"):
+            return f"--connector {value} of dynamo.vllm is in its command or variables"
     for variable in container.env:
         if variable.name in (TOPOLOGY_VARIABLE, TRANSFER_CONFIG_VARIABLE):
             return f"the pod sets the variable {variable.name}"
@@ -63,29 +68,30 @@ def python_ignores_path(command: CommandLine) -> bool:
         re.search(r"(^|/)python[\d.]*$", word)
         and re.fullmatch(r"-[a-zA-Z]+", following)
         and {"I", "E"} & set(following)
-        for word, following in itertools.pairwise(command.words)
+        for word, following in _pairs(command)
     )
 
 
-def overwrites_variable(container: Container, name: str) -> bool:
+def overwrites_variable(command: CommandLine, name: str) -> bool:
     """Whether a shell in the command assigns the variable without its previous value."""
-    raw = " ".join((*container.command, *container.args))
     return any(
-        name not in value
-        for value in re.findall(rf"(?:^|[\s;&|(]){name}=(\"[^\"]*\"|'[^']*'|\S*)", raw)
-        if value
+        assigned == name and value and name not in value for assigned, value in command.assignments
     )
+
+
+def _pairs(command: CommandLine) -> Iterator[tuple[str, str]]:
+    """Each word of a command with the next one."""
+    return itertools.chain.from_iterable(map(itertools.pairwise, command.commands))
 
 
 def _ray_reason(pod: Pod, command: CommandLine) -> str | None:
     if any(label in pod.metadata.labels for label in RAY_LABELS):
         return "it is part of a Ray cluster"
     if any(
-        _RAY_PROGRAM.search(word) and following == "start"
-        for word, following in itertools.pairwise(command.words)
+        _RAY_PROGRAM.search(word) and following == "start" for word, following in _pairs(command)
     ):
         return "its command starts Ray"
-    if any(_RAY_SCRIPT.search(word) for word in command.words):
+    if any(_RAY_SCRIPT.search(word) for words in command.commands for word in words):
         return "its command creates a Ray cluster"
     if command.option("distributed-executor-backend") == "ray":
         return "Ray executes it"

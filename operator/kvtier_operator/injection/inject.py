@@ -113,8 +113,8 @@ def _decide(
     if too_large is not None:
         return Skipped(SkipReason.NO_ENGINE_CONTAINER, too_large)
     engine = engine_container.engine_container(policy, pod)
-    if isinstance(engine, str):
-        return Skipped(SkipReason.NO_ENGINE_CONTAINER, engine)
+    if isinstance(engine, Skipped):
+        return engine
     target = EnginePod.of(pod, engine.index)
     skipped = _skip_by_engine(target)
     if skipped is not None:
@@ -415,7 +415,7 @@ def _note_python_path(policy: KVTierPolicy, draft: Draft) -> None:
             "the command runs Python with -I or -E, which ignore PYTHONPATH, so the plugin is not "
             "found; use delivery: Image"
         )
-    if existing_config.overwrites_variable(draft.target.engine, environment.PATH):
+    if existing_config.overwrites_variable(draft.target.command, environment.PATH):
         draft.notes.append(
             "the command overwrites PYTHONPATH, so the plugin may not be found; extend "
             "$PYTHONPATH, or use delivery: Image"

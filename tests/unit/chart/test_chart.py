@@ -448,10 +448,17 @@ def test_the_schema_rejects_unknown_keys() -> None:
     check(json.loads((CHART / "values.schema.json").read_text()), ())
 
 
+def test_a_chart_that_depends_on_this_one_can_have_a_condition() -> None:
+    """Helm passes the value of ``condition: kvtier.enabled`` to this chart."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"]["enabled"]["type"] == "boolean"
+    assert one(render({"enabled": True}), "ConfigMap")
+
+
 def test_schema_defaults_and_models_agree() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert values.keys() == schema["properties"].keys() - {"global"}
+    assert values.keys() == schema["properties"].keys() - {"global", "enabled"}
     for name in ("images", "controller", "webhook", "monitoring", "storage", "networkPolicy"):
         assert values[name].keys() == schema["properties"][name]["properties"].keys()
     entry = schema["properties"]["allowedVolumes"]["items"]["properties"].keys()

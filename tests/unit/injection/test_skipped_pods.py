@@ -312,7 +312,13 @@ class TestEngineContainer:
             ([engine("a", command=["/usr/local/bin/vllm"]), engine("b", command=["x"])], "a"),
             (
                 [
-                    engine("a", command=["x"], image="x", env=[{"name": "VLLM_X", "value": "1"}]),
+                    engine(
+                        "a",
+                        command=["x"],
+                        image="x",
+                        env=[{"name": "VLLM_X", "value": "1"}],
+                        resources=GPU,
+                    ),
                     engine("b", command=["y"]),
                 ],
                 "a",
@@ -327,7 +333,7 @@ class TestEngineContainer:
             ),
         ],
     )
-    def test_the_engine_is_found_by_gpu_command_variables_or_image(
+    def test_the_engine_is_found_by_what_identifies_vllm(
         self, containers: list[dict[str, Any]], found: str
     ) -> None:
         decision = decide(pod_objects.pod(*containers))
@@ -379,3 +385,101 @@ def test_a_pod_that_is_too_large_is_skipped_before_it_is_inspected() -> None:
         found.message
         == "the pod's containers have 1026 requests and limits; at most 1024 are inspected"
     )
+
+
+KSERVE = """# --kv-transfer-config needs a newer version; it is not used here
+KV_ARGS=""
+eval "exec vllm serve /mnt/models \\
+  --port 8000 \\
+  ${KV_ARGS} \\
+  ${MORE_ARGS} \\
+  $@"
+"""
+COMMENT = """# for two nodes add --nnodes 2 and --tensor-parallel-size 16
+exec vllm serve org/m --tensor-parallel-size 8
+"""
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        engine("main", image="ghcr.io/llm-d/llm-d-cuda:v0.6.0", resources=GPU)
+        | {"command": ["/bin/bash", "-c", KSERVE, "--"]},
+        engine(command=["/bin/bash", "-c"], args=[COMMENT], resources=GPU),
+    ],
+)
+def test_a_comment_in_a_shell_text_configures_nothing(found: dict[str, Any]) -> None:
+    assert isinstance(decide(pod_objects.pod(found)), Injected)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason", "text"),
+    [
+        (
+            {
+                "image": "lmsysorg/sglang:latest",
+                "command": ["python", "-m", "sglang.launch_server", "--model-path", "/mnt/models"],
+            },
+            SkipReason.UNSUPPORTED_ENGINE,
+            "SGLang",
+        ),
+        (
+            {
+                "image": "ghcr.io/huggingface/text-generation-inference:3",
+                "args": ["--model-id=$(MODEL_ID)"],
+            },
+            SkipReason.UNSUPPORTED_ENGINE,
+            "Text Generation Inference",
+        ),
+        (
+            {
+                "image": "vllm/vllm-openai-cpu:v0.23.0",
+                "command": ["/bin/bash", "-c", "exec vllm launch render /mnt/models/base --port=8"],
+            },
+            SkipReason.UNSUPPORTED_ENGINE,
+            "serves no model",
+        ),
+        (
+            {
+                "image": "vllm/vllm-tpu:v0.24.0",
+                "command": ["vllm", "serve", "m"],
+                "resources": {"limits": {"google.com/tpu": "8"}},
+            },
+            SkipReason.UNSUPPORTED_ENGINE,
+            "google.com/tpu",
+        ),
+        (
+            {
+                "image": "quay.io/ascend/vllm-ascend:v0.24.0",
+                "command": ["vllm", "serve", "m"],
+                "resources": {"limits": {"huawei.com/Ascend910": "8"}},
+            },
+            SkipReason.UNSUPPORTED_ENGINE,
+            "huawei.com/Ascend910",
+        ),
+        (
+            {
+                "image": "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1",
+                "command": ["python3", "-m", "dynamo.vllm", "--connector", "kvbm"],
+            },
+            SkipReason.NO_ENGINE_CONTAINER,
+            "dynamo.vllm",
+        ),
+        ({"image": "org/model-server:1"}, SkipReason.NO_ENGINE_CONTAINER, "containerName"),
+    ],
+)
+def test_a_device_is_no_proof_of_vllm(found: dict[str, Any], reason: SkipReason, text: str) -> None:
+    decision = skipped(pod_objects.pod({"name": "main", "resources": GPU, **found}))
+    assert (decision.reason, text in decision.message) == (reason, True), decision
+
+
+def test_a_named_container_with_an_unknown_command_is_the_engine() -> None:
+    named = pod_objects.policy(engine={"containerName": "main"})
+    unknown = {"name": "main", "image": "org/model-server:1", "resources": GPU}
+    assert isinstance(decide(pod_objects.pod(unknown), named), Injected)
+    dynamo = unknown | {"command": ["python3", "-m", "dynamo.vllm"]}
+    assert isinstance(decide(pod_objects.pod(dynamo), named), Injected)
+    with_connector = dynamo | {"args": ["--connector", "kvbm"]}
+    assert skipped(pod_objects.pod(with_connector), named).reason is SkipReason.ALREADY_CONFIGURED
+    other = unknown | {"command": ["python3", "-m", "sglang.launch_server"]}
+    assert skipped(pod_objects.pod(other), named).reason is SkipReason.UNSUPPORTED_ENGINE

@@ -22,10 +22,17 @@ from kvtier.config.models import (
 )
 from kvtier.engines.vllm.identity import EngineIdentity
 from kvtier.engines.vllm.lora import AdapterDigests
-from kvtier.engines.vllm.metadata import LoadResult, StepMetadata, StoreJob, WorkerReport
+from kvtier.engines.vllm.metadata import (
+    LoadJob,
+    LoadResult,
+    StepMetadata,
+    StoreJob,
+    WorkerReport,
+)
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
+from kvtier.store.generations import pack_location
 from kvtier.tierd.wire import (
     PROTOCOL,
     Credits,
@@ -34,6 +41,7 @@ from kvtier.tierd.wire import (
     Heartbeat,
     Hello,
     Message,
+    Promote,
     Promoted,
     Ready,
     Welcome,
@@ -145,7 +153,10 @@ class FakeClient:
         self.sink(
             Delta(
                 sequence=self._sequence,
-                added=tuple((added or {}).items()),
+                added=tuple(
+                    (key, bits, location_of(key) if bits & RAM else 0)
+                    for key, bits in (added or {}).items()
+                ),
                 removed=tuple((removed or {}).items()),
                 snapshot=snapshot,
             )
@@ -164,7 +175,11 @@ class FakeClient:
     ) -> None:
         self.sink(
             Promoted(
-                promotion=promotion, usable=usable, outcome=outcome, tiers=tiers or (1,) * usable
+                promotion=promotion,
+                usable=usable,
+                outcome=outcome,
+                tiers=tiers or (1,) * usable,
+                locations=tuple(pack_location(i * SLOT_BYTES, 6) for i in range(usable)),
             )
         )
 
@@ -407,15 +422,31 @@ class SchedulerTestbed:
         """Adds keys to the replica."""
         self.client.delta(added=dict.fromkeys(keys, bits))
 
+    def promoted_load(
+        self, request: FakeRequest, tiers: tuple[int, ...], computed: int = 0
+    ) -> LoadJob:
+        """Starts a load of chunks that tierd has brought from ``tiers``."""
+        self.hold(request.keys(0, len(tiers)), DISK)
+        assert self.ask(request, computed) is None
+        (promote,) = self.client.take(Promote)
+        self.client.promoted(promote.promotion, len(tiers), tiers=tiers)
+        self.admit(request, computed, self.ask(request, computed) or 0)
+        (job,) = self.build().loads
+        return job
+
     def result(
         self,
         load: int,
         keys_loaded: int,
         request_id: str = "r",
         reason: str = "",
-        tiers: tuple[int, ...] = (),
     ) -> LoadResult:
-        return LoadResult(load, request_id, keys_loaded, tiers or (0,) * keys_loaded, reason)
+        return LoadResult(load, request_id, keys_loaded, reason)
+
+
+def location_of(key: bytes) -> int:
+    """Where the stub's tierd has ``key`` in RAM: some slot, in its fourth generation."""
+    return pack_location(key[-1] * SLOT_BYTES, 8)
 
 
 def chunks_of(

@@ -149,7 +149,6 @@ def load(
                     job.load,
                     request.request_id,
                     tokens // CHUNK,
-                    (0,) * (tokens // CHUNK),
                     "",
                     seconds,
                     copy_seconds,

@@ -19,11 +19,12 @@ def _loading(
 
 
 def test_tokens_count_as_loaded_when_the_load_is_complete(testbed: SchedulerTestbed) -> None:
-    _, job = _loading(testbed, computed=32)
+    request = testbed.request(4 * CHUNK + 44)
+    job = testbed.promoted_load(request, (0, 0, 1, 2), computed=32)
     counts = testbed.scheduler.loads.counts
     assert counts.offered_tokens == 4 * CHUNK - 32
     assert not counts.loaded_tokens
-    testbed.report(loads=[testbed.result(job.load, 4, tiers=(0, 0, 1, 2))])
+    testbed.report(loads=[testbed.result(job.load, 4)])
     assert counts.loaded_tokens == {"ram": 2 * CHUNK - 32, "disk": CHUNK, "nfs": CHUNK}
     assert not counts.failures
 

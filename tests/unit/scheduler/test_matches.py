@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, RAM, SchedulerTestbed, topology
+from tests.unit.scheduler.scheduler_testbed import (
+    CHUNK,
+    DISK,
+    RAM,
+    SchedulerTestbed,
+    location_of,
+    topology,
+)
 
-from kvtier.tierd.wire import Load, Promote
+from kvtier.store.generations import unpack_location
+from kvtier.tierd.wire import Load, LoadReleased, Promote
 
 
 def test_a_detached_engine_matches_nothing() -> None:
@@ -88,7 +96,7 @@ def test_repeated_lookups_use_the_cached_match(testbed: SchedulerTestbed) -> Non
     request = testbed.request(300)
     testbed.hold(request.keys(0, 4))
     first = testbed.ask(request)
-    testbed.scheduler.session.replica.get_bits = None  # type: ignore[assignment]
+    testbed.scheduler.session.replica.get_value = None  # type: ignore[assignment]
     assert [testbed.ask(request) for _ in range(50)] == [first] * 50
 
 
@@ -180,8 +188,44 @@ def test_a_load_reaches_the_worker_even_if_tierd_is_unreachable(testbed: Schedul
     offered = testbed.ask(request) or 0
     testbed.client.accepts = False
     testbed.admit(request, 0, offered)
-    assert len(testbed.build().loads) == 1
-    assert testbed.scheduler.loads.counts.failures["not_sent"] == 1
+    (job,) = testbed.build().loads
+    assert len(job.slots) == 4, "the worker can load without a word from tierd"
+
+
+def test_a_load_names_the_slots_and_generations_that_tierd_announced(
+    testbed: SchedulerTestbed,
+) -> None:
+    request = testbed.request(300)
+    keys = request.keys(0, 4)
+    testbed.hold(keys)
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    named = list(zip(job.slots, job.generations, strict=True))
+    assert named == [unpack_location(location_of(key)) for key in keys]
+    assert job.epoch == testbed.scheduler.session.epoch
+
+
+def test_a_key_evicted_after_the_lookup_is_not_named(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    keys = request.keys(0, 4)
+    testbed.hold(keys)
+    offered = testbed.ask(request) or 0
+    testbed.client.leaving(keys[2:3])
+    testbed.admit(request, 0, offered)
+    (job,) = testbed.build().loads
+    assert (len(job.slots), len(job.runs)) == (2, 4)
+
+
+def test_tierd_may_evict_again_once_every_rank_has_reported() -> None:
+    testbed = SchedulerTestbed(ranks=2)
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4))
+    testbed.admit(request, 0, testbed.ask(request) or 0)
+    (job,) = testbed.build().loads
+    testbed.report(loads=[testbed.result(job.load, 4)])
+    assert testbed.client.take(LoadReleased) == []
+    testbed.report(loads=[testbed.result(job.load, 4)])
+    assert testbed.client.take(LoadReleased) == [LoadReleased(load=job.load)]
 
 
 def test_a_higher_ram_weight_prefers_a_shorter_prefix_in_ram() -> None:

@@ -277,10 +277,8 @@ def test_heartbeats_carry_prompt_tokens_and_loaded_tokens_by_tier(
     testbed: SchedulerTestbed,
 ) -> None:
     request = testbed.request(300)
-    testbed.hold(request.keys(0, 4))
-    testbed.admit(request, 0, testbed.ask(request) or 0)
-    (job,) = testbed.build().loads
-    testbed.report(loads=[testbed.result(job.load, 4, tiers=(0, 0, 1, 1))])
+    job = testbed.promoted_load(request, (0, 0, 1, 1))
+    testbed.report(loads=[testbed.result(job.load, 4)])
     testbed.build({"r": 300 - 4 * CHUNK})
     testbed.build({"r": 1})
     beat = testbed.client.heartbeat()

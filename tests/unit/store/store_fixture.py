@@ -6,6 +6,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from tests.support.dict_tier import DictTier
@@ -23,6 +24,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.store.context import StoreRuntime
+from kvtier.store.generations import generation_bytes
 from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
@@ -30,7 +32,6 @@ from kvtier.store.types import (
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
-    LoadAnnounced,
     PromotionEnded,
     StoreCounters,
     StoreEvent,
@@ -163,6 +164,14 @@ def topology(
     return Topology(structural=structural, live=values)
 
 
+@dataclass(frozen=True)
+class PinnedLoad:
+    """A load as the store knows it. ``slots``: where its pinned prefix is."""
+
+    load: int
+    slots: tuple[int, ...]
+
+
 class ReadLogStub:
     """A ``ReadLog`` in memory."""
 
@@ -198,6 +207,7 @@ class StoreFixture:
         eviction_policy: Literal["LRU", "ARC"] = "LRU",
     ) -> None:
         self.pool = bytearray(slots * PAGE)
+        self.generations = memoryview(bytearray(generation_bytes(len(self.pool))))
         self.clock = ManualClock()
         self.io = ManualExecutor()
         self.tiers = [tier_type(name) for name in tiers]
@@ -228,7 +238,7 @@ class StoreFixture:
             self.pool,
             self.tiers,
             self._document,
-            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters),
+            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters, self.generations),
             PoolRecovery(fenced, self.table, self.read_log, self.orphaned_reads),
         )
 
@@ -352,17 +362,24 @@ class StoreFixture:
             e for e in self.events if isinstance(e, PromotionEnded) and e.promotion == promotion
         ]
 
-    def load(
-        self, *chunks: int, promotion: int = 0, engine: str = "e", ranks: tuple[int, ...] = (0,)
-    ) -> LoadAnnounced:
-        """Loads chunks; returns the announcement."""
+    def load(self, *chunks: int, promotion: int = 0, engine: str = "e") -> PinnedLoad:
+        """Loads chunks; returns what the store pinned."""
         number = self.number()
-        self.store.load(
-            engine, number, promotion, [(0, block_hash(chunk)) for chunk in chunks], ranks
-        )
+        keys = [(0, block_hash(chunk)) for chunk in chunks]
+        pinned = self.store.load(engine, number, promotion, keys)
         self.pump()
-        (ready,) = [e for e in self.events if isinstance(e, LoadAnnounced) and e.load == number]
-        return ready
+        state = self.store._engines.get(engine)
+        entries = [] if state is None else state.loads.get(number, [])
+        assert len(entries) == pinned
+        return PinnedLoad(number, tuple(entry.slot.offset for entry in entries))
+
+    def word(self, offset: int) -> int:
+        """The generation word of a slot, as an engine reads it."""
+        return self.generations.cast("I")[offset // PAGE]
+
+    def held(self, namespace: str) -> dict[bytes, int]:
+        """Every key of a namespace with its bits, as schedulers are told."""
+        return {key: bits for key, bits, _ in self.store.presence(namespace)}
 
     def put_in_tier(self, *chunks: int, tier: int = 0) -> None:
         """Puts chunks into a secondary tier."""

@@ -140,7 +140,7 @@ def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  
         fixture.settle()
     for _ in range(2):
         ready = fixture.load(0, 1, 2)
-        fixture.store.release_load("e", 0, ready.load)
+        fixture.store.release_load("e", ready.load)
     for chunk in range(100, 130):
         fixture.put(chunk)
         fixture.settle()

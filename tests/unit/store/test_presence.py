@@ -18,7 +18,7 @@ def test_a_new_engine_finds_the_objects_that_tiers_hold() -> None:
     fixture.put_in_tier(0, 1, tier=0)
     fixture.put_in_tier(1, 2, tier=1)
     fixture.engine()
-    assert dict(fixture.store.presence(NAMESPACE)) == {key(0): 2, key(1): 6, key(2): 4}
+    assert fixture.held(NAMESPACE) == {key(0): 2, key(1): 6, key(2): 4}
 
 
 def test_objects_of_namespaces_without_engines_are_not_announced() -> None:
@@ -48,7 +48,7 @@ def test_changes_without_an_open_engine_are_known_to_the_next_one() -> None:
     fixture.tier.drop(NAMESPACE, key(0))
     fixture.pump()
     fixture.engine("e1")
-    assert dict(fixture.store.presence(NAMESPACE)) == {key(1): 2}
+    assert fixture.held(NAMESPACE) == {key(1): 2}
 
 
 def test_objects_in_ram_survive_the_engine() -> None:
@@ -58,7 +58,7 @@ def test_objects_in_ram_survive_the_engine() -> None:
     fixture.settle()
     fixture.store.close_engine("e", False)
     fixture.engine("e1")
-    assert dict(fixture.store.presence(NAMESPACE)) == {key(0): 3}
+    assert fixture.held(NAMESPACE) == {key(0): 3}
 
 
 def test_too_many_announcements_at_once_cause_a_new_listing_of_the_tier(
@@ -73,7 +73,7 @@ def test_too_many_announcements_at_once_cause_a_new_listing_of_the_tier(
     fixture.tier.drop(NAMESPACE, key(100))
     while fixture.store.next_wake() == fixture.clock.now:
         fixture.pump()
-    assert dict(fixture.store.presence(NAMESPACE)) == {key(chunk): 2 for chunk in range(50)}
+    assert fixture.held(NAMESPACE) == {key(chunk): 2 for chunk in range(50)}
     assert fixture.counted("presence_relisted", "disk") == 1
 
 
@@ -99,7 +99,7 @@ def test_a_tier_is_listed_again_in_parts_while_it_changes(
             held[60 + looks] = None
             fixture.tier.put(NAMESPACE, key(60 + looks), (PAGE,))
     assert looks > 6
-    assert dict(fixture.store.presence(NAMESPACE)) == {key(chunk): 2 for chunk in held}
+    assert fixture.held(NAMESPACE) == {key(chunk): 2 for chunk in held}
     assert fixture.counted("presence_relisted", "disk") == 1
 
 
@@ -118,7 +118,7 @@ def test_changes_lost_during_a_listing_cause_another_listing(
         fixture.tier.drop(NAMESPACE, key(chunk))
     while fixture.store.next_wake() == fixture.clock.now:
         fixture.pump()
-    assert dict(fixture.store.presence(NAMESPACE)) == {}
+    assert fixture.held(NAMESPACE) == {}
     assert fixture.counted("presence_relisted", "disk") == 2
 
 

@@ -14,6 +14,7 @@ from tests.unit.store.store_fixture import (
 
 from kvtier.config.models import LiveTier, Selection
 from kvtier.errors import TierCorruptError, TierMissError, TierUnavailableError
+from kvtier.store.generations import unpack_location
 from kvtier.store.types import PromotionEnded, PromotionOutcome
 
 TWO = ("disk", "nfs")
@@ -45,7 +46,7 @@ def test_keys_in_a_secondary_tier_are_read_into_pinned_slots_and_then_loaded_fro
     (end,) = fixture.ends(promotion)
     assert (end.outcome, end.usable, end.tiers) == (PromotionOutcome.WHOLE, 3, (0, 1, 1))
     ready = fixture.load(0, 1, 2, promotion=promotion)
-    assert ready.tiers == (0, 1, 1)
+    assert tuple(unpack_location(location)[0] for location in end.locations) == ready.slots
     for chunk, slot in enumerate(ready.slots):
         assert fixture.pool[slot : slot + PAGE] == shard_content(
             NAMESPACE, b"\0" + block_hash(chunk), 0, PAGE

@@ -32,14 +32,15 @@ from tests.unit.store.store_fixture import (
 from kvtier.config.models import LiveTier, Selection, StorePolicy
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.store.executor import IoCall
+from kvtier.store.generations import unpack_location
 from kvtier.store.state import SlotState
 from kvtier.store.types import (
+    MEMORY_BIT,
     RAM_BITS,
     UNVERIFIED_BIT,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
-    LoadAnnounced,
     PresenceChanged,
     PromotionEnded,
     PromotionOutcome,
@@ -113,7 +114,7 @@ class ModelEngine:
     kind: Kind
     credits: list[list[int]]
     open: dict[int, tuple[int, int, bytes, set[int]]] = field(default_factory=dict)
-    loads: dict[int, tuple[list[bytes], tuple[int, ...], set[int]]] = field(default_factory=dict)
+    loads: dict[int, tuple[list[bytes], tuple[int, ...]]] = field(default_factory=dict)
     promotions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     gone_at: float | None = None
 
@@ -171,7 +172,7 @@ class Driver:
 
     def open_engine(self, info: EngineInfo) -> None:
         self.fixture.store.open_engine(info)
-        self.snapshot = dict(self.fixture.store.presence(info.namespace))
+        self.snapshot = self.fixture.held(info.namespace)
 
     def write(self, offset: int, data: bytes) -> None:
         self.fixture.pool[offset : offset + len(data)] = data
@@ -355,20 +356,18 @@ class StoreMachine(RuleBasedStateMachine):
                 assert (event.outcome in (PromotionOutcome.FAILED, PromotionOutcome.CANCELLED)) == (
                     event.usable == 0
                 )
-                assert len(event.tiers) == event.usable
-        elif isinstance(event, LoadAnnounced):
-            engine = self.engines[event.engine]
-            keys, _, ranks = engine.loads[event.load]
-            engine.loads[event.load] = (keys[: len(event.slots)], event.slots, ranks)
-            self.check_load(engine, event.load)
+                assert len(event.tiers) == len(event.locations) == event.usable
+                for location in event.locations:
+                    offset, generation = unpack_location(location)
+                    assert self.driver.fixture.word(offset) == generation, "pinned, yet reused"
 
     def check_load(self, engine: ModelEngine, load: int) -> None:
-        """Checks that announced slots hold their keys' bytes, and that nothing writes there."""
-        keys, slots, _ = engine.loads[load]
+        """Checks that pinned slots hold their keys' bytes, and that nothing writes there."""
+        keys, slots = engine.loads[load]
         for key, slot in zip(keys, slots, strict=False):
             shards = engine.kind.shards[key[0]]
             size = engine.kind.slot_bytes[key[0]]
-            self.assert_unused(slot, size, "announced")
+            self.assert_unused(slot, size, "pinned")
             offset = slot
             for rank, length in enumerate(shards):
                 content = bytes(self.driver.fixture.pool[offset : offset + length])
@@ -383,7 +382,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def being_read(self, offset: int, size: int) -> bool:
         for engine in [*self.engines.values(), *self.vanished_engines]:
-            for keys, slots, _ in engine.loads.values():
+            for keys, slots in engine.loads.values():
                 for key, slot in zip(keys, slots, strict=False):
                     if offset < slot + engine.kind.slot_bytes[key[0]] and slot < offset + size:
                         return True
@@ -677,9 +676,14 @@ class StoreMachine(RuleBasedStateMachine):
         self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]
     ) -> None:
         number = self.number()
-        ranks = tuple(range(len(engine.kind.shards[0])))
-        engine.loads[number] = ([bytes((g,)) + h for g, h in keys], (), set(ranks))
-        self.do("call", "load", engine.info.engine, number, promotion, keys, ranks)
+        self.do("call", "load", engine.info.engine, number, promotion, keys)
+        state = self.driver.fixture.store._engines.get(engine.info.engine)
+        entries = state.loads.get(number, []) if state is not None else []
+        named = [bytes((g,)) + h for g, h in keys]
+        assert [entry.key for entry in entries] == named[: len(entries)]
+        slots = tuple(entry.slot.offset for entry in entries)
+        engine.loads[number] = (named[: len(slots)], slots)
+        self.check_load(engine, number)
 
     @precondition(lambda self: any(engine.loads for engine in self.engines.values()))
     @rule(data=st.data())
@@ -687,12 +691,8 @@ class StoreMachine(RuleBasedStateMachine):
         engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.loads]))
         number = data.draw(st.sampled_from(list(engine.loads)))
         self.check_load(engine, number)
-        ranks = engine.loads[number][2]
-        rank = data.draw(st.sampled_from(sorted(ranks)))
-        ranks.remove(rank)
-        if not ranks:
-            del engine.loads[number]
-        self.do("call", "release_load", engine.info.engine, rank, number)
+        del engine.loads[number]
+        self.do("call", "release_load", engine.info.engine, number)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -773,7 +773,7 @@ class StoreMachine(RuleBasedStateMachine):
         if what == "deliver":
             self.do("call", "deliver", name, 7, number)
         elif what == "loaded":
-            self.do("call", "release_load", name, 0, number)
+            self.do("call", "release_load", name, number)
         elif what == "cancel":
             self.do("call", "cancel", name, number)
         elif what == "left":
@@ -781,7 +781,8 @@ class StoreMachine(RuleBasedStateMachine):
         elif what == "engine":
             self.do("call", "deliver", "unknown", 0, number)
         elif what == "load" and name in self.engines:
-            self.do("call", "load", name, number, 0, [(0, block_hash(0))], ())
+            self.do("call", "load", name, number, 0, [(9, block_hash(0))])
+            self.do("call", "release_load", name, number)
         elif (
             what == "reserve"
             and name in self.engines
@@ -833,7 +834,8 @@ class StoreMachine(RuleBasedStateMachine):
         if len(store._index.changes):
             return
         for namespace, replica in self.replicas.items():
-            held = dict(store.presence(namespace))
+            held = self.driver.fixture.held(namespace)
+            self.check_locations(namespace)
             for key in held.keys() | replica.keys():
                 assert replica.get(key, 0) == held.get(key, 0), (
                     namespace[0],
@@ -844,6 +846,16 @@ class StoreMachine(RuleBasedStateMachine):
                 entry = store._resident.get(namespace, key)
                 ram = entry.bit if entry is not None and not entry.evicting else 0
                 assert held.get(key, 0) & RAM_BITS == ram
+
+    def check_locations(self, namespace: str) -> None:
+        """What schedulers are told is in RAM has its generation, and nobody may write there."""
+        for key, bits, location in self.driver.fixture.store.presence(namespace):
+            assert bool(location) == bool(bits & MEMORY_BIT)
+            if location:
+                offset, generation = unpack_location(location)
+                assert self.driver.fixture.word(offset) == generation, (namespace[0], key[:3])
+        for offset, _, reason in self.in_use():
+            assert self.driver.fixture.word(offset) & 1, f"even, but {reason}"
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -870,9 +882,8 @@ class StoreMachine(RuleBasedStateMachine):
         for engine in list(self.engines.values()):
             for number in list(engine.loads):
                 self.check_load(engine, number)
-                for rank in sorted(engine.loads[number][2]):
-                    self.do("call", "release_load", engine.info.engine, rank, number)
                 del engine.loads[number]
+                self.do("call", "release_load", engine.info.engine, number)
             for number, (_, _, _, answered) in list(engine.open.items()):
                 del engine.open[number]
                 for rank in engine.kind.writers:

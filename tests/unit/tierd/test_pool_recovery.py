@@ -72,7 +72,11 @@ def test_a_replaced_pool_file_gives_nothing(pool: PoolFile) -> None:
 def test_without_persistence_there_is_no_table_and_an_old_one_is_removed(pool: PoolFile) -> None:
     with_one_object(pool)
     assert open_table(pool.path.parent, 0o600, pool, "t", persists=False) is None
-    assert sorted(path.name for path in pool.path.parent.iterdir()) == ["namespaces", "pool"]
+    assert sorted(path.name for path in pool.path.parent.iterdir()) == [
+        "generations",
+        "namespaces",
+        "pool",
+    ]
     assert opened(pool).recovered == []
 
 

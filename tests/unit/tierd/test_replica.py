@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Usable
+
+LOCATION = 5 << 32 | 7
+
+
+def placed(entries: Iterable[tuple[bytes, int]]) -> tuple[tuple[bytes, int, int], ...]:
+    """Keys and bits as a delta has them: those in RAM have a location."""
+    return tuple((key, bits, LOCATION if bits & 1 else 0) for key, bits in entries)
 
 
 def keys(count: int) -> list[bytes]:
@@ -14,17 +22,31 @@ def keys(count: int) -> list[bytes]:
 
 def test_deltas_set_and_clear_single_bits() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1), (b"b", 2))))
-    replica.apply(Delta(sequence=2, added=((b"a", 2),), removed=((b"b", 2),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1), (b"b", 2)))))
+    replica.apply(Delta(sequence=2, added=placed(((b"a", 2),)), removed=((b"b", 2),)))
     assert (replica.get(b"a"), replica.get(b"b"), replica.get(b"c")) == (3, 0, 0)
     replica.apply(Delta(sequence=3, removed=((b"a", 1),)))
     assert replica.get(b"a") == 2
     assert len(replica) == 1
 
 
+def test_a_key_has_the_location_of_its_last_arrival_in_ram() -> None:
+    replica = Replica()
+    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 3, 11), (b"b", 2, 0))))
+    assert (replica.location(b"a"), replica.location(b"b"), replica.location(b"c")) == (11, 0, 0)
+    replica.apply(Delta(sequence=2, removed=((b"a", 1),)))
+    assert (replica.get(b"a"), replica.location(b"a")) == (2, 0)
+    largest = (1 << 64) - 1
+    replica.apply(Delta(sequence=3, added=((b"a", 1, largest),)))
+    replica.apply(Delta(sequence=4, added=((b"a", 4, 0),)))
+    assert (replica.get(b"a"), replica.location(b"a")) == (7, largest)
+    replica.apply(EvictionNotice(token=1, keys=(b"a",)))
+    assert (replica.get(b"a"), replica.location(b"a")) == (6, 0)
+
+
 def test_removals_increase_only_when_a_bit_is_cleared() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1),))))
     assert replica.removals == 0
     replica.apply(Delta(sequence=2, removed=((b"b", 1), (b"a", 2))))
     assert replica.removals == 0
@@ -34,7 +56,7 @@ def test_removals_increase_only_when_a_bit_is_cleared() -> None:
 
 def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgement() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 3), (b"b", 1))))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 3), (b"b", 1)))))
     assert replica.apply(EvictionNotice(token=9, keys=(b"a", b"b", b"never"))) == EvictionAck(
         token=9
     )
@@ -44,47 +66,50 @@ def test_keys_that_leave_ram_are_not_offered_from_there_before_the_acknowledgeme
 
 def test_a_gap_empties_the_replica_until_the_snapshot_that_it_requests_once() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1),))))
     assert not replica.needs_resync()
-    replica.apply(Delta(sequence=3, added=((b"b", 1),)))
+    replica.apply(Delta(sequence=3, added=placed(((b"b", 1),))))
     assert replica.stale
     assert (replica.get(b"a"), replica.get(b"b")) == (0, 0)
     assert replica.needs_resync()
     assert not replica.needs_resync()
-    replica.apply(Delta(sequence=4, added=((b"c", 1),)))
+    replica.apply(Delta(sequence=4, added=placed(((b"c", 1),))))
     assert replica.get(b"c") == 0
-    replica.apply(Delta(sequence=5, snapshot=True, added=((b"d", 1),)))
-    replica.apply(Delta(sequence=6, added=((b"e", 1),)))
+    replica.apply(Delta(sequence=5, snapshot=True, added=placed(((b"d", 1),))))
+    replica.apply(Delta(sequence=6, added=placed(((b"e", 1),))))
     assert not replica.stale
     assert (replica.get(b"c"), replica.get(b"d"), replica.get(b"e")) == (0, 1, 1)
 
 
 def test_a_snapshot_replaces_the_replica_and_arrives_in_several_messages() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"old", 1),)))
-    replica.apply(Delta(sequence=2, snapshot=True, added=((b"a", 1),)))
-    replica.apply(Delta(sequence=3, added=((b"b", 1),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"old", 1),))))
+    replica.apply(Delta(sequence=2, snapshot=True, added=placed(((b"a", 1),))))
+    replica.apply(Delta(sequence=3, added=placed(((b"b", 1),))))
     assert (replica.get(b"old"), replica.get(b"a"), replica.get(b"b")) == (0, 1, 1)
 
 
 def test_after_clear_the_next_session_counts_from_one() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1),))))
     replica.clear()
     assert replica.get(b"a") == 0
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"b", 1),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"b", 1),))))
     assert not replica.stale
-    assert replica.get_bits(b"b", 0) == 1
+    assert replica.get_value(b"b", 0) & replica.usable_bits == 1
+    assert replica.location(b"b") == LOCATION
 
 
 def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
     replica = Replica()
     wanted = keys(512)
-    replica.apply(Delta(sequence=1, snapshot=True, added=tuple((key, 1) for key in keys(20_000))))
+    replica.apply(
+        Delta(sequence=1, snapshot=True, added=placed(tuple((key, 1) for key in keys(20_000))))
+    )
     best = 1.0
     for _ in range(20):
         begin = time.perf_counter()
-        found = [replica.get_bits(key, 0) for key in wanted]
+        found = [replica.get_value(key, 0) for key in wanted]
         best = min(best, time.perf_counter() - begin)
         assert all(found)
     # 40 microseconds on a slow machine; the limit is there to notice a lookup that is no lookup any
@@ -94,13 +119,13 @@ def test_a_lookup_of_512_keys_costs_next_to_nothing() -> None:
 
 def test_objects_only_in_unusable_tiers_are_absent_until_the_tiers_are_usable() -> None:
     replica = Replica()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2), (b"b", 3), (b"c", 4))))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 2), (b"b", 3), (b"c", 4)))))
     removals = replica.removals
     assert replica.apply(Usable(bits=5)) is None
     assert [replica.get(key) for key in (b"a", b"b", b"c")] == [0, 1, 4]
     # Earlier answers are outdated.
     assert replica.removals == removals + 1
-    replica.apply(Delta(sequence=2, added=((b"d", 2),)))
+    replica.apply(Delta(sequence=2, added=placed(((b"d", 2),))))
     assert replica.get(b"d") == 0
     replica.apply(Usable(bits=7))
     assert [replica.get(key) for key in (b"a", b"d")] == [2, 2]
@@ -110,7 +135,7 @@ def test_objects_only_in_unusable_tiers_are_absent_until_the_tiers_are_usable() 
 def test_withdrawing_a_tier_does_not_look_at_its_keys() -> None:
     replica = Replica()
     keys = [number.to_bytes(4, "big") for number in range(1000)]
-    replica.apply(Delta(sequence=1, snapshot=True, added=tuple((key, 2) for key in keys)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(tuple((key, 2) for key in keys))))
     replica.apply(Usable(bits=1))
     assert len(replica) == 1000
     assert not any(replica.get(key) for key in keys)
@@ -120,5 +145,5 @@ def test_the_next_tierd_announces_again_which_tiers_are_usable() -> None:
     replica = Replica()
     replica.apply(Usable(bits=1))
     replica.clear()
-    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 2),)))
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 2),))))
     assert replica.get(b"a") == 2

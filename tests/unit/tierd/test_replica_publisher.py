@@ -14,6 +14,11 @@ from kvtier.tierd.replication import (
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
 
+def location(bits: int) -> int:
+    """Where a key with these bits is."""
+    return 1 << 32 if bits & 1 else 0
+
+
 @dataclass
 class PublisherTestbed:
     """A store's presence, publisher, and a replica for each scheduler."""
@@ -26,14 +31,14 @@ class PublisherTestbed:
     def __post_init__(self) -> None:
         self.publisher = ReplicaPublisher(
             lambda route, message: self.sent.append((route, message)),
-            lambda _: list(self.present.items()),
+            lambda _: [(key, bits, location(bits)) for key, bits in self.present.items()],
             self.left.append,
             lambda: self.usable,
         )
 
     def set(self, key: bytes, bits: int) -> None:
         self.present[key] = self.present.get(key, 0) | bits
-        self.publisher.presence_changed("ns", key, bits, True)
+        self.publisher.presence_changed("ns", key, bits, True, location(bits))
 
     def clear(self, key: bytes, bits: int) -> None:
         self.present[key] = self.present.get(key, 0) & ~bits
@@ -64,7 +69,7 @@ def test_changes_of_one_turn_are_joined_per_key() -> None:
     testbed.set(b"a", 1)
     testbed.set(b"b", 2)
     testbed.publisher.publish(0.0)
-    assert testbed.sent == [(b"r", Delta(sequence=2, added=((b"a", 1), (b"b", 2))))]
+    assert testbed.sent == [(b"r", Delta(sequence=2, added=((b"a", 1, 1 << 32), (b"b", 2, 0))))]
 
 
 def test_a_change_before_an_announcement_is_sent_before_it() -> None:

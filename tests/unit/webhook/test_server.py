@@ -25,6 +25,8 @@ from kvtier_operator.webhook.server import WebhookOptions, serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 WAIT_SECONDS = 30
+REQUEST_SECONDS = 5
+"""A request that is not answered is sent again until ``WAIT_SECONDS``."""
 
 
 def free_port() -> int:
@@ -58,7 +60,7 @@ class Running:
             try:
                 if await check():
                     return
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 pass
             assert time.monotonic() < deadline, what
             await asyncio.sleep(0.02)
@@ -84,7 +86,10 @@ async def serving(
     )
     tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session,
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+        ) as session,
         aiohttp.ClientSession() as plain,
     ):
         yield Running(settings, session, plain), stop

@@ -21,10 +21,9 @@ from tests.unit.worker.worker_testbeds import (
 )
 
 from kvtier.engines.vllm import worker as worker_module
-from kvtier.engines.vllm import worker_thread
 from kvtier.engines.vllm.metadata import LoadJob, StepMetadata, StoreJob
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
-from kvtier.tierd.wire import PROTOCOL, Deliver, LoadReleased, SessionRefused
+from kvtier.tierd.wire import PROTOCOL, Deliver, SessionRefused
 from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
@@ -51,27 +50,14 @@ def _step(
 
 def test_a_stored_chunk_can_be_loaded_into_other_blocks(testbed: WorkerTestbed) -> None:
     stored = [block_bytes(testbed.layout, block) for block in A]
-    testbed.step(stores=[store_job(3, testbed.slot(5), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(5), A)])
     assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver)))
     wait_until(lambda: testbed.step().stores_done == {3: 1})
-    testbed.step(loads=[load_job(7, C)])
-    testbed.tierd.slots(7, testbed.slot(5), tiers=(2,))
-    taken = None
-
-    def ended() -> bool:
-        nonlocal taken
-        taken = testbed.step()
-        return bool(taken.loads)
-
-    wait_until(ended)
-    assert taken is not None
-    assert (taken.recving, taken.invalid_blocks, taken.loads[0].tiers) == (
-        {"request-7"},
-        set(),
-        (2,),
+    taken = testbed.step(loads=[load_job(7, C, slots=testbed.slots(5))])
+    assert (taken.recving, taken.invalid_blocks) == ({"request-7"}, set()), (
+        "the copy was submitted and seen done within the step"
     )
     assert [block_bytes(testbed.layout, block) for block in C] == stored
-    assert testbed.tierd.wait(lambda tierd: LoadReleased(load=7) in tierd.sent)
 
 
 def test_the_hello_describes_the_worker(testbed: WorkerTestbed) -> None:
@@ -89,7 +75,7 @@ def test_the_hello_describes_the_worker(testbed: WorkerTestbed) -> None:
 
 
 def test_load_errors_are_reported_in_the_same_step_as_the_request(testbed: WorkerTestbed) -> None:
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.start(loads=[load_job(7, A, limit=0.0)])
 
     def ended() -> bool:
         taken = testbed.step()
@@ -121,7 +107,7 @@ def test_stores_are_passed_on_once(testbed: WorkerTestbed) -> None:
 def test_transfer_results_name_failed_requests_only_for_several_groups(
     testbed: WorkerTestbed,
 ) -> None:
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.worker.start_load_kv(StepMetadata(9, [load_job(7, A, limit=0.0)]))
     seen: list[object] = []
 
     def ended() -> bool:
@@ -143,11 +129,11 @@ def test_without_metadata_the_hooks_do_nothing(testbed: WorkerTestbed) -> None:
     assert testbed.worker.get_finished(set()) == (None, None)
 
 
-def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_their_limit(
+def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_once(
     tmp_path: Path,
 ) -> None:
     testbed = make_worker_testbed(tmp_path, attach=False)
-    testbed.step(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
+    testbed.start(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
     done: set[str] = set()
     stores: dict[int, int] = {}
 
@@ -217,32 +203,19 @@ def test_unsupported_caches_turn_kvtier_off_without_raising(
     worker.shutdown()
 
 
-def test_a_full_queue_rejects_instead_of_blocking(
-    testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_thread, "MAX_QUEUED", 0)
-    taken = testbed.step(loads=[load_job(7, A)], stores=[store_job(3, testbed.slot(1), B)])
-    assert (taken.recving, taken.invalid_blocks, taken.stores_done) == (
-        {"request-7"},
-        set(A),
-        {3: 1},
-    )
-    assert taken.loads[0].reason == "queue"
-
-
-def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_open(
+def test_a_bug_in_the_copies_turns_kvtier_off_and_reports_what_was_open(
     testbed: WorkerTestbed, caplog: pytest.LogCaptureFixture
 ) -> None:
     testbed.engine.hold()
-    testbed.step(loads=[load_job(7, A)], stores=[store_job(3, testbed.slot(2), B)])
-    testbed.tierd.slots(7, testbed.slot(1))
-    wait_until(lambda: testbed.engine.held == 2)
+    testbed.start(
+        loads=[load_job(7, A, slots=testbed.slots(1))], stores=[store_job(3, testbed.slot(2), B)]
+    )
+    assert testbed.engine.held == 2
 
-    def broken() -> None:
+    def broken(handle: object) -> bool:
         raise ZeroDivisionError("a bug")
 
-    testbed.engine.synchronize = broken  # type: ignore[method-assign]
-    testbed.engine.fail("device error")
+    testbed.engine.done = broken  # type: ignore[method-assign]
     done: set[str] = set()
     stores: dict[int, int] = {}
 
@@ -253,7 +226,8 @@ def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_
         return bool(done and stores)
 
     wait_until(ended)
-    assert "transfer thread failed" in caplog.text
+    assert "copies failed" in caplog.text
+    assert testbed.engine.drains, "reported after the copies have ended"
     taken = testbed.step(loads=[load_job(8, C)], stores=[store_job(4, testbed.slot(3), C)])
     assert (taken.recving, taken.stores_done) == ({"request-8"}, {4: 1})
     assert testbed.epoch == 0
@@ -261,7 +235,7 @@ def test_a_failure_of_the_transfer_thread_turns_kvtier_off_and_reports_what_was_
 
 def test_messages_wait_while_the_client_has_no_room(testbed: WorkerTestbed) -> None:
     testbed.tierd.full = True
-    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(1), A)])
     wait_until(lambda: testbed.step().stores_done == {3: 1})
     assert testbed.tierd.of(Deliver) == []
     testbed.tierd.full = False
@@ -298,7 +272,7 @@ def test_a_client_that_cannot_start_turns_kvtier_off(
 def test_shutdown_drains_and_closes_the_client(tmp_path: Path) -> None:
     testbed = make_worker_testbed(tmp_path)
     testbed.engine.hold()
-    testbed.step(stores=[store_job(3, testbed.slot(1), A)])
+    testbed.start(stores=[store_job(3, testbed.slot(1), A)])
     wait_until(lambda: testbed.engine.held)
     testbed.worker.shutdown()
     assert testbed.engine.held == 0
@@ -322,7 +296,7 @@ def test_shutdown_is_bounded_and_does_not_detach_while_a_copy_may_run(
 
 def test_counts_are_those_since_the_last_call(testbed: WorkerTestbed) -> None:
     testbed.worker.take_counts()
-    testbed.step(loads=[load_job(7, A, limit=0.0)])
+    testbed.start(loads=[load_job(7, A, limit=0.0)])
     wait_until(lambda: testbed.step().loads)
     assert testbed.worker.take_counts() == {"loads_failed": 1}
     assert testbed.worker.take_counts() == {}
@@ -330,10 +304,7 @@ def test_counts_are_those_since_the_last_call(testbed: WorkerTestbed) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int) -> None:
-    """Random jobs, announcements, cancellations, delayed copies and losses of tierd.
-
-    Announcements are early, late, short, missing or repeated.
-    """
+    """Random jobs, reused slots, cancellations, delayed copies and losses of tierd."""
     dice = random.Random(seed)
     testbed = make_worker_testbed(tmp_path)
     owed: set[str] = set()
@@ -352,18 +323,23 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
     epoch = 1
     for _ in range(60):
         event = dice.choice(
-            ["load", "load", "store", "store", "slots", "cancel", "hold", "move", "lose", "early"]
+            ["load", "load", "store", "store", "cancel", "hold", "move", "lose", "reuse"]
         )
         if event == "load":
             number += 1
             owed.add(f"request-{number}")
-            collect(loads=[load_job(number, A, B, limit=dice.choice([0.0, 0.01, 0.2]))])
-        elif event == "early":
-            testbed.tierd.slots(number + 1, testbed.slot(1), testbed.slot(2))
-        elif event == "slots" and number:
-            testbed.tierd.slots(
-                dice.randint(1, number), *[testbed.slot(i) for i in range(dice.randint(0, 3))]
+            named = [testbed.slot(i) for i in range(dice.randint(0, 3))]
+            job = load_job(
+                number,
+                A,
+                B,
+                slots=tuple(named),
+                limit=dice.choice([0.0, 0.01, 0.2]),
+                epoch=dice.choice([epoch, epoch, epoch - 1]),
             )
+            collect(loads=[job])
+        elif event == "reuse":
+            testbed.reuse(dice.randint(0, 3))
         elif event == "cancel" and number:
             collect(cancelled=[dice.randint(1, number)])
         elif event == "store":

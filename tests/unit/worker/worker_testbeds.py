@@ -14,14 +14,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from tests.support.held_copies import HeldCopyEngine
-from tests.support.stub_tierd import StubTierd
+from tests.support.stub_tierd import FIRST_GENERATION, StubTierd
 
 from kvtier.config.models import Daemon
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StepMetadata, StoreJob
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
-from kvtier.engines.vllm.worker_state import CompletionQueue, Completions, Counters, RankContext
+from kvtier.engines.vllm.worker_state import (
+    CompletionQueue,
+    Completions,
+    Counters,
+    RankContext,
+    SlotGenerations,
+)
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.tierd.wire import Message
+from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.codec import build_codec
 from kvtier.transfer.host_pool import HostPool
 from kvtier.transfer.synthetic_layouts import CacheGeometry, SyntheticCache, make_every_cache
@@ -40,13 +47,20 @@ class Clock:
 
 
 def load_job(
-    number: int, *runs: tuple[int, ...], first: int = 0, limit: float = 5.0, request: str = ""
+    number: int,
+    *runs: tuple[int, ...],
+    slots: tuple[int, ...] = (),
+    first: int = 0,
+    limit: float = 5.0,
+    epoch: int = 1,
 ) -> LoadJob:
-    """A load; only its first run may begin inside the chunk."""
+    """A load from slots in their first generation; only its first run may begin inside the
+    chunk."""
     made = tuple(
         BlockRun(0, first if index == 0 else 0, blocks) for index, blocks in enumerate(runs)
     )
-    return LoadJob(number, request or f"request-{number}", made, limit)
+    generations = (FIRST_GENERATION,) * len(slots)
+    return LoadJob(number, f"request-{number}", made, limit, epoch, slots, generations)
 
 
 def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -> StoreJob:
@@ -65,22 +79,42 @@ class RankTestbed:
     counters: Counters = field(default_factory=Counters)
     clock: Clock = field(default_factory=Clock)
     sent: list[Message] = field(default_factory=list)
+    generations: SlotGenerations = field(default_factory=SlotGenerations)
 
     def __post_init__(self) -> None:
-        self.context = RankContext(self.engine, (0,), self.completions, self.counters, self.clock)
+        pages = 12 * self.slot_bytes // ALIGNMENT_BYTES
+        self.words = memoryview(bytearray(4 * pages)).cast("I")
+        for page in range(pages):
+            self.words[page] = FIRST_GENERATION
+        self.generations.words = self.words.toreadonly()
+        self.context = RankContext(
+            self.engine, (0,), self.completions, self.counters, self.clock, self.generations
+        )
         self.loads = self.new_loads()
         self.stores = WorkerStores(self.context, self.sent.append)
 
     def new_loads(self, batch_bytes: int = 1) -> WorkerLoads:
         """``batch_bytes`` 1: one key per submission."""
-        return WorkerLoads(self.context, self.sent.append, batch_bytes)
+        return WorkerLoads(self.context, batch_bytes)
 
     def slot(self, number: int) -> int:
         return number * self.slot_bytes
 
+    def slots(self, *numbers: int) -> tuple[int, ...]:
+        return tuple(map(self.slot, numbers))
+
+    def reuse(self, number: int, value: int) -> None:
+        """tierd evicts what is in a slot, and somebody writes there."""
+        self.words[self.slot(number) // ALIGNMENT_BYTES] += 1
+        self.fill_slot(number, value)
+
+    def add(self, *jobs: LoadJob, fence: object | None = None, epoch: int = 1) -> None:
+        """Jobs of one step."""
+        self.loads.add(jobs, fence, self.clock.now, epoch)
+
     def run(self) -> None:
         """Until nothing more happens."""
-        while self.loads.advance(True) | self.stores.advance():
+        while self.loads.advance() | self.stores.advance():
             pass
 
     def page_bytes(self, block: int) -> bytes:
@@ -126,6 +160,13 @@ class WorkerTestbed:
     step_number: int = 0
 
     epoch: int = 0
+    _reported: Completions = field(default_factory=Completions)
+
+    def start(
+        self, loads: list[LoadJob] | None = None, stores: list[StoreJob] | None = None
+    ) -> None:
+        """One engine step with jobs. What it reports already is reported with the next ``step``."""
+        self._reported = self.step(loads, stores)
 
     def step(
         self,
@@ -143,7 +184,19 @@ class WorkerTestbed:
         report = self.worker.build_connector_worker_meta()
         assert report.step == self.step_number
         self.epoch = report.attached_epoch
-        return Completions(report.loads, recving or set(), set(), invalid, report.stores_done)
+        earlier, self._reported = self._reported, Completions()
+        return Completions(
+            earlier.loads + report.loads,
+            earlier.recving | (recving or set()),
+            set(),
+            earlier.invalid_blocks | invalid,
+            earlier.stores_done | report.stores_done,
+        )
+
+    def reuse(self, number: int) -> None:
+        """tierd evicts what is in a slot."""
+        words = np.memmap(self.directory / "generations", dtype=np.uint32, mode="r+")
+        words[self.slot(number) // ALIGNMENT_BYTES] += 1
 
     def pool(self) -> np.memmap:  # type: ignore[type-arg]
         return np.memmap(self.directory / "pool", dtype=np.uint8, mode="r+")
@@ -151,8 +204,11 @@ class WorkerTestbed:
     def slot(self, number: int) -> int:
         return number * self.slot_bytes
 
+    def slots(self, *numbers: int) -> tuple[int, ...]:
+        return tuple(map(self.slot, numbers))
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+
+def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
     """Polls ``condition()``. Only a failing test reaches the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -30,16 +30,22 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Copies slots that tierd announces for ``load`` into GPU blocks.
+    """Copies slots of the host pool into GPU blocks.
 
-    ``runs[i]`` belongs to the i-th key of the load. ``timeout_seconds``: how long the worker waits
-    for the announcement and submits copies, from when it receives the job.
+    ``runs[i]`` belongs to the i-th key of the load, which is at byte offset ``slots[i]``, as long
+    as the slot's generation word is ``generations[i]``. Keys beyond the end of ``slots`` are not in
+    RAM any more. ``epoch``: the tierd epoch that named the slots; a worker that is attached to
+    another one fails the job. ``timeout_seconds``: how long the worker submits copies, from when it
+    receives the job.
     """
 
     load: int
     request_id: str
     runs: tuple[BlockRun, ...]
     timeout_seconds: float
+    epoch: int = 0
+    slots: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +77,13 @@ class StepMetadata(KVConnectorMetadata):
 class LoadResult:
     """The end of one load on one rank.
 
-    The first ``keys_loaded`` keys are in GPU memory; ``tiers[i]``: the tier that key i came from.
-    ``seconds``: since the worker got the job. ``copy_seconds``: of these, copying on the device; 0
-    if that is not known.
+    The first ``keys_loaded`` keys are in GPU memory. ``seconds``: since the worker got the job.
+    ``copy_seconds``: of these, copying on the device; 0 if that is not known.
     """
 
     load: int
     request_id: str
     keys_loaded: int
-    tiers: tuple[int, ...]
     reason: str = ""
     seconds: float = 0.0
     copy_seconds: float = 0.0

@@ -41,7 +41,7 @@ class PendingPromotion:
     """A promotion that a request waits for.
 
     ``deadline`` is measured by the scheduler's clock. ``usable_keys``: keys in pinned slots, None
-    until tierd answers. ``tiers``: the tier that each key came from.
+    until tierd answers. ``tiers``: the tier that each key came from. ``locations``: where each is.
     """
 
     promotion_id: int
@@ -52,6 +52,7 @@ class PendingPromotion:
     usable_keys: int | None = None
     ended_at: float = 0.0
     tiers: tuple[int, ...] = ()
+    locations: tuple[int, ...] = ()
 
 
 class RequestState:

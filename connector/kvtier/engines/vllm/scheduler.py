@@ -305,10 +305,10 @@ class KVTierConnectorScheduler:
         return True
 
     def has_pending_work(self) -> bool:
-        """Returns whether an engine without requests should keep stepping, so that stores end."""
+        """Returns whether an engine without requests should keep stepping, so that copies end."""
         if self.session.inbox:
             self._process_messages()
-        return self.stores.has_pending_work()
+        return self.stores.has_pending_work() or self.loads.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""

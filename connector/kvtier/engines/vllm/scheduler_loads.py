@@ -28,15 +28,18 @@ from kvtier.engines.vllm.request_state import CachedMatch, PendingPromotion, Req
 from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
+from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
-from kvtier.tierd.wire import Cancel, Load, Promote, Promoted
+from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
 """Further requests match what is in RAM."""
 PROMOTION_GRACE_SECONDS = 0.1
 """tierd ends a promotion within its budget; this much later the scheduler side gives up."""
 LOAD_GRACE_SECONDS = 0.05
+REPORT_GRACE_SECONDS = 1.0
+"""A worker reports within this time after the limit of its load."""
 MIN_LOAD_TIMEOUT_SECONDS = 1.0
 """The data of a load is in RAM, so a busy machine must not turn it into a failure."""
 MIN_COPY_BYTES_PER_SECOND = 2 << 30
@@ -56,7 +59,9 @@ class ActiveLoad:
     """A load in flight.
 
     ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
-    were promoted. ``tiers``, ``keys_loaded`` and ``failure`` come from the workers' reports.
+    were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
+    reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
+    have reported, unless something is wrong.
     """
 
     load_id: int
@@ -66,8 +71,16 @@ class ActiveLoad:
     source_tiers: tuple[int, ...]
     ranks_left: int
     keys_loaded: int
-    tiers: tuple[int, ...] = ()
+    epoch: int
+    expires_at: float
     failure: str = ""
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+    """Both are of the slowest rank."""
+
+    def tier(self, index: int) -> int:
+        """The tier that key ``index`` came from."""
+        return self.source_tiers[index] if index < len(self.source_tiers) else 0
 
 
 @dataclass(slots=True)
@@ -192,11 +205,11 @@ class SchedulerLoads:
         keys = state.keys(self._hashes_per_chunk)
         end = min(len(keys), planner.chunks(state.request.num_tokens))
         replica = self._session.replica
-        get_bits, usable_bits = replica.get_bits, replica.usable_bits
+        get_value, usable_bits = replica.get_value, replica.usable_bits
         bits: list[int] = []
         ram_chunks = 0
         for key in keys[first:end]:
-            chunk_bits = get_bits(key, 0) & usable_bits
+            chunk_bits = get_value(key, 0) & usable_bits
             if not chunk_bits:
                 break
             if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
@@ -316,6 +329,7 @@ class SchedulerLoads:
         promotion.usable_keys = min(message.usable, promotion.keys)
         promotion.ended_at = self._clock()
         promotion.tiers = message.tiers
+        promotion.locations = message.locations
 
     def cancel_promotion(self, state: RequestState) -> None:
         """Cancels the request's promotion, if any, and releases the slots that it pinned."""
@@ -351,7 +365,22 @@ class SchedulerLoads:
             promotion_ends_at = promotion.deadline - PROMOTION_GRACE_SECONDS
             timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
         timeout += sum(session.slot_bytes) * len(parts) / MIN_COPY_BYTES_PER_SECOND
-        self._jobs.append(LoadJob(load_id, state.request_id, runs, timeout))
+        locations = self._locations(state, promotion, first, len(parts))
+        slots, generations = [], []
+        for slot, generation in map(unpack_location, locations):
+            slots.append(slot)
+            generations.append(generation)
+        self._jobs.append(
+            LoadJob(
+                load_id,
+                state.request_id,
+                runs,
+                timeout,
+                session.epoch,
+                tuple(slots),
+                tuple(generations),
+            )
+        )
         state.load_id = load_id
         state.cached_match = None
         block_tokens = planner.groups[0].block_tokens
@@ -363,16 +392,34 @@ class SchedulerLoads:
             source_tiers=promotion.tiers if promotion is not None else (),
             ranks_left=planner.ranks,
             keys_loaded=len(parts),
+            epoch=session.epoch,
+            expires_at=now + timeout + REPORT_GRACE_SECONDS,
         )
         self.counts.offered_tokens += tokens
         message = Load(
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
             keys=state.wire_keys(first, len(parts)),
-            ranks=tuple(range(planner.ranks)),
         )
-        if not session.send(message):
-            self.counts.failures["not_sent"] += 1
+        # The load does not depend on it: tierd is asked not to evict what is being copied.
+        session.send(message)
+
+    def _locations(
+        self, state: RequestState, promotion: PendingPromotion | None, first: int, count: int
+    ) -> list[int]:
+        """Returns where the ``count`` keys from chunk ``first`` on are, up to the first one that is
+        not in RAM any more."""
+        if promotion is not None and promotion.first_chunk == first:
+            promoted = promotion.locations[: promotion.usable_keys]
+            return list(promoted[:count])
+        locations: list[int] = []
+        location = self._session.replica.location
+        for key in state.keys(self._hashes_per_chunk)[first : first + count]:
+            found = location(key)
+            if not found:
+                break
+            locations.append(found)
+        return locations
 
     def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report."""
@@ -398,23 +445,25 @@ class SchedulerLoads:
             self.counts.failures["unknown_report"] += 1
             return
         load.ranks_left -= 1
-        if result.keys_loaded <= load.keys_loaded:
-            load.keys_loaded = result.keys_loaded
-            load.tiers = result.tiers
+        load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
+        load.copy_seconds = max(load.copy_seconds, result.copy_seconds)
+        load.seconds = max(load.seconds, result.seconds)
         load.failure = load.failure or result.reason
         if load.ranks_left > 0:
             return
         del self._active[result.load]
+        if load.epoch == self._session.epoch:
+            self._session.send(LoadReleased(load=result.load))
         state = load.state
         if state.load_id == result.load:
             state.load_id = 0
         for index, tokens in enumerate(load.chunk_tokens[: load.keys_loaded]):
-            tier = load.tiers[index] if index < len(load.tiers) else 0
+            tier = load.tier(index)
             self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
             self.loaded_tokens[tier] += tokens
-        self.counts.load_seconds.append(result.seconds)
+        self.counts.load_seconds.append(load.seconds)
         if load.keys_loaded == len(load.chunk_tokens):
-            self._copies.observe(sum(load.chunk_tokens), result.copy_seconds, self._clock())
+            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
         else:
             state.load_failed = True
             state.frontier.move_back(load.first_chunk + load.keys_loaded)
@@ -444,9 +493,15 @@ class SchedulerLoads:
         sources: Counter[int] = Counter()
         if load is not None:
             for index, tokens in enumerate(load.chunk_tokens):
-                found = index < len(load.source_tiers)
-                sources[load.source_tiers[index] if found else 0] += tokens
+                sources[load.tier(index)] += tokens
         return dict(sources)
+
+    def has_pending_work(self) -> bool:
+        """Returns whether an engine without requests should keep stepping, so that loads end."""
+        now = self._clock()
+        return bool(self._jobs or self._cancelled_loads) or any(
+            now < load.expires_at for load in self._active.values()
+        )
 
     @property
     def in_flight(self) -> int:

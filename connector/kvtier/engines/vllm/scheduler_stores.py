@@ -109,14 +109,14 @@ class SchedulerStores:
         if blocked_reason and not finished:
             return
         replica = self._session.replica
-        get_bits, usable_bits, pending_keys = replica.get_bits, replica.usable_bits, self._keys
+        get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
         keys = state.keys(self._planner.hashes_per_chunk)
         for chunk in range(frontier.next_chunk, min(storable_chunks, len(keys))):
             if not finished and self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
                 return
             self._visited_chunks += 1
             key = keys[chunk]
-            if not get_bits(key, 0) & usable_bits and key not in pending_keys:
+            if not get_value(key, 0) & usable_bits and key not in pending_keys:
                 reason = blocked_reason or self._plan_chunk(state, chunk, key, block_ids)
                 if reason and not finished and reason != "blocks_gone":
                     return

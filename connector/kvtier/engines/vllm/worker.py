@@ -1,14 +1,13 @@
 """The worker side of the vLLM connector: one object per rank, called by the engine's thread.
 
-Nothing here blocks. A hook either passes jobs to the transfer thread or takes what that thread has
-finished. The order within a step:
+Nothing here blocks. The hooks submit copies and take what has ended. The order within a step:
 
     handle_preemptions, [forward pass], start_load_kv, wait_for_save,
     get_transfer_results or get_finished, get_block_ids_with_load_errors,
     get_kv_connector_stats, build_connector_worker_meta
 
 vLLM 0.24 calls ``start_load_kv`` before the forward pass, and skips ``wait_for_save`` in steps
-without one; 0.32 always calls both after it. So the stores of a step are passed on by whichever of
+without one; 0.32 always calls both after it. So the stores of a step are submitted by whichever of
 ``wait_for_save`` and ``get_finished`` comes first, behind the step's kernels.
 """
 
@@ -33,6 +32,7 @@ from kvtier.engines.vllm.worker_state import (
     Completions,
     Counters,
     RankContext,
+    SlotGenerations,
     WorkerClient,
 )
 from kvtier.engines.vllm.worker_thread import TransferThread
@@ -107,7 +107,7 @@ class KVTierConnectorWorker:
         self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
-        self._stores_passed_on: StepMetadata | None = None
+        self._stores_submitted: StepMetadata | None = None
         self._completed = Completions()
         self._reported_counts: dict[str, int] = {}
 
@@ -171,7 +171,14 @@ class KVTierConnectorWorker:
             )
         offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
         self._thread = TransferThread(
-            RankContext(engine, offsets, self._completions, self._counters, time.monotonic),
+            RankContext(
+                engine,
+                offsets,
+                self._completions,
+                self._counters,
+                time.monotonic,
+                SlotGenerations(),
+            ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
                 lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool
@@ -217,7 +224,7 @@ class KVTierConnectorWorker:
         )
 
     def start_load_kv(self, metadata: object) -> None:
-        """Passes on the loads and cancellations of a step."""
+        """Submits the loads of a step, and ends those that are cancelled."""
         if not isinstance(metadata, StepMetadata):
             return
         self._metadata = metadata
@@ -227,21 +234,21 @@ class KVTierConnectorWorker:
         if self._thread is None:
             self._completions.reject_loads(metadata.loads, "off")
             return
-        self._thread.put_loads(tuple(metadata.loads), tuple(metadata.cancelled_loads), fence)
+        self._thread.submit_loads(tuple(metadata.loads), tuple(metadata.cancelled_loads), fence)
 
     def wait_for_save(self) -> None:
-        """Passes on the stores of a step. Despite vLLM's name it does not wait."""
+        """Submits the stores of a step. Despite vLLM's name it does not wait."""
         metadata = self._metadata
-        if metadata is None or metadata is self._stores_passed_on:
+        if metadata is None or metadata is self._stores_submitted:
             return
-        self._stores_passed_on = metadata
+        self._stores_submitted = metadata
         if not metadata.stores:
             return
         fence = self._fence()
         if self._thread is None:
             self._completions.add_stores(job.reservation for job in metadata.stores)
             return
-        self._thread.put_stores(tuple(metadata.stores), fence)
+        self._thread.submit_stores(tuple(metadata.stores), fence)
 
     def _fence(self) -> object | None:
         """Marks the end of the launched kernels. No copy may start without it, so a failure turns
@@ -257,6 +264,8 @@ class KVTierConnectorWorker:
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Takes what has ended since the last step: (None, ids of requests whose load ended)."""
         self.wait_for_save()
+        if self._thread is not None:
+            self._thread.poll()
         self._completed = self._completions.take()
         return None, self._completed.recving or None
 

@@ -6,12 +6,16 @@ notices when tierd has created another pool file.
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.store.generations import generation_bytes
+from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 
 
@@ -36,11 +40,37 @@ class PoolReady:
 
 
 @dataclass(frozen=True, slots=True)
+class MappedPool:
+    """A pool and its generation words, of which there is one 32-bit word per page."""
+
+    pool: HostPool
+    words: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class _Mapping:
     pool: HostPool
+    words: memoryview
     registration: tuple[int, ...]
     path: Path
     nbytes: int
+
+
+def open_generations(path: Path, pool_bytes: int) -> memoryview:
+    """Maps the generation words of a pool, read only.
+
+    Raises ``OSError`` if the file cannot be opened or mapped, ``ValueError`` if it is too small.
+    """
+    size = generation_bytes(pool_bytes)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found < size:
+            raise ValueError(f"{path}: {found} bytes, must be at least {size}")
+        # Both ends are processes of one machine, so the words have its byte order.
+        return memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)).cast("I")
+    finally:
+        os.close(descriptor)
 
 
 class HostPoolMapper:
@@ -56,16 +86,18 @@ class HostPoolMapper:
         self._busy = False
         self._closed = False
 
-    def get(self, path: Path, nbytes: int) -> HostPool | None:
+    def get(self, path: Path, nbytes: int) -> MappedPool | None:
         """Returns the mapped pool if it is of the file that is at ``path`` now."""
         with self._lock:
             mapping, busy = self._mapping, self._busy
         if mapping is None or busy or (mapping.path, mapping.nbytes) != (path, nbytes):
             return None
         try:
-            return mapping.pool if file_identity(path) == mapping.pool.identity else None
+            if file_identity(path) != mapping.pool.identity:
+                return None
         except OSError:
             return None
+        return MappedPool(mapping.pool, mapping.words)
 
     def map(self, path: Path, nbytes: int, on_ready: Callable[[PoolReady], None]) -> None:
         """Replaces the mapping by one of ``path``; the background thread calls ``on_ready`` once.
@@ -104,8 +136,9 @@ class HostPoolMapper:
         try:
             if previous is not None:
                 self._unregister(previous.pool, previous.registration)
+            words = open_generations(path.with_name(GENERATIONS_NAME), nbytes)
             pool, registration = self._register(open_pool(path, nbytes), lambda: self._closed)
-            mapping = _Mapping(pool, registration, path, nbytes)
+            mapping = _Mapping(pool, words, registration, path, nbytes)
         except Exception as error:  # noqa: BLE001
             # Without an answer the transfer thread would never retry.
             problem = f"{type(error).__name__}: {error}"

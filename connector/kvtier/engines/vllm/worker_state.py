@@ -1,17 +1,18 @@
 """What the engine's thread and the transfer thread of a rank share: completions and counters.
 
-Also the context that both state machines of the transfer thread work in, and the outbox to tierd.
+Also the context that loads and stores work in, and the outbox to tierd.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
+from kvtier.store.generations import PAGE_SHIFT
 from kvtier.tierd.wire import Message
 from kvtier.transfer.engine import Copy, CopyEngine
 
@@ -76,7 +77,7 @@ class LoadEnd:
     @classmethod
     def rejected(cls, job: LoadJob, reason: str, report_expected: bool = True) -> LoadEnd:
         """Returns the end of a load that was never started."""
-        result = LoadResult(job.load, job.request_id, 0, (), reason)
+        result = LoadResult(job.load, job.request_id, 0, reason)
         return cls.of(job, result, report_expected)
 
 
@@ -96,8 +97,31 @@ class Completions:
     stores_done: dict[int, int] = field(default_factory=dict)
 
 
+class SlotGenerations:
+    """The generation words of the attached pool (kvtier/store/generations.py).
+
+    ``words``: one 32-bit word per page, which tierd changes; None while no pool is attached.
+    """
+
+    def __init__(self, words: memoryview | None = None) -> None:
+        self.words = words
+
+    def unchanged(self, slots: Sequence[int], generations: Sequence[int]) -> int:
+        """How many slots, from the first, still hold the object that they were named for."""
+        words = self.words
+        if words is None:
+            return 0
+        for index, (slot, generation) in enumerate(zip(slots, generations, strict=False)):
+            page = slot >> PAGE_SHIFT
+            # An odd word means that somebody may be writing, whatever the job says.
+            if not 0 <= page < len(words) or words[page] != generation or generation & 1:
+                return index
+        return min(len(slots), len(generations))
+
+
 class CompletionQueue:
-    """Filled by the transfer thread, and emptied by the engine's thread once per step."""
+    """Filled by whichever thread sees the end of a copy, and emptied by the engine's thread once
+    per step."""
 
     def __init__(self, single_group: bool) -> None:
         self._single_group = single_group
@@ -155,7 +179,8 @@ class CompletionQueue:
 class RankContext:
     """What loads and stores of one rank work with.
 
-    ``shard_offsets[g]``: where this rank's shard of group g starts in a slot.
+    ``shard_offsets[g]``: where this rank's shard of group g starts in a slot. ``generations``: of
+    the pool that the copy engine is attached to.
     """
 
     engine: CopyEngine
@@ -163,6 +188,7 @@ class RankContext:
     completions: CompletionQueue
     counters: Counters
     clock: Callable[[], float]
+    generations: SlotGenerations
 
     def copy(self, run: BlockRun, slot: int) -> Copy:
         """Returns the copy of ``run`` to or from ``slot``. The copy engine checks the addresses."""
@@ -172,7 +198,7 @@ class RankContext:
 
 
 class WorkerOutbox:
-    """Messages to tierd, in order. The transfer thread only.
+    """Messages to tierd, in order. For callers that hold the lock of the copies.
 
     They wait while the client has no room for them, and are dropped while there is no tierd.
     """

@@ -1,12 +1,16 @@
-"""The transfer thread of one rank: everything that touches slots happens here, one step at a time.
+"""The copies of one rank: submitted by the hooks of the engine's thread, drained by a thread.
 
-Inputs come from the engine's thread (jobs, each with a fence of the compute stream), from the
-client's I/O thread (messages, loss of tierd), and from the thread that maps the pool. The transfer
-thread waits for none of them, and none of them waits for it, except ``close`` for a bounded time.
+The hooks submit copies and ask for their ends; no other thread stands between a job and its copy,
+because handing a job over means waiting for the interpreter lock. The transfer thread has what may
+take time: the session with tierd, the pool, and draining. It also does what the hooks do while the
+engine is idle, that is, when no hook has run for ``IDLE_HOOK_SECONDS``.
 
-When tierd is lost, the thread drains: it synchronizes the copies, ends the loads, drops the stores
-and forgets announcements. Only then does it tell the client to reattach, because from that moment
-on a slot may hold another object.
+One lock, ``_copies``, guards the copy engine, the loads, the stores and the outbox. Nobody waits
+for the device or for another process while holding it.
+
+When tierd is lost, the epoch is cleared under that lock, so that nothing more is submitted. Then
+the thread waits for the copies without the lock, ends the loads and drops the stores. Only then
+does it tell the client to reattach, because from that moment on a slot may hold another object.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import LoadReady, Message, SessionRefused, Welcome
+from kvtier.tierd.wire import Message, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 8192
-"""Inputs that wait for the thread. One step adds at most two, one load one message."""
-COPY_POLL_SECONDS = 0.0005
-"""How often running copies are polled: a 32 MiB transfer takes 0.6 ms."""
+IDLE_HOOK_SECONDS = 0.02
+"""Longer than a step of an engine that decodes: until then the hooks poll."""
+IDLE_POLL_SECONDS = 0.002
+"""How often the thread polls running copies of an idle engine."""
 RESEND_SECONDS = 0.01
 IDLE_SECONDS = 1.0
 DRAIN_SHARE = 0.75
@@ -41,31 +45,19 @@ WorkerConnect = Callable[[Callable[[Message], None], Callable[[str], None]], Wor
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadInput:
-    jobs: tuple[LoadJob, ...]
-    cancelled: tuple[int, ...]
-    fence: object | None
-    received_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreInput:
-    jobs: tuple[StoreJob, ...]
-    fence: object | None
-
-
-@dataclass(frozen=True, slots=True)
 class _ClientLost:
     reason: str
 
 
-_Input = _LoadInput | _StoreInput | _ClientLost | Message | PoolReady
+_Input = _ClientLost | Message | PoolReady
+"""Bounded by tierd: a welcome or a refusal per session, and one answer of the mapper for each."""
 
 
 class TransferThread:
     """Owns the copy engine, the client and the pool's mapping from ``start`` on.
 
-    ``put_*`` and ``receive`` may be called from any thread and return at once.
+    ``submit_loads``, ``submit_stores`` and ``poll`` are called by the engine's thread, and wait for
+    nothing but the lock.
     """
 
     def __init__(
@@ -78,8 +70,13 @@ class TransferThread:
         self._mapper = mapper
         self._client = connect(self.receive, self.on_client_lost)
         self._outbox = WorkerOutbox(self._client, context.counters)
-        self._loads = WorkerLoads(context, self._outbox.send)
+        self._loads = WorkerLoads(context)
         self._stores = WorkerStores(context, self._outbox.send)
+        self._copies = threading.Lock()
+        self._hook_ran_at = context.clock()
+        self._failure: Exception | None = None
+        self._sleeping = False
+        """Whether the thread waits without looking at copies."""
         self._wake = threading.Condition()
         self._inputs: deque[_Input] = deque()
         self._closing = False
@@ -119,43 +116,89 @@ class TransferThread:
         """Returns a mark in the stream of the engine's kernels. The engine's thread only."""
         return self._engine.fence()
 
-    def put_loads(
+    # The engine's thread.
+
+    def submit_loads(
         self, jobs: tuple[LoadJob, ...], cancelled: tuple[int, ...], fence: object | None
     ) -> None:
-        """Queues the loads and cancellations of a step. Without room the loads end at once."""
-        if not self._put(_LoadInput(jobs, cancelled, fence, self._context.clock())):
-            reason = "off" if self._closed or self._closing else "queue"
-            self._completions.reject_loads(jobs, reason)
+        """Takes the loads and cancellations of a step, and submits what there is room for."""
+        with self._copies:
+            if not self._is_open():
+                self._completions.reject_loads(jobs, "off")
+                return
+            # All jobs are entered before the first one is touched: each is owed a report.
+            self._loads.add(jobs, fence, self._context.clock(), self._completions.epoch)
+            self._loads.cancel(cancelled)
+            self._advance()
+        self._keep_awake()
 
-    def put_stores(self, jobs: tuple[StoreJob, ...], fence: object | None) -> None:
-        """Queues the stores of a step. Without room they end at once, undelivered."""
-        if not self._put(_StoreInput(jobs, fence)):
-            self._counters.add("stores_aborted", len(jobs))
-            self._completions.add_stores(job.reservation for job in jobs)
+    def submit_stores(self, jobs: tuple[StoreJob, ...], fence: object | None) -> None:
+        """Takes the stores of a step, and submits what there is room for."""
+        with self._copies:
+            if not self._is_open():
+                self._counters.add("stores_aborted", len(jobs))
+                self._completions.add_stores(job.reservation for job in jobs)
+                return
+            self._stores.add(jobs, fence, self._completions.epoch)
+            self._advance()
+        self._keep_awake()
+
+    def poll(self) -> None:
+        """Collects copies that have ended, and submits what waits for room. Once per step."""
+        self._hook_ran_at = self._context.clock()
+        if not len(self._loads) and not len(self._stores):
+            return
+        with self._copies:
+            if self._is_open():
+                self._advance()
+
+    def _is_open(self) -> bool:
+        return not (self._closed or self._closing or self._failure)
+
+    def _advance(self) -> None:
+        """Advances loads and stores, with the lock held. A failure is left to the thread."""
+        try:
+            self._loads.advance()
+            self._stores.advance()
+        except Exception as error:  # noqa: BLE001 - the thread reports everything that is open
+            self._failure = error
+            self._completions.epoch = 0
+            with self._wake:
+                self._wake.notify_all()
+
+    def _keep_awake(self) -> None:
+        """Lets the thread look after the copies if no further hook comes."""
+        self._hook_ran_at = self._context.clock()
+        if self._sleeping:
+            with self._wake:
+                self._wake.notify_all()
+
+    # The client's I/O thread, and the mapper's.
 
     def receive(self, message: Message) -> None:
         """Queues a message of tierd. The client's sink."""
-        if isinstance(message, LoadReady | Welcome | SessionRefused):
-            self._put(message, always=not isinstance(message, LoadReady))
+        if isinstance(message, Welcome | SessionRefused):
+            self._put(message)
 
     def on_client_lost(self, reason: str) -> None:
-        """Queues the loss of tierd. The client does not reattach before this thread has drained."""
-        self._put(_ClientLost(reason), always=True)
+        """Ends submissions; queues the loss. The client does not reattach before this thread has
+        drained."""
+        with self._copies:
+            self._completions.epoch = 0
+            self._loads.stop_all("lost")
+            self._stores.drop_pending()
+        self._put(_ClientLost(reason))
 
     def on_pool_ready(self, ready: PoolReady) -> None:
         """Queues the result of the mapper."""
-        self._put(ready, always=True)
+        self._put(ready)
 
-    def _put(self, item: _Input, always: bool = False) -> bool:
+    def _put(self, item: _Input) -> None:
         with self._wake:
             if self._closed or self._closing:
-                return False
-            if len(self._inputs) >= MAX_QUEUED and not always:
-                self._counters.add("queue_full")
-                return False
+                return
             self._inputs.append(item)
             self._wake.notify_all()
-            return True
 
     # The transfer thread.
 
@@ -168,12 +211,13 @@ class TransferThread:
             self._drained = True
         except Exception as error:  # the last resort: the engine serves on
             self._counters.add("thread_failures")
-            logger.exception("KVTier: serving without tiers: transfer thread failed: %s", error)
+            logger.exception("KVTier: serving without tiers: copies failed: %s", error)
         finally:
             self._finish()
 
     def _run_once(self) -> bool:
-        """Handles inputs, advances copies and waits; returns False when the thread must end."""
+        """Handles inputs, looks after the copies of an idle engine, and waits; returns False when
+        the thread must end."""
         with self._wake:
             if self._closing:
                 return False
@@ -181,34 +225,35 @@ class TransferThread:
             self._inputs.clear()
         for item in inputs:
             self._handle(item)
-        changed = self._loads.advance(can_copy=self._engine.pool is not None)
-        changed |= self._stores.advance()
-        self._outbox.flush()
+        if self._failure is not None:
+            raise self._failure
+        if self._hooks_are_idle() or len(self._outbox):
+            with self._copies:
+                if self._hooks_are_idle():
+                    self._advance()
+                self._outbox.flush()
         with self._wake:
-            if not changed and not self._inputs and not self._closing:
-                self._wake.wait(self._poll_timeout())
+            if not self._inputs and not self._closing and self._failure is None:
+                timeout = self._timeout()
+                self._sleeping = timeout >= IDLE_SECONDS
+                self._wake.wait(timeout)
+                self._sleeping = False
         return True
 
-    def _poll_timeout(self) -> float:
-        timeouts = [IDLE_SECONDS]
-        if self._loads.copying or self._stores.copying:
-            timeouts.append(COPY_POLL_SECONDS)
+    def _hooks_are_idle(self) -> bool:
+        busy = len(self._loads) or len(self._stores)
+        return bool(busy) and self._context.clock() - self._hook_ran_at >= IDLE_HOOK_SECONDS
+
+    def _timeout(self) -> float:
         if len(self._outbox):
-            timeouts.append(RESEND_SECONDS)
-        deadline = self._loads.next_deadline()
-        if deadline is not None:
-            timeouts.append(max(0.0, deadline - self._context.clock()))
-        return min(timeouts)
+            return RESEND_SECONDS
+        if not len(self._loads) and not len(self._stores):
+            return IDLE_SECONDS
+        since = self._context.clock() - self._hook_ran_at
+        return IDLE_POLL_SECONDS if since >= IDLE_HOOK_SECONDS else IDLE_HOOK_SECONDS - since
 
     def _handle(self, item: _Input) -> None:
         match item:
-            case _LoadInput():
-                self._loads.add(item.jobs, item.fence, item.received_at)
-                self._loads.cancel(item.cancelled)
-            case _StoreInput():
-                self._stores.add(item.jobs, item.fence, self._completions.epoch)
-            case LoadReady():
-                self._loads.on_announcement(item)
             case Welcome():
                 self._on_welcome(item)
             case PoolReady():
@@ -227,7 +272,9 @@ class TransferThread:
         if not self._attach_pool(welcome):
             if self._engine.pool is not None:
                 self._drain("lost")
-                self._engine.detach()
+                with self._copies:
+                    self._engine.detach()
+                    self._context.generations.words = None
             self._map_pool(welcome)
 
     def _map_pool(self, welcome: Welcome) -> None:
@@ -235,12 +282,14 @@ class TransferThread:
 
     def _attach_pool(self, welcome: Welcome) -> bool:
         """Uses the mapped pool if it is the one of this tierd."""
-        pool = self._mapper.get(Path(welcome.pool_path), welcome.pool_bytes)
-        if pool is None:
+        mapped = self._mapper.get(Path(welcome.pool_path), welcome.pool_bytes)
+        if mapped is None:
             return False
-        if self._engine.pool is not pool:
-            self._engine.attach(pool)
-        self._completions.epoch = welcome.epoch
+        with self._copies:
+            if self._engine.pool is not mapped.pool:
+                self._engine.attach(mapped.pool)
+            self._context.generations.words = mapped.words
+            self._completions.epoch = welcome.epoch
         return True
 
     def _on_pool(self, ready: PoolReady) -> None:
@@ -259,43 +308,44 @@ class TransferThread:
 
     def _on_lost(self, reason: str) -> None:
         self._counters.add("lost")
-        self._completions.epoch = 0
         logger.warning("KVTier: serving without tiers until tierd is available again: %s", reason)
         self._drain("lost")
-        self._outbox.clear()
+        with self._copies:
+            self._outbox.clear()
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
         self._client.reattach(self._drained_epoch)
 
     def _drain(self, reason: str) -> None:
-        """Afterwards no copy runs, and no load, store or announcement is left.
+        """Afterwards no copy runs, and no load or store is left.
 
         Raises ``CopyError`` if the device cannot be synchronized.
         """
-        self._engine.synchronize()
-        self._loads.stop_all(reason)
-        while len(self._loads):
-            self._loads.advance(can_copy=False)
-        self._stores.drop_all()
-        self._loads.forget_announcements()
+        with self._copies:
+            self._completions.epoch = 0
+            self._loads.stop_all(reason)
+            self._stores.drop_pending()
+        # Without the lock: the engine's thread must not wait for the device.
+        self._engine.wait_idle()
+        with self._copies:
+            self._engine.synchronize()
+            while len(self._loads):
+                self._loads.advance()
+            self._stores.drop_all()
 
     def _finish(self) -> None:
         with self._wake:
             self._closed = True
-            inputs = list(self._inputs)
             self._inputs.clear()
         self._completions.epoch = 0
-        for item in inputs:
-            if isinstance(item, _LoadInput):
-                self._completions.reject_loads(item.jobs, "off")
-            elif isinstance(item, _StoreInput):
-                self._completions.add_stores(job.reservation for job in item.jobs)
         if not self._drained:
             self._abandon()
         self._ended.set()
         if self._drained:
-            self._engine.close()
+            with self._copies:
+                self._engine.close()
+                self._context.generations.words = None
             self._mapper.close()
 
     def _abandon(self) -> None:
@@ -304,9 +354,10 @@ class TransferThread:
         If copies still run, the device has failed.
         """
         try:
-            self._engine.synchronize()
+            self._engine.wait_idle()
         except Exception as error:  # the reports below must go out in any case
             self._counters.add("copy_errors")
             logger.exception("KVTier: cannot synchronize the device: %s", error)
-        self._loads.abandon("off")
-        self._stores.drop_all()
+        with self._copies:
+            self._loads.abandon("off")
+            self._stores.drop_all()

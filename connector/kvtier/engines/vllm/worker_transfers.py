@@ -1,16 +1,17 @@
-"""Loads and stores of one rank, as state machines that the transfer thread advances.
+"""Loads and stores of one rank, as state machines that the hooks of the engine's thread advance.
 
-A load needs its ``LoadJob`` (from the scheduler, through vLLM) and its ``LoadReady`` (from tierd);
-either may arrive first. It ends once: when everything available is copied, or at its deadline, a
-cancellation, a failure, or the loss of tierd. In the latter cases no further copy is submitted, and
-the report waits for the submitted ones, because until then the GPU writes into blocks that the
-report gives back to vLLM.
+A load's job names the slots of its keys, with the generation word of each. The words are compared
+when a copy is submitted and again after it has ended; from the first key on whose word differs, the
+load has failed. A load ends once: when everything is copied, or at its deadline, a cancellation, a
+failure, or the loss of tierd. In the latter cases no further copy is submitted, and the report
+waits for the submitted ones, because until then the GPU writes into blocks that the report gives
+back to vLLM.
 
 A store ends with ``Deliver`` or ``Abort`` for tierd and one report for the scheduler side, which
 references the source blocks until then. So every job is reported, and only after the GPU has
 stopped reading its blocks.
 
-docs/datapath.md has the rules. All methods are called by the transfer thread.
+docs/datapath.md has the rules. Callers hold the lock of the copies (``worker_thread``).
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from dataclasses import dataclass, field
 
 from kvtier.engines.vllm.metadata import LoadJob, LoadResult, StoreJob
 from kvtier.engines.vllm.worker_state import LoadEnd, RankContext
-from kvtier.tierd.wire import Abort, Deliver, LoadReady, LoadReleased, Message
+from kvtier.tierd.wire import Abort, Deliver, Message
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 
-MAX_EARLY_ANNOUNCEMENTS = 256
-"""Announcements without a job. A job follows within one engine step, and at most 32 requests wait
-for a promotion at a time."""
 MAX_ENDED_LOADS = 4096
-"""Ended loads that are remembered because their announcement may still arrive."""
+"""Ended loads that are remembered, so that a job that comes twice does not start twice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +35,8 @@ class _RankLoad:
     fence: object | None
     started_at: float
     deadline: float
-    announcement: LoadReady | None = None
+    available_keys: int
+    """Keys whose slots are known and still hold them."""
     submitted_keys: int = 0
     copied_keys: int = 0
     copied_bytes: int = 0
@@ -47,57 +46,32 @@ class _RankLoad:
     """Submissions, with the number of keys that are copied once each is done."""
 
     @property
-    def available_keys(self) -> int:
-        """Keys that tierd announced."""
-        if self.announcement is None:
-            return 0
-        return min(len(self.announcement.slots), len(self.job.runs))
-
-    @property
     def fully_submitted(self) -> bool:
         """Whether nothing is left to submit."""
-        return self.announcement is not None and self.submitted_keys == self.available_keys
+        return self.submitted_keys >= self.available_keys
 
 
 class WorkerLoads:
     """All loads of this rank."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        send: Callable[[Message], None],
-        batch_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, context: RankContext, batch_bytes: int | None = None) -> None:
         self._context = context
         self._engine = context.engine
         self._counters = context.counters
-        self._send = send
         self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
-        self._early: OrderedDict[int, LoadReady] = OrderedDict()
-        """Announcements whose job has not arrived."""
         self._ended: OrderedDict[int, None] = OrderedDict()
-        """Loads that ended before their announcement arrived."""
 
     def __len__(self) -> int:
         return len(self._active)
 
-    @property
-    def copying(self) -> bool:
-        """Whether a submitted copy may still run."""
-        return any(load.in_flight for load in self._active.values())
+    def add(
+        self, jobs: Iterable[LoadJob], fence: object | None, received_at: float, epoch: int
+    ) -> None:
+        """Adds jobs, whose target blocks may be written after ``fence``.
 
-    def next_deadline(self) -> float | None:
-        """Returns the earliest deadline of a load that has something left to submit."""
-        deadlines = (
-            load.deadline
-            for load in self._active.values()
-            if not load.stop_reason and not load.fully_submitted
-        )
-        return min(deadlines, default=None)
-
-    def add(self, jobs: Iterable[LoadJob], fence: object | None, received_at: float) -> None:
-        """Adds jobs, whose target blocks may be written after ``fence``."""
+        ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot.
+        """
         requests = {load.job.request_id for load in self._active.values()}
         for job in jobs:
             if job.load in self._active or job.load in self._ended:
@@ -107,31 +81,13 @@ class WorkerLoads:
                 self._counters.add("duplicate_requests")
                 end = LoadEnd.rejected(job, "duplicate", report_expected=False)
                 self._context.completions.add_load(end)
-                self._release(job.load, self._early.pop(job.load, None))
             else:
                 requests.add(job.request_id)
-                load = _RankLoad(job, fence, received_at, received_at + job.timeout_seconds)
-                load.announcement = self._early.pop(job.load, None)
+                keys = min(len(job.slots), len(job.generations), len(job.runs))
+                load = _RankLoad(job, fence, received_at, received_at + job.timeout_seconds, keys)
+                if not epoch or job.epoch != epoch:
+                    load.stop_reason = "epoch" if epoch else "lost"
                 self._active[job.load] = load
-
-    def on_announcement(self, announcement: LoadReady) -> None:
-        """tierd announced the slots of a load."""
-        number = announcement.load
-        load = self._active.get(number)
-        if load is not None and load.announcement is None:
-            load.announcement = announcement
-        elif load is not None or number in self._early:
-            self._counters.add("duplicate_slots")
-        elif number in self._ended:
-            self._ended.pop(number)
-            self._counters.add("late_slots")
-            self._send(LoadReleased(load=number))
-        else:
-            self._early[number] = announcement
-            if len(self._early) > MAX_EARLY_ANNOUNCEMENTS:
-                dropped, _ = self._early.popitem(last=False)
-                self._counters.add("stash_dropped")
-                self._send(LoadReleased(load=dropped))
 
     def cancel(self, loads: Iterable[int]) -> None:
         """Stops loads whose requests were aborted."""
@@ -147,11 +103,6 @@ class WorkerLoads:
         for load in self._active.values():
             load.stop_reason = load.stop_reason or reason
 
-    def forget_announcements(self) -> None:
-        """Drops what the previous tierd announced. Call it while no load is active."""
-        self._early.clear()
-        self._ended.clear()
-
     def abandon(self, reason: str) -> None:
         """Ends every load without waiting for its copies: the device is lost or idle."""
         for load in list(self._active.values()):
@@ -159,21 +110,29 @@ class WorkerLoads:
             load.in_flight.clear()
             self._end(load)
 
-    def advance(self, can_copy: bool) -> bool:
-        """Collects and submits at most one batch of each load; returns whether anything changed.
+    def advance(self) -> bool:
+        """Collects what has ended and submits what there is room for; returns whether anything
+        changed.
 
-        ``can_copy``: a pool is attached. Raises ``CopyError`` if the device cannot be synchronized
-        after a failure.
+        With a copy engine that copies in ``submit``, it submits at most one batch.
         """
         changed = False
+        may_submit = True
         for load in list(self._active.values()):
             changed |= self._collect(load)
-            if not load.stop_reason and not load.fully_submitted:
+            while may_submit and not load.stop_reason and not load.fully_submitted:
                 if self._context.clock() >= load.deadline:
                     load.stop_reason = "limit"
-                elif can_copy and load.announcement is not None:
-                    changed |= self._submit(load, load.announcement.slots)
-                    changed |= self._collect(load)
+                elif self._submit(load):
+                    changed = True
+                    may_submit = not self._engine.synchronous
+                else:
+                    # No room: a later load must not overtake this one.
+                    may_submit = False
+            if load.in_flight and self._engine.synchronous:
+                changed |= self._collect(load)
+            if self._context.clock() >= load.deadline and not load.fully_submitted:
+                load.stop_reason = load.stop_reason or "limit"
             if (load.stop_reason or load.fully_submitted) and not load.in_flight:
                 self._end(load)
                 changed = True
@@ -191,51 +150,64 @@ class WorkerLoads:
                     load.copied_bytes += handle.total_bytes
                     load.copy_seconds += handle.seconds
             except CopyError:
-                self._on_copy_error(load)
+                self._counters.add("copy_errors")
+                load.stop_reason = "copy"
             load.in_flight.popleft()
             changed = True
         return changed
 
-    def _submit(self, load: _RankLoad, slots: Sequence[int]) -> bool:
+    def _submit(self, load: _RankLoad) -> bool:
+        """Submits the load's next batch; returns False if there is no room for it."""
+        job, first = load.job, load.submitted_keys
         copies: list[Copy] = []
         total_bytes = 0
-        keys = load.submitted_keys
+        keys = first
         while keys < load.available_keys and (not copies or total_bytes < self._batch_bytes):
-            copy = self._context.copy(load.job.runs[keys], slots[keys])
+            copy = self._context.copy(job.runs[keys], job.slots[keys])
             problem = self._engine.check(copy)
             if problem:
                 self._counters.add("bad_addresses")
                 load.stop_reason = f"address: {problem}"
+                load.available_keys = keys
                 break
             total_bytes += self._engine.copy_bytes(copy)
             copies.append(copy)
             keys += 1
-        if not copies or not self._engine.has_room(Direction.TO_DEVICE, total_bytes):
-            return bool(load.stop_reason)
+        unchanged = self._context.generations.unchanged(
+            job.slots[first:keys], job.generations[first:keys]
+        )
+        if unchanged < len(copies):
+            self._counters.add("slots_reused", len(copies) - unchanged)
+            load.available_keys = keys = first + unchanged
+            total_bytes = sum(map(self._engine.copy_bytes, copies[:unchanged]))
+            del copies[unchanged:]
+        if not copies:
+            return True
+        if not self._engine.has_room(Direction.TO_DEVICE, total_bytes):
+            return False
         try:
-            handle = self._engine.submit(copies, Direction.TO_DEVICE, load.fence)
+            handle = self._engine.submit(copies, Direction.TO_DEVICE, load.fence, checked=True)
             load.in_flight.append((handle, keys))
             load.submitted_keys = keys
         except CopyError:
-            self._on_copy_error(load)
+            self._counters.add("copy_errors")
+            load.stop_reason = "copy"
         return True
 
-    def _on_copy_error(self, load: _RankLoad) -> None:
-        # Part of the copy may still run; nothing may be reported before the device is idle.
-        self._counters.add("copy_errors")
-        load.stop_reason = "copy"
-        self._engine.synchronize()
-
     def _end(self, load: _RankLoad) -> None:
-        job, keys = load.job, load.copied_keys
+        job = load.job
         del self._active[job.load]
+        # A copy that ran while its slot was reused has copied anything.
+        keys = self._context.generations.unchanged(
+            job.slots[: load.copied_keys], job.generations[: load.copied_keys]
+        )
+        if keys < load.copied_keys:
+            self._counters.add("slots_reused", load.copied_keys - keys)
         complete = keys == len(job.runs)
-        tiers = load.announcement.tiers[:keys] if load.announcement is not None else ()
         result = LoadResult(
             load=job.load,
             request_id=job.request_id,
             keys_loaded=keys,
-            tiers=tiers + (0,) * (keys - len(tiers)),
             reason="" if complete else load.stop_reason or "gone",
             seconds=self._context.clock() - load.started_at,
             copy_seconds=load.copy_seconds,
@@ -246,13 +218,7 @@ class WorkerLoads:
         )
         self._counters.add("loaded_bytes", load.copied_bytes)
         self._context.completions.add_load(LoadEnd.of(job, result))
-        self._release(job.load, load.announcement)
-
-    def _release(self, number: int, announcement: LoadReady | None) -> None:
-        if announcement is not None:
-            self._send(LoadReleased(load=number))
-            return
-        self._ended[number] = None
+        self._ended[job.load] = None
         if len(self._ended) > MAX_ENDED_LOADS:
             self._ended.popitem(last=False)
 
@@ -279,10 +245,8 @@ class WorkerStores:
         self._delivered: list[int] = []
         self._aborted: list[int] = []
 
-    @property
-    def copying(self) -> bool:
-        """Whether a submitted copy may still run."""
-        return bool(self._in_flight)
+    def __len__(self) -> int:
+        return len(self._open)
 
     def add(self, jobs: Iterable[StoreJob], fence: object | None, epoch: int) -> None:
         """Adds jobs, whose blocks may be read after ``fence``.
@@ -300,25 +264,35 @@ class WorkerStores:
                 self._counters.add("stores_stale")
                 self._finish((job.reservation,), delivered=False)
 
+    def drop_pending(self) -> None:
+        """Ends the stores that are not submitted."""
+        dropped = [job.reservation for job, _ in self._pending]
+        self._pending.clear()
+        self._counters.add("stores_dropped", len(dropped))
+        self._finish(dropped, delivered=False)
+
     def drop_all(self) -> None:
         """Ends every store after the loss of tierd, without a message to it. No copy may run."""
+        self.drop_pending()
         dropped = [number for _, numbers in self._in_flight for number in numbers]
-        dropped += [job.reservation for job, _ in self._pending]
         self._in_flight.clear()
-        self._pending.clear()
         self._counters.add("stores_dropped", len(dropped))
         self._finish(dropped, delivered=False)
         self._delivered.clear()
         self._aborted.clear()
 
     def advance(self) -> bool:
-        """Collects, submits at most one batch, and reports to tierd.
+        """Collects what has ended, submits what there is room for, and reports to tierd.
 
-        Returns whether anything changed. Raises ``CopyError`` as ``WorkerLoads.advance`` does.
+        With a copy engine that copies in ``submit``, it submits at most one batch. Returns whether
+        anything changed.
         """
         changed = self._collect()
-        changed |= self._submit()
-        changed |= self._collect()
+        while self._submit():
+            changed = True
+            if self._engine.synchronous:
+                self._collect()
+                break
         if self._delivered:
             self._counters.add("stores_delivered", len(self._delivered))
             self._send(Deliver(reservations=tuple(self._delivered)))
@@ -338,7 +312,7 @@ class WorkerStores:
                     break
                 self._counters.add("stored_bytes", handle.total_bytes)
             except CopyError:
-                self._on_copy_error()
+                self._counters.add("copy_errors")
                 delivered = False
             self._in_flight.popleft()
             self._finish(numbers, delivered)
@@ -373,16 +347,12 @@ class WorkerStores:
         if not copies:
             return changed
         try:
-            handle = self._engine.submit(copies, Direction.TO_HOST, batch_fence)
+            handle = self._engine.submit(copies, Direction.TO_HOST, batch_fence, checked=True)
             self._in_flight.append((handle, tuple(numbers)))
         except CopyError:
-            self._on_copy_error()
+            self._counters.add("copy_errors")
             self._finish(numbers, delivered=False)
         return True
-
-    def _on_copy_error(self) -> None:
-        self._counters.add("copy_errors")
-        self._engine.synchronize()
 
     def _finish(self, numbers: Sequence[int], delivered: bool) -> None:
         if not delivered:
