@@ -119,6 +119,13 @@ CONTROLLER: tuple[Permission, ...] = (
         scope=Scope.CLUSTER,
     ),
     Permission(
+        "storage.k8s.io",
+        ("storageclasses",),
+        ("get",),
+        "finds whether a pending claim waits for its first pod",
+        scope=Scope.CLUSTER,
+    ),
+    Permission(
         "",
         ("persistentvolumes",),
         ("get", "list", "watch", "create", "patch", "delete"),

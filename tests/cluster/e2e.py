@@ -204,7 +204,14 @@ class EndToEndRun:
 
     def _tell(self, api: Api) -> None:
         with self.display.step("kubectl get kvtp, kubectl describe kvtp"):
-            wait_for("the policy is Ready", lambda: self._condition(api, "Ready") == "True", 60)
+            wait_for(
+                "the policy is Ready, its pod attached and its tiers healthy",
+                lambda: all(
+                    self._condition(api, kind) == "True"
+                    for kind in ("Ready", "Attached", "TiersHealthy")
+                ),
+                60,
+            )
             wait_for(
                 "the pod counts as tuned",
                 lambda: self._policy(api)["status"]["pods"].get("tuned") == 1,

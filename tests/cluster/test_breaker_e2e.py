@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -116,5 +117,98 @@ def test_the_replacement_of_a_blocked_pod_is_not_injected(
             await where.finish(following["metadata"]["name"])
             (third,) = await where.pods()
             assert STRUCTURAL_ANNOTATION in third["metadata"]["annotations"]
+
+    run_story(scenario, full_cluster, full_api, nodes)
+
+
+def admission_policy(namespace: str, expression: str) -> list[Object]:
+    """A rule about pods of a namespace, as platform teams write it: it names no container."""
+    group = {"apiVersion": "admissionregistration.k8s.io/v1"}
+    name = {"metadata": {"name": namespace}}
+    rules = [
+        {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    ]
+    space = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    return [
+        {
+            **group,
+            **name,
+            "kind": "ValidatingAdmissionPolicy",
+            "spec": {
+                "matchConstraints": {"resourceRules": rules},
+                "validations": [{"expression": expression, "message": "ask the platform team"}],
+            },
+        },
+        {
+            **group,
+            **name,
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "spec": {
+                "policyName": namespace,
+                "validationActions": ["Deny"],
+                "matchResources": {"namespaceSelector": space},
+            },
+        },
+    ]
+
+
+@contextmanager
+def enforced(where: StatusNamespace, expression: str) -> Iterator[None]:
+    """The rule is in force: a pod is denied by it."""
+    made = []
+    resources = ("validatingadmissionpolicies", "validatingadmissionpolicybindings")
+    try:
+        for body, plural in zip(
+            admission_policy(where.namespace, expression), resources, strict=True
+        ):
+            path = f"/apis/admissionregistration.k8s.io/v1/{plural}"
+            where.nodes.ok(where.api.request("POST", path, body))
+            made.append(f"{path}/{where.namespace}")
+        probe = bare_pod("probe", owner="")
+        probe["metadata"] = {"name": "probe", "labels": {"app": "chat"}}
+        pods = f"/api/v1/namespaces/{where.namespace}/pods?dryRun=All"
+        where.nodes.wait_for(
+            "the rule is in force", lambda: where.api.request("POST", pods, probe)[0] >= 400, 60
+        )
+        yield
+    finally:
+        for path in made:
+            where.api.request("DELETE", path)
+
+
+def test_a_rule_that_names_no_container_costs_the_pod_its_tiers_and_not_its_existence(
+    full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess
+) -> None:
+    async def scenario(where: StatusNamespace) -> None:
+        async with running_controller(where):
+            await where.policy(attach={"retrySeconds": 600})
+            await known(where)
+            with enforced(where, "!has(object.spec.initContainers)"):
+                await where.deployment(bare_pod())
+                found = await where.until("Attached", "False", "Refused", seconds=120)
+                message = condition(found, "Attached")["message"]
+                assert "ask the platform team" in message
+                assert message.startswith("Injection may prevent a pod from starting")
+                (pod,) = await where.pods()
+                assert STRUCTURAL_ANNOTATION not in pod["metadata"]["annotations"]
+                assert '"reason": "Suspended"' in pod["metadata"]["annotations"][SKIPPED_ANNOTATION]
+
+    run_story(scenario, full_cluster, full_api, nodes)
+
+
+def test_a_rule_that_denies_pods_without_tiers_too_ends_the_suspension(
+    full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess
+) -> None:
+    async def scenario(where: StatusNamespace) -> None:
+        async with running_controller(where):
+            await where.policy(attach={"retrySeconds": 600})
+            await known(where)
+            with enforced(where, "has(object.spec.priorityClassName)"):
+                await where.deployment(bare_pod())
+                await where.until("Attached", "False", "Refused", seconds=120)
+                found = await where.until("Attached", "Unknown", "NoPods", seconds=180)
+                assert "without tiers too" in condition(found, "Attached")["message"]
+                assert "suspendedOwners" not in found["status"]
+                await where.events("Resumed")
 
     run_story(scenario, full_cluster, full_api, nodes)

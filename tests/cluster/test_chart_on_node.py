@@ -75,8 +75,8 @@ def test_an_engine_serves_from_its_tiers_while_the_chart_is_upgraded_and_reinsta
             assert not stub_engine_pods.injected(place.ready(app="later"))
             operators.install(cluster, release, operator_on_node.values)
             wait_for(
-                "the policy is Ready again",
-                lambda: place.condition("Ready").get("status") == "True",
+                "the pod is attached again",
+                lambda: place.condition("Attached").get("status") == "True",
                 60,
             )
             time.sleep(3)

@@ -61,7 +61,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             await expect_messages(
                 where,
                 {
-                    "Ready": ("Unknown", "NoPods", f"Attached: {NO_POD}"),
+                    "Ready": ("True", "NoPods", f"{IN_FORCE} Attached: {NO_POD}"),
                     "Attached": ("Unknown", "NoPods", NO_POD),
                     "UpToDate": ("Unknown", "NoPods", "No pod has tiers."),
                     "Tuned": ("Unknown", "NoPods", "No pod is attached."),
@@ -78,7 +78,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             await expect_messages(
                 where,
                 {
-                    "Ready": ("False", "Starting", f"Attached: {starting}"),
+                    "Ready": ("True", "Starting", f"{IN_FORCE} Attached: {starting}"),
                     "Attached": ("False", "Starting", starting),
                     "EnginesCompatible": ("Unknown", "NotReported", "No engine has attached yet."),
                     "TiersHealthy": ("Unknown", "NotReported", "No pod reports the state of ram."),
@@ -155,7 +155,7 @@ def test_messages_from_no_pod_to_unreachable_pods(run: RunScenario) -> None:
             await expect_messages(
                 where,
                 {
-                    "Ready": ("Unknown", "Unreachable", f"Attached: {unreachable}"),
+                    "Ready": ("True", "Unreachable", f"{IN_FORCE} Attached: {unreachable}"),
                     "Attached": ("Unknown", "Unreachable", unreachable),
                 },
             )
@@ -175,16 +175,11 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
             await expect_messages(where, {"Ready": ("True", "InForce", IN_FORCE)})
 
             async def reports(
-                kind: str, reason: str, message: str, *tiers: Any, ready: str = "False", **more: Any
+                kind: str, reason: str, message: str, *tiers: Any, **more: Any
             ) -> None:
                 tierd.document = status_document(*tiers, **{"generation": 1, **more})
-                summary = message if ready == "False" else f"{kind}: {message}"
-                expected = {kind: ("False", reason, message)}
-                if ready == "False":
-                    expected["Ready"] = ("False", reason, f"{kind}: {message}")
-                else:
-                    expected["Ready"] = ("True", reason, f"{IN_FORCE} {summary}")
-                await expect_messages(where, expected)
+                ready = ("True", reason, f"{IN_FORCE} {kind}: {message}")
+                await expect_messages(where, {kind: ("False", reason, message), "Ready": ready})
 
             unhealthy = f"ram is Degraded in {name}: no space left. {RECOMPUTED}"
             await reports(
@@ -209,7 +204,6 @@ def test_messages_of_a_pod_are_reported_with_its_name(run: RunScenario) -> None:
                 "Tuned",
                 "LiveValuesRefused",
                 rejected,
-                ready="True",
                 liveRefusals=["ram.loadWeight: 0"],
             )
             not_attached = (

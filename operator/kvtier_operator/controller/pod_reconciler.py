@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier_operator.api.conditions import EventReason, Reason
@@ -37,6 +37,7 @@ from kvtier_operator.controller.injection_breaker.breaker import (
     suspended_owners,
 )
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure
+from kvtier_operator.controller.injection_breaker.rejections import RejectionMemory
 from kvtier_operator.controller.lookups import ClusterAccess
 from kvtier_operator.controller.pods import pod_view, terminating
 from kvtier_operator.controller.pods.pod_view import PodState, PodView
@@ -86,15 +87,20 @@ class _PolicyHistory:
 
     written_at: float | None = None
     generation: int | None = None
-    changed_at: float = 0.0
+    rejections: RejectionMemory = field(default_factory=RejectionMemory)
     pod_states: dict[str, str] | None = None
+
+    @property
+    def changed_at(self) -> float:
+        """When the policy last changed, in seconds since 1970."""
+        return self.rejections.changed_at
 
     def record_generation(self, generation: int, observed: int | None, now: float) -> None:
         """``observed``: the generation that the status in force is about."""
         if self.generation is None:
-            self.changed_at = 0.0 if observed in (None, generation) else now
+            self.rejections.record_change(0.0 if observed in (None, generation) else now)
         elif self.generation != generation:
-            self.changed_at = now
+            self.rejections.record_change(now)
         self.generation = generation
 
     def record_pod_states(self, views: Sequence[PodView]) -> None:
@@ -171,24 +177,40 @@ class _PodReconcile:
             if previous is not None and observed == generation
             else []
         )
+        cleared = set(self.history.rejections.cleared)
         failures = await FailureDetector(
             self.deps.cluster,
             self.deps.settings,
             self.policy,
             self.inputs,
             self.now,
-            self.history.changed_at,
+            self.history.rejections,
         ).detect(suspended_now)
+        suspended_now = self._without_cleared(suspended_now, cleared)
         current = [each for each in failures if not each.predates(self.history.changed_at)]
         suspended = suspended_owners(self.policy, suspended_now, current, self.now)
         await self._delete_blocked_pods(suspended_now, failures)
         rollout = await self._roll_out(views, blocked=bool(failures or suspended))
-        observed_pods = ObservedPods(views, failures, suspended, overdue, rollout)
+        rejections = [each.text for each in self.history.rejections.cleared.values()]
+        observed_pods = ObservedPods(views, failures, suspended, overdue, rollout, rejections)
         status = self._status(observed_pods)
         self._collect_events(observed_pods, status)
         await self.deps.recorder.post(self.events, self.now)
         self._schedule(pods, observed_pods)
         return PodReconcileResult(status, min(self.wakes, default=None))
+
+    def _without_cleared(
+        self, suspended: Sequence[SuspendedOwner], before: Collection[str]
+    ) -> list[SuspendedOwner]:
+        """Ends the suspension of owners whose pods were rejected without tiers too. ``before``:
+        those that were known.
+        """
+        cleared = self.history.rejections.cleared
+        for entry in suspended:
+            if entry.uid in cleared and entry.uid not in before:
+                message = f"injection resumes: {cleared[entry.uid].text}"
+                self._policy_event(NORMAL, EventReason.RESUMED.value, message)
+        return [entry for entry in suspended if entry.uid not in cleared]
 
     def _set_poll_targets(self, pods: Sequence[Pod]) -> None:
         """Terminating pods are polled too: their last report says which mount they may hang in."""
@@ -325,13 +347,15 @@ class _PodReconcile:
             if failure.pod is not None:
                 self._pod_warning(failure.pod, failure.reason.value, failure.message)
         known = {entry.uid for entry in (previous.suspended_owners if previous else None) or ()}
+        causes = {each.owner.uid: each.message for each in pods.failures if each.owner is not None}
         for entry in pods.suspended:
             if entry.uid not in known:
+                cause = f": {causes[entry.uid]}" if entry.uid in causes else ""
                 self._policy_event(
                     WARNING,
                     EventReason.SUSPENDED.value,
                     f"{entry.kind} {entry.name}: new pods get no tiers until {entry.until} "
-                    f"({entry.reason})",
+                    f"({entry.reason}){cause}",
                 )
         self.events += policy_events(self.policy, previous, status)
         self.events += pod_events(pods.views, self.history.pod_states)

@@ -159,7 +159,8 @@ def test_a_suspended_owner_is_named_with_the_end_of_its_suspension() -> None:
 def test_a_policy_whose_pods_are_all_governed_by_an_older_one_is_conflicted() -> None:
     planned = reconcile_input(governed_by_others=["older", "older"])
     found = status(plan=planned)
-    assert verdict(found, "Attached") == verdict(found, "Ready") == ("False", "Conflicted")
+    assert verdict(found, "Attached") == ("False", "Conflicted")
+    assert verdict(found, "Ready") == ("True", "Conflicted")
     assert (
         "2 pods that the selector matches are governed by an older policy: older"
         in condition(found, "Attached").message
@@ -379,15 +380,17 @@ def test_ready_is_true_when_pods_have_working_tiers() -> None:
 
 
 READY_CASES: list[tuple[str, str, list[PodView], dict[str, Any]]] = [
-    ("Unknown", "NoPods", [], {}),
-    ("False", "Starting", [starting()], {}),
-    ("False", "NotAttached", [not_attached()], {}),
-    ("False", "SessionsRefused", [not_attached(counters=REJECTED_SESSIONS)], {}),
-    ("False", "BreakerOpen", [unhealthy("BreakerOpen")], {}),
+    ("True", "NoPods", [], {}),
+    ("True", "Starting", [starting()], {}),
+    ("True", "NotAttached", [not_attached()], {}),
+    ("True", "SessionsRefused", [not_attached(counters=REJECTED_SESSIONS)], {}),
+    ("True", "BreakerOpen", [unhealthy("BreakerOpen")], {}),
     ("True", "Outdated", [attached(structural_hash="older000")], {}),
     ("True", "Applying", [attached(generation=4)], {}),
     ("True", "Starting", [attached(), starting()], {}),
-    ("Unknown", "Unreachable", [attached(), unreachable()], {}),
+    ("True", "Unreachable", [attached(), unreachable()], {}),
+    ("False", "PartlyApplied", [], {"plan": reconcile_input(not_written="ConfigMap chat-live")}),
+    ("False", "PartlyApplied", [attached()], {"plan": reconcile_input(not_written="denied")}),
 ]
 
 

@@ -20,7 +20,7 @@ from tests.support.pods import (
 )
 
 from kvtier_operator.api.conditions import Reason
-from kvtier_operator.api.pods import decode_pod
+from kvtier_operator.api.pods import OwnerReference, decode_pod
 from kvtier_operator.api.status import SuspendedOwner
 from kvtier_operator.controller.injection_breaker import breaker, detectors
 from kvtier_operator.controller.injection_breaker.detectors import (
@@ -161,10 +161,6 @@ def test_a_pod_is_not_blocked_before_the_start_timeout_or_once_its_engine_has_ru
 
 
 MOUNT = 'MountVolume.SetUp failed for volume "{}" : mount failed: exit status 32'
-POD_SECURITY = (
-    'pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": '
-    'hostPath volumes (volume "{}")'
-)
 UNMOUNTED = (
     "Unable to attach or mount volumes: unmounted volumes=[{}], "
     "unattached volumes=[model kvtier-tier-nas kvtier-run]: timed out"
@@ -260,49 +256,6 @@ def test_insufficient_resources_are_the_reason() -> None:
     assert reason(held) is None
 
 
-def failed_create(message: str, kind: str = "ReplicaSet", uid: str = "u") -> dict[str, Any]:
-    about = {"apiVersion": "apps/v1", "kind": kind, "name": "chat-5d", "uid": uid}
-    return {
-        "reason": "FailedCreate",
-        "message": message,
-        "involvedObject": about,
-        "lastTimestamp": at(),
-    }
-
-
-@pytest.mark.parametrize(
-    ("message", "ours"),
-    [
-        (POD_SECURITY.format("kvtier-tier-nvme"), True),
-        (POD_SECURITY.format("model"), False),
-        ('Pod "chat-5d-x" is invalid: spec.initContainers[1].image: Required value', True),
-        (
-            'pods "kvtier-payload-5d-x" is forbidden: '
-            "error looking up service account serving/vllm",
-            False,
-        ),
-        (
-            'pods "x" is forbidden: exceeded quota: gold, '
-            "requested: pods=1, used: pods=4, limited: pods=4",
-            False,
-        ),
-    ],
-)
-def test_a_rejection_is_a_failure_if_it_names_an_injected_part(message: str, ours: bool) -> None:
-    failure = detectors.rejected_pod_failure(failed_create(message), False)
-    assert (failure is not None) is ours
-    if failure is not None:
-        assert (failure.reason, failure.pod) == (Reason.REFUSED, None)
-
-
-def test_a_rejection_by_quota_or_limit_range_is_a_failure_if_the_injected_resources_cause_it() -> (
-    None
-):
-    message = 'pods "x" is forbidden: maximum memory usage per Container is 1Gi, but limit is 64Gi'
-    assert detectors.rejected_pod_failure(failed_create(message), True) is not None
-    assert detectors.rejected_pod_failure(failed_create(message), False) is None
-
-
 def entry(uid: str, until: float) -> SuspendedOwner:
     found = {
         "kind": "ReplicaSet",
@@ -331,6 +284,17 @@ def test_the_owner_of_a_blocked_pod_is_suspended_by_uid_for_the_retry_time() -> 
         "uid-of-chat-5d",
     )
     assert (suspended.reason, suspended.until) == ("ImageNotPulled", at(NOON + 77))
+
+
+def test_a_suspension_lasts_until_the_owner_creates_the_next_pod() -> None:
+    rejected = InjectionFailure(
+        OwnerReference(kind="Job", name="j", uid="u"),
+        Reason.REFUSED,
+        "",
+        retried_within_seconds=900,
+    )
+    (suspended,) = breaker.suspended_owners(policy(), [], [rejected], NOON)
+    assert suspended.until == at(NOON + 900)
 
 
 def test_a_suspension_expires_and_is_not_extended() -> None:

@@ -259,6 +259,31 @@ def test_a_rejected_pod_suspends_its_owner() -> None:
     assert 'volume "kvtier-tier-nvme"' in condition(result.status, "Attached").message
 
 
+def test_an_unexplained_rejection_is_tried_without_tiers_and_the_outcome_is_reported() -> None:
+    cluster = Cluster()
+    cluster.reject("images must come from registry.corp", kind="Job", age=9)
+    cluster.now += 1
+    cluster.reject("images must come from registry.corp", kind="Job")
+    result = cluster.reconcile()
+    assert [uid for uid, _, _ in owners(result)] == ["uid-of-chat-5d"]
+    attached = condition(result.status, "Attached")
+    assert attached.message.startswith("Injection may prevent a pod from starting: ")
+    assert "images must come from registry.corp" in attached.message
+    attached = condition(cluster.reconcile(120).status, "Attached")
+    assert attached.message.startswith("The API server rejected pods with tiers")
+    cluster.now += 20
+    cluster.reject("images must come from registry.corp", kind="Job")
+    result = cluster.reconcile()
+    assert owners(result) == []
+    attached = condition(result.status, "Attached")
+    assert attached.reason == "NoPods"
+    assert attached.message == (
+        "The selector matches no running pod. The API server rejects pods of Job chat-5d without "
+        "tiers too: images must come from registry.corp."
+    )
+    assert ("chat", "Resumed") in cluster.events()
+
+
 def test_a_rejection_by_quota_is_traced_with_the_owners_pod_template() -> None:
     message = (
         'pods "x" is forbidden: exceeded quota: gold, requested: limits.memory=98Gi, '

@@ -15,6 +15,8 @@ UID_LABEL = POLICY_UID_ANNOTATION
 """On every object that the operator creates: the uid of the policy that it belongs to. Names can be
 reused, uids cannot.
 """
+SELECTED_NODE = "volume.kubernetes.io/selected-node"
+"""Annotation of the scheduler on a claim that a pod waits for."""
 NAMESPACE_LABEL = "kvtier.io/policy-namespace"
 """On PersistentVolumes, which have no namespace."""
 
@@ -26,6 +28,7 @@ class Observed:
     ``config_maps`` and ``claims``: by name, those that the policy needs or that carry its label.
     ``volumes``: those that were created for a policy of this name. ``mounted_claims``: claims that
     a pod of the namespace mounts; filled only if there is a claim that might be deleted.
+    ``first_use_claims``: pending claims that are bound when a pod uses them.
     """
 
     cached: CachedPolicy
@@ -33,6 +36,7 @@ class Observed:
     claims: Mapping[str, Object] = field(default_factory=dict)
     volumes: Sequence[Object] = ()
     mounted_claims: frozenset[str] = frozenset()
+    first_use_claims: frozenset[str] = frozenset()
 
 
 def observe(cached: CachedPolicy, cache: Cache) -> Observed:
@@ -65,6 +69,18 @@ def observe(cached: CachedPolicy, cache: Cache) -> Observed:
         # Listing all pods of the namespace is only worth it if a claim might be deleted.
         mounted_claims(cache.list(PODS, namespace)) if has_obsolete_claim else frozenset(),
     )
+
+
+def unused_storage_class(claim: Object) -> str:
+    """The StorageClass of a claim that is pending and that no pod has been scheduled for; else
+    empty.
+    """
+    metadata, spec = claim["metadata"], claim.get("spec") or {}
+    phase = (claim.get("status") or {}).get("phase") or "Pending"
+    scheduled = SELECTED_NODE in (metadata.get("annotations") or {})
+    if phase != "Pending" or scheduled or metadata.get("deletionTimestamp"):
+        return ""
+    return str(spec.get("storageClassName") or "")
 
 
 def volume_owner(volume: Object) -> tuple[str, str]:

@@ -125,7 +125,9 @@ def plan(observed: Observed, settings: Settings) -> Plan:
                 connectors.unsupported_fields(policy),
                 [*map(unknown_field, cached.unknown_fields), *not_enforced(policy)],
             ),
-            conditions.storage_ready(policy, claims, dict(observed.claims), created_claims),
+            conditions.storage_ready(
+                policy, claims, observed.claims, created_claims, observed.first_use_claims
+            ),
         ),
         apply=tuple(_differing(desired, observed)),
         delete=tuple(_obsolete(desired, observed)),

@@ -17,26 +17,25 @@ from dataclasses import replace
 from kvtier_operator.api.conditions import Reason
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.selector import matches
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.status import SuspendedOwner
 from kvtier_operator.controller import objects
-from kvtier_operator.controller.cached_policy import parse_policy
 from kvtier_operator.controller.conditions import ReconcileInput
-from kvtier_operator.controller.injection_breaker import detectors, quota_messages
+from kvtier_operator.controller.injection_breaker import detectors
 from kvtier_operator.controller.injection_breaker.detectors import InjectionFailure, PodContext
 from kvtier_operator.controller.injection_breaker.insufficient_resources import (
     insufficient_resources,
 )
-from kvtier_operator.controller.lookups import TEMPLATE_OWNERS, ClusterAccess
-from kvtier_operator.injection.governing import governing
-from kvtier_operator.kube.resources import CLAIMS, EVENTS, PODS, POLICIES, Object
+from kvtier_operator.controller.injection_breaker.rejections import (
+    RejectionDetector,
+    RejectionMemory,
+)
+from kvtier_operator.controller.lookups import ClusterAccess
+from kvtier_operator.kube.resources import CLAIMS, PODS
 from kvtier_operator.settings import Settings
 
 MAX_EXAMINED = 8
-"""Blocked pods, and rejections, that one reconcile examines. The next ones follow once these are
-resolved.
-"""
+"""Blocked pods that one reconcile examines. The next ones follow once these are resolved."""
 MAX_SUSPENDED = 16
 SETTLE_SECONDS = 2.0
 """Between writing a suspension to the status and deleting the blocked pod: the webhook has seen the
@@ -48,8 +47,7 @@ class FailureDetector:
     """Detects injection failures of one policy in one reconcile. Makes no calls while every pod
     starts.
 
-    ``now``: seconds since 1970. ``changed_at``: when the policy last changed; earlier rejections
-    are ignored.
+    ``now``: seconds since 1970. ``memory``: of the policy's rejections; is changed.
     """
 
     def __init__(
@@ -59,19 +57,17 @@ class FailureDetector:
         policy: KVTierPolicy,
         inputs: ReconcileInput,
         now: float,
-        changed_at: float,
+        memory: RejectionMemory,
     ) -> None:
         self._cluster = cluster
         self._settings = settings
         self._policy = policy
         self._inputs = inputs
         self._now = now
-        self._changed_at = changed_at
+        self._rejections = RejectionDetector(cluster, policy, inputs, memory, now)
 
     async def detect(self, suspended: Sequence[SuspendedOwner]) -> list[InjectionFailure]:
-        """Blocked pods, then rejections. Rejections are not looked up again for owners that are
-        ``suspended`` already.
-        """
+        """Blocked pods, then rejections."""
         if self._policy.spec.attach.mode is not AttachMode.WEBHOOK:
             return []
         blocked = [
@@ -82,7 +78,7 @@ class FailureDetector:
             failure = await self._blocked(pod)
             if failure is not None:
                 failures.append(await self._with_pull_secret(failure))
-        return [*failures, *await self._rejected({entry.uid for entry in suspended})]
+        return [*failures, *await self._rejections.detect(suspended)]
 
     async def _blocked(self, pod: Pod) -> InjectionFailure | None:
         """Decides from the caches if it can; else from the pod's Events or the nodes, which cost
@@ -122,60 +118,6 @@ class FailureDetector:
         nodes = await self._cluster.lookups.nodes()
         return insufficient_resources(complete, nodes, self._cluster.cache.list(PODS))
 
-    async def _rejected(self, known_owners: set[str]) -> list[InjectionFailure]:
-        namespace, lookups = self._policy.namespace, self._cluster.lookups
-        since = max(self._changed_at, self._now - self._policy.spec.attach.retry_seconds)
-        failures: dict[str, InjectionFailure] = {}
-        events = self._cluster.cache.list(EVENTS, namespace)
-        for event in sorted(events, key=detectors.event_time, reverse=True):
-            if len(failures) >= MAX_EXAMINED or detectors.event_time(event) <= since:
-                break
-            owner = detectors.event_owner(event)
-            if event.get("reason") != "FailedCreate" or owner is None or owner.uid in known_owners:
-                continue
-            known_owners.add(owner.uid)
-            if not self._governs_pods_of(event) or not self._inputs.accepted:
-                continue
-            if await lookups.injection_enabled(namespace) is False:
-                continue
-            message = str(event.get("message") or "")
-            caused_by_resources = False
-            if quota_messages.is_resource_rejection(message):
-                template = await lookups.pod_template(namespace, owner)
-                caused_by_resources = template is not None and quota_messages.caused_by_injection(
-                    template, message
-                )
-            failure = detectors.rejected_pod_failure(event, caused_by_resources)
-            if failure is not None:
-                failures[owner.uid] = failure
-        return list(failures.values())
-
-    def _governs_pods_of(self, event: Object) -> bool:
-        """Whether this policy governs the pods of the owner that an Event is about."""
-        owner = detectors.event_owner(event)
-        if owner is None:
-            return False
-        namespace, cache = self._policy.namespace, self._cluster.cache
-        kind = TEMPLATE_OWNERS.get(owner.kind)
-        workload = cache.get(kind, namespace, owner.name) if kind is not None else None
-        cached = cache.list(POLICIES, namespace)
-        if workload is not None:
-            labels = objects.labels(objects.spec(workload).get("template") or {})
-            if not matches(self._policy.spec.pod_selector, labels):
-                return False
-            policies = [parse_policy(raw).policy for raw in cached]
-            chosen = governing(
-                [policy for policy in policies if policy is not None], namespace, labels
-            )
-            return chosen is not None and chosen.metadata.uid == self._policy.metadata.uid
-        siblings = (pod.controller for pod in self._inputs.pods)
-        if any(sibling is not None and sibling.uid == owner.uid for sibling in siblings):
-            return True
-        # The pod template of such an owner cannot be read. With a single policy, only that one can
-        # have injected the pod.
-        message = str(event.get("message") or "")
-        return len(cached) == 1 and detectors.names_injected_part(message)
-
 
 def suspended_owners(
     policy: KVTierPolicy,
@@ -191,17 +133,18 @@ def suspended_owners(
         until = objects.parse_time(entry.until)
         if until is not None and until > now:
             suspended.setdefault(entry.uid, entry)
-    until_text = objects.format_time(now + policy.spec.attach.retry_seconds)
     for failure in failures:
         owner = failure.owner
         if owner is None or owner.uid in suspended or len(suspended) >= MAX_SUSPENDED:
             continue
+        # It has to last until the owner creates the next pod.
+        seconds = max(policy.spec.attach.retry_seconds, failure.retried_within_seconds)
         suspended[owner.uid] = SuspendedOwner(
             kind=owner.kind,
             name=owner.name,
             uid=owner.uid,
             reason=failure.reason.value,
-            until=until_text,
+            until=objects.format_time(now + seconds),
         )
     return list(suspended.values())
 

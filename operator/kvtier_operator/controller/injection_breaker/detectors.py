@@ -1,8 +1,8 @@
 """Finds out whether an injected part prevents a pod from starting. Pure.
 
-There are three kinds of evidence: the API server rejected the pod (``FailedCreate`` Events of its
-owner), the scheduler found no node, or the kubelet cannot start the containers. A cause that cannot
-be traced to an injected part is ignored: most pods that start slowly have reasons of their own.
+There are two kinds of evidence here: the scheduler found no node, or the kubelet cannot start the
+containers. A cause that cannot be traced to an injected part is ignored: most pods that start
+slowly have reasons of their own. Pods that the API server rejected are in ``rejections``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ class InjectionFailure:
     """An injected part prevents a pod from starting.
 
     ``owner``: of the pod; None: nothing would replace it. ``pod``: the blocked pod; None: the API
-    server rejected it, so it does not exist.
+    server rejected it, so it does not exist. ``is_certain``: no injected part is proven to be the
+    cause if it is False. ``retried_within_seconds``: when the owner creates the next pod at the
+    latest.
     """
 
     owner: OwnerReference | None
     reason: Reason
     message: str
     pod: Pod | None = None
+    is_certain: bool = True
+    retried_within_seconds: float = 0.0
 
     def predates(self, changed_at: float) -> bool:
         """Whether the pod was created before the policy changed: it says nothing about the current
@@ -103,27 +107,6 @@ def blocked_pod_failure(
         return None
     reason, message = found
     return InjectionFailure(pod.controller, reason, f"pod {pod.metadata.name}: {message}", pod)
-
-
-def rejected_pod_failure(event: Object, caused_by_resources: bool) -> InjectionFailure | None:
-    """The failure in a ``FailedCreate`` Event, if an injected part is the cause.
-    ``caused_by_resources``: a quota or a LimitRange rejected the pod, and would not have without
-    the injected parts (see ``quota_messages``).
-    """
-    message = str(event.get("message") or "")
-    owner = event_owner(event)
-    if owner is None:
-        return None
-    if not (names_injected_part(message) or "is invalid:" in message or caused_by_resources):
-        return None
-    text = f"the API server rejected a pod of {objects.owner_text(owner)}: {shortened(message)}"
-    return InjectionFailure(owner, Reason.REFUSED, text)
-
-
-def event_owner(event: Object) -> OwnerReference | None:
-    """The owner of the pod that was not created."""
-    owner = objects.owner_reference(event.get("involvedObject") or {})
-    return owner if owner.uid else None
 
 
 def event_time(event: Object) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier_operator.api.conditions import Reason
+from kvtier_operator.api.conditions import PolicyReason, Reason
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import Condition, PodCounts, PolicyStatus, TierState, TierStatus
 from kvtier_operator.controller.conditions import (
@@ -81,7 +81,7 @@ def compute_status(policy: KVTierPolicy, inputs: StatusInputs) -> PolicyStatus:
         tiers = _previous_tiers(tiers, previous)
         hits = _hits(previous)
     no_reports = all(pod.cannot_report for pod in pods.in_state(PodState.ATTACHED))
-    conditions.append(_ready(conditions, no_reports))
+    conditions.append(_ready(conditions, plan.not_written, no_reports))
     return PolicyStatus.model_validate(
         {
             "observedGeneration": generation,
@@ -133,10 +133,19 @@ def defer_minor_changes(
     return status, wake
 
 
-def _ready(conditions: Sequence[ConditionUpdate], no_reports: bool) -> ConditionUpdate:
-    """Ready with the most useful reason: what is wrong, else what is in progress, else that the
-    policy is in force. ``no_reports``: no attached pod can be polled.
+def _ready(
+    conditions: Sequence[ConditionUpdate], not_written: str, no_reports: bool
+) -> ConditionUpdate:
+    """Ready with the most useful reason: what keeps the policy from being in force, else what the
+    conditions about pods report, else that the policy is in force. ``not_written``: why the live
+    values could not be written. ``no_reports``: no attached pod can be polled.
     """
+    summary = ready(conditions)
+    if summary.status != "True":
+        return summary
+    if not_written:
+        message = f"The live values are not written: {not_written}"
+        return ConditionUpdate("Ready", "False", PolicyReason.PARTLY_APPLIED.value, message)
     by_type = {condition.type: condition for condition in conditions}
     attached = by_type["Attached"]
     # Without an engine that reports, the state of tiers is unknown. That is a consequence and not
@@ -144,19 +153,25 @@ def _ready(conditions: Sequence[ConditionUpdate], no_reports: bool) -> Condition
     consequences = (
         {"EnginesCompatible", "TiersHealthy"} if attached.status != "True" or no_reports else set()
     )
-    summary = ready(
-        each for each in conditions if each.type not in consequences or each.status != "Unknown"
-    )
-    if summary.status != "True":
-        return summary
-    for condition in (by_type["UpToDate"], by_type["Tuned"]):
-        if condition.status == "False":
-            message = f"{READY_MESSAGE} {condition.type}: {condition.message}"
-            return ConditionUpdate("Ready", "True", condition.reason, message)
+    found = [
+        by_type[name]
+        for name in ("EnginesCompatible", "Attached", "TiersHealthy")
+        if name not in consequences or by_type[name].status != "Unknown"
+    ]
+    later = [each for each in (by_type["UpToDate"], by_type["Tuned"]) if each.status == "False"]
+    for status in ("False", "Unknown"):
+        for condition in found:
+            if condition.status == status:
+                return _in_force(condition.reason, f"{condition.type}: {condition.message}")
+    if later:
+        return _in_force(later[0].reason, f"{later[0].type}: {later[0].message}")
     if attached.reason != Reason.ATTACHED.value:
-        message = f"{READY_MESSAGE} {attached.message}"
-        return ConditionUpdate("Ready", "True", attached.reason, message)
+        return _in_force(attached.reason, attached.message)
     return summary
+
+
+def _in_force(reason: str, message: str) -> ConditionUpdate:
+    return ConditionUpdate("Ready", "True", reason, f"{READY_MESSAGE} {message}")
 
 
 def _as_starting(pod: PodView) -> PodView:

@@ -32,7 +32,7 @@ ENGINE_CONDITIONS = "Engine"
 @dataclass(frozen=True, slots=True)
 class ObservedPods:
     """What a reconcile found out about a policy's pods. ``views``: pods that are not terminating,
-    sorted by name.
+    sorted by name. ``rejections``: of pods by the API server, which injection did not cause.
     """
 
     views: Sequence[PodView] = ()
@@ -40,6 +40,7 @@ class ObservedPods:
     suspended: Sequence[SuspendedOwner] = ()
     overdue: Sequence[OverduePod] = ()
     rollout: RolloutProgress = NO_ROLLOUT
+    rejections: Sequence[str] = ()
 
     def in_state(self, state: PodState) -> list[PodView]:
         """The pods in that state."""
@@ -62,22 +63,26 @@ def attached(policy: KVTierPolicy, plan: ReconcileInput, pods: ObservedPods) -> 
             if first.owner is not None
             else ""
         )
-        message = f"Injection prevents a pod from starting: {first.message}{more}{consequence}."
+        verb = "prevents" if first.is_certain else "may prevent"
+        message = f"Injection {verb} a pod from starting: {first.message}{more}{consequence}."
         return answer("False", first.reason.value, message)
     if pods.suspended:
         entry = pods.suspended[0]
         owners = join_names(
             f"{each.kind} {each.name} until {each.until}" for each in pods.suspended
         )
-        message = (
-            f"Injection prevented pods from starting, so new pods get no tiers: {owners}. "
-            f"{progress}."
+        cause = (
+            "The API server rejected pods with tiers"
+            if entry.reason == Reason.REFUSED.value
+            else "Injection prevented pods from starting"
         )
+        message = f"{cause}, so new pods get no tiers: {owners}. {progress}."
         return answer("False", entry.reason or Reason.CONTAINER_NOT_STARTED.value, message)
     if not pods.views:
         if plan.governed_by_others:
             return answer("False", Reason.CONFLICTED.value, _conflict(plan))
-        return answer("Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
+        rejected = "".join(f" {text[:1].upper()}{text[1:]}." for text in pods.rejections[:1])
+        return answer("Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE + rejected)
     for state in (PodState.ENGINE_CRASHED, PodState.NOT_ATTACHED, PodState.TIERD_FAILED):
         failed = pods.in_state(state)
         if failed:
