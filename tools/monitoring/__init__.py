@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.monitoring import metrics_page
+from tools.monitoring import alerts, metrics_page
 
 
 def files() -> dict[str, str]:
     """Paths in the repository, and contents."""
-    return {metrics_page.FILE: metrics_page.text()}
+    return {metrics_page.FILE: metrics_page.text(), **alerts.files()}
