@@ -111,7 +111,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "objects_checksummed": _global("Objects whose checksum was computed."),
     "stores_cancelled": _global(
         "Stores that were cancelled, by reason.",
-        "aborted", "engine_closed", "pending", "present", "read_meanwhile", "reset",
+        "aborted", "engine_closed", "no_predecessor", "pending", "present", "read_meanwhile",
+        "reset",
     ),
     "stores_committed": _global("Objects that were stored in RAM."),
     "stores_dropped_at_end": _global("Stores that were pending when tierd ended."),

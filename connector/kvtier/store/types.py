@@ -86,6 +86,16 @@ class EngineInfo:
     persistent: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkId:
+    """One chunk of one group of an engine. ``previous``: block hash of the chunk before it; empty
+    if it is the first or that is not known."""
+
+    group: int
+    block_hash: bytes
+    previous: bytes = b""
+
+
 # Events. ``TierStore.take_events`` returns them in order.
 
 

@@ -131,9 +131,9 @@ class FaultyTier(Tier):
         """Passes the call on without a fault."""
         return self.inner.volume()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Passes the call on without a fault."""
-        self.inner.touch(ref)
+        self.inner.touch(ref, previous)
 
     def probe(self, ref: ObjectRef) -> bool:
         """Operation "probe"."""

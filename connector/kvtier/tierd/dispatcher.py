@@ -14,6 +14,7 @@ from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    ChunkId,
     CreditsGranted,
     KeysEvicting,
     PresenceChanged,
@@ -161,8 +162,8 @@ class Dispatcher:
             if self._stopping:
                 self._counters.add("reservations_while_stopping", "", "", len(message.items))
                 return
-            for reservation, group, key, slot in message.items:
-                store.reserve(name, reservation, group, key, slot)
+            for reservation, group, key, slot, previous in message.items:
+                store.reserve(name, reservation, ChunkId(group, key, previous), slot)
         elif isinstance(message, Promote):
             store.promote(
                 name, message.promotion, message.keys, message.budget_seconds, _prefix_cost(message)

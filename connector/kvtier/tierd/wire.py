@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/5"
+PROTOCOL = f"{__version__}/6"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -95,12 +95,13 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Scheduler: workers will deliver these chunks into these slots, which are taken from the
     session's credits.
 
-    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd
-    drops what is already there or pending, and takes the slot back once every writer has delivered
-    or aborted.
+    ``items``: (reservation, group, key, slot, previous). Reservations are unique per engine.
+    ``previous``: key of the chunk before it in its prefix, empty for the first one; the order of
+    eviction follows it. No answer: tierd drops what is already there or pending, and takes the slot
+    back once every writer has delivered or aborted.
     """
 
-    items: tuple[tuple[int, int, bytes, int], ...]
+    items: tuple[tuple[int, int, bytes, int, bytes], ...]
 
 
 class Deliver(Message, frozen=True, kw_only=True):

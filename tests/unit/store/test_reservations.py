@@ -6,7 +6,7 @@ import pytest
 from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash
 
 from kvtier.store.transfers import MAX_EARLY
-from kvtier.store.types import PresenceChanged
+from kvtier.store.types import ChunkId, PresenceChanged
 
 
 def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
@@ -52,7 +52,7 @@ def test_a_delivery_may_come_before_the_reservation(order: str) -> None:
     slot = fixture.credits()[0]
     if order == "worker first":
         fixture.store.deliver("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), slot)
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), slot)
     if order == "scheduler first":
         fixture.store.deliver("e", 0, 7)
     assert fixture.bits(0) == 1
@@ -62,7 +62,7 @@ def test_an_abort_may_come_before_the_reservation() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.store.abort("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), fixture.credits()[0])
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), fixture.credits()[0])
     assert fixture.bits(0) == 0
     assert fixture.store.accounts().reserved == 0
 
@@ -129,12 +129,15 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
     ("reason", "act"),
     [
         ("unknown_engine", lambda w: w.store.deliver("unknown", 0, 1)),
-        ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
+        ("slot_not_granted", lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), 3)),
         (
             "slot_not_granted",
-            lambda w: w.store.reserve("e", 1, 0, block_hash(0), w.credits("other")[0]),
+            lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), w.credits("other")[0]),
         ),
-        ("unknown_group", lambda w: w.store.reserve("e", 1, 9, block_hash(0), w.credits()[0])),
+        (
+            "unknown_group",
+            lambda w: w.store.reserve("e", 1, ChunkId(9, block_hash(0)), w.credits()[0]),
+        ),
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
@@ -153,8 +156,8 @@ def test_a_slot_is_reserved_once_and_delivered_once() -> None:
     fixture = StoreFixture()
     fixture.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     number, slot = fixture.reserve(0)
-    fixture.store.reserve("e", 99, 0, block_hash(1), slot)
-    fixture.store.reserve("e", number, 0, block_hash(1), fixture.credits()[0])
+    fixture.store.reserve("e", 99, ChunkId(0, block_hash(1)), slot)
+    fixture.store.reserve("e", number, ChunkId(0, block_hash(1)), fixture.credits()[0])
     fixture.store.deliver("e", 0, number)
     fixture.store.deliver("e", 0, number)
     fixture.pump()
@@ -215,7 +218,7 @@ class TestAnEngineThatWent:
         new = [slot for slot in fixture.credits() if slot not in old]
         assert len(new) == 4
         fixture.store.deliver("e", 0, number)
-        fixture.store.reserve("e", 77, 0, block_hash(1), new[0])
+        fixture.store.reserve("e", 77, ChunkId(0, block_hash(1)), new[0])
         fixture.pump()
         assert fixture.bits(0) == fixture.bits(1) == 0
 

@@ -47,10 +47,12 @@ class BlockPool(Protocol):
 
 @dataclass(slots=True)
 class OpenStore:
-    """A store that was planned and is not done. ``blocks`` are referenced in vLLM's pool."""
+    """A store that was planned and is not done. ``blocks`` are referenced in vLLM's pool.
+    ``previous``: key of the chunk before it, empty for the first one."""
 
     job: StoreJob
     key: bytes
+    previous: bytes
     state: RequestState
     blocks: list[Any]
     ranks_left: int
@@ -117,7 +119,10 @@ class SchedulerStores:
             self._visited_chunks += 1
             key = keys[chunk]
             if not get_value(key, 0) & usable_bits and key not in pending_keys:
-                reason = blocked_reason or self._plan_chunk(state, chunk, key, block_ids)
+                previous = keys[chunk - 1] if chunk else b""
+                reason = blocked_reason or self._plan_chunk(
+                    state, chunk, (key, previous), block_ids
+                )
                 if reason and not finished and reason != "blocks_gone":
                     return
                 if reason:
@@ -138,9 +143,17 @@ class SchedulerStores:
         return ""
 
     def _plan_chunk(
-        self, state: RequestState, chunk: int, key: bytes, block_ids: Sequence[int]
+        self,
+        state: RequestState,
+        chunk: int,
+        keys: tuple[bytes, bytes],
+        block_ids: Sequence[int],
     ) -> str:
-        """Takes a slot and references the blocks of one chunk; returns why not if it cannot."""
+        """Takes a slot and references the blocks of one chunk; returns why not if it cannot.
+
+        ``keys``: of the chunk and of the one before it.
+        """
+        key, previous = keys
         planner, pool = self._planner, self.pool
         if pool is None:
             return "no_block_pool"
@@ -158,7 +171,7 @@ class SchedulerStores:
         slot = credits.popleft()
         run = BlockRun(GROUP, 0, tuple(ids))
         job = StoreJob(next(self._ids), slot, self._session.epoch, run)
-        self._planned.append(OpenStore(job, key, state, blocks, planner.ranks))
+        self._planned.append(OpenStore(job, key, previous, state, blocks, planner.ranks))
         self._keys.add(key)
         self._in_flight_chunks += 1
         state.stores_in_flight += 1
@@ -175,7 +188,8 @@ class SchedulerStores:
         session = self._session
         current = [store for store in planned if store.job.epoch == session.epoch]
         items = tuple(
-            (store.job.reservation, GROUP, store.key[1:], store.job.slot) for store in current
+            (store.job.reservation, GROUP, store.key[1:], store.job.slot, store.previous[1:])
+            for store in current
         )
         if not items or not session.namespace_open or not session.send(Reserve(items=items)):
             current = []
