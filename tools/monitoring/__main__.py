@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.monitoring import files
+from tools.monitoring import alerts, dashboards, metrics_page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def files() -> dict[str, str]:
+    """Paths in the repository, and contents."""
+    return {metrics_page.FILE: metrics_page.text(), **alerts.files(), **dashboards.files()}
 
 
 def main() -> int:

@@ -515,6 +515,29 @@ def test_alerts_and_dashboards_are_rendered_on_request_with_links_to_runbooks() 
         assert monitor["podMetricsEndpoints"][0]["port"] in ports
 
 
+def test_each_dashboard_is_a_config_map_that_a_sidecar_of_grafana_finds() -> None:
+    url = "https://runbooks.example/kvtier"
+    shown = {"enabled": True, "annotations": {"grafana_folder": "KVTier"}}
+    objects = render({"monitoring": {"runbooksUrl": url, "dashboards": shown}})
+    found = {
+        body["metadata"]["name"]: body
+        for body in objects
+        if body["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+    }
+    names = [f"kvtier-dashboard-{path.stem}" for path in (CHART / "files/dashboards").iterdir()]
+    assert sorted(found) == sorted(names)
+    assert len(names) == 3
+    for body in found.values():
+        assert body["metadata"]["annotations"] == {"grafana_folder": "KVTier"}
+        ((file, text),) = body["data"].items()
+        assert file.endswith(".json")
+        dashboard = json.loads(text)
+        assert dashboard["uid"].startswith("kvtier-")
+        assert url in text
+        assert "RUNBOOKS_URL" not in text
+        assert "{{pod}}" in text or "{{policy}}" in text
+
+
 @pytest.mark.parametrize(
     "values", [{"runbooksUrl": "x"}, {"prometheusRule": {"enable": True}}, {"dashboards": True}]
 )

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tools.monitoring import files
+from tools.monitoring import alerts, metrics_page
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize(("name", "content"), files().items(), ids=files().keys())
-def test_a_generated_file_has_not_drifted(name: str, content: str) -> None:
-    assert (REPOSITORY / name).read_text() == content, "run: make generate"
+def dashboards() -> dict[str, str]:
+    pytest.importorskip("grafana_foundation_sdk", reason="run: make install")
+    from tools.monitoring import dashboards as built
+
+    return built.files()
+
+
+def metrics() -> dict[str, str]:
+    return {metrics_page.FILE: metrics_page.text()}
+
+
+@pytest.mark.parametrize("files", [metrics, alerts.files, dashboards])
+def test_generated_files_have_not_drifted(files: Callable[[], dict[str, str]]) -> None:
+    for name, content in files().items():
+        assert (REPOSITORY / name).read_text() == content, f"{name} is old: run `make generate`"
