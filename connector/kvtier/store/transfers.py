@@ -112,10 +112,12 @@ class Reservations:
 
     def acknowledge(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
         """A rank has delivered its shard, or aborted, and does not touch the slot after that."""
-        if rank not in engine.info.writer_ranks:
+        reservation = engine.reservations.get(number)
+        by_group = engine.info.writer_ranks
+        writers = by_group[reservation.group] if reservation is not None else sum(by_group, ())
+        if rank not in writers:
             self._context.violation("not_a_writer")
             return
-        reservation = engine.reservations.get(number)
         if reservation is None:
             self._hold_early(engine, rank, number, delivered)
             return
@@ -125,7 +127,7 @@ class Reservations:
         reservation.acknowledged.add(rank)
         if not delivered and not reservation.cancelled:
             self._cancel(reservation, "aborted")
-        if len(reservation.acknowledged) == len(engine.info.writer_ranks):
+        if len(reservation.acknowledged) == len(writers):
             del engine.reservations[number]
             self._finish(engine, reservation)
 

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
@@ -117,7 +119,9 @@ class Dispatcher:
             namespace=info.namespace, slot_bytes=info.slot_bytes, persistent=info.persistent
         )
         for member in engine.members():
-            self._send(member.route, ready)
+            shards = () if member.is_scheduler else engine.shards[member.hello.rank]
+            ranges = tuple((each.offset, each.size_bytes, each.writes) for each in shards)
+            self._send(member.route, msgspec.structs.replace(ready, shards=ranges))
         self._start_replica(engine, scheduler, now)
 
     def _start_replica(self, engine: EngineSessions, scheduler: Session, now: float) -> None:

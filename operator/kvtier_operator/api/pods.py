@@ -241,9 +241,39 @@ class PodAffinity(ApiObject, frozen=True):
         return (*self.required, *(weighted.pod_affinity_term for weighted in self.preferred))
 
 
-class Affinity(ApiObject, frozen=True):
-    """``affinity``, without node affinity."""
+class NodeSelectorRequirement(ApiObject, frozen=True):
+    """A requirement of a label or field. ``operator``: In, NotIn, Exists, DoesNotExist, Gt, Lt."""
 
+    key: str = ""
+    operator: str = ""
+    values: tuple[str, ...] = ()
+
+
+class NodeSelectorTerm(ApiObject, frozen=True):
+    """Requirements, all of which must match."""
+
+    match_expressions: tuple[NodeSelectorRequirement, ...] = ()
+    match_fields: tuple[NodeSelectorRequirement, ...] = ()
+
+
+class NodeSelector(ApiObject, frozen=True):
+    """Terms, one of which must match."""
+
+    node_selector_terms: tuple[NodeSelectorTerm, ...] = ()
+
+
+class NodeAffinity(ApiObject, frozen=True):
+    """Node affinity, without preferences. ``required``: None if the pod has none."""
+
+    required: NodeSelector | None = msgspec.field(
+        name="requiredDuringSchedulingIgnoredDuringExecution", default=None
+    )
+
+
+class Affinity(ApiObject, frozen=True):
+    """``affinity``."""
+
+    node_affinity: NodeAffinity = NodeAffinity()
     pod_affinity: PodAffinity = PodAffinity()
     pod_anti_affinity: PodAffinity = PodAffinity()
 

@@ -21,9 +21,10 @@ read for a decision."""
 class AdmissionContext:
     """What the caches hold about a pod's namespace and cluster.
 
-    ``siblings``: pods of the same LeaderWorkerSet group. ``storage_ready``: False while the
-    policy's ``StorageReady`` condition is False. ``suspended``: why injection is suspended for the
-    pod's owner, or None. ``policy_errors``: why the policy is invalid (allow-lists included).
+    ``kubelet_versions``: of the nodes that the pod can be scheduled on. ``siblings``: pods of the
+    same LeaderWorkerSet group. ``storage_ready``: False while the policy's ``StorageReady``
+    condition is False. ``suspended``: why injection is suspended for the pod's owner, or None.
+    ``policy_errors``: why the policy is invalid (allow-lists included).
     """
 
     namespace_labels: Mapping[str, str] = field(default_factory=dict)

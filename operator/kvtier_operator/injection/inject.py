@@ -199,7 +199,7 @@ def _skip_by_pod_or_policy(
 
 
 def _skip_by_kubelet(policy: KVTierPolicy, context: AdmissionContext) -> Skipped | None:
-    """The pod may be scheduled to any node, so the oldest kubelet counts."""
+    """The pod may be scheduled on any of these nodes, so the oldest kubelet counts."""
     engine = policy.spec.engine
     oldest = _oldest_kubelet(context)
     version = f"{oldest[0]}.{oldest[1]}"
@@ -207,20 +207,22 @@ def _skip_by_kubelet(policy: KVTierPolicy, context: AdmissionContext) -> Skipped
     if needs_sidecar and oldest < NATIVE_SIDECARS:
         return Skipped(
             SkipReason.NO_NATIVE_SIDECARS,
-            f"a node has kubelet {version}, and native sidecars need 1.29; upgrade it, or set "
-            "spec.engine.daemon: Engine",
+            f"a node that could run the pod has kubelet {version}, and native sidecars need 1.29; "
+            "upgrade it, exclude it in the pod's nodeSelector, or set spec.engine.daemon: Engine",
         )
     if engine.delivery is Delivery.IMAGE_VOLUME and oldest < IMAGE_VOLUMES:
         return Skipped(
             SkipReason.WOULD_NOT_START,
-            f"a node has kubelet {version}, and image volumes need 1.33; set "
-            "spec.engine.delivery: InitContainer",
+            f"a node that could run the pod has kubelet {version}, and image volumes need 1.33; "
+            "set spec.engine.delivery: InitContainer",
         )
     return None
 
 
 def _oldest_kubelet(context: AdmissionContext) -> tuple[int, int]:
-    """Major and minor version. Without nodes the newest: nodes may be added for the pod."""
+    """Major and minor version. Without a node for the pod the newest: one may be added, and if it
+    is too old, the injection breaker reacts.
+    """
     found = [re.match(r"v?(\d+)\.(\d+)", version) for version in context.kubelet_versions]
     return min(((int(match[1]), int(match[2])) for match in found if match), default=(9, 0))
 

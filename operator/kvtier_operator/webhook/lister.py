@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api import allowlist
 from kvtier_operator.api.limits import decode_limit_range, decode_quota
+from kvtier_operator.api.nodes import Node, decode_node
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.stored import read_stored
@@ -24,6 +24,7 @@ from kvtier_operator.api.validation import InvalidDocumentError
 from kvtier_operator.injection.decision import AdmissionContext
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.governing import governing
+from kvtier_operator.injection.scheduling import schedulable
 from kvtier_operator.kube.resources import (
     LIMIT_RANGES,
     NAMESPACES,
@@ -64,8 +65,8 @@ class WebhookLister:
         self._wall_clock = wall_clock
         self._policies: dict[str, dict[str, WebhookPolicy]] = {}
         self._selectors: dict[str, _SelectorIndex] = {}
-        self._nodes: dict[str, str] = {}
-        self._kubelets: Counter[str] = Counter()
+        self._nodes: dict[str, dict[str, Node]] = {}
+        """By kubelet version, then by name."""
         self._groups: dict[tuple[str, str], dict[str, Pod]] = {}
 
     def changed(self, kind: Kind, changed: Object, event: str) -> None:
@@ -115,7 +116,7 @@ class WebhookLister:
             namespace_labels=self.namespace_labels(namespace) or {},
             limit_ranges=tuple(map(decode_limit_range, self._cache.list(LIMIT_RANGES, namespace))),
             quotas=tuple(map(decode_quota, self._cache.list(QUOTAS, namespace))),
-            kubelet_versions=tuple(self._kubelets),
+            kubelet_versions=self._kubelet_versions(pod),
             siblings=self._siblings(namespace, pod),
             storage_ready=cached is None or not _has_condition(cached.raw, "StorageReady", "False"),
             suspended=None if cached is None else self._suspension(cached.raw, pod),
@@ -153,17 +154,22 @@ class WebhookLister:
         disallowed = allowlist.volume_errors(policy, self._settings.allowed_volumes)
         return WebhookPolicy(raw, policy, tuple(each.message for each in disallowed))
 
-    def _node_changed(self, node: Object, deleted: bool) -> None:
-        name = _metadata(node)["name"]
-        version = ((node.get("status") or {}).get("nodeInfo") or {}).get("kubeletVersion") or ""
-        previous = self._nodes.pop(name, "")
-        if previous:
-            self._kubelets[previous] -= 1
-            if not self._kubelets[previous]:
-                del self._kubelets[previous]
+    def _node_changed(self, document: Object, deleted: bool) -> None:
+        node = decode_node(document)
+        for version, nodes in list(self._nodes.items()):
+            if nodes.pop(node.metadata.name, None) is not None and not nodes:
+                del self._nodes[version]
+        version = node.status.node_info.kubelet_version
         if version and not deleted:
-            self._nodes[name] = version
-            self._kubelets[version] += 1
+            self._nodes.setdefault(version, {})[node.metadata.name] = node
+
+    def _kubelet_versions(self, pod: Pod) -> tuple[str, ...]:
+        """Of the nodes that the pod can be scheduled on."""
+        return tuple(
+            version
+            for version, nodes in self._nodes.items()
+            if any(True for _ in schedulable(nodes.values(), pod.spec))
+        )
 
     def _pod_changed(self, document: Object, deleted: bool) -> None:
         pod = decode_pod(document)

@@ -119,7 +119,7 @@ def watches(settings: Settings) -> tuple[Watch, ...]:
         Watch(NAMESPACES),
         Watch(LIMIT_RANGES, namespaces),
         Watch(QUOTAS, namespaces),
-        Watch(NODES, trim=_only_version),
+        Watch(NODES, trim=_only_scheduling),
         Watch(PODS, namespaces, labels=GROUP_LABEL, trim=_only_state),
     )
     if settings.webhook.certificates.mode is CertificateMode.MOUNTED:
@@ -170,11 +170,22 @@ def _why_not_ready(server: AdmissionServer, cache: Lister) -> str:
     )
 
 
-def _only_version(node: dict[str, Any]) -> Object:
-    metadata = {key: node["metadata"].get(key) for key in ("name", "uid", "resourceVersion")}
-    version = ((node.get("status") or {}).get("nodeInfo") or {}).get("kubeletVersion")
+def _only_scheduling(node: dict[str, Any]) -> Object:
+    """What decides which pods the node can run: labels, taints, devices, and the kubelet."""
+    kept = ("name", "uid", "resourceVersion", "labels")
+    metadata = {key: node["metadata"].get(key) for key in kept}
+    spec, status = node.get("spec") or {}, node.get("status") or {}
+    version = (status.get("nodeInfo") or {}).get("kubeletVersion")
+    allocatable = status.get("allocatable") or {}
     return trim.metadata(
-        {"metadata": metadata, "status": {"nodeInfo": {"kubeletVersion": version or ""}}}
+        {
+            "metadata": metadata,
+            "spec": {key: spec[key] for key in ("unschedulable", "taints") if key in spec},
+            "status": {
+                "nodeInfo": {"kubeletVersion": version or ""},
+                "allocatable": {key: allocatable[key] for key in allocatable if "/" in key},
+            },
+        }
     )
 
 

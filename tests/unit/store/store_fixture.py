@@ -286,7 +286,8 @@ class StoreFixture:
     ) -> EngineInfo:
         """Opens an engine and grants its credits."""
         slot_bytes = tuple(sum(map(aligned, group)) for group in shards)
-        info = EngineInfo(name, namespace, slot_bytes, shards, writers, persistent)
+        ranks = (writers,) * len(shards)
+        info = EngineInfo(name, namespace, slot_bytes, shards, ranks, persistent)
         self.store.open_engine(info)
         self.pump()
         return info

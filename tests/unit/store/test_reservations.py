@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash
+from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash
 
 from kvtier.store.transfers import MAX_EARLY
-from kvtier.store.types import ChunkId, PresenceChanged
+from kvtier.store.types import ChunkId, EngineInfo, PresenceChanged
+
+
+def test_the_writers_of_each_group_commit_its_objects() -> None:
+    fixture = StoreFixture()
+    shards = ((PAGE,), (PAGE, PAGE))
+    info = EngineInfo("e", NAMESPACE, (PAGE, 2 * PAGE), shards, writer_ranks=((0,), (0, 1)))
+    fixture.store.open_engine(info)
+    fixture.pump()
+    for group in (0, 1):
+        slot = fixture.credits(group=group)[0]
+        fixture.store.reserve("e", group + 1, ChunkId(group, block_hash(group)), slot)
+        fixture.store.deliver("e", 1, group + 1)
+    assert fixture.counted("protocol_violations", "", "not_a_writer") == 1
+    assert fixture.counted("stores_committed") == 0
+    for group in (0, 1):
+        fixture.store.deliver("e", 0, group + 1)
+        assert fixture.counted("stores_committed") == group + 1
 
 
 def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
@@ -24,7 +41,7 @@ def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
 
 def test_with_replicated_kv_one_writer_rank_is_enough() -> None:
     fixture = StoreFixture()
-    fixture.engine(shards=((PAGE, PAGE),), writers=(1,))
+    fixture.engine(shards=((PAGE,),), writers=(1,))
     number, _ = fixture.reserve(0)
     fixture.store.deliver("e", 0, number)
     assert fixture.counted("protocol_violations", "", "not_a_writer") == 1

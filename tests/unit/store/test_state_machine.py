@@ -489,8 +489,9 @@ class StoreMachine(RuleBasedStateMachine):
     def open_engine(self, name: str, kind: Kind) -> None:
         if name in self.engines:
             return
+        ranks = (kind.writers,) * len(kind.shards)
         info = EngineInfo(
-            name, kind.namespace, kind.slot_bytes, kind.shards, kind.writers, kind.persistent
+            name, kind.namespace, kind.slot_bytes, kind.shards, ranks, kind.persistent
         )
         self.engines[name] = ModelEngine(info, kind, [[] for _ in kind.shards])
         self.operations.append(("open_engine", info))

@@ -164,6 +164,36 @@ def test_kubelet_versions_are_those_of_the_current_nodes() -> None:
     assert sorted(context(fixture).kubelet_versions) == ["v1.30.1", "v1.31.0"]
 
 
+def test_kubelets_count_only_of_nodes_that_the_pod_can_be_scheduled_on() -> None:
+    fixture = Fixture()
+    fixture.policy()
+    policy = fixture.lister.governing(SERVING, LABELS)
+    assert policy is not None
+
+    def versions(**spec: Any) -> list[str]:
+        body = pod()
+        body["spec"].update(spec)
+        found = fixture.lister.admission_context(policy, SERVING, decode_pod(body))
+        return sorted(found.kubelet_versions)
+
+    for name, version, gpus in (("old", "v1.27.0", "0"), ("new", "v1.36.0", "8")):
+        fixture.cache.put(
+            NODES,
+            {
+                "metadata": {"name": name, "labels": {"pool": name}},
+                "status": {
+                    "nodeInfo": {"kubeletVersion": version},
+                    "allocatable": {"nvidia.com/gpu": gpus},
+                },
+            },
+        )
+    assert versions() == ["v1.27.0", "v1.36.0"]
+    assert versions(nodeSelector={"pool": "new"}) == ["v1.36.0"]
+    gpu = [{"name": "vllm", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
+    assert versions(containers=gpu) == ["v1.36.0"]
+    assert versions(nodeSelector={"pool": "none"}) == []
+
+
 def test_siblings_are_the_running_pods_of_the_group() -> None:
     fixture = Fixture()
     fixture.policy()

@@ -228,9 +228,19 @@ def test_pods_and_nodes_are_trimmed() -> None:
     followed = {watch.kind: watch for watch in watches(Settings())}
     node = {
         "metadata": {"name": "n", "uid": "u", "resourceVersion": "1", "labels": {"a": "b"}},
-        "status": {"nodeInfo": {"kubeletVersion": "v1.37.2", "osImage": "x"}, "images": [{}]},
+        "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
+        "status": {
+            "nodeInfo": {"kubeletVersion": "v1.37.2", "osImage": "x"},
+            "allocatable": {"nvidia.com/gpu": "8", "memory": "1Ti"},
+            "images": [{}],
+        },
     }
-    assert followed[NODES].trim(node)["status"] == {"nodeInfo": {"kubeletVersion": "v1.37.2"}}
+    kept = followed[NODES].trim(node)
+    assert (kept["metadata"]["labels"], kept["spec"]) == ({"a": "b"}, {"unschedulable": True})
+    assert kept["status"] == {
+        "nodeInfo": {"kubeletVersion": "v1.37.2"},
+        "allocatable": {"nvidia.com/gpu": "8"},
+    }
     member = {
         "metadata": {"name": "p", "namespace": "s", "labels": {"a": "b"}},
         "spec": {"containers": []},

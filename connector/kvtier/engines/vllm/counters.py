@@ -75,9 +75,9 @@ COUNTERS = (
         "event",
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
-            "duplicate_stores", "loads_failed", "loads_partial",
-            "lost", "off", "pool_failures", "refused", "slots_reused",
-            "stores_aborted", "stores_dropped", "stores_stale", "thread_failures",
+            "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
+            "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
+            "stores_stale", "thread_failures",
             "unknown_cancels", "unsent_dropped",
         ),
     ),

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import msgspec
 
-from kvtier_operator.api.pods import Pod, PodSpec, Toleration, decode
+from kvtier_operator.api.nodes import decode_node
+from kvtier_operator.api.pods import Pod, PodSpec, decode
 from kvtier_operator.controller import objects
 from kvtier_operator.injection.resources import parse_amount, pod_requests
+from kvtier_operator.injection.scheduling import schedulable
 from kvtier_operator.kube.resources import Object
 
 Amounts = Mapping[str, Fraction]
-BLOCKING_EFFECTS = ("NoSchedule", "NoExecute")
 NOTHING = Fraction(0)
 
 
@@ -39,13 +39,12 @@ def insufficient_resources(pod: Pod, nodes: Sequence[Object], pods: Iterable[Obj
         return ""
     used = _used_by_node(pods)
     message = ""
-    for node in nodes:
-        if not _accepts(node, pod.spec):
-            continue
-        taken: Amounts = used.get(objects.name(node), {})
+    for node in schedulable(map(decode_node, nodes), pod.spec):
+        name = node.metadata.name
+        taken: Amounts = used.get(name, {})
         free = {
             resource: parse_amount(value) - taken.get(resource, NOTHING)
-            for resource, value in (objects.status(node).get("allocatable") or {}).items()
+            for resource, value in node.status.allocatable.items()
         }
         if _exceeded({**own, "pods": Fraction(1)}, free):
             continue
@@ -55,7 +54,7 @@ def insufficient_resources(pod: Pod, nodes: Sequence[Object], pods: Iterable[Obj
             return ""
         if not message:
             message = (
-                f"node {objects.name(node)} has enough {exceeded[0]} for the pod without tiers, "
+                f"node {name} has enough {exceeded[0]} for the pod without tiers, "
                 "and not enough with tiers"
             )
     return message
@@ -79,28 +78,3 @@ def _exceeded(requests: Amounts, free: Amounts) -> list[str]:
     return sorted(
         name for name, value in requests.items() if value > 0 and value > free.get(name, NOTHING)
     )
-
-
-def _accepts(node: Object, spec: PodSpec) -> bool:
-    """Whether the node matches the pod's node selector and tolerations. Affinity is ignored."""
-    node_spec = objects.spec(node)
-    if node_spec.get("unschedulable"):
-        return False
-    labels = objects.labels(node)
-    if any(labels.get(key) != value for key, value in spec.node_selector.items()):
-        return False
-    return all(
-        any(_tolerates(toleration, taint) for toleration in spec.tolerations)
-        for taint in node_spec.get("taints") or ()
-        if taint.get("effect") in BLOCKING_EFFECTS
-    )
-
-
-def _tolerates(toleration: Toleration, taint: Mapping[str, Any]) -> bool:
-    if toleration.effect and toleration.effect != taint.get("effect"):
-        return False
-    if not toleration.key:
-        return toleration.operator == "Exists"
-    if toleration.key != taint.get("key"):
-        return False
-    return toleration.operator == "Exists" or toleration.value == (taint.get("value") or "")
