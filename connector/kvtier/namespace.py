@@ -32,11 +32,14 @@ def canonical_json(value: Mapping[str, object]) -> str:
 
 
 def derive_namespace(
-    identity_json: str, codecs: Sequence[str], weights: Sequence[str] = ()
+    identity_json: str,
+    codecs: Sequence[str],
+    weights: Sequence[str] = (),
+    shards: Sequence[Sequence[Sequence[int]]] = (),
 ) -> tuple[str, str]:
-    """Namespace (32 hex digits) and its text (indented JSON), from the scheduler's identity and the
-    workers' codec texts and fingerprints of ``weights`` in rank order. The namespace is the digest
-    of exactly that text.
+    """Namespace (32 hex digits) and its text (indented JSON), from the scheduler's identity and, in
+    rank order, the workers' codec texts, fingerprints of ``weights`` and ``shards`` ([offset in the
+    slot, size] by group). The namespace is the digest of exactly that text.
 
     Raises ``ProtocolError`` for an identity that is not a JSON object.
     """
@@ -50,6 +53,8 @@ def derive_namespace(
     if any(weights):
         # Once per rank, because each has another part of the weights.
         document["weights"] = list(weights)
+    if shards:
+        document["shards"] = [[list(each) for each in of_rank] for of_rank in shards]
     # The round trip removes differences in spelling, which must not change the digest.
     normal = json.loads(canonical_json(document))
     text = json.dumps(normal, sort_keys=True, indent=1, ensure_ascii=True) + "\n"

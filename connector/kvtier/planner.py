@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvtier.errors import KVTierError
@@ -44,12 +44,14 @@ class KVCacheGroup:
     """One KV cache group.
 
     ``name``: the engine's name of its type, for messages. ``window_tokens``: for sliding windows.
+    ``replicated``: all tensor-parallel ranks of a pipeline stage hold the same bytes.
     """
 
     kind: GroupKind
     block_tokens: int
     name: str = ""
     window_tokens: int = 0
+    replicated: bool = False
 
     def __str__(self) -> str:
         window = f", window {self.window_tokens}" if self.window_tokens else ""
@@ -113,13 +115,15 @@ class Planner:
     """Arithmetic over chunks. O(1) unless stated otherwise. Any thread.
 
     ``chunk_tokens`` is the effective chunk, ``hash_tokens`` how many tokens one of the engine's
-    block hashes covers, ``ranks`` how many ranks hold a shard of each object.
+    block hashes covers, ``ranks`` how many ranks hold a shard of each object. Consecutive
+    ``stage_ranks`` of them are the tensor-parallel ranks of one pipeline stage.
     """
 
     groups: tuple[KVCacheGroup, ...]
     chunk_tokens: int
     hash_tokens: int
     ranks: int = 1
+    stage_ranks: int = 1
 
     @classmethod
     def build(
@@ -139,6 +143,29 @@ class Planner:
         if ranks < 1:
             raise UnsupportedGeometryError(f"{ranks} ranks: must be at least one")
         return cls(tuple(groups), effective, hash_tokens, ranks)
+
+    def with_stages(self, stage_ranks: int) -> Planner:
+        """The same planner for pipeline stages of ``stage_ranks`` ranks.
+
+        Raises ``UnsupportedGeometryError`` if that does not divide the number of ranks.
+        """
+        if stage_ranks < 1 or self.ranks % stage_ranks:
+            raise UnsupportedGeometryError(
+                f"{self.ranks} ranks in pipeline stages of {stage_ranks}: must be a multiple"
+            )
+        return replace(self, stage_ranks=stage_ranks)
+
+    @property
+    def shard_writers(self) -> tuple[tuple[int, ...], ...]:
+        """By group and rank, the rank that writes the shard that the rank reads.
+
+        Of ranks that hold the same bytes the first one writes.
+        """
+        ranks, stage = self.ranks, self.stage_ranks
+        return tuple(
+            tuple(rank - rank % stage if group.replicated else rank for rank in range(ranks))
+            for group in self.groups
+        )
 
     def chunks(self, tokens: int) -> int:
         """Whole chunks in ``tokens``."""

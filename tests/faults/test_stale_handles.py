@@ -15,9 +15,11 @@ from kvtier.errors import TierMissError, TierUnavailableError
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.gc import collect
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.inspect import verify
+from kvtier.tiers.filesystem.layout import Modes
 from kvtier.tiers.filesystem.maintenance import remove_oldest
 from kvtier.tiers.filesystem.walker import ObjectFile, object_path
 
@@ -137,9 +139,11 @@ def test_eviction_continues_past_a_stale_handle(
     index.add(REF.namespace, REF.key, path_in(tmp_path).stat().st_size)
     with monkeypatch.context() as patch:
         fails(patch, path_in(tmp_path), "lstat", "unlink")
-        assert remove_oldest(str(tmp_path), index) == [
-            (REF.namespace, REF.key, str(path_in(tmp_path)), 0)
-        ]
+        directory = TierDirectory(
+            tmp_path, Modes(0o640, 0o750, None), index, lambda: TierLimits(1 << 30), shared=False
+        )
+        assert remove_oldest(directory) == [(REF.namespace, str(path_in(tmp_path)), 0)]
+    assert not index.contains(REF.namespace, REF.key)
     assert path_in(tmp_path).exists()
 
 

@@ -113,7 +113,7 @@ class DictTier(Tier):
         if existed:
             self._on_change(ref.namespace, ref.key, False)
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Ignored: there is no eviction."""
 
     def maintain(self) -> None:

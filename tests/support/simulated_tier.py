@@ -195,7 +195,7 @@ class SimulatedTier(Tier):
         if self.held.pop(ref, None) is not None:
             self.claim(ref.namespace, ref.key, False)
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Order of use is not kept."""
 
     def maintain(self) -> None:

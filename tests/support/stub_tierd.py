@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.store.generations import generation_bytes
-from kvtier.tierd.wire import GENERATIONS_NAME, PROTOCOL, Hello, Message, Welcome
+from kvtier.tierd.wire import GENERATIONS_NAME, PROTOCOL, Hello, Message, Ready, Welcome
 
 FIRST_GENERATION = 2
 
@@ -48,8 +48,9 @@ class StubTierd:
         self.started = True
 
     def welcome(self, epoch: int, nbytes: int | None = None) -> None:
-        """Tierd answers the worker's Hello."""
-        self.hellos.append(self._hello())
+        """Tierd answers the Hello of a worker that is alone, and opens its namespace."""
+        hello = self._hello()
+        self.hellos.append(hello)
         self.attached = True
         size = self.pool.stat().st_size if nbytes is None else nbytes
         words = self.pool.with_name(GENERATIONS_NAME)
@@ -68,6 +69,10 @@ class StubTierd:
             settings="{}",
         )
         self._sink(message)
+        sizes = hello.shard_bytes
+        shards = tuple((0, size, True) for size in sizes)
+        ready = Ready(namespace="n", slot_bytes=sizes, persistent=True, shards=shards)
+        self._sink(ready)
 
     def say(self, message: Message) -> None:
         """Any message of tierd's."""

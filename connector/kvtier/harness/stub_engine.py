@@ -201,7 +201,7 @@ class StubEngine:
         self._numbers += 1
         done = threading.Event()
         key = block_hash(number)
-        if not self.client.send(Reserve(items=((self._numbers, 0, key, slot),))):
+        if not self.client.send(Reserve(items=((self._numbers, 0, key, slot, b""),))):
             self.seen.store_dropped += 1
             return None
         self.worker.put(StubJob(self._numbers, (GROUP + key,), epoch, slot, done))

@@ -183,14 +183,22 @@ class SlotAllocator:
 
     def _evict(self, kind: SlotClass, number: int) -> bool:
         """Evicts up to ``number`` objects of a class; True if that freed a slot at once."""
-        order = self._resident.order(kind)
+        order, urgent = self._resident.order(kind), self._is_urgent(kind)
         victims: list[Entry] = []
         while len(victims) < number:
-            victim = order.victim()
+            victim = order.victim(urgent)
             if victim is None:
                 break
             victims.append(victim)
         return self._announce(victims)
+
+    def _is_urgent(self, kind: SlotClass) -> bool:
+        """Whether a read waits for a slot of the class, or an engine has no credit of it."""
+        return bool(self._requests.get(kind.slot_bytes)) or any(
+            engine.geometries[group].kind is kind and not held
+            for engine in self._engines.open.values()
+            for group, held in enumerate(engine.granted)
+        )
 
     def _reclaim(self, kind: SlotClass, shares: dict[int, int]) -> bool:
         """Takes segments from classes that no open engine uses, and from classes above their share

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import TierError
 from kvtier.store.generations import GenerationWords
-from kvtier.store.slot_table import SlotRecord, SlotTable, object_digest
+from kvtier.store.slot_table import SlotRecord, SlotTable, key_mark, object_digest
 from kvtier.store.state import Entry
 from kvtier.store.types import Clock, IoExecutor, StoreCounters, StoreEvent
 from kvtier.tiers.checksum import Checksum, preferred
@@ -185,6 +185,7 @@ class StoreContext:
                 len(meta.shard_bytes),
                 meta.checksum_kind,
                 object_digest(meta),
+                previous=key_mark(entry.previous) if entry.previous else b"",
             )
         )
         if failure:

@@ -90,7 +90,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "loads_without_promotion": _global(),
     "objects_checksummed": _global(),
     "stores_cancelled": _global(
-        "aborted", "engine_closed", "pending", "present", "read_meanwhile", "reset"
+        "aborted", "engine_closed", "no_predecessor", "pending", "present", "read_meanwhile",
+        "reset",
     ),
     "stores_committed": _global(),
     "stores_dropped_at_end": _global(),

@@ -42,6 +42,11 @@ def check_engine_info(info: EngineInfo) -> None:
             f"engine {info.engine}: {len(sizes)} slot sizes, {len(shards)} lists of shard sizes: "
             f"must be one of each per group, 1 to {MAX_GROUPS} groups"
         )
+    if len(info.writer_ranks) != len(sizes):
+        raise ProtocolError(
+            f"engine {info.engine}: writer ranks of {len(info.writer_ranks)} groups: must be of "
+            f"{len(sizes)} groups"
+        )
     for group, (slot_bytes, of_group) in enumerate(zip(sizes, shards, strict=True)):
         payload = sum(map(aligned, of_group))
         if min(of_group, default=0) <= 0 or payload != slot_bytes:
@@ -50,11 +55,12 @@ def check_engine_info(info: EngineInfo) -> None:
                 f"{list(of_group)} bytes: must be the sum of the aligned shard sizes ({payload}), "
                 "all positive"
             )
-    ranks = info.writer_ranks
-    if not ranks or min(ranks) < 0 or len(set(ranks)) != len(ranks):
-        raise ProtocolError(
-            f"engine {info.engine}: writer ranks {list(ranks)}: must be one or more, distinct"
-        )
+        ranks = info.writer_ranks[group]
+        if min(ranks, default=-1) < 0 or not len(set(ranks)) == len(ranks) == len(of_group):
+            raise ProtocolError(
+                f"engine {info.engine}, group {group}: shards of {list(of_group)} bytes by writer "
+                f"ranks {list(ranks)}: must be one distinct rank for each shard"
+            )
 
 
 class EngineRegistry:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
+from kvtier.prefix_order import NONE, PrefixOrder
 from kvtier.store.context import StoreContext
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
@@ -18,6 +19,12 @@ from kvtier.store.state import Entry, SlotClass, SlotState
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, PresenceChanged
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT")
+IdentityT = TypeVar("IdentityT", bound=Hashable)
+
+
+def _nowhere(_identity: object) -> bool:
+    return False
 
 
 class EvictionOrder(Protocol[T]):
@@ -28,11 +35,15 @@ class EvictionOrder(Protocol[T]):
     """
 
     def admit(self, item: T) -> None:
-        """Adds an object, parked."""
+        """Adds an object, as the most recently used one."""
         ...
 
     def hit(self, item: T) -> None:
         """Notes a use of the object."""
+        ...
+
+    def follow(self, item: T) -> None:
+        """It has become known which object precedes this one."""
         ...
 
     def park(self, item: T) -> None:
@@ -40,15 +51,24 @@ class EvictionOrder(Protocol[T]):
         ...
 
     def offer(self, item: T) -> None:
-        """Makes a parked object the most recently used candidate."""
+        """Makes an object a candidate that was parked, with its place in the order, or that was
+        leaving, as the most recently used one."""
+        ...
+
+    def leave(self, item: T) -> None:
+        """The object is being evicted: it protects the objects before it no longer."""
         ...
 
     def forget(self, item: T) -> None:
         """Removes the object."""
         ...
 
-    def victim(self) -> T | None:
-        """Parks and returns the next object to evict; None if all are in use."""
+    def victim(self, urgent: bool = True) -> T | None:
+        """Returns the next object to evict, which is leaving; None if all are in use.
+
+        ``urgent``: otherwise None as well while evicting it would orphan an object in use, which
+        may soon be evicted instead.
+        """
         ...
 
     def __len__(self) -> int:
@@ -56,67 +76,159 @@ class EvictionOrder(Protocol[T]):
         ...
 
 
-class LruPolicy(Generic[T]):
-    """Evicts the least recently used object first."""
+class LruPolicy(Generic[ItemT, IdentityT]):
+    """Evicts the end of the least recently used prefix first (``kvtier.prefix_order``).
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[T, None] = OrderedDict()
+    ``identify`` returns the identity of an item, which is the same when the object is stored again.
+    ``previous`` returns the identity of the object before it, None if there is none or it is not
+    known. ``elsewhere`` tells whether that object can be had from another tier; if it cannot, and
+    is not resident, the object is evicted before others.
 
-    def admit(self, item: T) -> None:
-        """Adds an object, parked."""
+    While every leaf is in use, the victim is an object that only objects in use follow.
+    """
 
-    def hit(self, item: T) -> None:
-        """Makes the object the most recently used one. For a parked object ``offer`` does that."""
-        if item in self._order:
-            self._order.move_to_end(item)
+    def __init__(
+        self,
+        identify: Callable[[ItemT], IdentityT],
+        previous: Callable[[ItemT], IdentityT | None],
+        elsewhere: Callable[[IdentityT], bool] = _nowhere,
+    ) -> None:
+        self._identify = identify
+        self._previous = previous
+        self._elsewhere = elsewhere
+        self._tree = PrefixOrder()
+        self._nodes: dict[IdentityT, int] = {}
+        self._items: dict[int, ItemT] = {}
+        """Nodes of objects that are resident and not leaving. The other nodes are absent."""
 
-    def park(self, item: T) -> None:
+    def admit(self, item: ItemT) -> None:
+        """Adds an object, as the most recently used one."""
+        self._enter(item, False)
+
+    def hit(self, item: ItemT) -> None:
+        """Makes the object the most recently used one, parked or not."""
+        node = self._nodes.get(self._identify(item))
+        if node is not None:
+            self._tree.use(node)
+
+    def follow(self, item: ItemT) -> None:
+        """It has become known which object precedes this one."""
+        node, previous = self._nodes.get(self._identify(item)), self._previous(item)
+        if node is not None and node in self._items and previous is not None:
+            parent = self._node(previous)
+            if not self._tree.follow(node, parent):
+                self._drop_if_unused(parent, previous)
+
+    def park(self, item: ItemT) -> None:
         """Excludes the object from eviction."""
-        self._order.pop(item, None)
+        node = self._nodes.get(self._identify(item))
+        if node is not None:
+            self._tree.park(node)
 
-    def offer(self, item: T) -> None:
-        """Makes a parked object the most recently used candidate."""
-        self._order[item] = None
+    def offer(self, item: ItemT) -> None:
+        """Makes an object a candidate that was parked or leaving."""
+        node = self._nodes.get(self._identify(item))
+        if node is not None and node in self._items:
+            self._tree.offer(node)
+            self._note_lost(node)
+        else:
+            self._return(item)
 
-    def forget(self, item: T) -> None:
+    def leave(self, item: ItemT) -> None:
+        """The object is being evicted."""
+        identity = self._identify(item)
+        node = self._nodes.get(identity)
+        if node is None or self._items.pop(node, None) is None:
+            return
+        orphaned = self._tree.leave(node)
+        previous = self._previous(item)
+        if orphaned and previous is not None:
+            self._drop_if_unused(orphaned, previous)
+        self._drop_if_unused(node, identity)
+
+    def forget(self, item: ItemT) -> None:
         """Removes the object."""
-        self._order.pop(item, None)
+        self.leave(item)
 
-    def victim(self) -> T | None:
-        """Parks and returns the least recently used object."""
-        return self._order.popitem(last=False)[0] if self._order else None
+    def victim(self, urgent: bool = True) -> ItemT | None:
+        """The end of the least recently used prefix, which is leaving."""
+        return self._take(self._tree.oldest() or (self._tree.blocked() if urgent else NONE))
 
     def __len__(self) -> int:
-        return len(self._order)
+        return sum(self._tree.candidates)
+
+    def _return(self, item: ItemT) -> None:
+        """An object that was leaving stays."""
+        self._enter(item, False)
+
+    def _enter(self, item: ItemT, often: bool) -> None:
+        previous = self._previous(item)
+        node = self._node(self._identify(item))
+        parent = NONE if previous is None else self._node(previous)
+        self._items[node] = item
+        self._note_lost(parent)
+        elsewhere = previous is not None and self._elsewhere(previous)
+        self._tree.enter(node, parent, often=often, elsewhere=elsewhere)
+        if previous is not None and self._tree.predecessor(node) != parent:
+            self._drop_if_unused(parent, previous)
+
+    def _note_lost(self, node: int) -> None:
+        """The object before this one may have been evicted while this one was in use."""
+        above = self._tree.predecessor(node)
+        if above and node in self._items and not self._tree.is_present(above):
+            previous = self._previous(self._items[node])
+            if previous is not None and not self._elsewhere(previous):
+                self._tree.orphan(node)
+
+    def _node(self, identity: IdentityT) -> int:
+        node = self._nodes.get(identity)
+        if node is None:
+            node = self._nodes[identity] = self._tree.new()
+        return node
+
+    def _take(self, node: int) -> ItemT | None:
+        if not node:
+            return None
+        item = self._items[node]
+        self.leave(item)
+        return item
+
+    def _drop_if_unused(self, node: int, identity: IdentityT) -> None:
+        if node not in self._items and not self._tree.has_followers(node):
+            del self._nodes[identity]
+            self._tree.release(node)
 
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-
-
-class ArcPolicy(Generic[KeyT]):
+class ArcPolicy(LruPolicy[ItemT, IdentityT]):
     """Adaptive replacement: a single long scan does not displace objects that are used often.
 
     After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with
-    two differences. Parked objects are in neither list, because they cannot be evicted. And the
-    size is not fixed, because slots move between classes: it is the number of resident objects.
-
-    ``identify`` returns the identity of an item, which is the same when the object is stored again.
-    Ghosts remember evicted objects by it; there are at most as many ghosts as resident objects.
+    three differences. Only the ends of prefixes are evicted; when one that was used often goes, the
+    object before it counts as used often. Parked objects are in neither list, because they cannot
+    be evicted. And the size is not fixed, because slots move between classes: it is the number of
+    resident objects. There are at most as many ghosts, which remember evicted objects by their
+    identity.
     """
 
-    def __init__(self, identify: Callable[[KeyT], Hashable]) -> None:
-        self._identify = identify
-        self._recent: OrderedDict[KeyT, None] = OrderedDict()
-        self._often: OrderedDict[KeyT, None] = OrderedDict()
-        self._is_often: dict[KeyT, bool] = {}
-        self._recent_ghosts: OrderedDict[Hashable, None] = OrderedDict()
-        self._often_ghosts: OrderedDict[Hashable, None] = OrderedDict()
+    def __init__(
+        self,
+        identify: Callable[[ItemT], IdentityT],
+        previous: Callable[[ItemT], IdentityT | None],
+        elsewhere: Callable[[IdentityT], bool] = _nowhere,
+    ) -> None:
+        super().__init__(identify, previous, elsewhere)
+        self._is_often: dict[IdentityT, bool] = {}
+        """Of all objects, those that are leaving included."""
+        self._recent_ghosts: OrderedDict[IdentityT, None] = OrderedDict()
+        self._often_ghosts: OrderedDict[IdentityT, None] = OrderedDict()
         self.target_recent = 0.0
         """Target for the number of resident objects that were used once."""
 
-    def admit(self, item: KeyT) -> None:
-        """Adds an object, parked. A ghost of it shows which list was too short."""
-        identity = self._identify(item)
+    def admit(self, item: ItemT) -> None:
+        """Adds an object. A ghost of it shows which list was too short."""
+        self._enter(item, self._came_back(self._identify(item)))
+
+    def _came_back(self, identity: IdentityT) -> bool:
         recent, often = len(self._recent_ghosts), len(self._often_ghosts)
         came_back = True
         if identity in self._recent_ghosts:
@@ -129,31 +241,34 @@ class ArcPolicy(Generic[KeyT]):
             del self._often_ghosts[identity]
         else:
             came_back = False
-        self._is_often[item] = came_back
+        self._is_often[identity] = came_back
+        return came_back
 
-    def hit(self, item: KeyT) -> None:
+    def hit(self, item: ItemT) -> None:
         """Notes a use of the object."""
-        self._is_often[item] = True
-        if item in self._recent:
-            del self._recent[item]
-            self._often[item] = None
-        elif item in self._often:
-            self._often.move_to_end(item)
+        identity = self._identify(item)
+        self._is_often[identity] = True
+        node = self._nodes.get(identity)
+        if node is not None:
+            self._tree.use(node, often=True)
 
-    def park(self, item: KeyT) -> None:
-        """Excludes the object from eviction."""
-        self._recent.pop(item, None)
-        self._often.pop(item, None)
+    def leave(self, item: ItemT) -> None:
+        """The object is being evicted."""
+        identity = self._identify(item)
+        node = self._nodes.get(identity)
+        if node is not None and node in self._items:
+            self._is_often[identity] = self._tree.is_often(node)
+        super().leave(item)
 
-    def offer(self, item: KeyT) -> None:
-        """Makes a parked object the most recently used one of its list."""
-        (self._often if self._is_often[item] else self._recent)[item] = None
+    def _return(self, item: ItemT) -> None:
+        self._enter(item, self._is_often[self._identify(item)])
 
-    def forget(self, item: KeyT) -> None:
+    def forget(self, item: ItemT) -> None:
         """Removes the object."""
-        self.park(item)
-        ghosts = self._often_ghosts if self._is_often.pop(item) else self._recent_ghosts
-        ghosts[self._identify(item)] = None
+        self.leave(item)
+        identity = self._identify(item)
+        ghosts = self._often_ghosts if self._is_often.pop(identity) else self._recent_ghosts
+        ghosts[identity] = None
         while len(self._recent_ghosts) + len(self._often_ghosts) > max(1, len(self._is_often)):
             longer = (
                 self._recent_ghosts
@@ -162,14 +277,15 @@ class ArcPolicy(Generic[KeyT]):
             )
             longer.popitem(last=False)
 
-    def victim(self) -> KeyT | None:
-        """Parks and returns the oldest object of the list that exceeds its target."""
-        if self._recent and (len(self._recent) > self.target_recent or not self._often):
-            return self._recent.popitem(last=False)[0]
-        return self._often.popitem(last=False)[0] if self._often else None
-
-    def __len__(self) -> int:
-        return len(self._recent) + len(self._often)
+    def victim(self, urgent: bool = True) -> ItemT | None:
+        """The end of a prefix of the list that exceeds its target, which is leaving."""
+        tree = self._tree
+        recent_first = tree.candidates[0] > self.target_recent or not tree.candidates[1]
+        return self._take(
+            tree.oldest(often=not recent_first)
+            or tree.oldest(often=recent_first)
+            or (tree.blocked() if urgent else NONE)
+        )
 
 
 class ResidentObjects:
@@ -206,13 +322,12 @@ class ResidentObjects:
 
     def commit(self, entry: Entry) -> None:
         """Adds an object whose key is not resident, announces it, and makes it a candidate for
-        eviction."""
+        eviction: the first one, if the object before it is in no tier."""
         self._entries[entry.namespace, entry.key] = entry
         slot = entry.slot
         self._pool.move(slot, SlotState.COMMITTED)
         order = self.order(slot.segment.kind)
         order.admit(entry)
-        order.offer(entry)
         self._context.record(entry)
         if entry.unverified is None:
             entry.generation = self._context.generations.complete(slot.offset)
@@ -260,11 +375,17 @@ class ResidentObjects:
         entry.uses += 1
         self._orders[entry.slot.segment.kind.slot_bytes].hit(entry)
 
+    def learn_previous(self, entry: Entry, previous: bytes) -> None:
+        """It has become known which key precedes the object's in its prefix."""
+        if not entry.previous and previous:
+            entry.previous = previous
+            self._orders[entry.slot.segment.kind.slot_bytes].follow(entry)
+
     def begin_eviction(self, entry: Entry, token: int) -> None:
         """Excludes an object that is not pinned from further evictions: the notice ``token`` names
         it."""
         entry.evicting = token
-        self._orders[entry.slot.segment.kind.slot_bytes].park(entry)
+        self._orders[entry.slot.segment.kind.slot_bytes].leave(entry)
         self._pool.move(entry.slot, SlotState.EVICTING)
 
     def cancel_eviction(self, entry: Entry) -> None:

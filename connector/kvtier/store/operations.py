@@ -47,7 +47,7 @@ class KeyWaiter(Protocol):
 
 class Reservation:
     """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
-    that is ``cancelled`` is not committed."""
+    that is ``cancelled`` is not committed. ``previous``: key of the chunk before it, or empty."""
 
     __slots__ = (
         "acknowledged",
@@ -57,6 +57,7 @@ class Reservation:
         "namespace",
         "number",
         "persistent",
+        "previous",
         "slot",
     )
 
@@ -68,6 +69,7 @@ class Reservation:
         self.persistent = engine.persistent
         self.group = group
         self.key = key
+        self.previous = b""
         self.slot = slot
         self.cancelled = False
         self.acknowledged: set[int] = set()
@@ -142,12 +144,13 @@ class Read:
     * ``batch``: the batch that the tier's cost model counts the read in.
     * ``due_at``: when the read is slower than expected; None without an estimate.
     * ``late``: the read has been charged to the tier as hung.
+    * ``previous``: key of the chunk before it in its prefix, or empty.
     * ``failed_bits``: bits of the tiers that failed to provide the key.
     """
 
     __slots__ = (
         "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late",
-        "namespace", "request", "secondary", "slot", "timer", "waiters",
+        "namespace", "previous", "request", "secondary", "slot", "timer", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +166,7 @@ class Read:
         self.geometry = geometry
         self.secondary = secondary
         self.created_at = now
+        self.previous = b""
         self.batch: Batch | None = None
         self.due_at: float | None = None
         self.request: SlotRequest | None = None
@@ -209,6 +213,11 @@ class EngineState:
         self.promotions: dict[int, Promotion] = {}
         self.loads: dict[int, list[Entry]] = {}
         """Pinned objects of each load."""
+
+    def previous(self, group: int, block_hash: bytes) -> bytes:
+        """The key of a chunk that precedes another one of this group; empty if ``block_hash`` is
+        empty, that is, if there is none or it is not known."""
+        return self.prefixes[group] + block_hash if block_hash else b""
 
     def key(self, group: int, block_hash: bytes) -> bytes | None:
         """The key as tiers use it; None if the engine has no such group."""

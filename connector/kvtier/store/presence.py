@@ -127,6 +127,10 @@ class PresenceIndex:
         of_namespace = self._bits.get(namespace)
         return 0 if of_namespace is None else of_namespace.get(key, 0)
 
+    def in_secondary_tier(self, identity: tuple[str, bytes]) -> bool:
+        """Whether a secondary tier holds the key of this namespace and key."""
+        return bool(self.bits(*identity) & ~RAM_BITS)
+
     def snapshot(self, namespace: str) -> Iterable[tuple[bytes, int]]:
         """All keys of a namespace with their bits."""
         return list(self._bits.get(namespace, {}).items())

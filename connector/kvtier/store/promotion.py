@@ -326,6 +326,8 @@ class Promotions:
                 promotion.batches[secondary.index] = batch
             geometry = engine.geometries[promotion.groups[position]]
             read = self._reads.start(engine.namespace, key, geometry, secondary, batch)
+            if position and promotion.groups[position - 1] == promotion.groups[position]:
+                read.previous = promotion.keys[position - 1]
         elif not self._reads.can_join(read, self._context.clock()):
             # The read of another promotion, which has become slow since this one was planned.
             self._context.count("promotions_cut", "", "read_past_its_estimate")

@@ -23,7 +23,14 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
-from kvtier.store.slot_table import ReadLog, SlotLocation, SlotRecord, SlotTable, object_digest
+from kvtier.store.slot_table import (
+    ReadLog,
+    SlotLocation,
+    SlotRecord,
+    SlotTable,
+    key_mark,
+    object_digest,
+)
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotState
 from kvtier.store.write_through import WriteThrough, hash_object
 from kvtier.tiers.base import ObjectMeta
@@ -124,6 +131,8 @@ class RecoveredObjects:
         self._index = index
         self._writes = writes
         self._remaining: list[SlotRecord] = []
+        self._marked: dict[tuple[str, bytes], bytes] = {}
+        """Keys of the recovered objects by namespace and mark, while they are being restored."""
         self._verifications: dict[tuple[str, bytes], _Verification] = {}
 
     # Restoring.
@@ -138,10 +147,13 @@ class RecoveredObjects:
         for reason, number in slot_table.take_rejected().items():
             self._context.count("recovered_objects_rejected", "", reason, number)
         self._remaining = slot_table.take_recovered()
+        self._marked = {
+            (record.namespace, key_mark(record.key)): record.key for record in self._remaining
+        }
 
     def restore_next(self) -> None:
         """Restores the next objects, oldest first. No slot may be handed out before all are
-        restored."""
+        restored. An object whose predecessor was not recovered ranks by its own age."""
         records = self._remaining[:RESTORED_PER_PUMP]
         self._remaining = self._remaining[RESTORED_PER_PUMP:]
         for record in records:
@@ -154,8 +166,11 @@ class RecoveredObjects:
                 continue
             entry = Entry(record.namespace, record.key, slot, (), True)
             entry.unverified = record
+            entry.previous = self._marked.get((record.namespace, record.previous), b"")
             self._resident.commit(entry)
             self._context.count("objects_recovered")
+        if not self._remaining:
+            self._marked.clear()
 
     # Verification.
 

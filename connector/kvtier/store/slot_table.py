@@ -41,7 +41,10 @@ TABLE_SHARE = 1024
 """A table has at most a thousandth of the pool's bytes, within the two limits above."""
 _MAGIC = b"KVTSLOTS"
 _PREFIX = struct.Struct("<8sI")
-_RECORD = struct.Struct("<4sBBBxQQIIQ16s16s64s")
+_RECORD = struct.Struct("<4sBBBxQQIIQ16s16s64s8s")
+_PREVIOUS_BYTES = 8
+"""What a record keeps of the key of the object before its own: enough to find it among the others.
+"""
 _RECORD_MAGIC = b"slot"
 _DIGEST_AT = RECORD_BYTES - DIGEST_BYTES
 _EMPTY = bytes(RECORD_BYTES)
@@ -58,6 +61,11 @@ def slot_table_bytes(pool_bytes: int) -> int:
 def object_digest(meta: ObjectMeta) -> bytes:
     """One digest for all shards of an object: that of their checksums."""
     return blake3_digest(b"".join(meta.checksums), DIGEST_BYTES)
+
+
+def key_mark(key: bytes) -> bytes:
+    """Marks a key among those of one namespace, well enough for the order of eviction."""
+    return blake3_digest(key, _PREVIOUS_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,9 @@ class ReadLog(Protocol):
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
     """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot.
-    ``digest``: ``object_digest``. ``sequence`` increases with every record."""
+    ``digest``: ``object_digest``. ``sequence`` increases with every record. ``previous``:
+    ``key_mark`` of the object before it in its prefix; empty if there is none or it is not known.
+    """
 
     namespace: str
     key: bytes
@@ -98,6 +108,7 @@ class SlotRecord:
     checksum_kind: str
     digest: bytes
     sequence: int = 0
+    previous: bytes = b""
 
     @property
     def location(self) -> SlotLocation:
@@ -139,6 +150,7 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
         bytes.fromhex(record.namespace),
         record.digest,
         record.key,
+        record.previous,
     ).ljust(_DIGEST_AT, b"\0")
     return body + blake3_digest(word + body, DIGEST_BYTES)
 
@@ -149,9 +161,8 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
     if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
         return None
     fields = _RECORD.unpack_from(body)
-    _, kind, key_bytes, shards, offset, start, slots, pages, sequence, namespace, digest, key = (
-        fields
-    )
+    _, kind, key_bytes, shards, offset, start, slots, pages, sequence = fields[:9]
+    namespace, digest, key, previous = fields[9:]
     if kind >= len(_KINDS) or key_bytes > _MAX_KEY_BYTES:
         return None
     return SlotRecord(
@@ -165,6 +176,7 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
         _KINDS[kind],
         digest,
         sequence,
+        previous if any(previous) else b"",
     )
 
 

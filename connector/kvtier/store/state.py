@@ -109,6 +109,8 @@ class Entry:
 
     * ``pins``: how many loads, promotions, checksums and writes may be reading the slot. A pinned
       object is not evicted.
+    * ``previous``: key of the chunk before it in its prefix; empty if it is the first or that is
+      not known.
     * ``meta``: None until the object has checksums.
     * ``evicting``: token of the eviction notice that names the object; 0 if there is none.
     * ``uses``: how often an engine stored or loaded the object.
@@ -128,6 +130,7 @@ class Entry:
         "namespace",
         "persistent",
         "pins",
+        "previous",
         "ref",
         "shard_bytes",
         "slot",
@@ -145,6 +148,7 @@ class Entry:
         slot.entry = self
         self.shard_bytes = shard_bytes
         self.persistent = persistent
+        self.previous = b""
         self.meta: ObjectMeta | None = None
         self.pins = 0
         self.evicting = 0

@@ -20,7 +20,7 @@ The owner calls ``pump`` after it has passed in messages, when the executor wake
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
@@ -37,7 +37,7 @@ from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
-from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, EngineInfo, StoreEvent
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, ChunkId, EngineInfo, StoreEvent
 from kvtier.store.write_through import HASH_LANE, Checksummer, WriteThrough
 from kvtier.tiers.base import Tier
 
@@ -58,8 +58,12 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     return found
 
 
-def _identify(entry: Entry) -> Hashable:
-    return entry.ref
+def _identify(entry: Entry) -> tuple[str, bytes]:
+    return entry.namespace, entry.key
+
+
+def _previous(entry: Entry) -> tuple[str, bytes] | None:
+    return (entry.namespace, entry.previous) if entry.previous else None
 
 
 class TierStore:
@@ -93,8 +97,9 @@ class TierStore:
 
         pool = self._pool = SlotPool(pool_bytes)
         index = self._index = PresenceIndex(context, tiers)
+        policy: type[LruPolicy[Entry, tuple[str, bytes]]] = ArcPolicy if arc else LruPolicy
         resident = self._resident = ResidentObjects(
-            context, pool, index, (lambda: ArcPolicy(_identify)) if arc else LruPolicy[Entry]
+            context, pool, index, lambda: policy(_identify, _previous, index.in_secondary_tier)
         )
         self._tiers = SecondaryTiers(context, index, tiers, read_threads, live)
         self._engines = EngineRegistry(context, pool, resident)
@@ -111,9 +116,7 @@ class TierStore:
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
-        self._reservations = Reservations(
-            context, pool, resident, self._recovered, reads, self._checksummer
-        )
+        self._reservations = Reservations(context, pool, index, sources, self._checksummer)
         if not recovery.fenced:
             self.unfence()
 
@@ -195,13 +198,11 @@ class TierStore:
 
     # Stores.
 
-    def reserve(
-        self, engine: str, reservation: int, group: int, block_hash: bytes, slot: int
-    ) -> None:
+    def reserve(self, engine: str, reservation: int, chunk: ChunkId, slot: int) -> None:
         """Reserves ``slot``, which is granted to the engine, for one chunk."""
         state = self._engines.get(engine)
         if state is not None:
-            self._reservations.reserve(state, reservation, group, block_hash, slot)
+            self._reservations.reserve(state, reservation, chunk, slot)
 
     def deliver(self, engine: str, rank: int, reservation: int) -> None:
         """A rank's shard is in the slot. May precede the reservation itself."""

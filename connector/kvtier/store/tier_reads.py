@@ -268,6 +268,7 @@ class TierReads:
             return
         entry = Entry(read.namespace, read.key, slot, read.geometry.shard_bytes, True)
         entry.meta = meta
+        entry.previous = read.previous or meta.previous
         read.slot = None
         self._forget(read)
         self._resident.commit(entry)

@@ -17,12 +17,11 @@ from kvtier.store.context import StoreContext
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Reservation
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.promotion import Promotions
-from kvtier.store.recovery import RecoveredObjects
+from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
-from kvtier.store.tier_reads import TierReads
+from kvtier.store.types import ChunkId
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
@@ -39,27 +38,26 @@ class Reservations:
         self,
         context: StoreContext,
         pool: SlotPool,
-        resident: ResidentObjects,
-        recovered: RecoveredObjects,
-        reads: TierReads,
+        index: PresenceIndex,
+        sources: ObjectSources,
         checksummer: Checksummer,
     ) -> None:
         self._context = context
         self._pool = pool
-        self._resident = resident
-        self._recovered = recovered
-        self._reads = reads
+        self._resident = sources.resident
+        self._index = index
+        self._recovered = sources.recovered
+        self._reads = sources.reads
         self._checksummer = checksummer
         self._open: dict[tuple[str, bytes], Reservation] = {}
         self._early: OrderedDict[tuple[str, int], dict[int, bool]] = OrderedDict()
 
-    def reserve(
-        self, engine: EngineState, number: int, group: int, block_hash: bytes, offset: int
-    ) -> None:
-        """Reserves one of the engine's granted slots for a chunk. A chunk that is resident or
-        already being stored is cancelled: the ranks still acknowledge, and the slot is free
-        afterwards."""
-        key = engine.key(group, block_hash)
+    def reserve(self, engine: EngineState, number: int, chunk: ChunkId, offset: int) -> None:
+        """Reserves one of the engine's granted slots for a chunk. A chunk that is resident, already
+        being stored, or of no use because the one before it is in no tier is cancelled: the ranks
+        still acknowledge, and the slot is free afterwards."""
+        group = chunk.group
+        key = engine.key(group, chunk.block_hash)
         if key is None:
             self._context.violation("unknown_group")
             return
@@ -71,7 +69,8 @@ class Reservations:
             self._context.violation("slot_not_granted")
             return
         reservation = Reservation(number, engine, group, key, slot)
-        reservation.cancelled = self._is_duplicate(engine.namespace, key)
+        reservation.previous = engine.previous(group, chunk.previous)
+        reservation.cancelled = self._is_superfluous(engine.namespace, key, reservation.previous)
         engine.reservations[number] = reservation
         self._pool.move(slot, SlotState.RESERVED, engine.name)
         if not reservation.cancelled:
@@ -80,7 +79,7 @@ class Reservations:
             for rank, delivered in self._early.pop((engine.name, number), {}).items():
                 self.acknowledge(engine, rank, number, delivered)
 
-    def _is_duplicate(self, namespace: str, key: bytes) -> bool:
+    def _is_superfluous(self, namespace: str, key: bytes, previous: bytes) -> bool:
         entry = self._resident.get(namespace, key)
         if entry is not None:
             if entry.evicting:
@@ -89,6 +88,7 @@ class Reservations:
                 # The engine's own object needs no verification.
                 entry = None
         if entry is not None:
+            self._resident.learn_previous(entry, previous)
             self._resident.hit(entry)
             self._checksummer.persist(entry)
             self._context.count("stores_cancelled", "", "present")
@@ -96,14 +96,28 @@ class Reservations:
         if (namespace, key) in self._open:
             self._context.count("stores_cancelled", "", "pending")
             return True
+        if previous and not self._is_reachable(namespace, previous):
+            # All room belongs to the beginning of this prompt and to more recent ones. The object
+            # would be of no use, and would evict some that are.
+            self._context.count("stores_cancelled", "", "no_predecessor")
+            return True
         return False
+
+    def _is_reachable(self, namespace: str, key: bytes) -> bool:
+        """Whether a tier holds the key, and keeps it, or an engine is storing it."""
+        if (namespace, key) in self._open or self._index.in_secondary_tier((namespace, key)):
+            return True
+        entry = self._resident.get(namespace, key)
+        return entry is not None and not entry.evicting
 
     def acknowledge(self, engine: EngineState, rank: int, number: int, delivered: bool) -> None:
         """A rank has delivered its shard, or aborted, and does not touch the slot after that."""
-        if rank not in engine.info.writer_ranks:
+        reservation = engine.reservations.get(number)
+        by_group = engine.info.writer_ranks
+        writers = by_group[reservation.group] if reservation is not None else sum(by_group, ())
+        if rank not in writers:
             self._context.violation("not_a_writer")
             return
-        reservation = engine.reservations.get(number)
         if reservation is None:
             self._hold_early(engine, rank, number, delivered)
             return
@@ -113,7 +127,7 @@ class Reservations:
         reservation.acknowledged.add(rank)
         if not delivered and not reservation.cancelled:
             self._cancel(reservation, "aborted")
-        if len(reservation.acknowledged) == len(engine.info.writer_ranks):
+        if len(reservation.acknowledged) == len(writers):
             del engine.reservations[number]
             self._finish(engine, reservation)
 
@@ -147,6 +161,7 @@ class Reservations:
         entry = Entry(
             reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
         )
+        entry.previous = reservation.previous
         self._context.count("stores_committed")
         self._resident.commit(entry)
         self._reads.deliver(entry)
@@ -209,6 +224,7 @@ class StoreLoads:
                 self._promotions.release(promotion)
             return 0
         entries: list[Entry] = []
+        previous: dict[int, bytes] = {}
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
             entry = resident.get(engine.namespace, key) if key is not None else None
@@ -220,6 +236,8 @@ class StoreLoads:
                 break
             if entry.evicting:
                 resident.cancel_eviction(entry)
+            resident.learn_previous(entry, previous.get(group, b""))
+            previous[group] = entry.key
             resident.pin(entry)
             resident.hit(entry)
             entries.append(entry)
@@ -235,13 +253,16 @@ class StoreLoads:
     def _note_use(self, engine: EngineState, entries: list[Entry]) -> None:
         """Tells the tiers that hold the objects, and brings the objects to those that do not."""
         usable = [secondary for secondary in self._tiers.all if secondary.usable]
-        # Last key first, so that the beginning of the prefix is the most recently used.
-        for entry in reversed(entries):
-            if usable and engine.persistent:
+        if usable and engine.persistent:
+            # Last key first, for tiers that do not keep prefixes together: the beginning of the
+            # prefix is their most recently used.
+            for entry in reversed(entries):
                 bits = self._index.bits(entry.namespace, entry.key)
                 for secondary in usable:
                     if bits & secondary.bit:
-                        secondary.tier.touch(entry.ref)
+                        secondary.tier.touch(entry.ref, entry.previous)
+        # First key first: what is written before an interruption is of use.
+        for entry in entries:
             self._checksummer.persist(entry)
 
     def release(self, engine: EngineState, number: int) -> None:
@@ -250,9 +271,7 @@ class StoreLoads:
         if entries is None:
             self._context.violation("unknown_load")
             return
-        # Last key first: a later chunk is of no use without the earlier ones, so it is evicted
-        # before them.
-        for entry in reversed(entries):
+        for entry in entries:
             self._resident.unpin(entry)
 
     def close(self, engine: EngineState) -> list[Entry]:

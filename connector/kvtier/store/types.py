@@ -74,16 +74,27 @@ class EngineInfo:
     """One EngineCore and its workers, as described by their handshakes.
 
     ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g.
-    ``shard_bytes[g][r]``: exact bytes of rank r's shard. ``persistent``: whether secondary tiers
-    may be used for this engine.
+    ``writer_ranks[g]``: the ranks that write an object of group g, and ``shard_bytes[g]`` the exact
+    bytes of their shards, in the same order. ``persistent``: whether secondary tiers may be used
+    for this engine.
     """
 
     engine: str
     namespace: str
     slot_bytes: tuple[int, ...]
     shard_bytes: tuple[tuple[int, ...], ...]
-    writer_ranks: tuple[int, ...] = (0,)
+    writer_ranks: tuple[tuple[int, ...], ...] = ((0,),)
     persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkId:
+    """One chunk of one group of an engine. ``previous``: block hash of the chunk before it; empty
+    if it is the first or that is not known."""
+
+    group: int
+    block_hash: bytes
+    previous: bytes = b""
 
 
 # Events. ``TierStore.take_events`` returns them in order.

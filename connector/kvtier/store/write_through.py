@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from kvtier.config.models import StorePolicy
@@ -156,6 +157,8 @@ class WriteThrough:
         secondary.pending_store_bytes += size
         entry.busy |= secondary.bit
         self._resident.pin(entry)
+        if entry.previous:
+            meta = replace(meta, previous=entry.previous)
         work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
         self._writes[secondary.index, entry] = call

@@ -127,9 +127,9 @@ class FaultyTier(Tier):
         """Passes the call on without a fault."""
         return self.inner.usage()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Passes the call on without a fault."""
-        self.inner.touch(ref)
+        self.inner.touch(ref, previous)
 
     def probe(self, ref: ObjectRef) -> bool:
         """Operation "probe"."""

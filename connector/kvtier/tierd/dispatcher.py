@@ -10,10 +10,13 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    ChunkId,
     CreditsGranted,
     KeysEvicting,
     PresenceChanged,
@@ -116,7 +119,9 @@ class Dispatcher:
             namespace=info.namespace, slot_bytes=info.slot_bytes, persistent=info.persistent
         )
         for member in engine.members():
-            self._send(member.route, ready)
+            shards = () if member.is_scheduler else engine.shards[member.hello.rank]
+            ranges = tuple((each.offset, each.size_bytes, each.writes) for each in shards)
+            self._send(member.route, msgspec.structs.replace(ready, shards=ranges))
         self._start_replica(engine, scheduler, now)
 
     def _start_replica(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
@@ -161,8 +166,8 @@ class Dispatcher:
             if self._stopping:
                 self._counters.add("reservations_while_stopping", "", "", len(message.items))
                 return
-            for reservation, group, key, slot in message.items:
-                store.reserve(name, reservation, group, key, slot)
+            for reservation, group, key, slot, previous in message.items:
+                store.reserve(name, reservation, ChunkId(group, key, previous), slot)
         elif isinstance(message, Promote):
             store.promote(
                 name, message.promotion, message.keys, message.budget_seconds, _prefix_cost(message)

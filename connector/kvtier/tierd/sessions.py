@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,8 +40,8 @@ from kvtier.tierd.fencing import (
     SessionFiles,
     StartupFence,
 )
+from kvtier.tierd.shard_layout import ShardRange, slot_layouts
 from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
-from kvtier.tiers.base import aligned
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +75,14 @@ class Session:
 @dataclass(slots=True, eq=False)
 class EngineSessions:
     """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has
-    sent ``Bye``."""
+    sent ``Bye``. ``shards[r][g]``: where rank r's shard of group g lies in a slot."""
 
     engine: str
     epoch: int
     scheduler: Session | None = None
     workers: dict[int, Session] = field(default_factory=dict)
     info: EngineInfo | None = None
+    shards: tuple[tuple[ShardRange, ...], ...] = ()
     canonical: str = ""
     open: bool = False
     ending: bool = False
@@ -94,10 +95,7 @@ class EngineSessions:
     @property
     def ranks(self) -> int:
         """How many workers belong to it; 0 while the scheduler is not attached."""
-        if self.scheduler is None:
-            return 0
-        hello = self.scheduler.hello
-        return hello.ranks or max(hello.writer_ranks, default=0) + 1
+        return 0 if self.scheduler is None else self.scheduler.hello.ranks
 
     def members(self) -> list[Session]:
         """All attached members."""
@@ -149,9 +147,11 @@ class SessionListener(Protocol):
 MAX_SESSIONS = 256
 """Processes that share one pool: eight ranks of eight engines, with room."""
 MAX_RANKS = 64
-Derive = Callable[[str, tuple[str, ...], tuple[str, ...]], tuple[str, str]]
-"""(identity JSON, codec texts and fingerprints of the weights in rank order) -> (namespace as 32
-hex digits, canonical text)."""
+ShardOffsets = tuple[tuple[tuple[int, int], ...], ...]
+"""(offset in the slot, size) by rank and group."""
+Derive = Callable[[str, tuple[str, ...], tuple[str, ...], ShardOffsets], tuple[str, str]]
+"""(identity JSON; codec texts, fingerprints of the weights and shards in rank order) -> (namespace
+as 32 hex digits, canonical text)."""
 _log = logging.getLogger("kvtier.tierd")
 
 
@@ -281,11 +281,8 @@ class Sessions:
             )
         if hello.role == "worker" and not 0 <= hello.rank < MAX_RANKS:
             return f"rank {hello.rank}: must be between 0 and {MAX_RANKS - 1}"
-        writers_fit = hello.writer_ranks and all(
-            0 <= rank < (hello.ranks or MAX_RANKS) for rank in hello.writer_ranks
-        )
-        if hello.role == "scheduler" and not (0 <= hello.ranks <= MAX_RANKS and writers_fit):
-            return f"writer ranks {list(hello.writer_ranks)}: must be among {hello.ranks} ranks"
+        if hello.role == "scheduler" and not 1 <= hello.ranks <= MAX_RANKS:
+            return f"{hello.ranks} ranks: must be between 1 and {MAX_RANKS}"
         if len(self._sessions) >= MAX_SESSIONS:
             return f"{MAX_SESSIONS} sessions are already attached"
         return ""
@@ -360,17 +357,17 @@ class Sessions:
 
     def _describe(self, engine: EngineSessions, scheduler: Hello) -> EngineInfo:
         hellos = [engine.workers[rank].hello for rank in range(engine.ranks)]
-        writers = sorted(set(scheduler.writer_ranks))
-        shards = [hellos[rank].shard_bytes for rank in writers]
-        if len({len(sizes) for sizes in shards}) != 1 or not shards[0]:
-            raise ValueError(
-                f"groups per rank {[len(sizes) for sizes in shards]}: must be equal and positive"
-            )
-        shard_bytes = tuple(zip(*shards, strict=True))
+        groups = slot_layouts([hello.shard_bytes for hello in hellos], scheduler.shard_writers)
+        _check_shared_shards(hellos, scheduler.shard_writers)
+        engine.shards = tuple(zip(*(group.ranges for group in groups), strict=True))
         namespace, engine.canonical = self._derive(
             scheduler.identity,
             tuple(hello.codec for hello in hellos),
             tuple(hello.weights for hello in hellos),
+            tuple(
+                tuple((shard.offset, shard.size_bytes) for shard in of_rank)
+                for of_rank in engine.shards
+            ),
         )
         persistent = not any(hello.ephemeral_reason for hello in (scheduler, *hellos))
         if not persistent:
@@ -380,9 +377,9 @@ class Sessions:
         return EngineInfo(
             engine=engine.name,
             namespace=namespace,
-            slot_bytes=tuple(sum(map(aligned, sizes)) for sizes in shard_bytes),
-            shard_bytes=shard_bytes,
-            writer_ranks=tuple(writers),
+            slot_bytes=tuple(group.slot_bytes for group in groups),
+            shard_bytes=tuple(group.shard_bytes for group in groups),
+            writer_ranks=tuple(group.writers for group in groups),
             persistent=persistent,
         )
 
@@ -531,3 +528,14 @@ class Sessions:
         if not quarantine.waiting:
             self._quarantines.remove(quarantine)
             self._listener.engine_confirmed_dead(quarantine.name)
+
+
+def _check_shared_shards(hellos: Sequence[Hello], shard_writers: Sequence[Sequence[int]]) -> None:
+    """Raises ``ValueError`` if ranks that share a shard lay it out differently."""
+    for group, writer_of in enumerate(shard_writers):
+        for rank, writer in enumerate(writer_of):
+            if hellos[rank].codec != hellos[writer].codec:
+                raise ValueError(
+                    f"group {group}: rank {rank} reads what rank {writer} writes: they must have "
+                    "the same layout"
+                )

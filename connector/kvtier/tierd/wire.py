@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/5"
+PROTOCOL = f"{__version__}/7"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -45,9 +45,10 @@ class Hello(Message, frozen=True, kw_only=True):
     ``drained_epoch``: the sender has drained every epoch up to this one: no copy of it runs and its
     grants are dropped (0: never attached). The scheduler's carries ``identity`` (canonical JSON of
     what shapes KV bytes, without the layout), ``ephemeral_reason`` (why the identity does not hold
-    across processes; empty: it does) and ``writer_ranks``; a worker's carries ``rank``, ``codec``
-    (canonical text of the byte layout), ``weights`` (the fingerprint of the weights that this rank
-    has; empty with an ``ephemeral_reason`` if they are unknown) and ``shard_bytes`` per group.
+    across processes; empty: it does), ``ranks`` and ``shard_writers``; a worker's carries ``rank``,
+    ``codec`` (canonical text of the byte layout), ``weights`` (the fingerprint of the weights that
+    this rank has; empty with an ``ephemeral_reason`` if they are unknown) and ``shard_bytes`` per
+    group.
     """
 
     protocol: str
@@ -60,13 +61,14 @@ class Hello(Message, frozen=True, kw_only=True):
     drained_epoch: int = 0
     identity: str = ""
     ephemeral_reason: str = ""
-    writer_ranks: tuple[int, ...] = (0,)
     codec: str = ""
     weights: str = ""
     shard_bytes: tuple[int, ...] = ()
-    ranks: int = 0
-    """Scheduler: how many worker ranks its engine has here; 0: as many as ``writer_ranks`` needs.
-    """
+    ranks: int = 1
+    """Scheduler: how many worker ranks its engine has."""
+    shard_writers: tuple[tuple[int, ...], ...] = ()
+    """Scheduler: ``shard_writers[g][r]`` is the rank that writes the shard of group g that rank r
+    reads; empty: every rank writes a shard of its own."""
     lock: str = ""
     """Name of the file in ``peers/`` on which the process holds a lock until it ends; empty: none.
     """
@@ -95,12 +97,13 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Scheduler: workers will deliver these chunks into these slots, which are taken from the
     session's credits.
 
-    ``items``: (reservation, group, key, slot). Reservations are unique per engine. No answer: tierd
-    drops what is already there or pending, and takes the slot back once every writer has delivered
-    or aborted.
+    ``items``: (reservation, group, key, slot, previous). Reservations are unique per engine.
+    ``previous``: key of the chunk before it in its prefix, empty for the first one; the order of
+    eviction follows it. No answer: tierd drops what is already there or pending, and takes the slot
+    back once every writer has delivered or aborted.
     """
 
-    items: tuple[tuple[int, int, bytes, int], ...]
+    items: tuple[tuple[int, int, bytes, int, bytes], ...]
 
 
 class Deliver(Message, frozen=True, kw_only=True):
@@ -203,11 +206,13 @@ class SessionRefused(Message, frozen=True, kw_only=True):
 
 class Ready(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes``
-    per group."""
+    per group. ``shards``, to a worker: (offset in the slot, size, whether this rank writes it) of
+    its shard of each group."""
 
     namespace: str
     slot_bytes: tuple[int, ...]
     persistent: bool
+    shards: tuple[tuple[int, int, bool], ...] = ()
 
 
 class LiveSettings(Message, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGNMENT_BYTES = 4096
 """Shards start at multiples of this in a slot and in a file, so that a buffer serves direct I/O
@@ -48,11 +48,14 @@ class ObjectMeta:
 
     ``shard_bytes[i]`` is the exact size of rank i's shard. In memory and in files shard i starts at
     the sum of the aligned sizes before it. ``checksums[i]`` covers those bytes without padding.
+    ``previous``: key of the object that precedes this one in its prefix, for the order of eviction;
+    empty if it is the first or that is not known. A tier need not store it.
     """
 
     shard_bytes: tuple[int, ...]
     checksum_kind: str
     checksums: tuple[bytes, ...]
+    previous: bytes = field(default=b"", compare=False)
 
     @property
     def payload_bytes(self) -> int:
@@ -125,7 +128,8 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """A snapshot of the keys in a namespace. No I/O."""
+        """The keys in a namespace, each one once that is there until the iteration ends; what is
+        added or removed meanwhile may be missing or not. No I/O; a step takes microseconds."""
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -156,8 +160,12 @@ class Tier(ABC):
         """Removes the object. Removing one that does not exist succeeds."""
 
     @abstractmethod
-    def touch(self, ref: ObjectRef) -> None:
-        """The object was used; for the order of eviction. No I/O; unknown objects are ignored."""
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
+        """The object was used; for the order of eviction. No I/O; unknown objects are ignored.
+
+        ``previous``: key of the object that precedes it in its prefix, if that is known. An object
+        is of no use without that one, which a tier therefore does not evict first.
+        """
 
     @abstractmethod
     def maintain(self) -> None:

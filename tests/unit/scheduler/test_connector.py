@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -58,6 +59,7 @@ def _config(directory: Path, policy: str = "recompute", **parallel: Any) -> Any:
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"topology": str(directory)},
         ),
+        model_config=SimpleNamespace(use_mla=False),
         cache_config=SimpleNamespace(block_size=BLOCK),
         parallel_config=SimpleNamespace(
             **{
@@ -360,3 +362,34 @@ def test_an_engine_over_several_nodes_is_refused_with_the_numbers(
 def test_data_parallel_engines_may_run_on_several_nodes(directory: Path) -> None:
     config = _config(directory, nnodes=2, nnodes_within_dp=1)
     assert planner_for(config, _caches(_full()), CHUNK).ranks == 1
+
+
+def _latent(heads: int = 1) -> MLAAttentionSpec:
+    import torch
+
+    return MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=heads, head_size=576, dtype=torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("uniform", [False, True], ids=["plain", "uniform"])
+def test_with_mla_the_first_rank_of_each_stage_writes(directory: Path, uniform: bool) -> None:
+    config = _config(directory, world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2)
+    config.model_config.use_mla = True
+    spec: Any = _latent()
+    if uniform:
+        spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": spec, "b": spec})
+    assert planner_for(config, _caches(spec), CHUNK).shard_writers == ((0, 0, 2, 2),)
+
+
+@pytest.mark.parametrize("spec", [_full(), _latent(heads=2)], ids=["full", "two heads"])
+def test_every_rank_writes_heads_that_are_split(directory: Path, spec: Any) -> None:
+    config = _config(directory, world_size=2, tensor_parallel_size=2)
+    config.model_config.use_mla = True
+    assert planner_for(config, _caches(spec), CHUNK).shard_writers == ((0, 1),)
+
+
+def test_every_rank_writes_unless_the_model_uses_mla(directory: Path) -> None:
+    """An index of a model that splits its heads may have the same type."""
+    config = _config(directory, world_size=2, tensor_parallel_size=2)
+    assert planner_for(config, _caches(_latent()), CHUNK).shard_writers == ((0, 1),)

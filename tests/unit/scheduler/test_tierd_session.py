@@ -19,11 +19,11 @@ from kvtier.tierd.wire import (
 
 def test_the_handshake_names_the_writer_ranks(testbed: SchedulerTestbed) -> None:
     hello = SchedulerTestbed(ranks=4).client.hello()
-    assert (hello.role, hello.engine, hello.ranks, hello.writer_ranks) == (
+    assert (hello.role, hello.engine, hello.ranks, hello.shard_writers) == (
         "scheduler",
         "engine/dp0",
         4,
-        (0, 1, 2, 3),
+        ((0, 1, 2, 3),),
     )
     assert hello.identity == "{}"
     assert hello.ephemeral_reason == ""

@@ -29,6 +29,7 @@ from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    ChunkId,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
@@ -119,7 +120,7 @@ class WatchedTier(DictTier):
         self._act("write")
         super().write(ref, payload, meta)
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         self.touched.append(ref)
 
     def maintain(self) -> None:
@@ -285,7 +286,8 @@ class StoreFixture:
     ) -> EngineInfo:
         """Opens an engine and grants its credits."""
         slot_bytes = tuple(sum(map(aligned, group)) for group in shards)
-        info = EngineInfo(name, namespace, slot_bytes, shards, writers, persistent)
+        ranks = (writers,) * len(shards)
+        info = EngineInfo(name, namespace, slot_bytes, shards, ranks, persistent)
         self.store.open_engine(info)
         self.pump()
         return info
@@ -331,23 +333,45 @@ class StoreFixture:
         self._numbers += 1
         return self._numbers
 
-    def reserve(self, chunk: int, engine: str = "e", group: int = 0) -> tuple[int, int]:
-        """Reserves a chunk in the engine's next credit; returns reservation and slot."""
+    def reserve(
+        self, chunk: int, engine: str = "e", group: int = 0, previous: int | None = None
+    ) -> tuple[int, int]:
+        """Reserves a chunk in the engine's next credit; returns reservation and slot.
+
+        ``previous``: the chunk before it."""
         slot = self.credits(engine, group)[0]
         self._used.setdefault((engine, group), []).append(slot)
         number = self.number()
-        self.store.reserve(engine, number, group, block_hash(chunk), slot)
+        before = b"" if previous is None else block_hash(previous)
+        self.store.reserve(engine, number, ChunkId(group, block_hash(chunk), before), slot)
         return number, slot
 
-    def put(self, chunk: int, engine: str = "e", namespace: str = NAMESPACE) -> int:
+    def put(
+        self,
+        chunk: int,
+        engine: str = "e",
+        namespace: str = NAMESPACE,
+        previous: int | None = None,
+    ) -> int:
         """Stores a chunk with one shard of one page, and returns its slot; credits are topped up
         afterwards."""
-        number, slot = self.reserve(chunk, engine)
+        number, slot = self.reserve(chunk, engine, previous=previous)
         key = b"\0" + block_hash(chunk)
         self.pool[slot : slot + PAGE] = shard_content(namespace, key, 0, PAGE)
         self.store.deliver(engine, 0, number)
         self.pump()
         return slot
+
+    def put_prompt(self, *chunks: int) -> None:
+        """Stores the chunks of one prompt, runs all I/O and ends the evictions."""
+        for previous, chunk in zip((None, *chunks), chunks, strict=False):
+            self.put(chunk, previous=previous)
+            self.settle()
+            self.advance(0.11)
+
+    def usable(self, *chunks: int) -> int:
+        """How many chunks of a prompt are in RAM, up to the first one that is not."""
+        return next((i for i, chunk in enumerate(chunks) if not self.bits(chunk) & 1), len(chunks))
 
     def promote(self, *chunks: int, budget: float = 5.0, engine: str = "e") -> int:
         """Starts a promotion of chunks; returns the promotion's number."""

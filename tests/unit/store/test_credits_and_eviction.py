@@ -65,7 +65,10 @@ def test_a_slot_that_does_not_fit_into_the_pool_gets_no_credits_and_is_counted()
         EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,), (PAGE,))),
         EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE, 0),)),
         EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),), writer_ranks=()),
-        EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),), writer_ranks=(0, 0)),
+        EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),), writer_ranks=((),)),
+        EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),), writer_ranks=((0, 0),)),
+        EngineInfo("e", NAMESPACE, (2 * PAGE,), ((PAGE, PAGE),), writer_ranks=((0,),)),
+        EngineInfo("e", NAMESPACE, (2 * PAGE,), ((PAGE, PAGE),), writer_ranks=((0, 0),)),
     ],
 )
 def test_an_inconsistent_engine_description_is_rejected(info: EngineInfo) -> None:

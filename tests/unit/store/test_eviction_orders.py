@@ -1,27 +1,31 @@
-"""Eviction orders: LRU and ARC."""
+"""Eviction orders: LRU and ARC, which evict the ends of prefixes first."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.store.store_fixture import StoreFixture
+from tests.unit.store.store_fixture import NAMESPACE, StoreFixture, block_hash
 
 from kvtier.store.memory_tier import ArcPolicy, EvictionOrder, LruPolicy
 
-
-def lru() -> EvictionOrder[int]:
-    return LruPolicy()
+Previous = Callable[[int], int | None]
 
 
-def arc() -> ArcPolicy[int]:
-    return ArcPolicy(lambda item: item)
+def lru(previous: Previous = lambda _: None) -> LruPolicy[int, int]:
+    return LruPolicy(lambda item: item, previous)
+
+
+def arc(previous: Previous = lambda _: None) -> ArcPolicy[int, int]:
+    return ArcPolicy(lambda item: item, previous)
 
 
 def admit(policy: EvictionOrder[int], *items: int) -> None:
     for item in items:
         policy.admit(item)
-        policy.offer(item)
 
 
 def use(policy: EvictionOrder[int], *items: int) -> None:
@@ -36,6 +40,23 @@ def evict(policy: EvictionOrder[int]) -> int | None:
     if victim is not None:
         policy.forget(victim)
     return victim
+
+
+def evict_all(policy: EvictionOrder[int]) -> list[int]:
+    victims = []
+    while (victim := evict(policy)) is not None:
+        victims.append(victim)
+    return victims
+
+
+def before(item: int) -> int | None:
+    """Prompts of ten: 0 to 9, 10 to 19, ..."""
+    return item - 1 if item % 10 else None
+
+
+def binary(item: int) -> int | None:
+    """A tree in which each chunk is followed by two."""
+    return (item - 1) // 2 if item else None
 
 
 @pytest.mark.parametrize("make", [lru, arc])
@@ -61,19 +82,86 @@ class TestEveryPolicy:
         policy.offer(1)
         assert evict(policy) == 1
 
+    def test_being_offered_again_is_no_use(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make()
+        admit(policy, 1, 2, 3)
+        policy.park(1)
+        policy.offer(1)
+        assert evict_all(policy) == [1, 2, 3]
+
+    def test_prompts_shrink_from_their_ends_the_least_recently_used_first(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 2, 10, 11, 20, 21)
+        use(policy, 0, 1, 2)
+        assert evict_all(policy) == [11, 10, 21, 20, 2, 1, 0]
+
+    def test_what_two_prompts_share_is_as_recent_as_the_later_one(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make({1: 0, 2: 0, 3: 1}.get)
+        admit(policy, 0, 1, 3, 100, 2)
+        assert evict_all(policy) == [3, 1, 100, 2, 0]
+
+    def test_chunks_that_arrive_in_reverse_are_evicted_from_the_end(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 3, 2, 1, 0)
+        assert evict_all(policy) == [3, 2, 1, 0]
+
+    def test_a_chunk_without_its_predecessor_is_evicted_first(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 20, 0, 1, 2, 5, 6)
+        assert evict_all(policy) == [6, 5, 20, 2, 1, 0]
+
+    def test_a_chunk_whose_predecessor_arrives_later_is_as_recent_as_that(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 1, 2, 20, 0, 30)
+        assert evict_all(policy) == [20, 2, 1, 0, 30]
+
+    def test_without_a_free_end_the_last_that_only_objects_in_use_follow_goes(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 2, 3)
+        policy.park(3)
+        policy.park(2)
+        assert policy.victim(urgent=False) is None
+        assert [evict(policy) for _ in range(3)] == [1, 0, None]
+        policy.offer(2)
+        policy.offer(3)
+        assert evict_all(policy) == [3, 2]
+
+    def test_an_eviction_that_is_cancelled_protects_the_prefix_again(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 2)
+        assert policy.victim() == 2
+        policy.offer(2)
+        assert evict_all(policy) == [2, 1, 0]
+
+    def test_a_predecessor_that_becomes_known_later_counts(self, make) -> None:  # type: ignore[no-untyped-def]
+        known: dict[int, int] = {}
+        policy = make(known.get)
+        admit(policy, 1, 2, 3)
+        known[2], known[3] = 1, 2
+        policy.follow(2)
+        policy.follow(3)
+        assert evict_all(policy) == [3, 2, 1]
+
+    def test_chunks_that_claim_to_follow_each_other_are_evicted_all_the_same(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(lambda item: item ^ 1)
+        admit(policy, 0, 1, 2, 3)
+        assert sorted(evict_all(policy)) == [0, 1, 2, 3]
+        assert policy._nodes == {}
+
     @given(
         steps=st.lists(
             st.tuples(
-                st.sampled_from(("admit", "park", "offer", "hit", "victim", "stay")),
-                st.integers(0, 7),
+                st.sampled_from(("admit", "park", "offer", "hit", "victim", "stay", "leave")),
+                st.integers(0, 11),
             ),
             max_size=80,
-        )
+        ),
+        shape=st.sampled_from((binary, before, lambda _: None)),
     )
-    def test_the_order_has_exactly_the_objects_that_are_not_parked(
-        self, make, steps: list[tuple[str, int]]
+    def test_victims_are_ends_that_are_not_parked(
+        self, make, steps: list[tuple[str, int]], shape: Previous
     ) -> None:  # type: ignore[no-untyped-def]
-        policy = make()
+        policy = make(shape)
         offered: set[int] = set()
         held: set[int] = set()
         for what, item in steps:
@@ -90,15 +178,73 @@ class TestEveryPolicy:
                 offered.add(item)
             elif what == "hit" and item in offered | held:
                 policy.hit(item)
+            elif what == "leave" and item in offered:
+                policy.leave(item)
+                policy.forget(item)
+                offered.remove(item)
             elif what in ("victim", "stay"):
+                followed = {shape(each) for each in offered | held}
+                ends = offered - followed
+                assert ends or policy.victim(urgent=False) is None
                 victim = policy.victim()
-                assert (victim in offered) if offered else victim is None
+                assert (victim in (ends or offered)) if offered else victim is None
+                if victim is not None and not ends:
+                    assert victim not in {shape(each) for each in offered}
                 if victim is not None and what == "victim":
                     policy.forget(victim)
                     offered.remove(victim)
                 elif victim is not None:
                     policy.offer(victim)
             assert len(policy) == len(offered)
+        for item in held:
+            policy.offer(item)
+        assert sorted(evict_all(policy)) == sorted(offered | held)
+        assert policy._nodes == {}, "nodes of objects that are gone are left"
+
+
+@dataclass
+class WholeSuffixes:
+    """Evicts whole suffixes by LRU, by reading everything: what ``LruPolicy`` should equal."""
+
+    previous: Previous
+    used_at: dict[int, int] = field(default_factory=dict)
+    now: int = 0
+
+    def use(self, item: int) -> None:
+        self.now += 1
+        self.used_at[item] = self.now
+
+    def evict(self) -> int:
+        ends = set(self.used_at) - {self.previous(item) for item in self.used_at}
+        victim = min(ends, key=lambda item: self.used_at[item])
+        used_at, above = self.used_at.pop(victim), self.previous(victim)
+        if above in self.used_at:
+            self.used_at[above] = max(self.used_at[above], used_at)
+        return victim
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=60),
+    shape=st.sampled_from((binary, before)),
+)
+def test_the_order_is_exactly_that_of_whole_suffixes(
+    prompts: list[tuple[int, int]], shape: Previous
+) -> None:
+    policy, model = lru(shape), WholeSuffixes(shape)
+    for end, room in prompts:
+        path = [end]
+        while (above := shape(path[0])) is not None:
+            path.insert(0, above)
+        for item in path:
+            if item in model.used_at:
+                policy.hit(item)
+            else:
+                policy.admit(item)
+            model.use(item)
+        while len(model.used_at) > 10 + room:
+            assert evict(policy) == model.evict()
+    while model.used_at:
+        assert evict(policy) == model.evict()
 
 
 class TestArc:
@@ -109,10 +255,16 @@ class TestArc:
         for item in range(100, 200):
             evict(policy)
             admit(policy, item)
-        left = set()
-        while (victim := evict(policy)) is not None:
-            left.add(victim)
-        assert left >= set(range(5))
+        assert set(evict_all(policy)) >= set(range(5))
+
+    def test_a_scan_of_prompts_does_not_evict_a_prompt_that_is_used_often(self) -> None:
+        policy = arc(before)
+        admit(policy, *range(10), *range(20, 30))
+        use(policy, *range(10))
+        for item in range(100, 200):
+            evict(policy)
+            admit(policy, item)
+        assert set(evict_all(policy)) >= set(range(10))
 
     def test_an_object_stored_again_soon_after_its_eviction_counts_as_used_often(self) -> None:
         policy = arc()
@@ -146,3 +298,77 @@ def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  
         fixture.settle()
         fixture.advance(0.11)
     assert all(fixture.bits(chunk) & 1 == survives for chunk in range(3))
+
+
+@pytest.mark.parametrize("policy", ["LRU", "ARC"])
+class TestPromptsInTheStore:
+    def test_a_prompt_loses_its_end_and_its_beginning_stays_usable(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=64, tiers=(), eviction_policy=policy)
+        fixture.engine()
+        prompt, other = range(40), range(100, 112)
+        fixture.put_prompt(*prompt)
+        fixture.put_prompt(*other)
+        held = sum(fixture.bits(chunk) & 1 for chunk in prompt)
+        assert 0 < held < 40
+        assert fixture.usable(*prompt) == held
+        assert fixture.usable(*other) == 12
+
+    def test_of_a_prompt_larger_than_the_pool_the_beginning_stays(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=32, tiers=(), eviction_policy=policy)
+        fixture.engine()
+        fixture.put_prompt(*range(60))
+        held = sum(fixture.bits(chunk) & 1 for chunk in range(60))
+        assert fixture.usable(*range(60)) >= held - 2
+
+    def test_the_order_survives_a_restart_of_tierd(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=64, tiers=(), eviction_policy=policy)
+        fixture.engine()
+        fixture.put_prompt(*range(40))
+        fixture.restart()
+        fixture.engine()
+        fixture.put_prompt(*range(100, 112))
+        held = [bool(fixture.bits(chunk)) for chunk in range(40)]
+        assert 0 < sum(held) < 40
+        assert held == sorted(held, reverse=True)
+
+    def test_writing_an_object_is_no_use_of_it(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=16, eviction_policy=policy)
+        fixture.engine()
+        fixture.put(0)
+        fixture.settle("hash")
+        for chunk in range(1, 11):
+            fixture.put(chunk)
+            fixture.settle("hash")
+        fixture.settle()
+        fixture.put(100)
+        fixture.settle()
+        assert [e.keys for e in fixture.eviction_notices()] == [(b"\0" + block_hash(0),)]
+
+    def test_a_predecessor_in_a_secondary_tier_is_as_good_as_one_in_ram(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=16, eviction_policy=policy)
+        fixture.engine()
+        fixture.put_in_tier(0)
+        for chunk in range(20, 30):
+            fixture.put(chunk)
+        fixture.put(1, previous=0)
+        fixture.settle()
+        fixture.put(100)
+        fixture.settle()
+        assert [e.keys for e in fixture.eviction_notices()] == [(b"\0" + block_hash(20),)]
+
+    def test_a_prompt_read_from_a_tier_is_evicted_from_its_end(self, policy) -> None:  # type: ignore[no-untyped-def]
+        fixture = StoreFixture(slots=16, eviction_policy=policy)
+        fixture.engine()
+        fixture.put_in_tier(*range(8))
+        promotion = fixture.promote(*range(8))
+        # The reads end in the reverse order.
+        for call in reversed(fixture.calls("read:")):
+            fixture.io.run(call)
+            fixture.pump()
+        ready = fixture.load(*range(8), promotion=promotion)
+        fixture.store.release_load("e", ready.load)
+        fixture.tier.objects.clear()
+        for chunk in range(8):
+            fixture.tier._on_change(NAMESPACE, b"\0" + block_hash(chunk), False)
+        fixture.put_prompt(*range(100, 106))
+        assert 0 < sum(fixture.bits(chunk) & 1 for chunk in range(8)) == fixture.usable(*range(8))

@@ -149,7 +149,7 @@ def test_a_load_of_an_unverified_object_gets_nothing() -> None:
 
 def test_an_engine_of_another_geometry_finds_nothing_under_the_same_key() -> None:
     fixture = left_behind(0)
-    fixture.engine(shards=((PAGE, PAGE),))
+    fixture.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     promotion = fixture.promote(0)
     assert fixture.ends(promotion)[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("recovered_objects_dropped", "", "geometry") == 1
@@ -164,7 +164,7 @@ def test_another_number_of_ranks_in_the_same_bytes_is_another_geometry() -> None
     fixture.store.deliver("e", 0, number)
     fixture.settle("hash")
     fixture.restart()
-    fixture.engine(shards=((PAGE, PAGE),))
+    fixture.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     assert fixture.ends(fixture.promote(0))[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("recovered_objects_dropped", "", "geometry") == 1
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash
+from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash
 
 from kvtier.store.transfers import MAX_EARLY
-from kvtier.store.types import PresenceChanged
+from kvtier.store.types import ChunkId, EngineInfo, PresenceChanged
+
+
+def test_the_writers_of_each_group_commit_its_objects() -> None:
+    fixture = StoreFixture()
+    shards = ((PAGE,), (PAGE, PAGE))
+    info = EngineInfo("e", NAMESPACE, (PAGE, 2 * PAGE), shards, writer_ranks=((0,), (0, 1)))
+    fixture.store.open_engine(info)
+    fixture.pump()
+    for group in (0, 1):
+        slot = fixture.credits(group=group)[0]
+        fixture.store.reserve("e", group + 1, ChunkId(group, block_hash(group)), slot)
+        fixture.store.deliver("e", 1, group + 1)
+    assert fixture.counted("protocol_violations", "", "not_a_writer") == 1
+    assert fixture.counted("stores_committed") == 0
+    for group in (0, 1):
+        fixture.store.deliver("e", 0, group + 1)
+        assert fixture.counted("stores_committed") == group + 1
 
 
 def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
@@ -24,7 +41,7 @@ def test_an_object_is_visible_once_every_writer_rank_has_delivered() -> None:
 
 def test_with_replicated_kv_one_writer_rank_is_enough() -> None:
     fixture = StoreFixture()
-    fixture.engine(shards=((PAGE, PAGE),), writers=(1,))
+    fixture.engine(shards=((PAGE,),), writers=(1,))
     number, _ = fixture.reserve(0)
     fixture.store.deliver("e", 0, number)
     assert fixture.counted("protocol_violations", "", "not_a_writer") == 1
@@ -52,7 +69,7 @@ def test_a_delivery_may_come_before_the_reservation(order: str) -> None:
     slot = fixture.credits()[0]
     if order == "worker first":
         fixture.store.deliver("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), slot)
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), slot)
     if order == "scheduler first":
         fixture.store.deliver("e", 0, 7)
     assert fixture.bits(0) == 1
@@ -62,7 +79,7 @@ def test_an_abort_may_come_before_the_reservation() -> None:
     fixture = StoreFixture()
     fixture.engine()
     fixture.store.abort("e", 0, 7)
-    fixture.store.reserve("e", 7, 0, block_hash(0), fixture.credits()[0])
+    fixture.store.reserve("e", 7, ChunkId(0, block_hash(0)), fixture.credits()[0])
     assert fixture.bits(0) == 0
     assert fixture.store.accounts().reserved == 0
 
@@ -129,12 +146,15 @@ def test_after_an_abort_the_key_can_be_stored_by_another() -> None:
     ("reason", "act"),
     [
         ("unknown_engine", lambda w: w.store.deliver("unknown", 0, 1)),
-        ("slot_not_granted", lambda w: w.store.reserve("e", 1, 0, block_hash(0), 3)),
+        ("slot_not_granted", lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), 3)),
         (
             "slot_not_granted",
-            lambda w: w.store.reserve("e", 1, 0, block_hash(0), w.credits("other")[0]),
+            lambda w: w.store.reserve("e", 1, ChunkId(0, block_hash(0)), w.credits("other")[0]),
         ),
-        ("unknown_group", lambda w: w.store.reserve("e", 1, 9, block_hash(0), w.credits()[0])),
+        (
+            "unknown_group",
+            lambda w: w.store.reserve("e", 1, ChunkId(9, block_hash(0)), w.credits()[0]),
+        ),
         ("not_a_writer", lambda w: w.store.deliver("e", 5, 1)),
     ],
 )
@@ -153,8 +173,8 @@ def test_a_slot_is_reserved_once_and_delivered_once() -> None:
     fixture = StoreFixture()
     fixture.engine(shards=((PAGE, PAGE),), writers=(0, 1))
     number, slot = fixture.reserve(0)
-    fixture.store.reserve("e", 99, 0, block_hash(1), slot)
-    fixture.store.reserve("e", number, 0, block_hash(1), fixture.credits()[0])
+    fixture.store.reserve("e", 99, ChunkId(0, block_hash(1)), slot)
+    fixture.store.reserve("e", number, ChunkId(0, block_hash(1)), fixture.credits()[0])
     fixture.store.deliver("e", 0, number)
     fixture.store.deliver("e", 0, number)
     fixture.pump()
@@ -215,7 +235,7 @@ class TestAnEngineThatWent:
         new = [slot for slot in fixture.credits() if slot not in old]
         assert len(new) == 4
         fixture.store.deliver("e", 0, number)
-        fixture.store.reserve("e", 77, 0, block_hash(1), new[0])
+        fixture.store.reserve("e", 77, ChunkId(0, block_hash(1)), new[0])
         fixture.pump()
         assert fixture.bits(0) == fixture.bits(1) == 0
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.checked_order import check_order
 from tests.unit.store.store_fixture import (
     CHECKSUMS,
     PAGE,
@@ -38,6 +39,7 @@ from kvtier.store.types import (
     MEMORY_BIT,
     RAM_BITS,
     UNVERIFIED_BIT,
+    ChunkId,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
@@ -52,6 +54,8 @@ pytestmark = pytest.mark.slow
 
 CHUNKS = 12
 SLOTS = 24
+PREVIOUS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 1, 6: 5, 8: 7, 10: 9, 11: 10}
+"""The chunk before a chunk in its prompt."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,6 +156,7 @@ class Driver:
             tier_type=CheckingTier,
             eviction_policy=eviction_policy,
         )
+        check_order(self.fixture.store)
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
         self.orphans: dict[str, list[memoryview]] = {}
@@ -270,6 +275,7 @@ class Driver:
         if table_flip:
             fixture.damage_table(table_flip)
         fixture.restart(fenced=True, hung=hung)
+        check_order(fixture.store)
 
     def release_orphaned_reads(self, name: str) -> None:
         del self.orphans[name]
@@ -311,6 +317,11 @@ class StoreMachine(RuleBasedStateMachine):
     def number(self) -> int:
         self.numbers += 1
         return self.numbers
+
+    def chunk_id(self, group: int, chunk: int) -> ChunkId:
+        """A chunk of a few prompts that share beginnings: 0-1-2-3-4, 0-1-5-6, 7-8, 9-10-11."""
+        before = PREVIOUS.get(chunk)
+        return ChunkId(group, block_hash(chunk), b"" if before is None else block_hash(before))
 
     def in_use(self) -> list[tuple[int, int, str]]:
         """Ranges that an engine or a read may be writing, independent of the store's view."""
@@ -478,8 +489,9 @@ class StoreMachine(RuleBasedStateMachine):
     def open_engine(self, name: str, kind: Kind) -> None:
         if name in self.engines:
             return
+        ranks = (kind.writers,) * len(kind.shards)
         info = EngineInfo(
-            name, kind.namespace, kind.slot_bytes, kind.shards, kind.writers, kind.persistent
+            name, kind.namespace, kind.slot_bytes, kind.shards, ranks, kind.persistent
         )
         self.engines[name] = ModelEngine(info, kind, [[] for _ in kind.shards])
         self.operations.append(("open_engine", info))
@@ -531,7 +543,8 @@ class StoreMachine(RuleBasedStateMachine):
             engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
             if worker_first:
                 self.answer_rank(engine, number, engine.kind.writers[0], True)
-            self.do("call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot)
+            name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
+            self.do("call", "reserve", name, number, chunk_id, slot)
             if len(engine.open[number][3]) == len(engine.kind.writers):
                 del engine.open[number]
 
@@ -558,9 +571,8 @@ class StoreMachine(RuleBasedStateMachine):
             if engine.credits[group]:
                 slot, number = engine.credits[group].pop(0), self.number()
                 engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
-                self.do(
-                    "call", "reserve", engine.info.engine, number, group, block_hash(chunk), slot
-                )
+                name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
+                self.do("call", "reserve", name, number, chunk_id, slot)
                 for rank in engine.kind.writers:
                     self.answer_rank(engine, number, rank, True)
                 del engine.open[number]
@@ -788,7 +800,7 @@ class StoreMachine(RuleBasedStateMachine):
             and name in self.engines
             and not any(slot * PAGE in credits for credits in self.engines[name].credits)
         ):
-            self.do("call", "reserve", name, number, 0, block_hash(0), slot * PAGE)
+            self.do("call", "reserve", name, number, ChunkId(0, block_hash(0)), slot * PAGE)
 
     # What always holds.
 

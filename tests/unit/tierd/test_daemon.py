@@ -139,7 +139,7 @@ def pair(peers: Callable[..., Peer], engine: str = "e") -> tuple[Peer, Peer]:
 
 def store(scheduler: Peer, worker: Peer, slots: list[int], number: int) -> bytes:
     slot = slots.pop()
-    scheduler.send(Reserve(items=((number, 0, block_hash(number), slot),)))
+    scheduler.send(Reserve(items=((number, 0, block_hash(number), slot, b""),)))
     worker.send(Deliver(reservations=(number,)))
     return b"\0" + block_hash(number)
 

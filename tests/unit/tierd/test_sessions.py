@@ -12,8 +12,15 @@ from kvtier.errors import KVTierError
 from kvtier.processes import Liveness, ProcessIdentity
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.fencing import UNVERIFIABLE_TIMEOUT_SECONDS, SessionFiles, StartupFence
-from kvtier.tierd.sessions import EngineSessions, Session, SessionDependencies, Sessions
+from kvtier.tierd.sessions import (
+    EngineSessions,
+    Session,
+    SessionDependencies,
+    Sessions,
+    ShardOffsets,
+)
 from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
+from kvtier.tiers.base import aligned
 
 
 def hello(
@@ -47,7 +54,7 @@ class SessionTestbed:
     unseen: set[int] = field(default_factory=set)
     epoch: int = 10
     rejects: str = ""
-    derived_from: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    derived_from: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         self.now = 100.0
@@ -67,9 +74,9 @@ class SessionTestbed:
         )
 
     def derive(
-        self, text: str, codecs: tuple[str, ...], weights: tuple[str, ...]
+        self, text: str, codecs: tuple[str, ...], weights: tuple[str, ...], shards: ShardOffsets
     ) -> tuple[str, str]:
-        self.derived_from = (codecs, weights)
+        self.derived_from = (codecs, weights, shards)
         return "ab" * 16, text
 
     def liveness(self, process: ProcessIdentity) -> Liveness:
@@ -131,7 +138,7 @@ def testbed(tmp_path: Path) -> SessionTestbed:
 
 def test_an_engine_opens_when_scheduler_and_all_workers_are_there(testbed: SessionTestbed) -> None:
     testbed.hello(b"w0", hello("worker", rank=0, pid=11))
-    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
+    testbed.hello(b"s", hello("scheduler", ranks=2))
     assert ("opened", "e#11") not in testbed.calls
     testbed.hello(b"w1", hello("worker", rank=1, pid=12))
     assert testbed.calls == [
@@ -144,18 +151,89 @@ def test_an_engine_opens_when_scheduler_and_all_workers_are_there(testbed: Sessi
     assert engine.info is not None
     assert engine.info.shard_bytes == ((5000, 5000), (100, 100))
     assert engine.info.slot_bytes == (16384, 8192)
-    assert engine.info.writer_ranks == (0, 1)
+    assert engine.info.writer_ranks == ((0, 1), (0, 1))
 
 
 def test_an_object_written_by_one_rank_has_one_shard(
     testbed: SessionTestbed,
 ) -> None:
-    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0,)))
+    testbed.hello(b"s", hello("scheduler", ranks=2, shard_writers=((0, 0), (0, 0))))
     testbed.hello(b"w0", hello("worker", rank=0, pid=11))
     testbed.hello(b"w1", hello("worker", rank=1, pid=12))
     engine = next(testbed.sessions.engines())
     assert engine.info is not None
     assert engine.info.shard_bytes == ((5000,), (100,))
+
+
+@pytest.mark.parametrize("sizes", [(31_000, 30_000), (10_000, 20_000)])
+def test_ranks_of_unequal_size_do_not_overlap(
+    testbed: SessionTestbed, sizes: tuple[int, int]
+) -> None:
+    """As pipeline stages with different numbers of layers."""
+    testbed.hello(b"s", hello("scheduler", ranks=2))
+    for rank, size in enumerate(sizes):
+        worker = hello("worker", rank=rank, pid=11 + rank, shard_bytes=(size,))
+        testbed.hello(b"w%d" % rank, worker)
+    (engine,) = testbed.sessions.engines()
+    assert engine.info is not None
+    end = 0
+    for rank, size in enumerate(sizes):
+        (shard,) = engine.shards[rank]
+        assert (shard.offset, shard.size_bytes, shard.writes) == (end, size, True)
+        end += aligned(size)
+    assert engine.info.slot_bytes == (end,)
+    assert testbed.derived_from[2] == (((0, sizes[0]),), ((aligned(sizes[0]), sizes[1]),))
+
+
+def test_ranks_with_the_same_bytes_read_what_one_of_them_writes(testbed: SessionTestbed) -> None:
+    """As with MLA under tensor parallelism in two pipeline stages; one group of two."""
+    writers = ((0, 0, 2, 2), (0, 1, 2, 3))
+    testbed.hello(b"s", hello("scheduler", ranks=4, shard_writers=writers))
+    for rank in range(4):
+        sizes = (5000 if rank < 2 else 9000, 100)
+        worker = hello("worker", rank=rank, pid=11 + rank, shard_bytes=sizes)
+        testbed.hello(b"w%d" % rank, worker)
+    (engine,) = testbed.sessions.engines()
+    assert engine.info is not None
+    assert engine.info.writer_ranks == ((0, 2), (0, 1, 2, 3))
+    assert engine.info.shard_bytes == ((5000, 9000), (100, 100, 100, 100))
+    assert engine.info.slot_bytes == (8192 + 12288, 4 * 4096)
+    assert [(each[0].offset, each[0].writes) for each in engine.shards] == [
+        (0, True),
+        (0, False),
+        (8192, True),
+        (8192, False),
+    ]
+    assert [each[1].offset for each in engine.shards] == [0, 4096, 8192, 12288]
+
+
+@pytest.mark.parametrize(
+    ("writers", "workers", "word"),
+    [
+        (((0, 1),), {}, "shard writers of 1 groups"),
+        (((0,), (0,)), {}, "one of 2 ranks for each rank"),
+        (((0, 2), (0, 1)), {}, "one of 2 ranks for each rank"),
+        (((1, 0), (0, 1)), {}, "rank 1 must write what rank 0 reads"),
+        (((0, 0), (0, 0)), {"shard_bytes": (5001, 100)}, "must have shards of one size"),
+        (((0, 0), (0, 0)), {"codec": "other"}, "must have the same layout"),
+        ((), {"shard_bytes": (5000, 0)}, "between 1 and"),
+        ((), {"shard_bytes": ()}, "equal and positive"),
+    ],
+)
+def test_shards_that_do_not_cover_the_slot_once_are_refused_with_the_numbers(
+    testbed: SessionTestbed,
+    writers: tuple[tuple[int, ...], ...],
+    workers: dict[str, object],
+    word: str,
+) -> None:
+    testbed.hello(b"s", hello("scheduler", ranks=2, shard_writers=writers))
+    testbed.hello(b"w0", hello("worker", rank=0, pid=11))
+    testbed.hello(b"w1", hello("worker", rank=1, pid=12, **workers))
+    for route in (b"s", b"w0", b"w1"):
+        answer = testbed.to(route)[-1]
+        assert isinstance(answer, SessionRefused)
+        assert word in answer.reason
+    assert len(testbed.sessions) == 0
 
 
 def test_an_ephemeral_identity_gets_a_new_namespace_each_time(
@@ -175,18 +253,18 @@ def test_an_ephemeral_identity_gets_a_new_namespace_each_time(
 def test_the_namespace_is_derived_from_the_weights_of_every_rank(
     testbed: SessionTestbed,
 ) -> None:
-    testbed.hello(b"s", hello("scheduler", writer_ranks=(0, 1), ranks=2))
+    testbed.hello(b"s", hello("scheduler", ranks=2))
     for rank in (1, 0):
         worker = hello("worker", rank=rank, pid=20 + rank, weights=f"w{rank}")
         testbed.hello(b"w%d" % rank, worker)
-    assert testbed.derived_from == (("c", "c"), ("w0", "w1"))
+    assert testbed.derived_from[:2] == (("c", "c"), ("w0", "w1"))
     (engine,) = testbed.sessions.engines()
     assert engine.info is not None
     assert engine.info.persistent
 
 
 def test_one_rank_with_unknown_weights_makes_the_engine_ephemeral(testbed: SessionTestbed) -> None:
-    testbed.hello(b"s", hello("scheduler", writer_ranks=(0, 1), ranks=2))
+    testbed.hello(b"s", hello("scheduler", ranks=2))
     testbed.hello(b"w0", hello("worker", rank=0, pid=20, weights="w0"))
     testbed.hello(b"w1", hello("worker", rank=1, pid=21, ephemeral_reason="unknown weights"))
     (engine,) = testbed.sessions.engines()
@@ -203,8 +281,8 @@ def test_one_rank_with_unknown_weights_makes_the_engine_ephemeral(testbed: Sessi
         (hello("worker", engine=""), "named engine"),
         (hello("worker", rank=-1), "rank -1"),
         (hello("worker", rank=1_000), "rank 1000"),
-        (hello("scheduler", writer_ranks=()), "writer ranks"),
-        (hello("scheduler", ranks=1, writer_ranks=(0, 1)), "writer ranks"),
+        (hello("scheduler", ranks=0), "0 ranks"),
+        (hello("scheduler", ranks=65), "65 ranks"),
     ],
 )
 def test_an_invalid_hello_is_rejected_with_the_reason(
@@ -218,7 +296,7 @@ def test_an_invalid_hello_is_rejected_with_the_reason(
 
 
 def test_members_with_contradicting_hellos_are_all_rejected(testbed: SessionTestbed) -> None:
-    testbed.hello(b"s", hello("scheduler", ranks=2, writer_ranks=(0, 1)))
+    testbed.hello(b"s", hello("scheduler", ranks=2))
     testbed.hello(b"w0", hello("worker", rank=0, pid=11))
     testbed.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(5000,)))
     assert all(isinstance(testbed.to(route)[-1], SessionRefused) for route in (b"s", b"w0", b"w1"))

@@ -211,20 +211,71 @@ def test_objects_indexed_again_are_evicted_first_until_they_are_used() -> None:
     assert not index.add_discovered(NAMESPACE, keys[1], 4096)
     index.end_scan()
     assert index.unindexed == 1
-    assert [key for _, key, _ in index.oldest(1)] == [keys[0]]
+    assert index.oldest() == (NAMESPACE, keys[0])
     index.touch(NAMESPACE, keys[0])
-    assert [key for _, key, _ in index.oldest(1)] == [keys[3]]
+    assert index.oldest() == (NAMESPACE, keys[3])
 
 
-def test_oldest_returns_a_bounded_part_in_order() -> None:
+def evict_all(index: Index) -> list[bytes]:
+    keys = []
+    while (oldest := index.oldest()) is not None:
+        index.remove(*oldest)
+        keys.append(oldest[1])
+    return keys
+
+
+def test_objects_used_again_are_evicted_later() -> None:
     index = Index(1 << 30)
     keys = [bytes([number]) for number in range(6)]
     for key in keys:
         index.add(NAMESPACE, key, 4096)
     index.touch(NAMESPACE, keys[0])
-    assert [key for _, key, _ in index.oldest(1 << 20, 3)] == keys[1:4]
-    assert [key for _, key, _ in index.oldest(2 * 4096)] == keys[1:3]
-    assert index.oldest(0) == []
+    assert evict_all(index) == [*keys[1:], keys[0]]
+
+
+def test_prompts_are_evicted_from_their_ends_in_whatever_order_they_were_written() -> None:
+    index = Index(1 << 30)
+    for prompt, order in ((b"a", (3, 1, 0, 2)), (b"b", (0, 1, 2, 3))):
+        for number in order:
+            index.reserve(4096)
+            before = prompt + bytes([number - 1]) if number else b""
+            index.publish(NAMESPACE, prompt + bytes([number]), 4096, before)
+    assert evict_all(index) == [b"%c%c" % (prompt, n) for prompt in b"ab" for n in (3, 2, 1, 0)]
+    assert index.usage().used_bytes == 0
+    assert len(index._table) == 0
+    assert index._namespaces == {}
+
+
+def test_what_precedes_a_discovered_object_becomes_known_when_it_is_used() -> None:
+    index = Index(1 << 30)
+    keys = [bytes([number]) for number in range(4)]
+    for key in keys:
+        index.add_discovered(NAMESPACE, key, 4096)
+    assert index.previous(NAMESPACE, keys[2]) == b""
+    for previous, key in zip((b"", *keys), keys, strict=False):
+        index.touch(NAMESPACE, key, previous)
+    assert index.previous(NAMESPACE, keys[2]) == keys[1]
+    assert evict_all(index) == keys[::-1]
+
+
+def test_predecessors_that_are_not_indexed_are_bounded() -> None:
+    index = Index(1 << 30, 40)
+    for number in range(400):
+        index.reserve(4096)
+        index.publish(NAMESPACE, b"k%d" % number, 4096, b"p%d" % number)
+    assert index.usage().objects == 40
+    assert len(index._table) <= 40 + 40 // 4 + 1
+
+
+def test_the_end_of_a_prompt_is_displaced_before_its_beginning() -> None:
+    gone: list[bytes] = []
+    index = Index(1 << 30, 8, lambda _, key: gone.append(key))
+    for number in range(8):
+        index.reserve(4096)
+        index.publish(NAMESPACE, b"a%d" % number, 4096, b"a%d" % (number - 1) if number else b"")
+    for number in range(3):
+        index.add(NAMESPACE, b"b%d" % number, 4096)
+    assert gone == [b"a7", b"a6", b"a5"]
 
 
 # The budget.

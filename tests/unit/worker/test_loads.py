@@ -322,7 +322,7 @@ def test_models_with_several_groups_report_the_request_and_no_blocks(
 
 
 def test_each_ranks_shard_starts_at_its_own_offset(rank_testbed: RankTestbed) -> None:
-    context = replace(rank_testbed.context, shard_offsets=(rank_testbed.slot_bytes,))
+    context = replace(rank_testbed.context, shards=rank_testbed.shards(rank_testbed.slot_bytes))
     rank_testbed.loads = WorkerLoads(context)
     rank_testbed.fill_slot(3, 33)
     rank_testbed.add(load_job(7, A, slots=rank_testbed.slots(2)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.worker.worker_testbeds import RankTestbed, store_job
 
+from kvtier.engines.vllm.worker_transfers import WorkerStores
 from kvtier.tierd.wire import Abort, Deliver
 from kvtier.transfer.engine import Direction
 
@@ -113,3 +116,14 @@ def test_dropped_stores_are_reported_but_not_delivered(rank_testbed: RankTestbed
     rank_testbed.run()
     assert rank_testbed.taken().stores_done == {3: 1, 4: 1}
     assert rank_testbed.sent == []
+
+
+def test_a_rank_whose_bytes_another_rank_writes_stores_nothing(rank_testbed: RankTestbed) -> None:
+    """As with MLA under tensor parallelism. vLLM still waits for every rank's report."""
+    context = replace(rank_testbed.context, shards=rank_testbed.shards(0, writes=False))
+    stores = WorkerStores(context, rank_testbed.sent.append)
+    stores.add([store_job(3, rank_testbed.slot(2), A)], None, epoch=1)
+    stores.advance()
+    assert rank_testbed.engine.submitted == []
+    assert rank_testbed.sent == []
+    assert rank_testbed.taken().stores_done == {3: 1}

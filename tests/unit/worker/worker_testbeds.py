@@ -24,10 +24,11 @@ from kvtier.engines.vllm.worker_state import (
     Completions,
     Counters,
     RankContext,
+    RankShards,
     SlotGenerations,
 )
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import Message
+from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.codec import build_codec
 from kvtier.transfer.host_pool import HostPool
@@ -63,6 +64,11 @@ def load_job(
     return LoadJob(number, f"request-{number}", made, limit, epoch, slots, generations)
 
 
+def opened(shards: tuple[tuple[int, int, bool], ...], slot_bytes: tuple[int, ...]) -> Ready:
+    """tierd opens the namespace of an engine."""
+    return Ready(namespace="n", slot_bytes=slot_bytes, persistent=True, shards=shards)
+
+
 def store_job(number: int, slot: int, blocks: tuple[int, ...], epoch: int = 1) -> StoreJob:
     """A store of a whole chunk."""
     return StoreJob(number, slot, epoch, BlockRun(0, 0, blocks))
@@ -88,10 +94,22 @@ class RankTestbed:
             self.words[page] = FIRST_GENERATION
         self.generations.words = self.words.toreadonly()
         self.context = RankContext(
-            self.engine, (0,), self.completions, self.counters, self.clock, self.generations
+            self.engine,
+            self.shards(0),
+            self.completions,
+            self.counters,
+            self.clock,
+            self.generations,
         )
         self.loads = self.new_loads()
         self.stores = WorkerStores(self.context, self.sent.append)
+
+    def shards(self, offset: int, writes: bool = True) -> RankShards:
+        """The rank's shard begins at ``offset`` of a slot, and ends with it."""
+        shards = RankShards((self.slot_bytes,))
+        ready = opened(((offset, self.slot_bytes, writes),), (offset + self.slot_bytes,))
+        assert shards.set(ready) == ""
+        return shards
 
     def new_loads(self, batch_bytes: int = 1) -> WorkerLoads:
         """``batch_bytes`` 1: one key per submission."""

@@ -7,6 +7,7 @@ KV cache groups are recognized by exact type: a subclass may lay out its KV in a
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.planner import GroupKind, KVCacheGroup, Planner, UnsupportedGeometryError, check_served
@@ -45,12 +46,17 @@ def planner_for(
         size = int(getattr(parallel, name, 1) or 1)
         if size != 1:
             raise UnsupportedGeometryError(f"{name}: Invalid value: {size}: must be 1")
-    groups = [group_of(group) for group in kv_cache_config.kv_cache_groups]
+    groups = [
+        replace(group_of(group), replicated=is_replicated(group, vllm_config.model_config))
+        for group in kv_cache_config.kv_cache_groups
+    ]
     # Before vLLM resolves its block sizes, which raises for some groups.
     check_served(groups)
-    return Planner.build(
+    planner = Planner.build(
         groups, chunk_tokens, hash_tokens(vllm_config, kv_cache_config), int(parallel.world_size)
     )
+    # vLLM numbers ranks by pipeline stage, and within a stage by tensor-parallel rank.
+    return planner.with_stages(int(getattr(parallel, "tensor_parallel_size", 1) or 1))
 
 
 def check_one_node(parallel: Any) -> None:
@@ -129,6 +135,21 @@ def group_of(group: Any) -> KVCacheGroup:
     if type(spec) is specs.MambaSpec:
         return KVCacheGroup(GroupKind.STATE, block_tokens, name)
     return KVCacheGroup(GroupKind.OTHER, block_tokens, name)
+
+
+def is_replicated(group: Any, model_config: Any) -> bool:
+    """Returns whether all tensor-parallel ranks hold the same KV of this group.
+
+    They do with multi-head latent attention: the latent vector has one head, which is not split.
+    """
+    from vllm.v1 import kv_cache_interface as specs
+
+    if not getattr(model_config, "use_mla", False):
+        return False
+    spec = group.kv_cache_spec
+    uniform = type(spec) is specs.UniformTypeKVCacheSpecs
+    inner = list(spec.kv_cache_specs.values()) if uniform else [spec]
+    return all(type(each) is specs.MLAAttentionSpec and each.num_kv_heads == 1 for each in inner)
 
 
 def use_vllm_log_handlers() -> None:

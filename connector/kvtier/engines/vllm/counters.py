@@ -45,8 +45,8 @@ COUNTERS = (
         "Loads that failed completely or in part, by reason.",
         "reason",
         (
-            "address", "cancelled", "closing", "copy", "duplicate", "gone", "limit", "lost",
-            "not_sent", "off", "partial", "queue", "unknown_report",
+            "address", "cancelled", "closing", "copy", "duplicate", "epoch", "gone", "limit",
+            "lost", "off", "partial", "unknown_report",
         ),
     ),
     Metric(
@@ -75,9 +75,9 @@ COUNTERS = (
         "event",
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
-            "duplicate_slots", "duplicate_stores", "late_slots", "loads_failed", "loads_partial",
-            "lost", "off", "pool_failures", "queue_full", "refused", "stash_dropped",
-            "stores_aborted", "stores_dropped", "stores_stale", "thread_failures",
+            "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
+            "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
+            "stores_stale", "thread_failures",
             "unknown_cancels", "unsent_dropped",
         ),
     ),

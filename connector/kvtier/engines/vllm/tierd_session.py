@@ -180,8 +180,8 @@ class TierdSession:
             process_start=process.start,
             identity=identity.text,
             ephemeral_reason=self._sent_ephemeral_reason or identity.ephemeral_reason,
-            writer_ranks=tuple(range(ranks)),
             ranks=ranks,
+            shard_writers=self._planner.shard_writers,
             lock=hold_peer_lock(Path(self._structural.run_directory)),
         )
 

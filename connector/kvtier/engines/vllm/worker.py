@@ -32,6 +32,7 @@ from kvtier.engines.vllm.worker_state import (
     Completions,
     Counters,
     RankContext,
+    RankShards,
     SlotGenerations,
     WorkerClient,
 )
@@ -41,7 +42,6 @@ from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello, Message
-from kvtier.tiers.base import aligned
 from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.engine import CopyEngine
@@ -169,11 +169,11 @@ class KVTierConnectorWorker:
                 self._rank,
                 self._weights.reason,
             )
-        offsets = tuple(self._rank * aligned(size) for size in codec.shard_bytes)
+        shards = RankShards(codec.shard_bytes)
         self._thread = TransferThread(
             RankContext(
                 engine,
-                offsets,
+                shards,
                 self._completions,
                 self._counters,
                 time.monotonic,

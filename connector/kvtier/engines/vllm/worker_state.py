@@ -13,7 +13,8 @@ from typing import Protocol
 
 from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
 from kvtier.store.generations import PAGE_SHIFT
-from kvtier.tierd.wire import Message
+from kvtier.tierd.wire import Message, Ready
+from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.engine import Copy, CopyEngine
 
 MAX_UNSENT = 65_536
@@ -175,16 +176,69 @@ class CompletionQueue:
         return taken
 
 
+class RankShards:
+    """Where this rank's shards lie in a slot, as tierd said. Callers hold the lock of the copies.
+
+    tierd alone computes the layout of a slot. The rank checks that its range can hold its shard.
+    """
+
+    def __init__(self, shard_bytes: Sequence[int]) -> None:
+        self._shard_bytes = tuple(shard_bytes)
+        self._offsets: tuple[int, ...] = ()
+        self._writes: tuple[bool, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether tierd has named valid ranges in this session."""
+        return bool(self._offsets)
+
+    def set(self, ready: Ready) -> str:
+        """Takes the ranges of an opened namespace; returns why they are not valid, if so."""
+        self.clear()
+        sizes = self._shard_bytes
+        if not len(ready.shards) == len(ready.slot_bytes) == len(sizes):
+            return (
+                f"{len(ready.shards)} shards in slots of {list(ready.slot_bytes)} bytes: must be "
+                f"one of each for {len(sizes)} groups"
+            )
+        for group, (offset, size, _) in enumerate(ready.shards):
+            slot_bytes = ready.slot_bytes[group]
+            if size != sizes[group] or offset % ALIGNMENT_BYTES:
+                return (
+                    f"group {group}: {size} bytes at offset {offset} of a slot: must be "
+                    f"{sizes[group]} bytes at a multiple of {ALIGNMENT_BYTES}"
+                )
+            if not 0 <= offset <= slot_bytes - size:
+                return (
+                    f"group {group}: {size} bytes at offset {offset}: must be within a slot of "
+                    f"{slot_bytes} bytes"
+                )
+        self._offsets = tuple(offset for offset, _, _ in ready.shards)
+        self._writes = tuple(writes for _, _, writes in ready.shards)
+        return ""
+
+    def clear(self) -> None:
+        """Forgets the ranges: they belong to one session."""
+        self._offsets = self._writes = ()
+
+    def offset(self, group: int) -> int:
+        """Returns where the shard of ``group`` starts in a slot; -1 if that is not known."""
+        return self._offsets[group] if 0 <= group < len(self._offsets) else -1
+
+    def writes(self, group: int) -> bool:
+        """Returns whether this rank stores its shard of ``group``."""
+        return 0 <= group < len(self._writes) and self._writes[group]
+
+
 @dataclass(frozen=True, slots=True)
 class RankContext:
     """What loads and stores of one rank work with.
 
-    ``shard_offsets[g]``: where this rank's shard of group g starts in a slot. ``generations``: of
-    the pool that the copy engine is attached to.
+    ``generations``: of the pool that the copy engine is attached to.
     """
 
     engine: CopyEngine
-    shard_offsets: tuple[int, ...]
+    shards: RankShards
     completions: CompletionQueue
     counters: Counters
     clock: Callable[[], float]
@@ -192,9 +246,9 @@ class RankContext:
 
     def copy(self, run: BlockRun, slot: int) -> Copy:
         """Returns the copy of ``run`` to or from ``slot``. The copy engine checks the addresses."""
-        known = 0 <= run.group < len(self.shard_offsets)
-        offset = self.shard_offsets[run.group] if known else 0
-        return Copy(run.group, slot + offset if slot >= 0 else -1, run.first, run.blocks)
+        offset = self.shards.offset(run.group)
+        known = slot >= 0 and offset >= 0
+        return Copy(run.group, slot + offset if known else -1, run.first, run.blocks)
 
 
 class WorkerOutbox:

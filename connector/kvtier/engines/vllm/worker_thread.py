@@ -27,7 +27,7 @@ from kvtier.engines.vllm.metadata import LoadJob, StoreJob
 from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
-from kvtier.tierd.wire import Message, SessionRefused, Welcome
+from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class TransferThread:
 
     def receive(self, message: Message) -> None:
         """Queues a message of tierd. The client's sink."""
-        if isinstance(message, Welcome | SessionRefused):
+        if isinstance(message, Welcome | Ready | SessionRefused):
             self._put(message)
 
     def on_client_lost(self, reason: str) -> None:
@@ -256,6 +256,8 @@ class TransferThread:
         match item:
             case Welcome():
                 self._on_welcome(item)
+            case Ready():
+                self._on_ready(item)
             case PoolReady():
                 self._on_pool(item)
             case _ClientLost():
@@ -277,6 +279,26 @@ class TransferThread:
                     self._context.generations.words = None
             self._map_pool(welcome)
 
+    def _on_ready(self, ready: Ready) -> None:
+        """The engine's namespace opened: tierd says where this rank's shards lie in a slot."""
+        with self._copies:
+            problem = self._context.shards.set(ready)
+            self._update_epoch()
+        if problem:
+            self._counters.add("shards_refused")
+            logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
+        return self._engine.pool is not None and self._context.shards.known
+
+    def _update_epoch(self) -> None:
+        """Copies are possible once a pool is attached and the layout of its slots is known."""
+        welcome = self._welcome
+        possible = self._engine.pool is not None and self._context.shards.known
+        self._completions.epoch = welcome.epoch if welcome and possible else 0
+
     def _map_pool(self, welcome: Welcome) -> None:
         self._mapper.map(Path(welcome.pool_path), welcome.pool_bytes, self.on_pool_ready)
 
@@ -289,7 +311,7 @@ class TransferThread:
             if self._engine.pool is not mapped.pool:
                 self._engine.attach(mapped.pool)
             self._context.generations.words = mapped.words
-            self._completions.epoch = welcome.epoch
+            self._update_epoch()
         return True
 
     def _on_pool(self, ready: PoolReady) -> None:
@@ -312,9 +334,11 @@ class TransferThread:
         self._drain("lost")
         with self._copies:
             self._outbox.clear()
+            self._context.shards.clear()
         if self._welcome is not None:
             self._drained_epoch = max(self._drained_epoch, self._welcome.epoch)
         self._welcome = None
+        self._context.shards.clear()
         self._client.reattach(self._drained_epoch)
 
     def _drain(self, reason: str) -> None:

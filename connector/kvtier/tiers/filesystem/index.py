@@ -1,10 +1,14 @@
 """The index of a directory in memory: which objects exist, their sizes and their order of use.
 
-One integer per object (size in units of 4 KiB, the scan that last saw it, a use counter) keeps a
-million objects below 200 bytes each. Every method may be called from any thread and does no I/O.
+Objects are numbers in arrays (``kvtier.prefix_order``, ``kvtier.key_table``), about 90 bytes each.
+Every method may be called from any thread, does no I/O and holds the lock for one object or a few
+thousand at most, however many there are.
+
+An object that is known to follow another one in its prefix is evicted before that one. A scan does
+not see what an object follows: the object ranks by its own age until a use tells.
 
 The number of indexed objects is bounded. Beyond the bound, an object that is stored or requested
-displaces the least recently used ones; an object that a scan merely discovers is not indexed.
+displaces the one that would be evicted next; an object that a scan merely discovers is not indexed.
 Objects that are not indexed stay in the directory and in the leader's ledger, which counts files,
 so the capacity holds regardless of what is indexed. When objects are removed, scans index others
 and place them first in the order of eviction.
@@ -13,33 +17,30 @@ and place them first in the order of eviction.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 
+from kvtier.key_table import KeyTable
+from kvtier.prefix_order import NONE, PrefixOrder
 from kvtier.tiers.base import ALIGNMENT_BYTES, TierUsage
 
-_SIZE_BITS = 24
-"""Sizes up to 64 GiB in units of 4 KiB. The use counter takes the bits above the scan."""
-_SIZE_MASK = (1 << _SIZE_BITS) - 1
-_SCAN_BITS = 8
-"""The scan that last saw the object, modulo 256. Scans that differ by a multiple of 256 cannot be
-confused, because each removes the objects that it did not see."""
-_SCAN_MASK = (1 << _SCAN_BITS) - 1
-_USE_SHIFT = _SIZE_BITS + _SCAN_BITS
-_FIRST_USE = 1 << 26
-"""The use counter starts here, so that objects which were displaced before can be placed below;
-and a value still fits two digits of 30 bits."""
+_MAX_UNITS = (1 << 24) - 1
+"""Sizes up to 64 GiB in units of 4 KiB."""
+_SCANS = 256
+"""The scan that last saw an object is known modulo this. Scans that differ by a multiple of it
+cannot be confused, because each removes the objects that it did not see."""
+_NAMESPACE_BYTES = 4
+"""Before each key in the table: the number of its namespace."""
+_PART_OBJECTS = 4_096
+"""Objects that are visited at a time with the lock held."""
+_PLACEHOLDER_FRACTION = 4
+"""At most this part of the bound may be predecessors that are not indexed."""
 MAX_INDEXED_OBJECTS = 750_000
 """Of all file tiers of a daemon together. A sidecar has 256 MiB for indexes, and an object takes at
-most 352 bytes: 80 for a key of 33 bytes, 32 for the integer, and its part of two dictionaries (here
-and in the store's presence index), each up to six entries of 20 bytes right after a resize to three
-times its size. That is 252 MiB. Temporary lists (16 bytes per object for ``oldest``, about 80 while
-the presence index lists a tier) fit tierd's other memory."""
-_MAX_OLDEST = 65_536
-"""What ``oldest`` returns at most, so that its list stays small compared with the index."""
-_DISPLACED_FRACTION = 32
-"""The part of the index that is displaced at a time: finding the least recently used objects reads
-the whole index, about half a second when it is full. Displacing three times as many would announce
-more changes than the store queues."""
+most 310 bytes: 100 here with a key of 33 bytes, 80 for its key in the store's presence index, and
+its part of that dictionary, up to six entries of 20 bytes right after a resize to three times its
+size. That is 222 MiB; predecessors that are not indexed, at most a quarter as many, take the rest.
+"""
 _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
 
@@ -62,19 +63,27 @@ class Index:
         on_displaced: Callable[[str, bytes], None] = _ignore,
     ) -> None:
         self._lock = threading.Lock()
-        self._displacing = threading.Lock()
         self._max_objects = max(max_objects, 1)
         self._on_displaced = on_displaced
         self._unindexed = 0
         self._unindexed_in_scan = 0
         self._unindexed_total = 0
-        self._objects: dict[str, dict[bytes, int]] = {}
+        self._table = KeyTable()
+        """Nodes by namespace and key. Absent nodes are predecessors that are not indexed."""
+        self._order = PrefixOrder()
+        self._key_bytes = bytearray(2)
+        self._buckets = array("H", (0, 0))
+        self._units = array("I", (0, 0))
+        self._seen_by = bytearray(2)
+        self._namespaces: dict[str, bytes] = {}
+        self._names: dict[bytes, str] = {}
+        self._counts: dict[str, int] = {}
+        """Indexed objects of each namespace."""
+        self._next_namespace = 0
         self._count = 0
         self._used_bytes = 0
         self._reserved_bytes = 0
         self._extra_bytes = 0
-        self._uses = _FIRST_USE
-        self._old_uses = 0
         self._scan = 0
         self._capacity_bytes = capacity_bytes
 
@@ -82,12 +91,25 @@ class Index:
 
     def contains(self, namespace: str, key: bytes) -> bool:
         """Whether the object is indexed."""
-        return key in self._objects.get(namespace, ())
+        return self._find(namespace, key) != NONE
 
-    def keys(self, namespace: str) -> list[bytes]:
-        """A snapshot of a namespace."""
+    def keys(self, namespace: str) -> Iterator[bytes]:
+        """The keys of a namespace, without a snapshot: objects that are added or removed meanwhile
+        may or may not be among them."""
+        prefix = self._namespaces.get(namespace)
+        if prefix is None:
+            return
+        for part in self._table.parts():
+            for name, node in part:
+                if name.startswith(prefix) and self._order.is_present(node):
+                    yield name[_NAMESPACE_BYTES:]
+
+    def previous(self, namespace: str, key: bytes) -> bytes:
+        """The key of the object that precedes this one in its prefix; empty if it is not known."""
         with self._lock:
-            return list(self._objects.get(namespace, ()))
+            node = self._find(namespace, key)
+            parent = self._order.predecessor(node) if node else NONE
+            return self._name(parent)[1] if parent else b""
 
     def usage(self) -> TierUsage:
         """Bytes of objects, of files being written and of other files."""
@@ -127,91 +149,62 @@ class Index:
         with self._lock:
             self._reserved_bytes -= size_bytes
 
-    def publish(self, namespace: str, key: bytes, size_bytes: int) -> bool:
-        """A reserved file has its final name. True if the object is new to the index."""
-        return self._add(namespace, key, size_bytes, size_bytes)
+    def publish(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> bool:
+        """A reserved file has its final name. True if the object is new to the index.
+
+        ``previous``: key of the object that precedes it in its prefix, if that is known.
+        """
+        return self._add(namespace, key, size_bytes, size_bytes, previous)
 
     def add(self, namespace: str, key: bytes, size_bytes: int) -> bool:
         """An object exists and was used. True if it is new to the index."""
-        return self._add(namespace, key, size_bytes, 0)
+        return self._add(namespace, key, size_bytes, 0, b"")
 
-    def _add(self, namespace: str, key: bytes, size_bytes: int, reserved_bytes: int) -> bool:
-        while True:
-            with self._lock:
-                if self._count < self._max_objects or key in self._objects.get(namespace, ()):
-                    self._reserved_bytes -= reserved_bytes
-                    self._uses += 1
-                    return self._put(namespace, key, size_bytes, self._uses)
-            self._displace()
+    def _add(
+        self, namespace: str, key: bytes, size_bytes: int, reserved_bytes: int, previous: bytes
+    ) -> bool:
+        displaced: list[tuple[str, bytes]] = []
+        with self._lock:
+            self._reserved_bytes -= reserved_bytes
+            node = self._find(namespace, key)
+            if node:
+                self._use(namespace, node, previous)
+                self._resize(node, size_bytes)
+            else:
+                while self._count >= self._max_objects:
+                    displaced.append(self._displace())
+                self._enter(namespace, key, size_bytes, previous)
+        for displaced_namespace, displaced_key in displaced:
+            self._on_displaced(displaced_namespace, displaced_key)
+        return not node
 
     def add_discovered(self, namespace: str, key: bytes, size_bytes: int) -> bool:
         """A scan found an object. True if it is new to the index and there was room for it."""
         with self._lock:
-            if key in self._objects.get(namespace, ()):
+            if self._find(namespace, key):
                 return False
             if self._count >= self._max_objects:
                 self._unindexed_in_scan += 1
                 return False
-            if self._unindexed:
-                # Most likely displaced before, because others were used later.
-                self._old_uses = min(self._old_uses + 1, _FIRST_USE)
-                return self._put(namespace, key, size_bytes, self._old_uses)
-            self._uses += 1
-            return self._put(namespace, key, size_bytes, self._uses)
+            # If some are not indexed, it was most likely displaced before, because others were used
+            # later.
+            self._enter(namespace, key, size_bytes, b"", oldest=self._unindexed > 0)
+            return True
 
-    def touch(self, namespace: str, key: bytes) -> None:
-        """Notes a use of the object."""
+    def touch(self, namespace: str, key: bytes, previous: bytes = b"") -> None:
+        """Notes a use of the object. ``previous``: as for ``publish``."""
         with self._lock:
-            objects = self._objects.get(namespace)
-            value = objects.get(key) if objects is not None else None
-            if objects is not None and value is not None:
-                self._uses += 1
-                objects[key] = self._uses << _USE_SHIFT | (value & (1 << _USE_SHIFT) - 1)
+            node = self._find(namespace, key)
+            if node:
+                self._use(namespace, node, previous)
 
     def remove(self, namespace: str, key: bytes) -> bool:
         """The object no longer exists. False if it was not indexed."""
         with self._lock:
-            objects = self._objects.get(namespace)
-            value = objects.pop(key, None) if objects is not None else None
-            if value is None:
-                return False
-            self._count -= 1
-            self._used_bytes -= (value & _SIZE_MASK) * ALIGNMENT_BYTES
-            if not objects:
-                self._objects.pop(namespace, None)
-            return True
-
-    def _put(self, namespace: str, key: bytes, size_bytes: int, use: int) -> bool:
-        objects = self._objects.setdefault(namespace, {})
-        before = objects.get(key)
-        units = min(-(-size_bytes // ALIGNMENT_BYTES), _SIZE_MASK)
-        objects[key] = use << _USE_SHIFT | self._scan << _SIZE_BITS | units
-        if before is None:
-            self._count += 1
-            self._used_bytes += units * ALIGNMENT_BYTES
-            return True
-        self._used_bytes += (units - (before & _SIZE_MASK)) * ALIGNMENT_BYTES
-        return False
-
-    def _displace(self) -> None:
-        """Drops the least recently used objects from the index. Their files stay: another process
-        may index them, and only the leader evicts.
-        """
-        displaced = []
-        with self._displacing:
-            if self._count < self._max_objects:
-                return
-            for namespace, key, use in self.oldest(
-                1 << 62, max(self._max_objects // _DISPLACED_FRACTION, 1)
-            ):
-                if self.is_unused_since(namespace, key, use) and self.remove(namespace, key):
-                    displaced.append((namespace, key))
-            with self._lock:
-                self._unindexed += len(displaced)
-                self._unindexed_in_scan += len(displaced)
-                self._unindexed_total += len(displaced)
-        for namespace, key in displaced:
-            self._on_displaced(namespace, key)
+            node = self._find(namespace, key)
+            if node:
+                self._leave(node)
+            return bool(node)
 
     # Capacity and other files.
 
@@ -232,42 +225,18 @@ class Index:
 
     # Eviction.
 
-    def oldest(
-        self, surplus_bytes: int, at_most: int = _MAX_OLDEST
-    ) -> list[tuple[str, bytes, int]]:
-        """The least recently used objects that together have ``surplus_bytes``, or the first
-        ``at_most`` of them, each with its last use for ``is_unused_since``. They stay indexed.
-        """
-        if surplus_bytes <= 0:
-            return []
-        # Sort the values alone: they exist already, so their list is small, and sorting them does
-        # not hold the lock.
+    def oldest(self) -> tuple[str, bytes] | None:
+        """The object to evict next, which stays indexed; None if there is none."""
         with self._lock:
-            values = [value for objects in self._objects.values() for value in objects.values()]
-        values.sort()
-        del values[at_most:]
-        last = -1
-        for last in values:
-            surplus_bytes -= (last & _SIZE_MASK) * ALIGNMENT_BYTES
-            if surplus_bytes <= 0:
-                break
-        with self._lock:
-            chosen = [
-                (value, namespace, key) for namespace, key, value in self._all() if value <= last
-            ]
-        chosen.sort()
-        return [(namespace, key, value >> _USE_SHIFT) for value, namespace, key in chosen]
-
-    def is_unused_since(self, namespace: str, key: bytes, use: int) -> bool:
-        """Whether the object is indexed and was not used since ``oldest`` returned ``use``."""
-        return self._objects.get(namespace, {}).get(key, 0) >> _USE_SHIFT == use
+            node = self._order.oldest()
+            return self._name(node) if node else None
 
     # Scans.
 
     def begin_scan(self) -> None:
         """A scan starts. Objects that it does not mark are in ``not_seen``."""
         with self._lock:
-            self._scan = (self._scan + 1) & _SCAN_MASK
+            self._scan = (self._scan + 1) % _SCANS
             self._unindexed_in_scan = 0
 
     def end_scan(self) -> None:
@@ -279,23 +248,119 @@ class Index:
     def mark_seen(self, namespace: str, key: bytes) -> bool:
         """The scan found the object. False if it is not indexed."""
         with self._lock:
-            objects = self._objects.get(namespace)
-            value = objects.get(key) if objects is not None else None
-            if objects is None or value is None:
-                return False
-            objects[key] = value & ~(_SCAN_MASK << _SIZE_BITS) | self._scan << _SIZE_BITS
-            return True
+            node = self._find(namespace, key)
+            if node:
+                self._seen_by[node] = self._scan
+            return bool(node)
 
-    def not_seen(self) -> list[tuple[str, bytes]]:
+    def not_seen(self) -> Iterator[tuple[str, bytes]]:
         """Objects that the scan did not find. They may have been removed."""
-        with self._lock:
-            return [
-                (namespace, key)
-                for namespace, key, value in self._all()
-                if value >> _SIZE_BITS & _SCAN_MASK != self._scan
-            ]
+        start = 2
+        while start < len(self._seen_by):
+            with self._lock:
+                end = min(start + _PART_OBJECTS, len(self._seen_by))
+                found = [
+                    self._name(node)
+                    for node in range(start, end)
+                    if self._seen_by[node] != self._scan and self._order.is_present(node)
+                ]
+            yield from found
+            start = end
 
-    def _all(self) -> Iterator[tuple[str, bytes, int]]:
-        for namespace, objects in self._objects.items():
-            for key, value in objects.items():
-                yield namespace, key, value
+    # Helpers. All but ``_find`` need the lock.
+
+    def _find(self, namespace: str, key: bytes) -> int:
+        """The node of an indexed object, or ``NONE``."""
+        prefix = self._namespaces.get(namespace)
+        node = self._table.get(prefix + key) if prefix is not None else NONE
+        return node if node and self._order.is_present(node) else NONE
+
+    def _name(self, node: int) -> tuple[str, bytes]:
+        name = self._table.key_at(self._key_bytes[node], self._buckets[node], node)
+        return self._names[name[:_NAMESPACE_BYTES]], name[_NAMESPACE_BYTES:]
+
+    def _node(self, name: bytes) -> int:
+        """The node of a namespace and key, which may be absent."""
+        node = self._table.get(name)
+        if not node:
+            node = self._order.new()
+            if node == len(self._seen_by):
+                self._key_bytes.append(0)
+                self._buckets.append(0)
+                self._units.append(0)
+                self._seen_by.append(0)
+            self._table.set(name, node)
+            self._key_bytes[node], self._buckets[node] = self._table.place(name)
+        return node
+
+    def _predecessor(self, namespace: str, previous: bytes) -> int:
+        if not previous:
+            return NONE
+        name = self._namespaces[namespace] + previous
+        placeholders = len(self._table) - self._count
+        if placeholders > self._max_objects // _PLACEHOLDER_FRACTION:
+            return self._table.get(name)
+        return self._node(name)
+
+    def _enter(
+        self, namespace: str, key: bytes, size_bytes: int, previous: bytes, oldest: bool = False
+    ) -> None:
+        if namespace not in self._namespaces:
+            self._next_namespace += 1
+            prefix = self._next_namespace.to_bytes(_NAMESPACE_BYTES, "big")
+            self._namespaces[namespace] = prefix
+            self._names[prefix] = namespace
+        node = self._node(self._namespaces[namespace] + key)
+        parent = self._predecessor(namespace, previous)
+        self._order.enter(node, parent, oldest=oldest)
+        if parent and not self._order.predecessor(node):
+            self._forget(parent)
+        self._seen_by[node] = self._scan
+        self._units[node] = 0
+        self._resize(node, size_bytes)
+        self._count += 1
+        self._counts[namespace] = self._counts.get(namespace, 0) + 1
+
+    def _resize(self, node: int, size_bytes: int) -> None:
+        units = min(-(-size_bytes // ALIGNMENT_BYTES), _MAX_UNITS)
+        self._used_bytes += (units - self._units[node]) * ALIGNMENT_BYTES
+        self._units[node] = units
+
+    def _use(self, namespace: str, node: int, previous: bytes) -> None:
+        if previous and not self._order.predecessor(node):
+            parent = self._predecessor(namespace, previous)
+            if parent and not self._order.follow(node, parent):
+                self._forget(parent)
+        self._order.use(node)
+
+    def _leave(self, node: int) -> tuple[str, bytes]:
+        namespace, key = self._name(node)
+        self._count -= 1
+        self._used_bytes -= self._units[node] * ALIGNMENT_BYTES
+        orphaned = self._order.leave(node)
+        if orphaned:
+            self._forget(orphaned)
+        self._forget(node)
+        self._counts[namespace] -= 1
+        if not self._counts[namespace]:
+            # Its nodes are all gone: an absent one is there only while an indexed one follows it.
+            del self._counts[namespace]
+            del self._names[self._namespaces.pop(namespace)]
+        return namespace, key
+
+    def _forget(self, node: int) -> None:
+        """Forgets a node that is absent, unless an indexed object follows it."""
+        if self._order.is_present(node) or self._order.has_followers(node):
+            return
+        size, bucket = self._key_bytes[node], self._buckets[node]
+        self._table.pop(self._table.key_at(size, bucket, node))
+        self._order.release(node)
+
+    def _displace(self) -> tuple[str, bytes]:
+        """Drops the object that would be evicted next from the index. Its file stays: another
+        process may index it, and only the leader evicts.
+        """
+        self._unindexed += 1
+        self._unindexed_in_scan += 1
+        self._unindexed_total += 1
+        return self._leave(self._order.oldest())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,8 @@ class Janitor:
         self._dirty = True
         self._writers: dict[str, _WriterState] = {}
         self._settled_paths: list[Path] = []
-        self._victims: deque[tuple[str, bytes, int]] = deque()
+        self._evicting = False
+        """Between the high watermark and the low one."""
         for name, grants in inherited.grants.items():
             writer = self._writers[name] = _WriterState()
             for number, size_bytes in grants.items():
@@ -356,41 +356,39 @@ class Janitor:
         low = limit * limits.low_watermark_percent // 100
         if self._surplus(limit) > 0 and self.ledger.granted_bytes > limit // _REVOKE_FRACTION:
             self.revoke_grants(now)
-        if not self._victims and self._surplus(limit * limits.high_watermark_percent // 100) <= 0:
+        if not self._evicting and self._surplus(limit * limits.high_watermark_percent // 100) <= 0:
             return False
-        self.evict(self._surplus(low), EVICTION_BATCH)
+        self._evicting = self.evict(self._surplus(low), EVICTION_BATCH) > 0
         if self._surplus(low) <= 0:
-            self._victims.clear()
-            return False
-        if not self._victims and (
+            self._evicting = False
+        elif not self._evicting and (
             now - self._counted_at > _RECENT_COUNT_SECONDS or self._index.unindexed
         ):
             self.needs_full_count = True
-        return bool(self._victims)
+        return self._evicting
 
     def evict(self, surplus_bytes: int, at_most: int | None = None) -> int:
-        """Removes the least recently used objects until ``surplus_bytes`` are freed. Returns the
-        bytes freed. The ledger's heartbeat continues however long that takes.
+        """Removes objects, the ends of the least recently used prefixes first, until
+        ``surplus_bytes`` are freed. Returns how many it tried to remove. The ledger's heartbeat
+        continues however long that takes.
         """
-        freed = count = unremovable = 0
+        freed = count = 0
+        unremovable: set[tuple[str, bytes]] = set()
         while freed < surplus_bytes and (at_most is None or count < at_most):
-            if not self._victims:
-                self._victims.extend(self._index.oldest(surplus_bytes - freed))
-                if not self._victims:
-                    break
-            namespace, key, use = self._victims.popleft()
-            if self._index.is_unused_since(namespace, key, use):
-                try:
-                    freed += self._remove(namespace, key)
-                except OSError as error:
-                    unremovable += 1
-                    if error.errno not in _UNREMOVABLE or unremovable > _MAX_UNREMOVABLE:
-                        raise
-                    # Make it the most recently used, so that it does not block the others.
-                    self._index.touch(namespace, key)
-                count += 1
-                self.write_ledger(self._directory.clock())
-        return freed
+            victim = self._index.oldest()
+            if victim is None or victim in unremovable:
+                break
+            try:
+                freed += self._remove(*victim)
+            except OSError as error:
+                unremovable.add(victim)
+                if error.errno not in _UNREMOVABLE or len(unremovable) > _MAX_UNREMOVABLE:
+                    raise
+                # Make it the most recently used, so that it does not block the others.
+                self._index.touch(*victim)
+            count += 1
+            self.write_ledger(self._directory.clock())
+        return count - len(unremovable)
 
     def _remove(self, namespace: str, key: bytes) -> int:
         path = object_path(str(self._root), namespace, key)

@@ -32,7 +32,6 @@ from kvtier.tiers.filesystem.election import (
     make_control_directory,
     read_ledger,
 )
-from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.io import GONE, NO_SPACE, tier_error
 from kvtier.tiers.filesystem.janitor import Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, make_directory
@@ -276,10 +275,9 @@ class DirectoryMaintenance:
             return
         generation = self.generation()
         self._room_made_at = now if self._index.usage().objects else self._room_made_at
-        for namespace, key, path, size in remove_oldest(str(self._root), self._index):
+        for namespace, path, size in remove_oldest(self._directory):
             if size:
                 self.record_removal(namespace, path, size, generation)
-            self._directory.drop(namespace, key)
 
     # Leases.
 
@@ -404,15 +402,15 @@ class DirectoryMaintenance:
             self._lock.release()
 
 
-def remove_oldest(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
-    """Removes the least recently used objects, 5% of the bytes: namespace, key, path and size of
-    each. Any process may do so at any time; this is for one whose records find no room, and which
-    cannot evict in order without them. Raises ``OSError``.
+def remove_oldest(directory: TierDirectory) -> list[tuple[str, str, int]]:
+    """Removes the objects to evict next, 5% of the bytes: namespace, path and size of each. Any
+    process may do so at any time; this is for one whose records find no room, and which cannot
+    evict as the leader without them. Raises ``OSError``.
     """
     removed = []
-    surplus = max(index.usage().used_bytes * _ENOSPC_PERCENT // 100, 1)
-    for namespace, key, _ in index.oldest(surplus):
-        path = object_path(root, namespace, key)
+    surplus = max(directory.index.usage().used_bytes * _ENOSPC_PERCENT // 100, 1)
+    while surplus > 0 and (victim := directory.index.oldest()) is not None:
+        path = object_path(str(directory.root), *victim)
         try:
             size = os.lstat(path).st_size
             os.unlink(path)
@@ -420,7 +418,9 @@ def remove_oldest(root: str, index: Index) -> list[tuple[str, bytes, str, int]]:
             if error.errno not in GONE:
                 raise
             size = 0
-        removed.append((namespace, key, path, size))
+        directory.drop(*victim)
+        removed.append((victim[0], path, size))
+        surplus -= size
     return removed
 
 

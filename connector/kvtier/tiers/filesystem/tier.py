@@ -22,6 +22,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier.config.models import FileSystemTierDocument
@@ -176,16 +177,16 @@ class FileSystemTier(Tier):
         return self._index.contains(ref.namespace, ref.key)
 
     def keys(self, namespace: str) -> Iterator[bytes]:
-        """A snapshot of a namespace's keys."""
-        return iter(self._index.keys(namespace))
+        """A namespace's keys, each that is there all the while."""
+        return self._index.keys(namespace)
 
     def usage(self) -> TierUsage:
         """What the directory is charged for."""
         return self._index.usage()
 
-    def touch(self, ref: ObjectRef) -> None:
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
-        self._index.touch(ref.namespace, ref.key)
+        self._index.touch(ref.namespace, ref.key, previous)
 
     # Reading.
 
@@ -223,7 +224,8 @@ class FileSystemTier(Tier):
             with contextlib.suppress(OSError):
                 # By the file system's clock, which all hosts can compare; this needs no ownership.
                 os.utime(path)
-        return meta
+        previous = self._index.previous(ref.namespace, ref.key)
+        return replace(meta, previous=previous) if previous else meta
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
         # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
@@ -242,7 +244,7 @@ class FileSystemTier(Tier):
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
         if self._index.contains(ref.namespace, ref.key):
-            self._index.touch(ref.namespace, ref.key)
+            self._index.touch(ref.namespace, ref.key, meta.previous)
             return
         if self._index.unindexed and self.probe(ref):
             # Exists without being indexed. Writing it again would charge it twice until the next
@@ -263,7 +265,7 @@ class FileSystemTier(Tier):
         except OSError as error:
             self._index.release(size)
             raise self._write_error(error) from error
-        if self._index.publish(ref.namespace, ref.key, size):
+        if self._index.publish(ref.namespace, ref.key, size, meta.previous):
             self._on_change(ref.namespace, ref.key, True)
 
     def _object_writer(
