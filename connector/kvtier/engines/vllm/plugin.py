@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from kvtier.engines.vllm import offload_region
 from kvtier.engines.vllm.config import use_vllm_log_handlers
 from kvtier.tierd import liveness
 
@@ -153,6 +154,10 @@ def _configure(engine_args: Any, directory: str) -> str:
         if not directory:
             transfer = KVTransferConfig(**json.loads(os.environ.get(TRANSFER_CONFIG_VARIABLE, "")))
             _import_connector(transfer)
+            if transfer.kv_connector == "OffloadingConnector":
+                reason = offload_region.prepare(transfer)
+                if reason:
+                    return reason
             engine_args.kv_transfer_config = transfer
             return ""
         # In here a failure to import costs a log line, not the engine's start.
