@@ -17,9 +17,11 @@ MESSAGES = (
     "LoadReleased", "Promote", "Reserve", "ResetCache", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "no_space", "unavailable", "unexpected", "unverifiable",
-               "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
+               "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
+READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
+"""With the reasons of objects that a read finds and cannot use."""
 _NONE = ("",)
 
 strict = False
@@ -68,23 +70,25 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_probe_reads": _tier("Reads that measure a tier whose speed is unknown or outdated."),
     "tier_read_bytes": _tier("Bytes read from a tier."),
     "tier_reads": _tier("Objects read from a tier and verified."),
-    "tier_reads_failed": _tier("Failed reads of objects from a tier.", *TIER_ERRORS),
+    "tier_reads_failed": _tier("Failed reads of objects from a tier.", *READ_ERRORS),
     "tier_reads_timed_out": _tier("Reads that did not end within their deadline."),
     "tier_too_slow": _tier("Promotions that did not use a tier because recomputing was faster."),
     "tier_write_bytes": _tier("Bytes written to a tier."),
     "tier_writes": _tier("Objects written to a tier."),
     "tier_writes_dropped": _tier(
         "Objects that were not written to a tier, by reason.",
-        "breaker", "evicted", "not_open", "too_many_pending", "write_budget",
+        "breaker", "evicted", "not_open", "too_many_pending",
     ),
     "tier_writes_failed": _tier("Failed writes of objects to a tier.", *TIER_ERRORS),
-    "tier_writes_postponed": _tier("Objects that wait in RAM because too many bytes are pending."),
+    "tier_writes_postponed": _tier(
+        "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
+    ),
     # Promotions.
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),
     "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
-        *TIER_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
+        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
