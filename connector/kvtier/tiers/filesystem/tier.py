@@ -416,8 +416,8 @@ class FileSystemTier(Tier):
             return
         self.maintenance.enforce_limits()
         self._report_unindexed()
-        self._announce(self._unusable.take_expired())
         self._volume = volume_bytes(self._root) or self._volume
+        self._announce(self._unusable.take_expired())
         if self._probe_direct_again:
             self._probe_direct()
         if self._clock() - self._described_at > TOUCH_SECONDS:
