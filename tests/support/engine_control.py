@@ -42,7 +42,11 @@ def sleep() -> None:
 
 def resume() -> None:
     """Ends a pause or a sleep."""
-    _core().resume_scheduler()
+    core = _core()
+    if core.model_executor.is_sleeping:
+        core.wake_up()
+    else:
+        core.resume_scheduler()
 
 
 def reset_prefix_cache() -> bool:
