@@ -140,7 +140,8 @@ class Dispatcher:
     ) -> None:
         """Moves an engine to the namespace of the weights that it has now."""
         info = engine.info
-        if info is None or engine.derive is None or len(message.weights) > engine.ranks:
+        complete = len(message.weights) == engine.ranks or bool(message.ephemeral_reason)
+        if info is None or engine.derive is None or not complete:
             self._counters.add("protocol_violations", "", "scheduler_Identify")
             return
         persistent = not (scheduler.hello.ephemeral_reason or message.ephemeral_reason)
