@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.tierd.replication import (
-    MAX_DEFERRED,
+    MAX_DEFERRED_KEYS,
     PIECES_PER_CALL,
     SNAPSHOT_KEYS,
     Replica,
@@ -130,14 +130,14 @@ def test_too_many_changes_during_a_snapshot_start_another_one() -> None:
     testbed = PublisherTestbed({number.to_bytes(4, "big"): 1 for number in range(count)})
     testbed.publisher.start(b"r", "ns")
     testbed.publisher.publish(0.0)
-    for number in range(MAX_DEFERRED + 1):
+    for number in range(MAX_DEFERRED_KEYS + 1):
         testbed.set(b"new" + number.to_bytes(4, "big"), 1)
         testbed.publisher.flush()
     while testbed.publisher.publish(0.0):
         pass
     replica = testbed.replica()
     assert not replica.stale
-    assert len(replica) == count + MAX_DEFERRED + 1
+    assert len(replica) == count + MAX_DEFERRED_KEYS + 1
     assert EvictionAck(token=1) not in testbed.sent
 
 
