@@ -23,7 +23,9 @@ MAX_QUEUED_CHANGES = 65_536
 MAX_CHANGES_PER_PUMP = 512
 """With their announcement to one engine, about 2 ms of the daemon's loop. A disk writes fewer
 objects meanwhile."""
-LISTED_PER_PUMP = 512
+FREED_PER_PUMP = 4_096
+"""Buckets of a table that is freed: about a millisecond."""
+LISTED_PER_PUMP = 384
 """Keys of tiers that are being listed: about 3 ms. A million keys at once would take seconds, and
 tierd would count as dead."""
 
@@ -84,6 +86,8 @@ class PresenceIndex:
         self._in_ram: dict[str, dict[bytes, int]] = {}
         self._in_tiers: dict[str, KeyTable] = {}
         """Of namespaces with an open engine."""
+        self._closed: list[KeyTable] = []
+        """Of namespaces that have been closed, to be freed."""
         self._users: dict[str, int] = {}
         self._listings: dict[tuple[int, str], Iterator[bytes]] = {}
         """Tiers (from 0) and namespaces that are being listed, with the keys that remain."""
@@ -91,7 +95,9 @@ class PresenceIndex:
     @property
     def busy(self) -> bool:
         """Whether ``apply_changes`` has something to do."""
-        return bool(self._listings) or len(self.changes) > 0 or self.changes.any_lost
+        return (
+            bool(self._listings or self._closed) or len(self.changes) > 0 or self.changes.any_lost
+        )
 
     def open(self, namespace: str, persistent: bool) -> None:
         """Registers an engine of the namespace. The keys of the tiers are announced by the next
@@ -113,7 +119,7 @@ class PresenceIndex:
         if users:
             self._users[namespace] = users
             return
-        del self._in_tiers[namespace]
+        self._closed.append(self._in_tiers.pop(namespace))
         for i in range(len(self._tiers)):
             self._listings.pop((i, namespace), None)
         if not self._in_ram.get(namespace, True):
@@ -187,18 +193,12 @@ class PresenceIndex:
         in_tiers = self._in_tiers.get(namespace)
         if in_tiers is None:
             return False
-        before = in_tiers.get(key)
-        after = before | bit if present else before & ~bit
-        if after == before:
-            return False
-        if after:
-            in_tiers.set(key, after)
-        else:
-            in_tiers.pop(key)
-        return True
+        return in_tiers.change_bits(key, bit, present)
 
     def apply_changes(self) -> None:
         """Applies the tiers' announcements since the last call, and lists tiers further."""
+        if self._closed and not self._closed[-1].clear_part(FREED_PER_PUMP):
+            self._closed.pop()
         # Changes lost while a tier is being listed cause another listing afterwards.
         lost = self.changes.take_lost({i for i, _ in self._listings})
         for namespace, key, tier_index, present in self.changes.take(MAX_CHANGES_PER_PUMP):

@@ -150,23 +150,23 @@ def test_two_engines_of_one_namespace_see_each_others_objects() -> None:
 def test_an_attach_lists_a_tier_in_parts_and_ram_is_there_at_once() -> None:
     fixture = StoreFixture(slots=32)
     fixture.engine("first")
-    fixture.put(2000, "first")
+    fixture.put(100_000, "first")
     fixture.settle()
     fixture.store.close_engine("first", True)
     count = 5 * presence.LISTED_PER_PUMP
     for chunk in range(count):
         fixture.tier.objects[ObjectRef(NAMESPACE, key(chunk))] = fixture.tier.objects[
-            ObjectRef(NAMESPACE, key(2000))
+            ObjectRef(NAMESPACE, key(100_000))
         ]
     fixture.store.open_engine(EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),)))
-    assert [held for held, *_ in fixture.store.presence(NAMESPACE)] == [key(2000)]
+    assert [held for held, *_ in fixture.store.presence(NAMESPACE)] == [key(100_000)]
     most, calls = 0, 0
     while fixture.store.next_wake() == fixture.clock.now:
         most = max(most, sum(isinstance(e, PresenceChanged) for e in fixture.pump()))
         calls += 1
     assert most <= presence.LISTED_PER_PUMP
     assert calls >= 5
-    assert len(fixture.held(NAMESPACE)) == count
+    assert len(fixture.held(NAMESPACE)) == count + 1
 
 
 def test_a_snapshot_and_the_events_since_its_start_give_the_present_state() -> None:
