@@ -15,9 +15,11 @@ MESSAGES = (
     "LoadReleased", "Promote", "Reserve", "ResetCache", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "no_space", "unavailable", "unexpected", "unverifiable",
-               "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
+               "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
+READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
+"""With the reasons of objects that a read finds and cannot use."""
 _NONE = ("",)
 
 strict = False
@@ -54,7 +56,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_probe_reads": _tier(),
     "tier_read_bytes": _tier(),
     "tier_reads": _tier(),
-    "tier_reads_failed": _tier(*TIER_ERRORS),
+    "tier_reads_failed": _tier(*READ_ERRORS),
     "tier_reads_timed_out": _tier(),
     "tier_too_slow": _tier(),
     "tier_write_bytes": _tier(),
@@ -68,7 +70,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotion_leases_expired": _global(),
     "promotions": _global(),
     "promotions_cut": _global(
-        *TIER_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
+        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global("whole", "partial", "failed", "cancelled"),

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config.models import Live, LiveTier
-from kvtier.errors import TierError, TierMissError, TierNoSpaceError
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierKeyMissingError,
+    TierMissError,
+    TierNoSpaceError,
+)
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.cost_model import TierModel
 from kvtier.store.executor import IoCall
@@ -312,8 +318,8 @@ class SecondaryTiers:
         """An operation on one object failed. Vanished objects and full tiers do not count against
         the tier."""
         now = self._context.clock()
-        reason = self._reason(secondary, error)
-        if reason in ("corrupt", "vanished", "unverifiable"):
+        self._reason(secondary, error)
+        if isinstance(error, TierMissError | TierCorruptError):
             secondary.negative.add(namespace, key, now)
         self._note_failure(secondary, error)
 
@@ -328,7 +334,12 @@ class SecondaryTiers:
     def _note_failure(self, secondary: SecondaryTier, error: BaseException) -> None:
         if isinstance(error, TierMissError | TierNoSpaceError):
             return
-        if secondary.breaker.failure(reason_of(error), self._context.clock()):
+        reason, now = reason_of(error), self._context.clock()
+        opened = secondary.breaker.failure(reason, now)
+        if isinstance(error, TierKeyMissingError):
+            # Without keys no operation can succeed.
+            opened = secondary.breaker.trip(reason, now) or opened
+        if opened:
             self._suspend(secondary)
 
     def note_late_read(self, secondary: SecondaryTier) -> None:
@@ -360,6 +371,15 @@ class SecondaryTiers:
         secondary.next_check = self._context.timers.at(
             since + self._period_seconds, partial(self._probe, secondary)
         )
+
+    def check_suspended(self, cause: str) -> None:
+        """Checks tiers that are suspended for this cause now, not when their period has passed."""
+        for secondary in self.all:
+            waiting = secondary.next_check
+            if secondary.breaker.open and secondary.breaker.cause == cause and waiting is not None:
+                waiting.cancel()
+                secondary.checked_at = self._context.clock()
+                self._probe(secondary)
 
     def _probe(self, secondary: SecondaryTier) -> None:
         secondary.next_check = None

@@ -197,6 +197,10 @@ class TierStore:
         self._tiers.configure(live)
         self._writes.configured()
 
+    def check_suspended(self, cause: str) -> None:
+        """The cause for which tiers were suspended is gone: they are checked at once."""
+        self._tiers.check_suspended(cause)
+
     # Stores.
 
     def reserve(self, engine: str, reservation: int, chunk: ChunkId, slot: int) -> None:

@@ -36,7 +36,7 @@ from kvtier.tierd.status import (
     metrics_text,
     status_json,
 )
-from kvtier.tierd.tier_factory import BuiltTiers
+from kvtier.tierd.tier_factory import BuiltTiers, key_condition
 
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
@@ -237,6 +237,9 @@ class Reporter:
             found.append(StatusCondition("PoolMissing", inputs.pool_error))
         if inputs.pool is not None and inputs.pool.size.condition:
             found.append(StatusCondition("PoolSmaller", inputs.pool.size.condition))
+        about_keys = key_condition(inputs.built.keys)
+        if about_keys is not None:
+            found.append(about_keys)
         if self._http_error:
             found.append(StatusCondition("HttpNotServed", self._http_error))
         if self._port_taken:

@@ -138,3 +138,42 @@ def split_ranges(
     ends = np.where(part == cuts[index], host[index] + sizes[index], inner)
     targets = (device[index] + (begins - host[index])).astype(np.uint64)
     return begins, targets, ends - begins
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPiece:
+    """The transfers between one staging buffer and the pool: addresses in the pool, byte offsets in
+    the buffer, and sizes in bytes."""
+
+    host: Addresses
+    within: Addresses
+    sizes: Addresses
+
+
+def staged_pieces(
+    rows: CopyRows,
+    block_bytes: int,
+    per_piece: int,
+    address: int,
+    boundaries: Sequence[int],
+) -> list[StagedPiece]:
+    """Returns the transfers of blocks that go through staging buffers of ``per_piece`` blocks.
+
+    ``address``: of the pool. ``boundaries``: as for ``split_ranges``. Blocks that follow each other
+    in the pool share a transfer. Computed for all pieces at once.
+    """
+    count, offsets = len(rows.blocks), rows.offsets
+    begins = np.flatnonzero(np.diff(offsets, prepend=-1) != block_bytes)
+    starts = np.union1d(begins, np.arange(0, count, per_piece))
+    counts = np.diff(starts, append=count)
+    host = (offsets[starts] + address).astype(np.uint64)
+    staged = (starts * block_bytes).astype(np.uint64)
+    sizes = (counts * block_bytes).astype(np.uint64)
+    host, staged, sizes = split_ranges(host, staged, sizes, address, boundaries)
+    piece_bytes = np.uint64(per_piece * block_bytes)
+    edges = np.searchsorted(staged, np.arange(0, count * block_bytes, int(piece_bytes)))
+    within = staged % piece_bytes
+    return [
+        StagedPiece(host[first:last], within[first:last], sizes[first:last])
+        for first, last in itertools.pairwise((*edges.tolist(), len(sizes)))
+    ]

@@ -34,16 +34,24 @@ import numpy.typing as npt
 import torch
 
 from kvtier.transfer.codec import Codec
-from kvtier.transfer.copy_ranges import CopyRows, block_runs, rows_of, run_ranges, split_ranges
+from kvtier.transfer.copy_ranges import (
+    CopyRows,
+    StagedPiece,
+    block_runs,
+    rows_of,
+    run_ranges,
+    split_ranges,
+    staged_pieces,
+)
 from kvtier.transfer.cuda_runtime import BatchCopy, cuda, relax_capture
 from kvtier.transfer.engine import Copy, CopyEngine, CopyHandle, Direction
 from kvtier.transfer.host_pool import HostPool
 from kvtier.transfer.strided_views import gather, scatter, segment_views, word_dtype
 
 logger = logging.getLogger(__name__)
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = 128 << 20
 """The last piece of a load is moved by the kernel alone, so pieces are short. Measured for 512 MiB:
-52 GB/s with 64 MiB, 48 with 256."""
+52 GB/s with 128 MiB, 48 with 256."""
 STAGING_SHARE = 400
 """A staging buffer has at most this fraction of the KV cache: four buffers are 1 % of it."""
 MIN_STAGING_BYTES = 16 << 20
@@ -240,24 +248,29 @@ class CudaCopyEngine(CopyEngine):
         block_bytes = self._codec.groups[rows.group].block_bytes
         per_piece = max(1, min(self._staging_bytes // block_bytes, TABLE_ROWS))
         step = TABLE_ROWS // per_piece * per_piece
-        for begin in range(0, len(rows.blocks), step):
-            part = CopyRows(
-                rows.group, rows.blocks[begin : begin + step], rows.offsets[begin : begin + step]
-            )
-            table = self._fill_table(lane, part, per_piece, submission)
-            if lane.way == "direct":
-                self._record_start(submission, lane.kernels)
-                with torch.cuda.stream(lane.kernels):
+        # One context for all launches: entering it costs as much as a launch.
+        with torch.cuda.stream(lane.kernels):
+            for begin in range(0, len(rows.blocks), step):
+                part = CopyRows(
+                    rows.group,
+                    rows.blocks[begin : begin + step],
+                    rows.offsets[begin : begin + step],
+                )
+                if lane.way == "direct":
+                    table = self._fill_table(lane, part, per_piece, submission)
+                    self._record_start(submission, lane.kernels)
                     self._launch(direction, part, table, (0, len(part.blocks)), DIRECT_PROGRAMS)
-                submission.end.record(lane.kernels)
-                continue
-            for first in range(0, len(part.blocks), per_piece):
-                span = (first, min(first + per_piece, len(part.blocks)))
-                self._move_piece(direction, part, table, span, submission)
+                    submission.end.record(lane.kernels)
+                else:
+                    self._move_staged(direction, part, per_piece, submission)
 
     def _fill_table(
         self, lane: _Lane, rows: CopyRows, per_piece: int, submission: _Submission
     ) -> _Table:
+        """Takes a table from the ring and queues its transfer to the device.
+
+        The current stream is that of the kernels.
+        """
         if not self._tables:
             raise RuntimeError("every address table is in use")
         table = self._tables.pop()
@@ -272,41 +285,47 @@ class CudaCopyEngine(CopyEngine):
             buffers = np.array([buffer.address for buffer in lane.buffers])
             turns = (lane.next_buffer + numbers // per_piece) % len(buffers)
             table.rows[1, :count] = buffers[turns] + numbers % per_piece * block_bytes
-        with torch.cuda.stream(lane.kernels):
-            table.device[:, :count].copy_(table.host[:, :count], non_blocking=True)
+        table.device[:, :count].copy_(table.host[:, :count], non_blocking=True)
         return table
 
-    def _move_piece(
-        self,
-        direction: Direction,
-        rows: CopyRows,
-        table: _Table,
-        span: tuple[int, int],
-        submission: _Submission,
+    def _move_staged(
+        self, direction: Direction, rows: CopyRows, per_piece: int, submission: _Submission
     ) -> None:
-        """Moves the blocks of ``span`` through the next staging buffer."""
+        """Moves blocks through the staging buffers, in pieces of ``per_piece`` blocks."""
         lane = self._lanes[direction]
-        buffer = lane.buffers[lane.next_buffer]
-        lane.next_buffer = (lane.next_buffer + 1) % len(lane.buffers)
+        block_bytes = self._codec.groups[rows.group].block_bytes
+        boundaries = self._pool.boundaries if self._pool is not None else ()
+        pieces = staged_pieces(rows, block_bytes, per_piece, self._host_address, boundaries)
+        table: _Table | None = None
         if direction is Direction.TO_HOST:
-            lane.kernels.wait_event(buffer.free)
-            self._record_start(submission, lane.kernels)
-            with torch.cuda.stream(lane.kernels):
+            table = self._fill_table(lane, rows, per_piece, submission)
+        first_buffer = lane.next_buffer
+        for number, piece in enumerate(pieces):
+            turn = (first_buffer + number) % len(lane.buffers)
+            buffer = lane.buffers[turn]
+            span = (number * per_piece, min((number + 1) * per_piece, len(rows.blocks)))
+            if table is not None and direction is Direction.TO_HOST:
+                lane.next_buffer = (turn + 1) % len(lane.buffers)
+                lane.kernels.wait_event(buffer.free)
+                self._record_start(submission, lane.kernels)
                 self._launch(direction, rows, table, span, STAGING_PROGRAMS)
-            buffer.filled.record(lane.kernels)
-            lane.dma.wait_event(buffer.filled)
-            self._transfer(direction, rows, buffer, span, lane)
-            buffer.free = submission.end = self._end_event()
-            submission.end.record(lane.dma)
-            return
-        lane.dma.wait_event(buffer.free)
-        self._transfer(direction, rows, buffer, span, lane)
-        buffer.filled.record(lane.dma)
-        lane.kernels.wait_event(buffer.filled)
-        with torch.cuda.stream(lane.kernels):
+                buffer.filled.record(lane.kernels)
+                lane.dma.wait_event(buffer.filled)
+                self._transfer(direction, buffer, piece, lane)
+                buffer.free = submission.end = self._end_event()
+                submission.end.record(lane.dma)
+                continue
+            lane.dma.wait_event(buffer.free)
+            self._transfer(direction, buffer, piece, lane)
+            buffer.filled.record(lane.dma)
+            if table is None:
+                # The link is busy from here on; what the kernels need is computed meanwhile.
+                table = self._fill_table(lane, rows, per_piece, submission)
+            lane.next_buffer = (turn + 1) % len(lane.buffers)
+            lane.kernels.wait_event(buffer.filled)
             self._launch(direction, rows, table, span, STAGING_PROGRAMS)
-        buffer.free = submission.end = self._end_event()
-        submission.end.record(lane.kernels)
+            buffer.free = submission.end = self._end_event()
+            submission.end.record(lane.kernels)
 
     @staticmethod
     def _end_event() -> Any:
@@ -342,36 +361,26 @@ class CudaCopyEngine(CopyEngine):
         move(self._views[rows.group], table.device[0, first:end], staging, words)
 
     def _transfer(
-        self,
-        direction: Direction,
-        rows: CopyRows,
-        buffer: _Buffer,
-        span: tuple[int, int],
-        lane: _Lane,
+        self, direction: Direction, buffer: _Buffer, piece: StagedPiece, lane: _Lane
     ) -> None:
-        pool, memory = self._pool, self._memory
-        if pool is None or memory is None:
+        """Queues the transfers between a staging buffer and the pool."""
+        memory = self._memory
+        if memory is None:
             raise RuntimeError("no pool is attached")
-        block_bytes = self._codec.groups[rows.group].block_bytes
-        offsets = rows.offsets[slice(*span)]
-        breaks = np.flatnonzero(np.diff(offsets) != block_bytes) + 1
-        starts = np.concatenate(([0], breaks))
-        counts = np.diff(np.concatenate((starts, [len(offsets)])))
-        host = (offsets[starts] + self._host_address).astype(np.uint64)
-        device = (buffer.address + starts * block_bytes).astype(np.uint64)
-        sizes = (counts * block_bytes).astype(np.uint64)
-        host, device, sizes = split_ranges(host, device, sizes, self._host_address, pool.boundaries)
+        staging = piece.within + np.uint64(buffer.address)
         if self._batch is not None:
             if direction is Direction.TO_DEVICE:
-                self._batch(device, host, sizes, lane.dma.cuda_stream)
+                self._batch(staging, piece.host, piece.sizes, lane.dma.cuda_stream)
             else:
-                self._batch(host, device, sizes, lane.dma.cuda_stream)
+                self._batch(piece.host, staging, piece.sizes, lane.dma.cuda_stream)
             return
-        staging = buffer.memory.view(torch.uint8)
+        theirs_all = buffer.memory.view(torch.uint8)
         with torch.cuda.stream(lane.dma):
-            for at, to, size in zip(host.tolist(), device.tolist(), sizes.tolist(), strict=True):
+            for at, to, size in zip(
+                piece.host.tolist(), piece.within.tolist(), piece.sizes.tolist(), strict=True
+            ):
                 ours = memory[at - self._host_address : at - self._host_address + size]
-                theirs = staging[to - buffer.address : to - buffer.address + size]
+                theirs = theirs_all[to : to + size]
                 source, target = (
                     (ours, theirs) if direction is Direction.TO_DEVICE else (theirs, ours)
                 )

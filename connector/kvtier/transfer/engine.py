@@ -10,10 +10,13 @@ two of these calls apart. ``wait_idle`` is called without it.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+import numpy as np
 
 from kvtier.errors import KVTierError
 from kvtier.transfer.codec import Codec
@@ -115,8 +118,10 @@ class CopyEngine(ABC):
         return used + nbytes <= self._limits[direction] or (alone and used == 0)
 
     def copy_bytes(self, copy: Copy) -> int:
-        """Returns the bytes that ``copy`` moves."""
-        return self._codec.groups[copy.group].block_bytes * len(copy.blocks)
+        """Returns the bytes that ``copy`` moves; 0 for a group that does not exist."""
+        groups = self._codec.groups
+        known = 0 <= copy.group < len(groups)
+        return groups[copy.group].block_bytes * len(copy.blocks) if known else 0
 
     def check(self, copy: Copy) -> str:
         """Returns why ``copy`` would touch memory that it must not touch; empty if it is valid.
@@ -147,6 +152,33 @@ class CopyEngine(ABC):
             return f"shard at {copy.shard} is not aligned to {self._codec.word_bytes} bytes"
         return ""
 
+    def first_invalid(self, copies: Sequence[Copy]) -> tuple[int, str] | None:
+        """Returns the position of the first copy for which ``check`` finds a problem, with the
+        problem; None if all are valid."""
+        pool = self._pool
+        groups = {copy.group for copy in copies}
+        if pool is not None and len(groups) == 1 and 0 <= min(groups) < len(self._codec.groups):
+            group = self._codec.groups[copies[0].group]
+            shards = [copy.shard for copy in copies]
+            blocks = np.fromiter(itertools.chain.from_iterable(c.blocks for c in copies), np.int64)
+            if (
+                len(blocks)
+                and all(c.blocks and c.first >= 0 for c in copies)
+                and all(c.first + len(c.blocks) <= group.blocks_per_chunk for c in copies)
+                and blocks.min() >= 1
+                and blocks.max() < self._codec.num_blocks
+                and len(np.unique(blocks)) == len(blocks)
+                and min(shards) >= 0
+                and max(shards) + group.shard_bytes <= pool.nbytes
+                and not any(shard % self._codec.word_bytes for shard in shards)
+            ):
+                return None
+        for position, copy in enumerate(copies):
+            problem = self.check(copy)
+            if problem:
+                return position, problem
+        return None
+
     def submit(
         self,
         copies: Sequence[Copy],
@@ -162,10 +194,9 @@ class CopyEngine(ABC):
         If the device still runs a part of the copies then, the handle is returned all the same, and
         ``done`` raises once that part has ended.
         """
-        for copy in () if checked else copies:
-            problem = self.check(copy)
-            if problem:
-                raise CopyError(f"invalid copy: {problem}")
+        invalid = None if checked else self.first_invalid(copies)
+        if invalid is not None:
+            raise CopyError(f"invalid copy: {invalid[1]}")
         handle = CopyHandle(direction, sum(self.copy_bytes(copy) for copy in copies))
         self._in_flight[direction] += handle.total_bytes
         self._handles.add(handle)

@@ -19,7 +19,6 @@ from kvtier_operator.api.fields import ITEM, dotted, fields_of
 from kvtier_operator.api.policy import KVTierPolicy
 
 NOT_ENFORCED: Final[dict[str, str]] = {
-    "spec.isolation.keySecretRef.name": "objects in shared directories have no keyed tag",
     "spec.monitoring.podMonitor": "no PodMonitor is created; enable the chart's monitors instead",
     "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
     "spec.tiers[].lmcache": "KVTier's connector has no LMCache tiers; engines run without it",

@@ -71,7 +71,9 @@ def test_reasons_follow_the_errors_and_messages() -> None:
     for each in classes:
         classes.extend(each.__subclasses__() if each.__module__ == errors.__name__ else ())
     reasons = {each.reason for each in classes if each.__module__ == errors.__name__}
-    assert reasons | {"unexpected"} == set(counters.TIER_ERRORS)
+    reasons |= {"unexpected", *errors.TierUntrustedError.REASONS}
+    assert reasons == set(counters.READ_ERRORS)
+    assert set(counters.TIER_ERRORS) < reasons
     assert {each.__name__ for each in get_args(wire.FromEngine)} == set(counters.MESSAGES)
 
 

@@ -25,6 +25,9 @@ from kvtier.engines.vllm.worker_state import LoadEnd, RankContext
 from kvtier.tierd.wire import Abort, Deliver, Message
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 
+SUBMIT_SECONDS = 0.002
+"""How long one call may submit copies of one direction: the engine's thread makes the call. In this
+time it submits more than the link moves in 20 ms, after which the call is repeated."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered, so that a job that comes twice does not start twice."""
 
@@ -114,23 +117,23 @@ class WorkerLoads:
         """Collects what has ended and submits what there is room for; returns whether anything
         changed.
 
-        With a copy engine that copies in ``submit``, it submits at most one batch.
+        It submits for ``SUBMIT_SECONDS`` at most, and one batch where ``submit`` itself copies. The
+        rest follows in the next call.
         """
         changed = False
         may_submit = True
+        until = self._context.clock() + SUBMIT_SECONDS
         for load in list(self._active.values()):
             changed |= self._collect(load)
             while may_submit and not load.stop_reason and not load.fully_submitted:
-                if self._context.clock() >= load.deadline:
-                    load.stop_reason = "limit"
-                elif self._submit(load):
-                    changed = True
-                    may_submit = not self._engine.synchronous
-                else:
-                    # No room: a later load must not overtake this one.
+                now = self._context.clock()
+                if now >= load.deadline or not self._submit(load):
+                    # A later load must not overtake this one.
                     may_submit = False
-            if load.in_flight and self._engine.synchronous:
-                changed |= self._collect(load)
+                else:
+                    changed = True
+                    self._collect(load)
+                    may_submit = not self._engine.synchronous and now < until
             if self._context.clock() >= load.deadline and not load.fully_submitted:
                 load.stop_reason = load.stop_reason or "limit"
             if (load.stop_reason or load.fully_submitted) and not load.in_flight:
@@ -164,15 +167,16 @@ class WorkerLoads:
         keys = first
         while keys < load.available_keys and (not copies or total_bytes < self._batch_bytes):
             copy = self._context.copy(job.runs[keys], job.slots[keys])
-            problem = self._engine.check(copy)
-            if problem:
-                self._counters.add("bad_addresses")
-                load.stop_reason = f"address: {problem}"
-                load.available_keys = keys
-                break
-            total_bytes += self._engine.copy_bytes(copy)
             copies.append(copy)
+            total_bytes += self._engine.copy_bytes(copy)
             keys += 1
+        invalid = self._engine.first_invalid(copies)
+        if invalid is not None:
+            self._counters.add("bad_addresses")
+            load.stop_reason = f"address: {invalid[1]}"
+            load.available_keys = keys = first + invalid[0]
+            del copies[invalid[0] :]
+            total_bytes = sum(map(self._engine.copy_bytes, copies))
         unchanged = self._context.generations.unchanged(
             job.slots[first:keys], job.generations[first:keys]
         )
@@ -286,16 +290,16 @@ class WorkerStores:
         self._aborted.clear()
 
     def advance(self) -> bool:
-        """Collects what has ended, submits what there is room for, and reports to tierd.
+        """Collects what has ended, submits as ``WorkerLoads.advance`` does, and reports to tierd.
 
-        With a copy engine that copies in ``submit``, it submits at most one batch. Returns whether
-        anything changed.
+        Returns whether anything changed.
         """
         changed = self._collect()
+        until = self._context.clock() + SUBMIT_SECONDS
         while self._submit():
             changed = True
-            if self._engine.synchronous:
-                self._collect()
+            self._collect()
+            if self._engine.synchronous or self._context.clock() >= until:
                 break
         if self._delivered:
             self._counters.add("stores_delivered", len(self._delivered))
