@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvtier.config.models import (
@@ -140,13 +141,13 @@ def run(tier: FileSystemTier, keys: list[bytes], directory: Path) -> tuple[dict[
     loop.call("second attach: snapshot", lambda: loop.publisher.start(b"r1", NAMESPACE))
     loop.settle("second attach")
     for key in draw.choices(keys, k=20_000):
-        loop.call("touch", lambda key=key: tier.touch(ObjectRef(NAMESPACE, key)))  # type: ignore[misc]
+        loop.call("touch", partial(tier.touch, ObjectRef(NAMESPACE, key)))
     for key in draw.sample(keys, 20_000):
         tier._changed(NAMESPACE, key, True)
     loop.settle("changes")
     for name, route in (("e0", b"r0"), ("e1", b"r1")):
-        loop.call("detach", lambda route=route: loop.publisher.stop(route))  # type: ignore[misc]
-        loop.call("detach", lambda name=name: loop.store.close_engine(name, True))  # type: ignore[misc]
+        loop.call("detach", partial(loop.publisher.stop, route))
+        loop.call("detach", partial(loop.store.close_engine, name, True))
     loop.settle("detach")
     loop.io.close()
     return loop.seconds, attached
