@@ -204,6 +204,48 @@ def test_an_error_in_a_lookup_turns_kvtier_off(
     assert connector.get_kv_connector_stats().data["errors"] == {"get_num_new_matched_tokens": 1}  # type: ignore[union-attr]
 
 
+def test_after_an_error_kvtier_is_used_again_a_few_times(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(connector, "_clock", lambda: now)
+    testbed = _attached(connector)
+    old = testbed.request(300, "old")
+    testbed.hold(old.keys(0, 4))
+
+    def step_and_ask(request_id: str) -> int | None:
+        if not connector._off_reason or now >= connector._rearm_at:
+            testbed.built = connector.build_connector_meta(_empty_step())  # type: ignore[arg-type, assignment]
+        request = testbed.requests.get(request_id) or testbed.request(300, request_id)
+        return connector.get_num_new_matched_tokens(request, 0)[0]  # type: ignore[arg-type]
+
+    assert step_and_ask("old") == 4 * CHUNK
+    for number, seconds in enumerate((*connector_module.REARM_SECONDS, None)):
+        with monkeypatch.context() as patch:
+            _break(testbed, patch, "get_num_new_matched_tokens")
+            assert step_and_ask("broken") == 0
+        if seconds is None:
+            now += 1e9
+            assert step_and_ask("later") == 0, "it stays off"
+            break
+        now += seconds - 1
+        assert step_and_ask("early") == 0
+        now += 1
+        assert step_and_ask(f"new{number}") == 4 * CHUNK
+        assert step_and_ask("old") == 0, "what is known about it may be wrong"
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["rearms"] == {"": len(connector_module.REARM_SECONDS)}
+
+
+def _empty_step() -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens={},
+        preempted_req_ids=(),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: None),
+    )
+
+
 def test_a_load_that_fails_to_start_is_still_reported(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

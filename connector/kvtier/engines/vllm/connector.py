@@ -1,8 +1,8 @@
 """KVTier as a vLLM KV connector. Every hook goes to the scheduler side or the worker side.
 
 vLLM ends the engine if a hook raises. So every hook runs behind a guard, which logs and counts the
-exception and turns KVTier off for this engine. What vLLM still waits for goes on: one report per
-load, and the release of referenced blocks.
+exception and turns KVTier off for this engine for a while, a few times at most. What vLLM still
+waits for goes on: one report per load, and the release of referenced blocks.
 
 The supported versions (0.24 and 0.32) call the same hooks with the same meaning; hooks that only
 one of them has are marked.
@@ -11,7 +11,9 @@ one of them has are marked.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -57,6 +59,9 @@ logger = logging.getLogger(__name__)
 SUPERVISOR_SECONDS = 1.5
 """How long shutdown waits for a tierd that this engine started. It usually ends in a tenth of that;
 beside a hung mount it takes longer, and ends without the engine."""
+REARM_SECONDS = (10.0, 60.0, 360.0)
+"""After an unexpected error KVTier is off for this long: the first time, the second and the third.
+After the fourth it stays off."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -80,6 +85,8 @@ def tier_names(transfer: KVTransferConfig | None) -> tuple[str, ...]:
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """One per EngineCore (scheduler role) and one per rank (worker role)."""
 
+    _clock = staticmethod(time.monotonic)
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -88,6 +95,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVTierConnectorWorker | None = None
         self._supervisor: Supervisor | None = None
         self._off_reason = ""
+        self._errors = 0
+        self._rearm_at = math.inf
         self._stats = KVTierStats()
         self._steps = 0
         self._chunk_tokens = 0
@@ -163,8 +172,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.add("errors", 1, hook)
             if not self._off_reason:
                 self._off_reason = f"{hook}: {type(error).__name__}: {error}"
-                logger.exception("KVTier: unexpected error in %s; serving without tiers", hook)
+                seconds = REARM_SECONDS[self._errors] if self._errors < len(REARM_SECONDS) else None
+                self._errors += 1
+                self._rearm_at = math.inf if seconds is None else self._clock() + seconds
+                logger.exception(
+                    "KVTier: unexpected error in %s; serving without tiers %s",
+                    hook,
+                    "until restart" if seconds is None else f"for {seconds:g} s",
+                )
             return fallback
+
+    def _rearm(self, scheduler: KVTierConnectorScheduler) -> None:
+        """Uses KVTier again some time after an unexpected error, without what it was doing then."""
+        if not self._off_reason or self._clock() < self._rearm_at:
+            return
+        self._rearm_at = math.inf
+        self._off_reason = ""
+        self._guarded("rearm", None, scheduler.start_over)
+        if not self._off_reason:
+            self._stats.add("rearms", 1)
+            logger.info("KVTier: in use again after an unexpected error")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -336,6 +363,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         metadata: StepMetadata | None = None
         if scheduler is not None:
+            self._rearm(scheduler)
             if not self._off_reason:
                 metadata = self._guarded(
                     hook, None, scheduler.build_connector_meta, scheduler_output

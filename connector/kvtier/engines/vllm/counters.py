@@ -84,19 +84,20 @@ COUNTERS = (
     ),
     Metric(
         "errors",
-        "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
+        "Unexpected errors in connector hooks. Each turns KVTier off for a while.",
         "hook",
         (
             "begin_step", "build_connector_meta", "build_connector_worker_meta",
             "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
             "has_pending_push_work",
-            "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
+            "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
             "shutdown", "start_load_kv",
             "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",
             "wait_for_save",
         ),
     ),
+    Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
         "off",
         "Starts of engine processes without tiers, by reason.",

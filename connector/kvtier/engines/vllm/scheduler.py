@@ -334,6 +334,16 @@ class KVTierConnectorScheduler:
         self._weights_may_have_changed("the connector's cache was reset", reset=False)
         return True
 
+    def start_over(self) -> None:
+        """Goes on after an unexpected error. What was planned is dropped, and requests that are
+        known take no further part: what is known about them may be wrong."""
+        self.stores.reset()
+        self.loads.reset()
+        self._steps.clear()
+        self.prefill.clear()
+        for state in self._states.values():
+            state.skip_reason = state.skip_reason or "error"
+
     def on_engine_signal(self, name: str) -> None:
         """The engine's thread is about to do something that can change weights."""
         self._begin_hook()
