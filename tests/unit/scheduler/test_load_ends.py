@@ -43,11 +43,27 @@ def test_a_request_whose_load_failed_matches_nothing_again(testbed: SchedulerTes
 
 
 def test_a_partial_load_counts_its_tokens_and_a_failure(testbed: SchedulerTestbed) -> None:
-    request, job = _loading(testbed)
+    _, job = _loading(testbed)
     testbed.report(loads=[testbed.result(job.load, 3, reason="gone")])
     assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 3 * CHUNK}
     assert testbed.scheduler.loads.counts.failures == {"gone": 1}
-    assert testbed.ask(request) == 0
+
+
+def test_after_a_partial_load_one_shorter_prefix_is_offered(testbed: SchedulerTestbed) -> None:
+    """A request that lost a chunk to an eviction, and later its blocks to a preemption."""
+    request, job = _loading(testbed)
+    testbed.report(loads=[testbed.result(job.load, 3, reason="gone")])
+    for loaded, expected in ((3, 2 * CHUNK), (1, 0), (0, 0)):
+        testbed.run({"r": 64})
+        testbed.preempt(request)
+        testbed.build(preempted=["r"])
+        testbed.now += 100
+        assert testbed.ask(request) == expected, loaded
+        if expected:
+            testbed.admit(request, 0, expected)
+            (again,) = testbed.build().loads
+            assert len(again.runs) == 2
+            testbed.report(loads=[testbed.result(again.load, 1, reason="gone")])
 
 
 def test_with_several_ranks_the_shortest_load_counts_once() -> None:

@@ -66,6 +66,7 @@ class RequestState:
         "cached_match",
         "computed_tokens",
         "frontier",
+        "load_end",
         "load_failed",
         "load_id",
         "lookup_started_at",
@@ -102,8 +103,11 @@ class RequestState:
         self.load_id = 0
         """The load in flight, 0 if none."""
         self.load_failed = False
-        """After a failed load nothing else is loaded for the request. vLLM repeats the lookup,
+        """Nothing else is loaded for the request. vLLM repeats the lookup after a failed load,
         which would match and fail again without end."""
+        self.load_end: int | None = None
+        """After a first failed load, one more may be offered, up to this chunk: it is shorter than
+        what the failed one had loaded."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[int] = []

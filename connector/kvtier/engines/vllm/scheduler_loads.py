@@ -204,6 +204,8 @@ class SchedulerLoads:
         first = planner.chunks(computed_tokens)
         keys = state.keys(self._hashes_per_chunk)
         end = min(len(keys), planner.chunks(state.request.num_tokens))
+        if state.load_end is not None:
+            end = min(end, state.load_end)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         bits: list[int] = []
@@ -465,8 +467,10 @@ class SchedulerLoads:
         if load.keys_loaded == len(load.chunk_tokens):
             self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
         else:
-            state.load_failed = True
-            state.frontier.move_back(load.first_chunk + load.keys_loaded)
+            loaded_end = load.first_chunk + load.keys_loaded
+            state.load_failed = state.load_end is not None or load.keys_loaded < 2
+            state.load_end = loaded_end - 1
+            state.frontier.move_back(loaded_end)
             self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
 
     def on_request_finished(self, state: RequestState) -> None:
