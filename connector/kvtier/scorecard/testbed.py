@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from kvtier.config.models import BreakerSettings, Live, Selection
+from kvtier.config.models import BreakerSettings, IsolationSettings, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import (
@@ -114,10 +114,17 @@ class FaultTestbed:
     """
 
     def __init__(
-        self, directory: Path, files: Path, below: Path, faults_file: Path | None = None
+        self,
+        directory: Path,
+        files: Path,
+        below: Path,
+        faults_file: Path | None = None,
+        isolation: IsolationSettings | None = None,
     ) -> None:
         self.below = below
         self.tierd = SkewedTestbed(directory, files, faults_file)
+        if isolation is not None:
+            self.tierd.change(isolation=isolation)
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
         self.pid = self.tierd.start_tierd()

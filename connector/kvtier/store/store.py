@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
+from kvtier.config.models import Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
@@ -50,10 +50,8 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
-        found[f"read:{tier.name}"] = found[f"write:{tier.name}"] = DEFAULT_THREADS
-        if isinstance(tier, FileSystemTierDocument):
-            found[f"read:{tier.name}"] = tier.read_threads
-            found[f"write:{tier.name}"] = tier.write_threads
+        found[f"read:{tier.name}"] = tier.read_threads
+        found[f"write:{tier.name}"] = tier.write_threads
         found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
     return found
 
@@ -195,6 +193,11 @@ class TierStore:
         """Applies live settings."""
         self._planner.configure(live)
         self._tiers.configure(live)
+        self._writes.configured()
+
+    def check_suspended(self, cause: str) -> None:
+        """The cause for which tiers were suspended is gone: they are checked at once."""
+        self._tiers.check_suspended(cause)
 
     # Stores.
 
@@ -303,13 +306,14 @@ class TierStore:
         context.timers.run_due(context.clock())
         if self._recovered.restoring:
             self._restore_next()
+        self._writes.run()
         if not context.fenced:
             self._allocator.run()
 
     def next_wake(self) -> float | None:
         """When ``pump`` has something to do apart from I/O, in seconds of the store's clock; None:
         never."""
-        if self._index.busy or self._recovered.restoring:
+        if self._index.busy or self._recovered.restoring or self._writes.busy:
             return self._context.clock()
         return self._context.timers.next_due()
 
@@ -334,8 +338,8 @@ class TierStore:
         return len(self._resident)
 
     def pending_stores(self) -> int:
-        """Objects that wait for a checksum, and writes that wait or run. A shutdown may wait for
-        these."""
+        """Objects that wait for a checksum, and writes that wait, in the backlog as well, or run. A
+        shutdown waits for these while their number falls."""
         return len(self._checksummer) + len(self._writes)
 
     def tier_states(self) -> list[StoreTierState]:

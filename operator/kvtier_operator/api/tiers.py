@@ -280,7 +280,7 @@ class SecretReference(Model):
     name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the Secret.")]
 
 
-class LMCacheTier(Model):
+class LMCacheTierSpec(Model):
     """Storage backend of LMCache."""
 
     url: Annotated[
@@ -379,7 +379,7 @@ class TierSpec(Model):
         NonNegativeQuantity,
         LIVE,
         Field(
-            description="Maximum size of pending stores. Further stores are dropped and counted."
+            description="Maximum size of stores that are being written. Further stores wait in RAM."
         ),
     ] = Quantity.parse("1Gi")
     max_write_bytes_per_second: Annotated[
@@ -388,7 +388,7 @@ class TierSpec(Model):
         Field(
             description=(
                 "Maximum average write rate, to reduce flash wear or network load. Further stores "
-                "are dropped and counted. If not set, there is no limit. No effect on memory."
+                "wait in RAM. If not set, there is no limit. No effect on memory."
             )
         ),
     ] = None
@@ -403,7 +403,7 @@ class TierSpec(Model):
         Field(description=("Directory with one file per object.")),
     ] = None
     lmcache: Annotated[
-        LMCacheTier | None, STRUCTURAL, Field(description="Storage backend of LMCache.")
+        LMCacheTierSpec | None, STRUCTURAL, Field(description="Storage backend of LMCache.")
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -27,6 +27,7 @@ SUPPORTED: SupportedFields = {
     "tiers[].fileSystem.sync": "None",
     "isolation.salt": ANY,
     "isolation.modelRevision": ANY,
+    "isolation.encryption": "None",
 }
 
 
