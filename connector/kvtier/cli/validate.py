@@ -11,6 +11,7 @@ from rich.text import Text
 from kvtier.cli.console import console, error_console
 from kvtier.cli.inputs import display_name, read
 from kvtier_operator.api.documents import Checked, parse
+from kvtier_operator.api.selector import selects_everything
 from kvtier_operator.api.validation import FieldError
 
 
@@ -71,6 +72,9 @@ def show(report: FileReport) -> None:
         if policy is not None:
             line = Text(f"{location}{policy.namespace}/{policy.metadata.name} ")
             console().print(line.append("valid", style="green"))
+            if selects_everything(policy.spec.pod_selector):
+                text = f"{location}spec.podSelector: selects every pod of the namespace"
+                error_console().print(Text(text, style="yellow"))
         for error in document.errors:
             error_console().print(Text(location).append(error.message, style="red"))
     for name in report.duplicates:

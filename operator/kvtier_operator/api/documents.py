@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
         if kind is yaml.ScalarNode and value is not None and implicit[0]:
             return _MERGE if value == "<<" else _TAGS[type(parse_scalar(value))]
-        return str(super().resolve(kind, value, implicit))
+        return str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self._depth >= MAX_DEPTH:
