@@ -1,0 +1,133 @@
+"""A real Prometheus scrapes a real vLLM server and its tierd: dashboards and alerts see both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.prometheus import Prometheus, Target, needs_prometheus
+from tools.monitoring.alerts import GROUPS, Alert
+from tools.monitoring.capacity import CAPACITY
+from tools.monitoring.on_call import ON_CALL
+from tools.monitoring.panels import Board
+
+from kvtier.config.models import Daemon
+from kvtier.harness.engine_process import EngineServer
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions, EngineTestbed
+from kvtier.harness.tiny_model import prompt
+
+pytestmark = needs_prometheus
+CHUNKS = 6
+POD = {"namespace": "serving", "pod": "engine-0", "policy": "chat"}
+ALERTS = (*GROUPS["kvtier.tiers"], *GROUPS["kvtier.capacity"])
+
+
+class Serving:
+    """An engine with its daemon under traffic, and the Prometheus that scrapes both."""
+
+    def __init__(self, case: EngineTestbed, server: EngineServer, prometheus: Prometheus) -> None:
+        self.case = case
+        self.server = server
+        self.prometheus = prometheus
+        self._seed = 0
+
+    def serve(self) -> None:
+        """A prompt that is computed and stored, and one that comes back after its blocks were
+        evicted."""
+        self._seed += 1
+        tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + self._seed)
+        for _ in range(2):
+            self.server.complete(tokens, 2)
+            self.server.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def serving(model: Path, payload: Path, scratch: Path) -> Iterator[Serving]:
+    tuning = EngineOptions(
+        daemon=Daemon.SIDECAR, persistence="Process", failure_threshold=2, load_timeout_seconds=2
+    )
+    case = EngineTestbed(scratch / "monitoring", model, payload, tuning)
+    arguments = []
+    for name, value in ENGINE_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments += [flag] if value else []
+        else:
+            arguments += [flag, str(value)]
+    started: list[EngineServer | Prometheus] = []
+    try:
+        case.start_daemon()
+        variables = {**case.environment(), "VLLM_SERVER_DEV_MODE": "1"}
+        server = EngineServer(
+            sys.executable, model, arguments, variables, case.directory / "server.log"
+        )
+        started.append(server)
+        server.wait_ready()
+        host, port = case._http_address() or ("", 0)
+        prometheus = Prometheus(
+            case.directory / "prometheus",
+            [
+                Target("tierd", f"{host}:{port}", POD),
+                Target("engine", f"127.0.0.1:{server.port}", POD),
+            ],
+        )
+        started.append(prometheus)
+        prometheus.wait_scraped()
+        yield Serving(case, server, prometheus)
+    finally:
+        for each in reversed(started):
+            each.kill() if isinstance(each, EngineServer) else each.close()
+        case.close()
+
+
+def healthy(board: Board) -> Board:
+    """Without the panels that have data under a fault only."""
+    rows = {
+        title: tuple(panel for panel in panels if not panel.fault)
+        for title, panels in board.rows.items()
+    }
+    return replace(board, rows=rows)
+
+
+@pytest.mark.parametrize("board", [ON_CALL, CAPACITY], ids=lambda board: board.name)
+def test_every_panel_shows_data_under_traffic(serving: Serving, board: Board) -> None:
+    empty: list[str] = []
+
+    def complete() -> bool:
+        empty[:] = serving.prometheus.empty_panels(healthy(board))
+        return not empty
+
+    serving.prometheus.wait(complete, lambda: f"no data: {empty}", serving.serve)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_selects_series_that_exist(serving: Serving, alert: Alert) -> None:
+    assert serving.prometheus.absent_selectors(alert) == []
+
+
+def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:
+    names = {alert.name for alert in ALERTS}
+    assert names & set(serving.prometheus.alerts()) == set()
+
+
+def test_a_failing_tier_is_seen_on_the_dashboard_and_raises_its_alert(serving: Serving) -> None:
+    serving.case.set_faults(read={"fail": True}, write={"fail": True}, check={"fail": True})
+    title = "Breakers opened"
+
+    def seen() -> bool:
+        alerts = serving.prometheus.alerts()
+        empty = [each for each in serving.prometheus.empty_panels(ON_CALL) if title in each]
+        return "KVTierTierUnavailable" in alerts and not empty
+
+    serving.prometheus.wait(
+        seen,
+        lambda: f"{serving.prometheus.alerts()} {serving.prometheus.empty_panels(ON_CALL)}",
+        serving.serve,
+    )
+    (opened,) = (panel for panel in ON_CALL.panels() if panel.title == "Tiers not used")
+    assert opened.runbook == "KVTierTierUnavailable"
+    found = serving.prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
+    assert float(found[0]["value"][1]) == 1
