@@ -15,6 +15,7 @@ from tools.monitoring.on_call import ON_CALL
 from tools.monitoring.panels import Board
 
 from kvtier.config.models import Daemon
+from kvtier.files import replace_file
 from kvtier.harness.engine_process import EngineServer
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
@@ -109,25 +110,26 @@ def test_every_alert_selects_series_that_exist(serving: Serving, alert: Alert) -
 
 
 def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:
-    names = {alert.name for alert in ALERTS}
+    # In the first hour a tier may look as if it earned nothing.
+    names = {alert.name for alert in ALERTS if alert.severity != "info"}
     assert names & set(serving.prometheus.alerts()) == set()
 
 
-def test_a_failing_tier_is_seen_on_the_dashboard_and_raises_its_alert(serving: Serving) -> None:
-    serving.case.set_faults(read={"fail": True}, write={"fail": True}, check={"fail": True})
-    title = "Breakers opened"
+def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving) -> None:
+    case, prometheus = serving.case, serving.prometheus
+    case.set_faults(read={"fail": True}, write={"fail": True}, check={"fail": True})
+    replace_file(case.topology / "live.json", b'{"generation": "invalid"}')
+    panels = [panel.title for panel in ON_CALL.panels() if panel.fault]
+    assert panels == ["Breakers opened", "Conditions of tierd"]
+    missing: list[str] = []
 
     def seen() -> bool:
-        alerts = serving.prometheus.alerts()
-        empty = [each for each in serving.prometheus.empty_panels(ON_CALL) if title in each]
-        return "KVTierTierUnavailable" in alerts and not empty
+        empty = prometheus.empty_panels(ON_CALL)
+        missing[:] = [each for each in empty if each.split(":")[0] in panels]
+        return not missing and "KVTierTierUnavailable" in prometheus.alerts()
 
-    serving.prometheus.wait(
-        seen,
-        lambda: f"{serving.prometheus.alerts()} {serving.prometheus.empty_panels(ON_CALL)}",
-        serving.serve,
-    )
-    (opened,) = (panel for panel in ON_CALL.panels() if panel.title == "Tiers not used")
-    assert opened.runbook == "KVTierTierUnavailable"
-    found = serving.prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
+    prometheus.wait(seen, lambda: f"{missing} {prometheus.alerts()}", serving.serve)
+    found = prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
     assert float(found[0]["value"][1]) == 1
+    found = prometheus.query('kvtier_condition{type="LiveValuesRefused"}')
+    assert [float(each["value"][1]) for each in found] == [1]
