@@ -295,6 +295,7 @@ class SecondaryTiers:
                     low_watermark_percent=settings.low_watermark_percent,
                     retention_seconds=settings.retention_seconds,
                     sync_data=settings.sync_data,
+                    load_timeout_seconds=settings.load_timeout_seconds,
                 )
             )
 

@@ -90,13 +90,18 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """The live settings of a tier. Replaced as a whole, from any thread."""
+    """The live settings of a tier. Replaced as a whole, from any thread.
+
+    ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
+    ends it then.
+    """
 
     capacity_bytes: int
     high_watermark_percent: int = 90
     low_watermark_percent: int = 75
     retention_seconds: int = 604_800
     sync_data: bool = False
+    load_timeout_seconds: float = 5.0
 
 
 OnChange = Callable[[str, bytes, bool], None]
