@@ -13,6 +13,7 @@ import pytest
 from controller_process import Process
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
+from tests.support import controllers
 from tests.support.prometheus import Prometheus, Target, needs_prometheus
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.operator_board import OPERATOR
@@ -22,7 +23,7 @@ from kvtier_operator.settings import Settings
 
 pytestmark = needs_prometheus
 ALERTS = (*GROUPS["kvtier.operator"], *GROUPS["kvtier.policies"])
-REFUSED = [{"name": "disk", "fileSystem": {"hostPath": {"path": "/not/allowed"}}}]
+MISSING_CLAIM = controllers.file_tier("disk", {"persistentVolumeClaim": {"claimName": "none"}})
 
 
 class Operating:
@@ -112,19 +113,19 @@ def test_every_alert_selects_series_that_exist(operating: Operating, alert: Aler
     operating.prometheus.wait(exists, lambda: f"no series: {absent}")
 
 
-def test_a_policy_that_is_refused_is_seen_on_its_panel_and_raises_its_alert(
+def test_a_policy_without_its_storage_is_seen_on_its_panel_and_raises_its_alert(
     operating: Operating,
 ) -> None:
     prometheus = operating.prometheus
-    refused = policy("refused", {"app": "other"})
-    refused["spec"]["tiers"].extend(REFUSED)
-    operating.apply_policy(refused)
+    waiting = policy("waiting", {"app": "other"})
+    waiting["spec"]["tiers"].append(MISSING_CLAIM)
+    operating.apply_policy(waiting)
     (panel,) = (panel for panel in OPERATOR.panels() if panel.fault)
 
     def seen() -> bool:
         empty = [each for each in prometheus.empty_panels(OPERATOR) if panel.title in each]
         not_ready = prometheus.query(
-            'kvtier_operator_policy_condition{policy="refused",condition="Ready"} < 1'
+            'kvtier_operator_policy_condition{policy="waiting",condition="Ready"} < 1'
         )
         return not empty and bool(not_ready) and "KVTierPolicyNotReady" in prometheus.alerts()
 
