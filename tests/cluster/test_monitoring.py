@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from controller_process import Process
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 from tests.support import controllers
-from tests.support.prometheus import Prometheus, Target, needs_prometheus
+from tests.support.prometheus import Prometheus, Target, lint, needs_prometheus
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.operator_board import OPERATOR
 
@@ -32,6 +32,7 @@ class Operating:
     def __init__(self, api: Any, nodes: ModuleType, namespace: str, prometheus: Prometheus) -> None:
         self.api, self.nodes, self.namespace = api, nodes, namespace
         self.prometheus = prometheus
+        self.exported: list[Callable[[], str]] = []
 
     def apply_policy(self, document: dict[str, Any]) -> None:
         """Creates a policy."""
@@ -78,6 +79,10 @@ def operating(
         stack.callback(prometheus.close)
         prometheus.wait_scraped()
         found = Operating(full_api, nodes, namespace, prometheus)
+        found.exported = [
+            lambda: webhook.monitoring("/metrics")[1],
+            lambda: controller.ask("/metrics")[1],
+        ]
         found.apply_policy(policy())
         found.nodes.ok(full_api.request("POST", f"/api/v1/namespaces/{namespace}/pods", pod()))
         yield found
@@ -111,6 +116,10 @@ def test_every_alert_selects_series_that_exist(operating: Operating, alert: Aler
         return not absent
 
     operating.prometheus.wait(exists, lambda: f"no series: {absent}")
+
+
+def test_the_linter_of_prometheus_accepts_the_real_output(operating: Operating) -> None:
+    assert [lint(exported()) for exported in operating.exported] == ["", ""]
 
 
 def test_a_policy_without_its_storage_is_seen_on_its_panel_and_raises_its_alert(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.prometheus import Prometheus, Target, needs_prometheus
+from tests.support.prometheus import Prometheus, Target, lint, needs_prometheus
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.capacity import CAPACITY
 from tools.monitoring.on_call import ON_CALL
@@ -16,7 +16,7 @@ from tools.monitoring.panels import Board
 
 from kvtier.config.models import Daemon
 from kvtier.files import replace_file
-from kvtier.harness.engine_process import EngineServer
+from kvtier.harness.engine_process import EngineServer, http_request
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
@@ -107,6 +107,12 @@ def test_every_panel_shows_data_under_traffic(serving: Serving, board: Board) ->
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_every_alert_selects_series_that_exist(serving: Serving, alert: Alert) -> None:
     assert serving.prometheus.absent_selectors(alert) == []
+
+
+def test_the_linter_of_prometheus_accepts_the_real_output(serving: Serving) -> None:
+    host, port = serving.case._http_address() or ("", 0)
+    assert lint(http_request(port, "GET", "/metrics", 30, host)[1]) == ""
+    assert lint(serving.server.request("GET", "/metrics")[1]) == ""
 
 
 def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:

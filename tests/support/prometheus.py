@@ -26,6 +26,7 @@ PROGRAM = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     PROGRAM is None, reason="Prometheus (Debian package prometheus) is missing"
 )
+PROMTOOL = shutil.which("promtool")
 WAIT_SECONDS = 120.0
 VARIABLES = {
     "$__rate_interval": "20s",
@@ -146,6 +147,25 @@ class Prometheus:
             raise AssertionError(f"{arguments}: {error.read().decode()}") from error
         data: dict[str, Any] = document["data"]
         return data
+
+
+def lint(text: str) -> str:
+    """What Prometheus' linter says about KVTier's metrics in an exposition; empty if nothing.
+
+    vLLM's prefix has a colon, which the linter reserves for recording rules.
+    """
+    lines = [line for line in text.splitlines() if "kvtier_" in line]
+    assert len(lines) > 20
+    checked = subprocess.run(
+        [str(PROMTOOL), "check", "metrics"],
+        input="\n".join(lines).replace("vllm:", "vllm_") + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert checked.returncode in (0, 3), checked.stderr
+    return checked.stdout + checked.stderr
 
 
 def expression(expr: str) -> str:
