@@ -33,6 +33,7 @@ def test_tierd_is_scraped_with_the_token_only(tmp_path: Path) -> None:
         targets = [Target("with", at, labels, token), Target("without", at, labels, wrong)]
         prometheus = Prometheus(tmp_path / "prometheus", targets)
         running = prometheus
+        running.wait_ready()
 
         def up(job: str) -> list[str]:
             return [each["value"][1] for each in running.query(f'up{{job="{job}"}}')]

@@ -79,8 +79,20 @@ class Prometheus:
             self._process.kill()
             self._process.wait(15)
 
+    def wait_ready(self) -> None:
+        """Waits until it answers queries."""
+
+        def ready() -> bool:
+            try:
+                return bool(self.query("vector(1)"))
+            except OSError:
+                return False
+
+        self.wait(ready, lambda: "Prometheus does not answer")
+
     def wait_scraped(self) -> None:
         """Waits until every target was scraped without an error."""
+        self.wait_ready()
         self.wait(lambda: self._unhealthy() == [], lambda: f"not scraped: {self._unhealthy()}")
 
     def query(self, expr: str) -> list[dict[str, Any]]:
@@ -126,10 +138,7 @@ class Prometheus:
             time.sleep(0.5)
 
     def _unhealthy(self) -> list[str]:
-        try:
-            found = self._get("targets")["activeTargets"]
-        except OSError as error:
-            return [str(error)]
+        found = self._get("targets")["activeTargets"]
         return [
             f"{each['scrapeUrl']}: {each['lastError'] or each['health']}"
             for each in found
