@@ -6,7 +6,6 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,36 +181,6 @@ def test_least_recently_used_objects_are_evicted_first(tmp_path: Path) -> None:
     assert {0, 1} <= set(kept)
     assert kept[2:] == list(range(20 - len(kept) + 2, 20))
     assert len(kept) < 20
-
-
-def test_a_prompt_that_was_hit_in_full_loses_its_end_to_a_later_one(tmp_path: Path) -> None:
-    prompt = [make_object(seed) for seed in range(40)]
-    later = [make_object(100 + seed) for seed in range(12)]
-    with opened(tmp_path, TierLimits(1 << 30)) as tier:
-        for objects in (prompt, later):
-            previous = b""
-            for ref, payload, meta in objects:
-                tier.write(ref, payload, replace(meta, previous=previous))
-                previous = ref.key
-            if objects is prompt:
-                # A hit in full, in the order of the prompt.
-                for ref, payload, _ in prompt:
-                    tier.read(ref, buffer(payload.nbytes))
-        tier.configure(TierLimits(tier.usage().used_bytes, 90, 75))
-        tier.maintain()
-        kept = [tier.contains(ref) for ref, _, _ in prompt]
-        assert all(tier.contains(ref) for ref, _, _ in later)
-    assert 0 < sum(kept) < 40
-    assert kept == sorted(kept, reverse=True)
-
-
-def test_a_read_tells_what_precedes_the_object(tmp_path: Path) -> None:
-    (first, *rest), second = make_object(1), make_object(2)
-    with opened(tmp_path) as tier:
-        tier.write(first, *rest)
-        tier.write(second[0], second[1], replace(second[2], previous=first.key))
-        assert tier.read(second[0], buffer(8_192)).previous == first.key
-        assert tier.read(first, buffer(8_192)).previous == b""
 
 
 def test_order_of_use_survives_a_restart(tmp_path: Path) -> None:
