@@ -138,7 +138,9 @@ class FileSystemTier(Tier):
         except TierNoSpaceError as error:
             _log.warning("%s; serving existing objects without storing", error)
         self._probe_direct()
+        self._index.begin_ordering()
         self.report = self.maintenance.scan_completely().result.report
+        self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
 
