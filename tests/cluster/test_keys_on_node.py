@@ -58,7 +58,9 @@ def test_a_secret_is_followed_under_a_serving_pod(operator_on_node: Any, nodes: 
                 SECONDS,
             )
 
-        files = engines.files({"emptyDir": {"sizeLimit": "256Mi"}}, sharing="Pod")
+        # In memory: the node offers no ephemeral storage.
+        volume = {"emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}}
+        files = engines.files(volume, sharing="Pod")
         isolation = {"keySecretRef": {"name": "kv-keys"}, "encryption": "AES256GCM"}
         place.apply_policy(engines.policy(engines.memory(), files, isolation=isolation))
         place.apply(engines.deployment())
