@@ -62,10 +62,10 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_write_bytes": _tier(),
     "tier_writes": _tier(),
     "tier_writes_dropped": _tier(
-        "breaker", "evicted", "not_open", "too_many_pending", "write_budget"
+        "breaker", "evicted", "not_open", "too_many_pending"
     ),
     "tier_writes_failed": _tier(*TIER_ERRORS),
-    "tier_writes_postponed": _tier(),
+    "tier_writes_postponed": _tier("too_many_pending", "write_budget"),
     # Promotions.
     "promotion_leases_expired": _global(),
     "promotions": _global(),

@@ -121,20 +121,26 @@ class WriteBudget:
 
     def take(self, size_bytes: int, rate: int | None) -> bool:
         """Takes ``size_bytes`` from the budget; False if it is exhausted."""
+        if self.seconds_until_free(rate) > 0:
+            return False
+        if rate is not None:
+            self._left -= size_bytes
+        return True
+
+    def seconds_until_free(self, rate: int | None) -> float:
+        """How long until ``take`` succeeds; 0 if it would at once."""
         now = self._clock()
         if rate is None:
             self._rate = None
-            return True
+            return 0.0
         full = rate * BURST_SECONDS
         if self._rate is None:
             self._left = full
         else:
             self._left = min(full, self._left + self._rate * (now - self._at))
         self._rate, self._at = rate, now
-        if self._left <= 0:
-            return False
-        self._left -= size_bytes
-        return True
+        # A thousandth of a second's worth more than nothing, so that rounding is no exhaustion.
+        return (full / 1000 - self._left) / rate if self._left <= 0 else 0.0
 
     def give_back(self, size_bytes: int) -> None:
         """Returns bytes that were taken and are not written."""

@@ -1,9 +1,8 @@
 """The host pool file: tierd allocates it, tierd and the engines map it.
 
-Every byte is allocated with ``fallocate`` before its range is published, and the file never
-shrinks, because a write past what a tmpfs can hold is a SIGBUS in the engine. An existing file is
-taken over as it is: workers of the previous tierd may have it mapped and may still be writing to
-it.
+Every byte is allocated before its range is published, and a published range never shrinks, because
+a write past what a tmpfs can hold is a SIGBUS in the engine. An existing file is taken over as it
+is: workers of the previous tierd may have it mapped and may still be writing to it.
 
 Beside the pool, a tierd leaves in the run directory what the next one needs to recover objects::
 
@@ -26,6 +25,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,8 @@ from kvtier.tierd.wire import GENERATIONS_NAME, POOL_NAME
 
 PIECE_BYTES = 64 << 20
 """Allocated and touched at a time, in tens of milliseconds, so that stopping is prompt."""
+POPULATE_THREADS = 8
+"""Filling one file of a tmpfs: 1.3 GiB/s with one thread, 3.8 with eight."""
 PAGE_BYTES = 4096
 RESERVE_BYTES = 8 << 20
 """Left free on the volume in addition to the slot table, for session files, epoch and socket."""
@@ -90,6 +92,8 @@ class PoolFile:
         wanted = max(MIN_POOL_BYTES, wanted_bytes // PAGE_BYTES * PAGE_BYTES)
         descriptor = open_shared(path, os.O_RDWR | os.O_CREAT, mode)
         try:
+            if on_tmpfs(path):
+                _populate_file(descriptor, wanted, keep_going)
             size = _allocate(descriptor, wanted, keep_going)
             self.size = PoolSize(wanted, size)
             self._mapping = mmap.mmap(
@@ -139,6 +143,66 @@ class PoolFile:
         except BufferError:
             # A read that hangs in a dead mount uses its slot; the mapping ends with the process.
             _log.debug("the host pool stays mapped: an I/O thread uses it")
+
+
+def on_tmpfs(path: Path) -> bool:
+    """Whether ``path`` lies on a tmpfs. False if that cannot be determined."""
+    try:
+        device = os.stat(path).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted:
+                    return after.split()[0] == "tmpfs"
+    except (OSError, IndexError):
+        return False
+    return False
+
+
+def _populate_file(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> None:
+    """Extends a file on tmpfs to ``wanted`` bytes, allocated by several threads.
+
+    ``fallocate`` holds the file's lock, so it fills pages with one thread; page faults do not. What
+    could not be allocated is cut off again: ``_allocate`` tries it page by page.
+    """
+    done = os.fstat(descriptor).st_size // PAGE_BYTES * PAGE_BYTES
+    volume = os.fstatvfs(descriptor)
+    beside = RESERVE_BYTES + slot_table_bytes(wanted) + generation_bytes(wanted)
+    room = (volume.f_bavail * volume.f_frsize - beside) // PAGE_BYTES * PAGE_BYTES
+    end = min(wanted, done + max(0, room))
+    if end - done < 2 * PIECE_BYTES:
+        return
+    os.ftruncate(descriptor, end)
+    filled = done
+    try:
+        mapping = mmap.mmap(descriptor, end, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        populate = _populate(mapping, end)
+        if populate is not None:
+            filled = _populate_pieces(populate, (done, end), keep_going)
+    finally:
+        if filled < end:
+            # Nobody has mapped this part: its size was not published.
+            os.ftruncate(descriptor, filled)
+
+
+def _populate_pieces(
+    populate: Callable[[int, int], bool], span: tuple[int, int], keep_going: Callable[[], bool]
+) -> int:
+    """Populates ``span``; returns the end of the part of it that has no gap."""
+    begin, end = span
+    starts = range(begin, end, PIECE_BYTES)
+
+    def fill(start: int) -> bool:
+        return keep_going() and populate(start, min(PIECE_BYTES, end - start))
+
+    threads = max(1, min(POPULATE_THREADS, os.cpu_count() or 1))
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-populate") as executor:
+        for start, filled in zip(starts, executor.map(fill, starts), strict=True):
+            if not filled:
+                executor.shutdown(wait=True, cancel_futures=True)
+                return start
+    return end
 
 
 def _allocate(descriptor: int, wanted: int, keep_going: Callable[[], bool]) -> int:

@@ -325,18 +325,59 @@ def test_the_wait_for_stores_is_bounded(testbed: SchedulerTestbed) -> None:
     assert testbed.ask(request) == 4 * CHUNK
 
 
-def test_without_a_free_slot_a_store_waits_while_the_request_runs_and_is_dropped_at_its_end() -> (
-    None
-):
+def test_without_a_free_slot_a_store_waits_while_the_request_runs() -> None:
     testbed = SchedulerTestbed()
     testbed.client.credit(1)
-    request = _computed(testbed)
+    _computed(testbed)
     assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [0]
     testbed.client.credit(1, first=1)
     assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [1]
+
+
+def test_chunks_of_a_finished_request_wait_for_slots_with_their_blocks_referenced() -> None:
+    testbed = SchedulerTestbed()
+    request = _computed(testbed)
+    table = list(testbed.tables["r"])
     testbed.finish(request)
     assert testbed.build().stores == []
-    assert testbed.scheduler.stores.dropped == {"no_credit": 2}
+    assert testbed.scheduler.has_pending_work(), "an idle engine keeps stepping"
+    assert set(table[: 4 * CHUNK // BLOCK]) <= set(testbed.pool.referenced())
+    testbed.client.credit(4)
+    stored = testbed.build().stores
+    assert [store.run.blocks[0] for store in stored] == [
+        table[chunk * CHUNK // BLOCK] for chunk in range(4)
+    ]
+    testbed.report(done={store.reservation: 1 for store in stored})
+    assert testbed.pool.referenced() == []
+    assert testbed.scheduler.stores.dropped == {}
+
+
+def test_chunks_of_a_finished_request_are_dropped_and_counted_if_no_slot_comes() -> None:
+    testbed = SchedulerTestbed()
+    request = _computed(testbed)
+    testbed.finish(request)
+    for _ in range(4):
+        testbed.build()
+    assert testbed.scheduler.stores.in_flight == 4, "steps of an idle engine take no time"
+    testbed.now += 0.2
+    testbed.build()
+    assert testbed.scheduler.stores.dropped == {"no_credit": 4}
+    assert testbed.pool.referenced() == []
+    assert not testbed.scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize("end", ["lost", "reset"])
+def test_held_chunks_end_with_their_session_or_weights(end: str) -> None:
+    testbed = SchedulerTestbed()
+    request = _computed(testbed)
+    testbed.finish(request)
+    if end == "lost":
+        testbed.client.lose()
+        testbed.build()
+    else:
+        testbed.scheduler.reset_cache()
+    assert testbed.scheduler.stores.dropped == {end: 4}
+    assert testbed.pool.referenced() == []
 
 
 def test_a_recently_committed_key_is_not_stored_twice(testbed: SchedulerTestbed) -> None:

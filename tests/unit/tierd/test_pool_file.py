@@ -82,6 +82,63 @@ def test_a_volume_that_is_too_small_gives_a_smaller_pool_and_a_message(small_vol
     pool.close()
 
 
+@pytest.fixture
+def memory_volume(tmp_path: Path) -> Iterator[Path]:
+    """A memory-backed volume of 400 MiB."""
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=400m tmpfs {tmp_path} 2>/dev/null"):
+        pytest.skip("no right to mount a tmpfs")
+    yield tmp_path
+    os.system(f"umount -l {tmp_path}")
+
+
+def test_several_threads_fill_a_file_in_memory(memory_volume: Path) -> None:
+    first = PoolFile(memory_volume / "pool", 200 * MIB)
+    status = os.stat(first.path)
+    assert (first.bytes, status.st_size) == (200 * MIB, 200 * MIB)
+    assert status.st_blocks * 512 >= 200 * MIB
+    first.memory[5 * MIB] = 9
+    second = PoolFile(memory_volume / "pool", 350 * MIB)
+    assert second.bytes == 350 * MIB
+    assert os.stat(second.path).st_blocks * 512 >= 350 * MIB
+    assert second.memory[5 * MIB] == 9, "what an earlier tierd published is as it was"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("fails_at", [0, 64 * MIB, 128 * MIB])
+def test_what_the_threads_could_not_fill_is_allocated_in_order(
+    memory_volume: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    real = module._populate
+
+    def failing(mapping: object, size: int) -> object:
+        populate = real(mapping, size)  # type: ignore[arg-type]
+        return lambda start, length: start != fails_at and populate(start, length)  # type: ignore[misc]
+
+    monkeypatch.setattr(module, "_populate", failing)
+    pool = PoolFile(memory_volume / "pool", 200 * MIB)
+    assert pool.bytes == 200 * MIB
+    assert os.stat(pool.path).st_blocks * 512 >= 200 * MIB
+    pool.close()
+
+
+def test_a_volume_that_fills_up_meanwhile_gives_a_smaller_pool(
+    memory_volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module._populate
+
+    def filling(mapping: object, size: int) -> object:
+        (memory_volume / "other").write_bytes(b"x" * (250 * MIB))
+        return real(mapping, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_populate", filling)
+    pool = PoolFile(memory_volume / "pool", 300 * MIB)
+    assert 100 * MIB <= pool.bytes <= 150 * MIB
+    assert os.stat(pool.path).st_blocks * 512 >= pool.bytes, "no published byte can raise SIGBUS"
+    pool.memory[-1] = 1
+    pool.close()
+
+
 def test_a_volume_without_room_is_an_error_and_no_empty_pool(small_volume: Path) -> None:
     (small_volume / "fill").write_bytes(b"x" * (15 * MIB))
     with pytest.raises(OSError, match="no room"):

@@ -77,7 +77,8 @@ COUNTERS = (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
             "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
             "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
-            "stores_stale", "thread_failures", "unknown_cancels", "unsent_dropped",
+            "stores_stale", "thread_failures",
+            "unknown_cancels", "unsent_dropped",
         ),
     ),
     Metric(

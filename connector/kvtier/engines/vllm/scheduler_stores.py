@@ -2,8 +2,8 @@
 
 A chunk is stored once the workers have executed its last token, unless a tier holds it already or
 another request is storing it. If there is no free slot, or too much is in flight, the chunk waits
-behind its request's frontier; when the request finishes it is dropped. A store never delays a
-request.
+behind its request's frontier. When the request finishes, chunks without a slot are held for a
+moment, with their blocks referenced; then they are dropped. A store never delays a request.
 
 The blocks of a store are referenced in vLLM's block pool from planning until every rank reports.
 docs/datapath.md explains why. The scheduler's thread only.
@@ -28,6 +28,10 @@ MAX_CACHE_FRACTION = 4
 requests."""
 MAX_CHUNKS_VISITED_PER_STEP = 4_096
 """Over all requests; takes about half a millisecond."""
+HELD_STEPS = 2
+HELD_SECONDS = 0.1
+"""How long chunks of finished requests wait for a slot: at least this many steps and this long.
+Steps of an idle engine take a tenth of a millisecond, an eviction up to 100 ms."""
 RECENTLY_COMMITTED_SECONDS = 0.5
 """A committed key counts as present until tierd's delta arrives, so that it is not stored twice."""
 PROGRESS_TIMEOUT_SECONDS = 10.0
@@ -58,6 +62,19 @@ class OpenStore:
     ranks_left: int
 
 
+@dataclass(slots=True)
+class _HeldChunk:
+    """A chunk of a finished request that waits for a slot. Its ``blocks`` are referenced."""
+
+    key: bytes
+    previous: bytes
+    state: RequestState
+    ids: tuple[int, ...]
+    blocks: list[Any]
+    until: float
+    steps_left: int = HELD_STEPS
+
+
 class SchedulerStores:
     """All stores of one engine. Reservation ids are unique for the life of the engine."""
 
@@ -78,6 +95,7 @@ class SchedulerStores:
         self._ids = count(1)
         self._planned: list[OpenStore] = []
         """For the next step's metadata."""
+        self._held: deque[_HeldChunk] = deque()
         self._open: dict[int, OpenStore] = {}
         """Sent to the workers."""
         self._keys: set[bytes] = set()
@@ -95,6 +113,7 @@ class SchedulerStores:
         now = self._clock()
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
+        self._plan_held(now)
 
     def plan(
         self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, finished: bool
@@ -102,7 +121,7 @@ class SchedulerStores:
         """Plans stores of a request's chunks between its frontier and ``storable_chunks``.
 
         ``block_ids``: the request's block table, which must be valid during the call. ``finished``:
-        whatever cannot be stored at once is dropped.
+        what has no slot is held for a moment; whatever else cannot be stored is dropped.
         """
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
@@ -125,6 +144,9 @@ class SchedulerStores:
                 )
                 if reason and not finished and reason != "blocks_gone":
                     return
+                if reason == "no_credit":
+                    self._hold(state, chunk, (key, previous), block_ids)
+                    reason = ""
                 if reason:
                     self.dropped[reason] += 1
             frontier.next_chunk = chunk + 1
@@ -168,14 +190,69 @@ class SchedulerStores:
             return "no_credit"
         blocks = [pool.blocks[block] for block in ids]
         pool.touch(blocks)
-        slot = credits.popleft()
-        run = BlockRun(GROUP, 0, tuple(ids))
-        job = StoreJob(next(self._ids), slot, self._session.epoch, run)
-        self._planned.append(OpenStore(job, key, previous, state, blocks, planner.ranks))
-        self._keys.add(key)
         self._in_flight_chunks += 1
         state.stores_in_flight += 1
+        self._keys.add(key)
+        self._add_planned(key, previous, state, tuple(ids), blocks)
         return ""
+
+    def _add_planned(
+        self,
+        key: bytes,
+        previous: bytes,
+        state: RequestState,
+        ids: tuple[int, ...],
+        blocks: list[Any],
+    ) -> None:
+        """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
+        slot = self._session.credits[GROUP].popleft()
+        job = StoreJob(next(self._ids), slot, self._session.epoch, BlockRun(GROUP, 0, ids))
+        self._planned.append(OpenStore(job, key, previous, state, blocks, self._planner.ranks))
+
+    # Chunks of finished requests.
+
+    def _hold(
+        self,
+        state: RequestState,
+        chunk: int,
+        keys: tuple[bytes, bytes],
+        block_ids: Sequence[int],
+    ) -> None:
+        """References the blocks of a chunk that has no slot yet."""
+        pool, length = self.pool, self._planner.blocks_per_chunk(GROUP)
+        if pool is None:
+            return
+        ids = tuple(block_ids[chunk * length : (chunk + 1) * length])
+        blocks = [pool.blocks[block] for block in ids]
+        pool.touch(blocks)
+        self._in_flight_chunks += 1
+        state.stores_in_flight += 1
+        self._keys.add(keys[0])
+        until = self._clock() + HELD_SECONDS
+        self._held.append(_HeldChunk(keys[0], keys[1], state, ids, blocks, until))
+
+    def _plan_held(self, now: float) -> None:
+        """Stores held chunks for which there is a slot now, and drops those that waited too
+        long."""
+        if not self._held:
+            return
+        blocked = self._store_blocked_reason()
+        while self._held and not blocked and self._session.credits[GROUP]:
+            held = self._held.popleft()
+            self._add_planned(held.key, held.previous, held.state, held.ids, held.blocks)
+        for held in self._held:
+            held.steps_left -= 1
+        while self._held and self._held[0].steps_left < 0 and self._held[0].until <= now:
+            self._drop_held(self._held.popleft(), blocked or "no_credit")
+
+    def _drop_held(self, held: _HeldChunk, reason: str) -> None:
+        self._release(held)
+        self._keys.discard(held.key)
+        self.dropped[reason] += 1
+
+    def _drop_all_held(self, reason: str) -> None:
+        while self._held:
+            self._drop_held(self._held.popleft(), reason)
 
     def take_jobs(self) -> list[StoreJob]:
         """Reserves the planned stores and returns their jobs.
@@ -220,7 +297,7 @@ class SchedulerStores:
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
-    def _release(self, store: OpenStore) -> None:
+    def _release(self, store: OpenStore | _HeldChunk) -> None:
         self._in_flight_chunks -= 1
         store.state.stores_in_flight -= 1
         if self.pool is not None:
@@ -247,6 +324,7 @@ class SchedulerStores:
         The blocks of open stores stay referenced until the workers report.
         """
         self._drop_planned("lost")
+        self._drop_all_held("lost")
         self._forget_committed()
         self.worker_epoch = None
 
@@ -254,19 +332,21 @@ class SchedulerStores:
         """Drops planned stores after a cache reset. Their slots are still valid and are reused."""
         self._session.credits[GROUP].extend(store.job.slot for store in self._planned)
         self._drop_planned("reset")
+        self._drop_all_held("reset")
         self._forget_committed()
 
     def turn_off(self) -> None:
         """Drops planned stores, because KVTier is off."""
         self._drop_planned("off")
+        self._drop_all_held("off")
 
     @property
     def in_flight(self) -> int:
         """Stores that were planned and are not done."""
-        return len(self._open) + len(self._planned)
+        return len(self._open) + len(self._planned) + len(self._held)
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that stores end."""
-        if self._planned:
+        if self._planned or self._held:
             return True
         return bool(self._open) and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
