@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from kvtier.config import lmcache_url
 from kvtier.config.models import (
     SCHEMA_VERSION,
     BreakerSettings,
@@ -29,6 +30,7 @@ from kvtier.config.models import (
     FileSystemTierDocument,
     Live,
     LiveTier,
+    LMCacheTierDocument,
     MemoryTierDocument,
     Structural,
     Topology,
@@ -167,6 +169,9 @@ def _check_structural(structural: Structural, name: str) -> None:
             raise ConfigurationError(
                 f"{name}: {field}", path, "must be an absolute path without .."
             )
+    for document in structural.tiers:
+        if isinstance(document, LMCacheTierDocument):
+            _check_lmcache(document, name)
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for tier_name in names:
         if tier_name not in structural.live.tiers:
@@ -188,6 +193,18 @@ def _check_structural(structural: Structural, name: str) -> None:
                 tier.low_watermark_percent,
                 "must be below highWatermarkPercent",
             )
+
+
+def _check_lmcache(tier: LMCacheTierDocument, name: str) -> None:
+    must = lmcache_url.requirement(tier.url)
+    if must:
+        raise ConfigurationError(f"{name}: tiers.{tier.name}.url", tier.url, must)
+    if tier.credentials_directory is not None and not lmcache_url.takes_credentials(tier.url):
+        raise ConfigurationError(
+            f"{name}: tiers.{tier.name}.credentialsDirectory",
+            tier.credentials_directory,
+            "must be absent: only redis:// and rediss:// have credentials",
+        )
 
 
 def _paths(structural: Structural) -> list[tuple[str, str]]:

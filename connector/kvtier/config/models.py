@@ -12,7 +12,7 @@ bytes.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -115,6 +115,8 @@ class LMCacheTierDocument(Document):
     name: str
     url: str
     credentials_directory: str | None = None
+    read_threads: ClassVar[int] = 4
+    write_threads: ClassVar[int] = 2
 
 
 TierDocument = Annotated[

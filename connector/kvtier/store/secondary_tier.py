@@ -172,6 +172,8 @@ class StoreTierState:
     cause: str = ""
     since_seconds: float = 0.0
     late_reads: int = 0
+    volume_bytes: int = 0
+    volume_available_bytes: int = 0
 
 
 def reason_of(error: BaseException) -> str:
@@ -293,6 +295,7 @@ class SecondaryTiers:
                     low_watermark_percent=settings.low_watermark_percent,
                     retention_seconds=settings.retention_seconds,
                     sync_data=settings.sync_data,
+                    load_timeout_seconds=settings.load_timeout_seconds,
                 )
             )
 
@@ -497,4 +500,5 @@ class SecondaryTiers:
             secondary.breaker.cause,
             secondary.breaker.since,
             secondary.late_reads,
+            *secondary.tier.volume(),
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
+from kvtier.config.models import Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
@@ -50,10 +50,8 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
-        found[f"read:{tier.name}"] = found[f"write:{tier.name}"] = DEFAULT_THREADS
-        if isinstance(tier, FileSystemTierDocument):
-            found[f"read:{tier.name}"] = tier.read_threads
-            found[f"write:{tier.name}"] = tier.write_threads
+        found[f"read:{tier.name}"] = tier.read_threads
+        found[f"write:{tier.name}"] = tier.write_threads
         found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
     return found
 

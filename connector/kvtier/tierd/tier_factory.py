@@ -21,6 +21,7 @@ from kvtier.config.models import (
     Encryption,
     FileSystemTierDocument,
     LiveTier,
+    LMCacheTierDocument,
     MemoryTierDocument,
     Structural,
     TierDocument,
@@ -64,6 +65,7 @@ def limits_of(live: LiveTier) -> TierLimits:
         low_watermark_percent=live.low_watermark_percent,
         retention_seconds=live.retention_seconds,
         sync_data=live.sync_data,
+        load_timeout_seconds=live.load_timeout_seconds,
     )
 
 
@@ -111,6 +113,9 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
             missing.append(document)
             conditions.append(StatusCondition("TierNotServed", f"tier {document.name}: {error}"))
             continue
+        limitation = getattr(tier, "limitations", "")
+        if limitation:
+            conditions.append(StatusCondition("TierLimited", f"tier {document.name}: {limitation}"))
         tiers.append(tier if wrap is None else wrap(tier))
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions), keys)
 
@@ -118,6 +123,13 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
 def _file_tiers(topology: Topology) -> int:
     return sum(
         isinstance(document, FileSystemTierDocument) for document in topology.structural.tiers
+    )
+
+
+def _indexed_tiers(topology: Topology) -> int:
+    return sum(
+        isinstance(document, FileSystemTierDocument | LMCacheTierDocument)
+        for document in topology.structural.tiers
     )
 
 
@@ -147,13 +159,14 @@ def _sealing(topology: Topology, keys: KeyRing | None) -> Sealing | None:
 def _build(
     document: TierDocument, topology: Topology, gid: int | None, keys: KeyRing | None
 ) -> Tier:
+    from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
+
+    live = topology.live.tiers.get(document.name, LiveTier())
+    # Fixed shares: otherwise the share would change with every object of the other tiers.
+    share = MAX_INDEXED_OBJECTS // max(_indexed_tiers(topology), 1)
     if isinstance(document, FileSystemTierDocument):
         from kvtier.tiers.filesystem import FileSystemTier
-        from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
 
-        live = topology.live.tiers.get(document.name, LiveTier())
-        # Fixed shares: otherwise the share would change with every object of the other tiers.
-        share = MAX_INDEXED_OBJECTS // _file_tiers(topology)
         tier = FileSystemTier(
             document,
             limits_of(live),
@@ -164,6 +177,12 @@ def _build(
         if keys is not None:
             keys.on_change(tier.keys_changed)
         return tier
+    if isinstance(document, LMCacheTierDocument):
+        if keys is not None:
+            raise KVTierError("objects in lmcache tiers cannot be protected by isolation keys")
+        from kvtier.tiers.lmcache import LMCacheTier
+
+        return LMCacheTier(document, limits_of(live), max_objects=share)
     raise KVTierError(f"this version does not support tiers of kind {document.kind}")
 
 
@@ -181,7 +200,7 @@ def data_limit(structural: Structural, data_bytes: int) -> int:
     threads = _OTHER_THREADS + sum(
         tier.read_threads + tier.write_threads
         for tier in structural.tiers
-        if isinstance(tier, FileSystemTierDocument)
+        if isinstance(tier, FileSystemTierDocument | LMCacheTierDocument)
     )
     return data_bytes + threads * STACK_BYTES
 
@@ -191,10 +210,12 @@ def limit_data(structural: Structural, data_bytes: int) -> int:
     set."""
     limit = data_limit(structural, data_bytes)
     threading.stack_size(STACK_BYTES)
+    has_child = any(isinstance(tier, LMCacheTierDocument) for tier in structural.tiers)
     try:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+        # The process of an lmcache tier inherits the hard limit and needs more than tierd.
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard if has_child else bound))
     except (OSError, ValueError) as error:
         _log.warning("cannot set RLIMIT_DATA: %s", error)
         return 0

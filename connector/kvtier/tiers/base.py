@@ -90,13 +90,18 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """The live settings of a tier. Replaced as a whole, from any thread."""
+    """The live settings of a tier. Replaced as a whole, from any thread.
+
+    ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
+    ends it then.
+    """
 
     capacity_bytes: int
     high_watermark_percent: int = 90
     low_watermark_percent: int = 75
     retention_seconds: int = 604_800
     sync_data: bool = False
+    load_timeout_seconds: float = 5.0
 
 
 OnChange = Callable[[str, bytes, bool], None]
@@ -134,6 +139,11 @@ class Tier(ABC):
     @abstractmethod
     def usage(self) -> TierUsage:
         """What the tier holds. No I/O."""
+
+    def volume(self) -> tuple[int, int]:
+        """Size and free bytes of the file system that the tier is on, as of the last maintenance;
+        zeros while they are unknown. No I/O."""
+        return 0, 0
 
     @abstractmethod
     def probe(self, ref: ObjectRef) -> bool:

@@ -280,7 +280,7 @@ class SecretReference(Model):
     name: Annotated[ObjectName, STRUCTURAL, Field(description="Name of the Secret.")]
 
 
-class LMCacheTier(Model):
+class LMCacheTierSpec(Model):
     """Storage backend of LMCache."""
 
     url: Annotated[
@@ -403,7 +403,7 @@ class TierSpec(Model):
         Field(description=("Directory with one file per object.")),
     ] = None
     lmcache: Annotated[
-        LMCacheTier | None, STRUCTURAL, Field(description="Storage backend of LMCache.")
+        LMCacheTierSpec | None, STRUCTURAL, Field(description="Storage backend of LMCache.")
     ] = None
 
     rules: ClassVar[tuple[Rule, ...]] = (

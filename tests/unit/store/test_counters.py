@@ -95,7 +95,7 @@ def test_the_first_occurrence_is_an_increase() -> None:
     found = StoreCounters()
     found.declare(["disk", "nfs"])
     before = metrics_text(Snapshot(events=dict(found.values))).decode()
-    series = 'kvtier_events_total{name="tier_reads_failed",reason="corrupt",tier="disk"}'
+    series = 'kvtier_tier_reads_failed_total{reason="corrupt",tier="disk"}'
     assert f"{series} 0.0" in before
     found.add("tier_reads_failed", "disk", "corrupt")
     after = metrics_text(Snapshot(events=dict(found.values))).decode()
@@ -121,4 +121,4 @@ def test_the_operators_counters_exist_from_the_start() -> None:
     assert value("kvtier_operator_reconcile_errors_total", {"reason": "Deadline"}) == 0
     for reason in SkipReason:
         assert value("kvtier_webhook_skipped_pods_total", {"reason": str(reason)}) == 0
-    assert value("kvtier_webhook_seconds_count", {"path": "/mutate"}) == 0
+    assert value("kvtier_webhook_request_duration_seconds_count", {"path": "/mutate"}) == 0

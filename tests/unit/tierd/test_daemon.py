@@ -21,6 +21,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
+from kvtier.errors import KVTierError
 from kvtier.harness.stub_engine import OBJECT_TOKENS, StubEngine
 from kvtier.harness.stub_worker import StubEngineOptions, block_hash
 from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
@@ -316,9 +317,13 @@ def test_a_port_in_use_is_a_condition_and_does_not_end_the_process(
         assert not thread.is_alive()
 
 
-def test_a_tier_of_an_unsupported_kind_is_unknown_and_the_others_work(
-    case: TierdTestbed, start: Start
+def test_a_tier_without_its_package_is_unknown_and_the_others_work(
+    case: TierdTestbed, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def absent() -> None:
+        raise KVTierError("the package lmcache is not installed")
+
+    monkeypatch.setattr("kvtier.tiers.lmcache.tier.require_lmcache", absent)
     tiers = [
         *case.topology.structural.tiers,
         LMCacheTierDocument(name="far", url="redis://nowhere"),
@@ -332,7 +337,8 @@ def test_a_tier_of_an_unsupported_kind_is_unknown_and_the_others_work(
         ("ram", "Healthy"),
         ("far", "Unknown"),
     ]
-    assert "far" in status["conditions"][0]["message"]
+    assert status["conditions"][0]["type"] == "TierNotServed"
+    assert "tier far: the package lmcache is not installed" in status["conditions"][0]["message"]
 
 
 def test_a_tier_that_opens_later_receives_the_texts_of_namespaces(

@@ -117,6 +117,25 @@ class Index:
             used = self._used_bytes + self._extra_bytes + self._reserved_bytes
             return TierUsage(used, self._capacity_bytes, self._count, self._unindexed_total)
 
+    def entries(self) -> Iterator[tuple[str, bytes, int]]:
+        """All objects with their charged bytes, without a snapshot, as ``keys``."""
+        start = 2
+        while start < len(self._units):
+            with self._lock:
+                end = min(start + _PART_OBJECTS, len(self._units))
+                found = [
+                    (*self._name(node), self._units[node] * ALIGNMENT_BYTES)
+                    for node in range(start, end)
+                    if self._order.is_present(node)
+                ]
+            yield from found
+            start = end
+
+    @property
+    def count(self) -> int:
+        """How many objects are indexed."""
+        return self._count
+
     @property
     def max_objects(self) -> int:
         """How many objects are indexed at most."""

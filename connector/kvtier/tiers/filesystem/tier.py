@@ -36,6 +36,7 @@ from kvtier.errors import (
     TierUntrustedError,
     TierUnverifiableError,
 )
+from kvtier.files import volume_bytes
 from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
@@ -101,6 +102,7 @@ class FileSystemTier(Tier):
         self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
         self._wall = wall
         self._clock = clock
+        self._volume = (0, 0)
         self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
         self._reported_unindexed = False
         self._on_change: OnChange = _ignore
@@ -204,6 +206,10 @@ class FileSystemTier(Tier):
     def usage(self) -> TierUsage:
         """What the directory is charged for."""
         return self._index.usage()
+
+    def volume(self) -> tuple[int, int]:
+        """Size and free bytes of its file system."""
+        return self._volume
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
@@ -410,6 +416,7 @@ class FileSystemTier(Tier):
             return
         self.maintenance.enforce_limits()
         self._report_unindexed()
+        self._volume = volume_bytes(self._root) or self._volume
         self._announce(self._unusable.take_expired())
         if self._probe_direct_again:
             self._probe_direct()
