@@ -251,7 +251,7 @@ class FileSystemTier(Tier):
             raise
         except OSError as error:
             raise self._read_error(ref, path, error) from error
-        self._index.touch(ref.namespace, ref.key)
+        self._index.touch(ref.namespace, ref.key, meta.previous)
         if self._wall() - modified > TOUCH_SECONDS:
             with contextlib.suppress(OSError):
                 # By the file system's clock, which all hosts can compare; this needs no ownership.
