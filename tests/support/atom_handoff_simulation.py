@@ -119,7 +119,7 @@ class HandoffSimulation(Simulation):
             Promoted(
                 promotion=event.promotion,
                 usable=event.usable,
-                outcome=event.outcome,
+                outcome=event.outcome.value,
                 tiers=event.tiers,
                 locations=event.locations,
             )

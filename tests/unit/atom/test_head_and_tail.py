@@ -22,8 +22,8 @@ def warm(bytes_per_second: float) -> HandoffSimulation:
     simulation = HandoffSimulation(ENGINE, disk, CHUNK_BYTES)
     for number in range(1, 4):
         simulation.prefill_seconds(simulation.new(number, 32_769))
-    for number in range(4, 10):
-        simulation.prefill_seconds(simulation.on_disk(number, 16_385))
+    for number in range(4, 8):
+        simulation.prefill_seconds(simulation.on_disk(number, TOKENS + 1))
     return simulation
 
 
