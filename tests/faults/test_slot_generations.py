@@ -1,4 +1,4 @@
-"""Slots are reused under running copies, by a tierd that nobody answers: no wrong byte is loaded.
+"""Slots are reused under running copies, by a tierd without answers: no wrong byte is loaded.
 
 The reader neither acknowledges evictions nor tells tierd of its loads, so only the generation words
 protect it. The control shows that without them the same run loads wrong bytes.

@@ -23,6 +23,7 @@ from kvtier_operator.api.stored import read_stored
 from kvtier_operator.api.unenforced import not_enforced, unknown_field
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.injection.sidecar import sub_path
+from kvtier_operator.render import connectors
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import AdmissionRequest
 
@@ -73,6 +74,7 @@ def validate(
     warnings += [unknown_field(path) for path in unknown]
     if policy is not None:
         warnings += not_enforced(policy, settings.rollout.enabled)
+        warnings += [gap.message for gap in connectors.unsupported_fields(policy)]
         name = policy.metadata.name
         siblings = [other for other in others if other.metadata.name != name]
         warnings += _namespace_warnings(policy, settings, namespace_labels)

@@ -872,7 +872,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert held.get(key, 0) & RAM_BITS == ram
 
     def check_locations(self, namespace: str) -> None:
-        """What schedulers are told is in RAM has its generation, and nobody may write there."""
+        """What schedulers are told is in RAM has its generation, and no process may write there."""
         for key, bits, location in self.driver.fixture.store.presence(namespace):
             assert bool(location) == bool(bits & MEMORY_BIT)
             if location:

@@ -63,11 +63,10 @@ def _note_attached(engine_args: Any, directory: str) -> None:
     from kvtier.engines.vllm import early_start
 
     transfer = engine_args.kv_transfer_config
-    read = (
-        transfer.get if isinstance(transfer, dict) else lambda name: getattr(transfer, name, None)
-    )
-    extra = read("kv_connector_extra_config") or {}
-    if read("kv_connector") == CONNECTOR_NAME and extra.get("topology", directory) == directory:
+    values = transfer if isinstance(transfer, dict) else vars(transfer)
+    extra = values.get("kv_connector_extra_config") or {}
+    ours = values.get("kv_connector") == CONNECTOR_NAME
+    if ours and extra.get("topology", directory) == directory:
         early_start.note_attached(directory, not envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
