@@ -136,7 +136,7 @@ class HandoffSimulation(Simulation):
         return prompt
 
     def new(self, number: int, tokens: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """A prompt that no tier holds."""
         return [number * 100_000 + position for position in range(tokens)]
 
     def prefill_seconds(self, prompt: list[int]) -> float:
