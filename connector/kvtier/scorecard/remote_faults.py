@@ -26,7 +26,7 @@ from kvtier.harness.lmcache_servers import (
 from kvtier.scorecard.testbed import FaultTestbed, Measurements
 
 MEANS = "server"
-SERVERS: dict[str, type[RedisProcess] | type[LMCacheProcess]] = {
+SERVERS: dict[str, type[RedisProcess | LMCacheProcess]] = {
     "redis": RedisProcess,
     "lmcache": LMCacheProcess,
 }
