@@ -1,4 +1,4 @@
-"""Faults of real servers behind an lmcache tier, with a real tierd, as `kvtier faults` runs them."""
+"""Faults of real servers behind an lmcache tier of a real tierd, as `kvtier faults` runs them."""
 
 from __future__ import annotations
 
