@@ -249,7 +249,7 @@ class TestBackEnds:
         finally:
             server.kill()
 
-    @pytest.mark.parametrize("kind", ["redis", "server"])
+    @pytest.mark.parametrize("kind", ["empty_redis", "server"])
     def test_a_read_from_a_hung_server_ends_in_time_and_the_process_stays(
         self, child: backends.ReusedChild, request: pytest.FixtureRequest, kind: str
     ) -> None:
@@ -272,7 +272,7 @@ class TestBackEnds:
         assert tier.read(ref, into) == meta
         assert into == payload
 
-    @pytest.mark.parametrize("kind", ["redis", "server"])
+    @pytest.mark.parametrize("kind", ["empty_redis", "server"])
     @pytest.mark.parametrize("fault", ["lie", "garble", "cut"])
     def test_a_server_that_lies_gives_no_object(
         self, child: backends.ReusedChild, request: pytest.FixtureRequest, kind: str, fault: str
