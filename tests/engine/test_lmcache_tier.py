@@ -75,6 +75,8 @@ def test_tokens_are_identical_with_ram_and_lmcache(
                 assert case.requests().run(other) == plain.tokens(other)
             assert loads.tokens == 0
             proxy.set("")
+            # The breaker opens on a hang, and closes when a check succeeds.
+            case.wait_attached()
         with case.loads("disk") as loads:
             assert case.requests().run(tokens) == plain.tokens(tokens)
         assert loads.tokens == CHUNKS * CHUNK_TOKENS
